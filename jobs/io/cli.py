@@ -1,0 +1,129 @@
+"""From a failure to one line on stderr and an exit code: what stands between a job and the shell.
+
+Hydra is not imported here (only the job files do that); its exceptions are known by the module they come from.
+"""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import NoReturn, TypeVar
+
+from runtime.errors import Interrupted, MillraceError
+
+from .typed import known_keys, unknown_key
+
+C = TypeVar("C")
+
+REFUSED = 2
+RESUMABLE = Interrupted.exit_code
+_WORST_FIRST = (1, 4, REFUSED, RESUMABLE, 3, 0)  # of the jobs of a sweep
+
+_exit_codes: ContextVar[list[int] | None] = ContextVar("exit_codes", default=None)
+
+
+def as_job(body: Callable[[C], int | None]) -> Callable[[C], int | None]:
+    """Goes between `@hydra.main` and a job's `main`: a job that fails ends in one line, and a sweep goes on without it.
+
+    `body` returns its exit code, None for 0. An exit code of 75 stops a sweep too: whoever stopped one job meant all.
+    In a process that a launcher started, where no `run_job` waits, errors pass through for the launcher to see.
+    """
+
+    @functools.wraps(body)
+    def job(config: C) -> int | None:
+        codes = _exit_codes.get()
+        if codes is None:
+            return body(config)
+        try:
+            code = body(config) or 0
+        except MillraceError as error:
+            code = error.exit_code
+            report(error)
+        assert code in _WORST_FIRST, f"exit code {code}"
+        codes.append(code)
+        if code == RESUMABLE:
+            raise SystemExit(code)
+        return code
+
+    return job
+
+
+def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
+    """Call `entry`, a `@hydra.main` over an `as_job`; exit with the job's own code, or 2 if Hydra refuses the config.
+
+    `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
+    neither ours nor Hydra's keeps its traceback and ends the process with 1; Ctrl-C ends it with 75.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting by itself
+    codes: list[int] = []
+    _exit_codes.set(codes)
+    try:
+        entry()
+    except MillraceError as error:
+        report(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        report("interrupted; the same command goes on from here")
+        sys.exit(RESUMABLE)
+    except Exception as error:
+        if not _comes_from_hydra(error):
+            raise
+        report(explain(error, known_keys(schema)))
+        sys.exit(REFUSED)
+    finally:
+        _exit_codes.set(None)
+    sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
+
+
+def report(error: Exception | str) -> None:
+    """`error: ...` on stderr. Control characters are shown, not sent: a message may quote text from a data set."""
+    text = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(error))
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def explain(error: Exception, known: list[str]) -> str:
+    """One line for an exception raised while Hydra composed a config; `known` are the config's dotted keys."""
+    text = str(error) or str(error.__cause__ or type(error).__name__)
+    options = getattr(error, "options", None)
+    missing = getattr(error, "missing_cfg_file", None)
+    if missing is not None and "submitit" in missing:
+        return "hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
+    if missing is not None and options is not None:
+        group, _, option = missing.rpartition("/")
+        return f"{group}={option} does not exist: {group} is one of {', '.join(options)}"
+    if match := re.match(r"Could not override '(.+?)'", text):
+        key = match[1]
+        return (
+            f"unknown key {key}: --cfg hydra shows those of Hydra"
+            if key.startswith("hydra")
+            else unknown_key(key, known)
+        )
+    if match := re.match(r"Multiple values for (.+?)\. ", text):
+        return f"{match[1]} is chosen already: write {match[1]}=<option> without the +"
+    if text.startswith("Config group override must be"):
+        return "a group takes the name of one of its options, as in offload=nvme; --help lists them"
+    if match := re.match(r"Ambiguous value for argument '(.+)'", text):
+        return (
+            f"{match[1]} looks like a sweep: add --multirun, or write a list as key=[a,b], or quote it as key=\"'a,b'\""
+        )
+    if override := getattr(error, "override", None):
+        if "=" not in override:
+            return f"{override!r} is not key=value; --help shows how to call this job"
+        return f"cannot read {override!r} ({_first_line(text)}); quote text as key=\"'text'\""
+    return _first_line(text.split("Config search path")[0])
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith("See "))
+
+
+def _comes_from_hydra(error: Exception) -> bool:
+    """True for Hydra's and OmegaConf's exceptions, and for built-in ones that their own code raised."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    raised_in = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+    return any(name.partition(".")[0] in ("hydra", "omegaconf") for name in (type(error).__module__, raised_in))

@@ -1,0 +1,188 @@
+"""The settings of each job, typed. The only file that knows OmegaConf: the rest of the project sees dataclasses."""
+
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import PurePath
+from typing import TypeAlias, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runtime.config import (
+    DType,
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PrefetchConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    Tier,
+    require,
+)
+from runtime.errors import ConfigError
+
+from .dataset.config import DatasetConfig, ShardConfig
+from .files import JsonValue, json_digest
+from .typed import build, flatten, plain
+
+T = TypeVar("T")
+Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
+
+SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
+
+
+class LogLevel(Enum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """All settings of `jobs.generate`; mirrors conf/generate.yaml."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    run: str | None = None
+    output_root: str = "outputs"
+    log_level: LogLevel = LogLevel.info
+
+    def __post_init__(self) -> None:
+        _require_path(self.model)
+        _require_output_root(self.output_root)
+        require(
+            self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
+            f"run must be letters, digits, '.', '_' and '-' (it names a directory below output_root), got {self.run!r}",
+        )
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        """The part that `Runtime` takes; the rest is the job's own."""
+        return RuntimeConfig(
+            model=self.model,
+            offload=self.offload,
+            prefetch=self.prefetch,
+            policy=self.policy,
+            sampling=self.sampling,
+            machine=self.machine,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesizeConfig:
+    """All settings of `jobs.synthesize`; mirrors conf/synthesize.yaml. Of `model` only the name is used.
+
+    `architecture` holds transformers' own config keys, `model_type` among them; which exist is for transformers to say.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    architecture: dict[str, object] = field(default_factory=dict)
+    out: str | None = None
+    seed: int = 0
+    dtype: DType = DType.bfloat16
+    max_shard_gib: float = 4.0
+    tokenizer: str | None = None
+    output_root: str = "outputs"
+    log_level: LogLevel = LogLevel.info
+
+    def __post_init__(self) -> None:
+        _require_output_root(self.output_root)
+        require(bool(self.out), "out is not set: the directory to write, e.g. out=outputs/checkpoints/mine")
+        require(
+            self.dtype is not DType.auto, "dtype must be float32, bfloat16 or float16 for a new checkpoint, got auto"
+        )
+        require(self.max_shard_gib > 0, f"max_shard_gib must be above 0 GiB, got {self.max_shard_gib}")
+        model_type = self.architecture.get("model_type")
+        require(
+            isinstance(model_type, str) and bool(model_type),
+            f"architecture.model_type must name a model type of transformers, e.g. llama, got {model_type!r}",
+        )
+
+
+def load(cls: type[T], composed: Composed) -> T:
+    """The config that Hydra composed, as an instance of `cls`; interpolations are resolved.
+
+    Raises ConfigError in one line: an unknown key (with the closest known one), a value of the wrong type (with what
+    is allowed), values that cannot go together, a missing or broken interpolation.
+    """
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{error.full_key or 'config'} cannot be resolved: {reason}") from error
+    assert isinstance(values, dict)
+    return build(cls, {str(key): value for key, value in values.items()})
+
+
+def semantic(config: GenerateConfig) -> dict[str, JsonValue]:
+    """The keys that can change the text of a completion, flat and JSON-ready; a resumed run must have the same.
+
+    `policy` is among them because a row's numerics depend on which rows share its micro-batch.
+    """
+    return {key: value for key, value in flatten(config).items() if key.partition(".")[0] in SEMANTIC_GROUPS}
+
+
+def operational(config: GenerateConfig) -> dict[str, JsonValue]:
+    """The other keys: they may change on resume (tier, prefetch, machine, paths of results, log level)."""
+    return {key: value for key, value in flatten(config).items() if key.partition(".")[0] not in SEMANTIC_GROUPS}
+
+
+def run_name(config: GenerateConfig) -> str:
+    """The directory name of this run below `<output_root>/generate`: `run`, or a name derived from `semantic`.
+
+    A shard of several is a run of its own, so the name ends in `-00001-of-00004`, with `run` given or not.
+    """
+    keys = {key: value for key, value in semantic(config).items() if not key.startswith("shard.")}
+    model = PurePath(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
+    readable = re.sub(r"[^A-Za-z0-9._]+", "-", f"{model}-{config.dataset.kind.value}")[:80].lstrip(".-")
+    name = config.run or f"{readable}-{json_digest(keys)[:10]}"
+    return name if config.shard.count == 1 else f"{name}-{config.shard.index:05d}-of-{config.shard.count:05d}"
+
+
+def ignored_settings(config: GenerateConfig) -> list[str]:
+    """A sentence for each setting that has no effect beside the others; for the job to log as warnings."""
+    sampling, offload = config.sampling, config.offload
+    narrowing = {"top_k": sampling.top_k != 0, "top_p": sampling.top_p != 1, "min_p": sampling.min_p != 0}
+    ignored = [
+        f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.temperature=0 is greedy"
+        for key, is_given in narrowing.items()
+        if is_given and sampling.is_greedy
+    ]
+    if offload.resident_layers is not None and offload.tier is Tier.none:
+        ignored.append(
+            f"offload.resident_layers={offload.resident_layers} has no effect: offload=none keeps every layer"
+        )
+    if offload.device_memory_gib is not None and config.machine.device == "cpu":
+        gib = offload.device_memory_gib
+        ignored.append(f"offload.device_memory_gib={gib} has no effect: machine.device=cpu computes in host memory")
+    return ignored
+
+
+def to_yaml(config: GenerateConfig | SynthesizeConfig) -> str:
+    """The settings as YAML, readable and safe to load as plain data."""
+    values = plain(config)
+    assert isinstance(values, dict)
+    return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def _require_path(model: ModelConfig) -> None:
+    if model.name == "tiny":
+        require(
+            model.path is None,
+            f"model=tiny is built on the spot and takes no model.path, got {model.path!r}: model=hf does",
+        )
+    else:
+        require(bool(model.path), f"model.path is not set: model={model.name} needs a local directory or a hub id")
+
+
+def _require_output_root(output_root: str) -> None:
+    require(bool(output_root.strip()), "output_root is empty: name a directory, e.g. output_root=outputs")

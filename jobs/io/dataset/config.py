@@ -1,0 +1,158 @@
+"""Which prompts a run answers and how they are read. `conf/dataset/*.yaml` mirrors `DatasetConfig` key for key."""
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from runtime.config import require
+
+
+class DatasetKind(Enum):
+    sample = "sample"
+    mtbench = "mtbench"
+    helm_synthetic_reasoning = "helm_synthetic_reasoning"
+    helm_summarization = "helm_summarization"
+    jsonl = "jsonl"
+    parquet = "parquet"
+    csv = "csv"
+    hub = "hub"
+
+
+class DuplicatePolicy(Enum):
+    """What two rows with one id mean: `refuse` the input, or keep the `first` of them."""
+
+    refuse = "refuse"
+    first = "first"
+
+
+class BadRowPolicy(Enum):
+    """What an unreadable row means: an `error_row` in the output, or `fail` before anything is generated."""
+
+    error_row = "error_row"
+    fail = "fail"
+
+
+class ReasoningMode(Enum):
+    pattern_match = "pattern_match"
+    variable_substitution = "variable_substitution"
+    induction = "induction"
+
+
+_K = DatasetKind
+_TABLES = {_K.parquet, _K.csv, _K.hub}
+_HELM = {_K.helm_synthetic_reasoning, _K.helm_summarization}
+_PATH = {_K.mtbench, _K.helm_summarization, _K.jsonl, *_TABLES}
+
+# A key missing here means something to every kind.
+_MEANT_FOR: dict[str, set[DatasetKind]] = {
+    "path": _PATH,
+    "prompt_field": {_K.jsonl, *_TABLES},
+    "messages_field": {_K.jsonl, _K.parquet, _K.hub},
+    "id_field": {_K.jsonl, _K.helm_summarization, *_TABLES},
+    "json_field": {_K.jsonl, _K.helm_summarization},
+    "csv_delimiter": {_K.csv},
+    "hub_config": {_K.hub},
+    "hub_split": {_K.hub},
+    "hub_revision": {_K.hub},
+    "mode": {_K.helm_synthetic_reasoning},
+    "trial": _HELM,
+    "num_examples": _HELM,
+    "examples_path": {_K.helm_summarization},
+    "article_field": {_K.helm_summarization},
+    "summary_field": {_K.helm_summarization},
+    "window_tokens": {_K.helm_summarization},
+    "reserve_tokens": {_K.helm_summarization},
+}
+
+_PATH_HINTS = {
+    _K.mtbench: "dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",
+    _K.helm_summarization: "dataset.path=articles.jsonl (articles with summaries; they are not bundled)",
+    _K.hub: "dataset.path=<hub id or local directory>",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """One data set. A key set for a kind that has no use for it is refused, so that no setting is silently ignored."""
+
+    kind: DatasetKind = DatasetKind.sample
+    path: str | None = None  # a file or a directory of files; for hub: a hub id or a local directory
+
+    prompt_field: str = "prompt"
+    messages_field: str | None = None  # instead of prompt_field: a list of {role, content}
+    id_field: str | None = None  # null: the row's number in the input, counted from 0
+    json_field: str | None = None  # where the list of rows lies in a .json document, dotted: `data.examples`
+    csv_delimiter: str = ","
+    hub_config: str | None = None
+    hub_split: str = "train"
+    hub_revision: str | None = None
+
+    mode: ReasoningMode = ReasoningMode.pattern_match
+    trial: int = 0  # which in-context examples: HELM's train trial index
+    num_examples: int = 5  # in-context examples per prompt
+    examples_path: str | None = None  # where they come from; null: from `path`, and then not asked themselves
+    article_field: str = "article"
+    summary_field: str = "summary"
+    window_tokens: int | None = None  # prompt + reserve_tokens must fit; null: nothing is cut
+    reserve_tokens: int = 64  # kept free for the completion: sampling.max_new_tokens
+
+    chat_template: bool = False  # render through the model's own template
+    system_prompt: str | None = None
+    keep_columns: bool = True  # pass the row's other fields through to the output
+    limit: int | None = None  # rows read, before repeat
+    repeat: int = 1  # times each row is asked; replicas of `a` are `a#1`, `a#2` ...
+    dedupe: DuplicatePolicy = DuplicatePolicy.refuse
+    on_bad_row: BadRowPolicy = BadRowPolicy.error_row
+
+    def __post_init__(self) -> None:
+        self._check_keys_have_a_use()
+        self._check_fields()
+        self._check_counts()
+
+    def _check_keys_have_a_use(self) -> None:
+        for field in fields(self):
+            unused = self.kind not in _MEANT_FOR.get(field.name, set(DatasetKind))
+            is_set = getattr(self, field.name) != field.default
+            require(not (unused and is_set), f"dataset.{field.name} has no meaning for dataset.kind={self.kind.value}")
+        hint = _PATH_HINTS.get(self.kind, "dataset.path=<file or directory>")
+        require(self.kind not in _PATH or bool(self.path), f"dataset.kind={self.kind.value} needs {hint}")
+
+    def _check_fields(self) -> None:
+        for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
+            require(bool(getattr(self, key)), f"dataset.{key} is empty")
+        for key in ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path"):
+            require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
+        for key in ("messages_field", "system_prompt"):
+            needs_template = getattr(self, key) is not None
+            require(self.chat_template or not needs_template, f"dataset.{key} needs dataset.chat_template=true")
+        delimiter = self.csv_delimiter
+        require(
+            len(delimiter) == 1 and delimiter.isascii() and delimiter not in '"\r\n\0',
+            f"dataset.csv_delimiter must be one ASCII character, got {delimiter!r}",
+        )
+
+    def _check_counts(self) -> None:
+        require(self.limit is None or self.limit >= 1, f"dataset.limit must be 1 row or more, got {self.limit}")
+        require(self.repeat >= 1, f"dataset.repeat must be 1 or more, got {self.repeat}")
+        require(self.trial >= 0, f"dataset.trial must be 0 or more, got {self.trial}")
+        require(0 <= self.num_examples <= 1000, f"dataset.num_examples must be 0 to 1000, got {self.num_examples}")
+        require(self.reserve_tokens >= 0, f"dataset.reserve_tokens must be 0 tokens or more, got {self.reserve_tokens}")
+        require(
+            self.window_tokens is None or self.window_tokens > self.reserve_tokens,
+            f"dataset.window_tokens must be above dataset.reserve_tokens={self.reserve_tokens}, "
+            f"got {self.window_tokens}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """Which part of the rows this process takes: every `count`-th, starting at `index`."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.count >= 1, f"shard.count must be 1 or more, got {self.count}")
+        require(
+            0 <= self.index < self.count,
+            f"shard.index must be 0 to {self.count - 1} (shard.count={self.count}), got {self.index}",
+        )

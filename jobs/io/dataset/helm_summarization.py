@@ -1,0 +1,94 @@
+"""HELM's summarization prompts, built from the user's own articles: XSUM and CNN/DailyMail are not free to bundle.
+
+Articles and summaries may be texts or lists of sentences (SciTLDR's `source` and `target`): an article's sentences are
+joined by spaces, of several summaries the first is the reference.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .config import DatasetConfig
+from .helm import Item, choose_examples
+from .records import BadRecord, Content, Fields, Json, Record, check_text, read_field
+
+CountTokens: TypeAlias = Callable[[str], int]
+
+MAX_ARTICLE_WORDS = 512
+MIN_EXAMPLE_WORDS, MAX_EXAMPLE_WORDS = 50, 150
+REQUEST = "Summarize the above article in 1 sentence.\n"
+
+
+def read_item(fields: Fields, config: DatasetConfig) -> Item:
+    """Article (whitespace collapsed, first 512 words) and summary of a record. Raises BadRecord."""
+    article = _clean(read_field(fields, config.article_field, "article_field"), "the article", joined=True)
+    summary = _clean(read_field(fields, config.summary_field, "summary_field"), "the summary", joined=False)
+    return Item(input=" ".join(article.split()[:MAX_ARTICLE_WORDS]), answer=summary)
+
+
+def select_examples(records: Sequence[Record], config: DatasetConfig) -> dict[int, Item]:
+    """The in-context examples by their position in `records`, in prompt order.
+
+    Candidates are records with an article of 50 to 150 words; records that cannot be read are no candidates.
+    """
+    candidates: list[_Candidate] = []
+    for position, record in enumerate(records):
+        try:
+            item = read_item(record.fields or {}, config)
+        except BadRecord:
+            continue
+        if MIN_EXAMPLE_WORDS <= len(item.input.split()) <= MAX_EXAMPLE_WORDS:
+            candidates.append(_Candidate(input=item.input, answer=item.answer, position=position))
+    chosen = choose_examples(candidates, config.num_examples, config.trial)
+    return {candidate.position: candidate for candidate in chosen}
+
+
+def build_content(item: Item, examples: Sequence[Item], config: DatasetConfig, count_tokens: CountTokens) -> Content:
+    """The prompt, fitted into the window: examples go from the last on, then words from the end of the article.
+
+    HELM cuts a prompt without examples from its right end, request included; here the request stays, which differs only
+    for an article that alone overflows the window. Raises BadRecord when the request without a word does not fit.
+    """
+
+    def fits(prompt: str) -> bool:
+        return config.window_tokens is None or count_tokens(prompt) + config.reserve_tokens <= config.window_tokens
+
+    for num_kept in range(len(examples), -1, -1):
+        prompt = _build_prompt(item.input, examples[:num_kept])
+        if fits(prompt):
+            return Content(prompt=prompt, reference=item.answer)
+    words = item.input.split()
+    low, high = 0, len(words)  # `high` words don't fit; find the most that do
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(_build_prompt(" ".join(words[:middle]), [])) else (low, middle)
+    if low == 0:
+        raise BadRecord(
+            f"no word of the article fits dataset.window_tokens={config.window_tokens} "
+            f"with dataset.reserve_tokens={config.reserve_tokens}"
+        )
+    return Content(prompt=_build_prompt(" ".join(words[:low]), []), reference=item.answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate(Item):
+    position: int
+
+
+def _build_prompt(article: str, examples: Sequence[Item]) -> str:
+    blocks = [f"{_block(example.input)}{example.answer}\n" for example in examples]
+    return "\n".join([*blocks, _block(article).rstrip()])
+
+
+def _block(article: str) -> str:
+    return f"###\nArticle: {article}\n\n{REQUEST}"
+
+
+def _clean(value: Json, what: str, joined: bool) -> str:
+    if isinstance(value, list) and value:
+        texts = [check_text(text, f"a part of {what}") for text in (value if joined else value[:1])]
+        value = " ".join(texts)
+    words = check_text(value, what).split()
+    if not words:
+        raise BadRecord(f"{what} is blank")
+    return " ".join(words)

@@ -1,0 +1,130 @@
+"""JSON lines read record by record: a bad line costs that line and nothing else.
+
+The JSON is stricter than Python's (no NaN, no infinities, no duplicate keys, bounded nesting), so that what is read can
+be written again and does not depend on who parses it. Lines end at byte 10 and nowhere else.
+"""
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from runtime.errors import DatasetError
+
+from .files import list_files, open_bytes, reading
+from .records import Json, Record, shorten
+
+MAX_DEPTH = 100
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz")
+
+
+def read_jsonl(path: str, json_field: str | None = None, key: str = "path") -> Iterator[Record]:
+    """The records of a file or of a directory's files, in order.
+
+    A `.json` file (or any, with `json_field`) is one document: a list of objects, or one that holds it at the dotted
+    `json_field`. Every other file is JSON lines. `.gz` is unpacked, and offsets count unpacked bytes. Raises
+    DatasetError for what concerns a whole file.
+    """
+    for file in list_files(path, _SUFFIXES, key):
+        is_document = json_field is not None or file.name.endswith((".json", ".json.gz"))
+        with reading(file):
+            yield from _read_document(file, json_field) if is_document else _read_lines(file)
+
+
+def parse_json(text: str) -> Json:
+    """The value of a JSON text. Raises ValueError saying what is wrong with it."""
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, line {error.lineno} column {error.colno}") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if _is_deeper_than(value, MAX_DEPTH):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def _read_lines(file: Path) -> Iterator[Record]:
+    offset_bytes = 0
+    with open_bytes(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if text.strip():
+                name = f"{file.name}:{number}"
+                place = f"{file.name}, line {number}, byte {offset_bytes}"
+                yield _parse_record(text.rstrip(b"\r\n"), name, place)
+            offset_bytes += len(line)
+
+
+def _read_document(file: Path, json_field: str | None) -> Iterator[Record]:
+    with open_bytes(file) as stream:
+        content = stream.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        value = parse_json(content.decode("utf-8"))
+    except ValueError as error:
+        hint = "" if json_field else "; JSON lines need a name ending in .jsonl"
+        raise DatasetError(f"{file} is not one JSON document: {error}{hint}") from error
+    for step in json_field.split(".") if json_field else ():
+        if not isinstance(value, dict) or step not in value:
+            raise DatasetError(f"{file} has nothing at {shorten(step)} of dataset.json_field={json_field}")
+        value = value[step]
+    if not isinstance(value, list):
+        hint = f"its fields: {', '.join(map(shorten, value))}" if isinstance(value, dict) else "it is a single value"
+        raise DatasetError(f"{file} holds no list of rows at dataset.json_field={json_field or 'null'}; {hint}")
+    for number, item in enumerate(value):
+        yield _check_record(item, f"{file.name}:{number}", f"{file.name}, item {number}")
+
+
+def _parse_record(line: bytes, name: str, place: str) -> Record:
+    try:
+        value = parse_json(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start} of the line"
+        return Record(name=name, place=place, error=f"{place}: {reason}")
+    except ValueError as error:
+        return Record(name=name, place=place, error=f"{place}: {error}")
+    return _check_record(value, name, place)
+
+
+def _check_record(value: Json, name: str, place: str) -> Record:
+    if not isinstance(value, dict):
+        return Record(name=name, place=place, error=f"{place}: not a JSON object")
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return Record(name=name, place=place, error=f"{place}: holds a lone surrogate, which UTF-8 cannot encode")
+    return Record(name=name, place=place, fields=value)
+
+
+def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {shorten(twice)} occurs twice in one object")
+    return fields
+
+
+def _refuse_constant(text: str) -> Json:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {shorten(text)} is out of range")
+    return value
+
+
+def _is_deeper_than(value: Json, limit: int) -> bool:
+    """Level by level, without recursion."""
+    level: list[Json] = [value]
+    for _ in range(limit + 1):
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            return False
+        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+    return True

@@ -1,0 +1,142 @@
+"""From one record of an input to its id, text and columns, or to the reason why it has none."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from runtime.errors import DatasetError
+
+from .config import DatasetConfig
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Fields: TypeAlias = dict[str, Json]
+Message: TypeAlias = dict[str, str]
+
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
+NUM_FIELDS_LISTED = 8
+
+
+class BadRecord(ValueError):
+    """Why this one record cannot be used; becomes the error of its row and never leaves this package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One item of an input: its fields, or the error that kept them from being read.
+
+    `name` (`file:line`) stands in for an id that cannot be read; `place` is the start of every error about the record.
+    """
+
+    name: str
+    place: str
+    fields: Fields | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a record asks: a prompt, or messages with an empty prompt; `reference` is an answer that came with it."""
+
+    prompt: str = ""
+    messages: list[Message] | None = None
+    reference: str | None = None
+
+
+ReadContent: TypeAlias = Callable[[Fields], Content]
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """`text` quoted for a message: control characters escaped, at most `limit` characters of it."""
+    return ascii(text if len(text) <= limit else f"{text[:limit]}...")
+
+
+def read_field(fields: Fields, name: str, key: str) -> Json:
+    """The value of `name`; BadRecord lists the fields there are and names the config key that chose this one."""
+    if name in fields:
+        return fields[name]
+    listed = ", ".join(shorten(field, 30) for field in list(fields)[:NUM_FIELDS_LISTED]) or "none"
+    raise BadRecord(f"there is no field {shorten(name)} (dataset.{key}); its fields: {listed}")
+
+
+def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:
+    """`value` if a tokenizer can take it: text, not empty, no NUL, no lone surrogate. Raises BadRecord."""
+    if not isinstance(value, str):
+        raise BadRecord(f"{what} is {_TYPE_NAMES[type(value)]}, not text")
+    if not value and not may_be_empty:
+        raise BadRecord(f"{what} is empty")
+    if "\0" in value:
+        raise BadRecord(f"{what} holds a NUL character at position {value.index(chr(0))}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise BadRecord(f"{what} holds a lone surrogate, which UTF-8 cannot encode")
+    return value
+
+
+def read_id(fields: Fields, name: str) -> str:
+    value = read_field(fields, name, "id_field")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return check_text(value, f"the id {shorten(name)}")
+
+
+def read_messages(fields: Fields, name: str) -> list[Message]:
+    """A chat as templates take it: at least one message, each with a role and a content, both text.
+
+    Further keys must be text too; a null one counts as absent, since tables have every key in every message.
+    """
+    value = read_field(fields, name, "messages_field")
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"the field {shorten(name)} (dataset.messages_field) is not a list of messages")
+    messages: list[Message] = []
+    for number, message in enumerate(value):
+        what = f"message {number} of {shorten(name)}"
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise BadRecord(f"{what} is not an object with a role and a content")
+        given = {key: text for key, text in message.items() if text is not None or key in ("role", "content")}
+        messages.append({key: check_text(text, f"{shorten(key)} of {what}", True) for key, text in given.items()})
+    return messages
+
+
+def read_content(fields: Fields, config: DatasetConfig) -> Content:
+    """The prompt or the messages in the fields that the config names."""
+    if config.messages_field is not None:
+        return Content(messages=read_messages(fields, config.messages_field))
+    prompt = read_field(fields, config.prompt_field, "prompt_field")
+    return Content(prompt=check_text(prompt, f"the prompt {shorten(config.prompt_field)}"))
+
+
+def read_first_turn(fields: Fields) -> Content:
+    """MT-Bench's schema, turn 1 only and as raw text, as MoE-Lightning runs it."""
+    turns = fields.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise BadRecord("the field 'turns' is not a list of texts: not a question in MT-Bench's schema")
+    return Content(prompt=check_text(turns[0], "turn 1"))
+
+
+def add_chat(content: Content, config: DatasetConfig) -> Content:
+    """With a chat template: the prompt as a user message, and the system prompt first unless the chat has its own."""
+    if not config.chat_template:
+        return content
+    messages = content.messages or [{"role": "user", "content": content.prompt}]
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return Content(prompt=content.prompt, messages=messages, reference=content.reference)
+
+
+def check_columns(names: list[str], config: DatasetConfig, place: str) -> None:
+    """Refuse a table that lacks a column the config names, or has a name twice. Raises DatasetError."""
+    if len(set(names)) != len(names):
+        raise DatasetError(f"{place} has two columns of the same name: {', '.join(map(shorten, names))}")
+    wanted = {"id_field": config.id_field, "messages_field": config.messages_field}
+    if config.messages_field is None:
+        wanted["prompt_field"] = config.prompt_field
+    for key, name in wanted.items():
+        if name is not None and name not in names:
+            listed = ", ".join(map(shorten, names))
+            raise DatasetError(f"{place} has no column {shorten(name)} (dataset.{key}); its columns: {listed}")

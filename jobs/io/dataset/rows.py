@@ -1,0 +1,93 @@
+"""The row, and what is done to a list of them: repeat, duplicates, shards, digest."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from runtime.errors import DatasetError
+
+from .config import BadRowPolicy, DuplicatePolicy, ShardConfig
+from .records import Json, Message, shorten
+
+logger = logging.getLogger(__name__)
+
+NUM_DUPLICATES_LISTED = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One prompt with its id. Replicas share their `columns` and `messages`: treat both as read-only.
+
+    `index` is the position in the whole input after limit, repeat and dedupe, the same in every shard.
+    `messages` is not None exactly when the model's chat template is to be applied; the system prompt is already in.
+    `error` says why nothing can be generated, and where in the input the row lies; `prompt` is then "".
+    """
+
+    index: int
+    id: str
+    prompt: str
+    messages: list[Message] | None
+    columns: dict[str, Json]
+    error: str | None
+
+
+def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
+    """Raise DatasetError for `fail` when there is a bad row; for `error_row` log how many there are."""
+    errors = [row.error for row in rows if row.error is not None]
+    if not errors:
+        return
+    report = f"{len(errors)} of {len(rows)} rows cannot be used; the first: {errors[0]}"
+    if policy is BadRowPolicy.fail:
+        raise DatasetError(f"{report}. dataset.on_bad_row=error_row turns them into error rows of the output")
+    logger.warning("%s", report)
+
+
+def repeat_rows(rows: Sequence[Row], times: int) -> list[Row]:
+    """The whole list `times` times over; replica r of id `a` is `a#r`, replica 0 keeps `a`."""
+    replicas = (replace(row, id=f"{row.id}#{replica}") for replica in range(1, times) for row in rows)
+    return [*rows, *replicas]
+
+
+def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row]:
+    """Rows with distinct ids. Raises DatasetError for `refuse`; for `first` drops the later ones and logs how many."""
+    first_of: dict[str, Row] = {}
+    counts: dict[str, int] = {}
+    for row in rows:
+        first_of.setdefault(row.id, row)
+        counts[row.id] = counts.get(row.id, 0) + 1
+    if len(first_of) == len(rows):
+        return list(rows)
+    num_dropped = len(rows) - len(first_of)
+    if policy is DuplicatePolicy.first:
+        logger.warning("%d rows dropped: an earlier row has the same id (dataset.dedupe=first)", num_dropped)
+        return list(first_of.values())
+    repeated = [(row_id, count) for row_id, count in counts.items() if count > 1]
+    listed = ", ".join(f"{shorten(row_id)} x{count}" for row_id, count in repeated[:NUM_DUPLICATES_LISTED])
+    raise DatasetError(
+        f"{len(repeated)} ids are used by more than one row ({num_dropped} rows too many): {listed}"
+        f"{' ...' if len(repeated) > NUM_DUPLICATES_LISTED else ''}. "
+        "Give dataset.id_field a field that is unique, or keep the first of each with dataset.dedupe=first"
+    )
+
+
+def number_rows(rows: Sequence[Row]) -> list[Row]:
+    return [row if row.index == index else replace(row, index=index) for index, row in enumerate(rows)]
+
+
+def shard_rows(rows: Sequence[Row], shard: ShardConfig) -> list[Row]:
+    """Every `count`-th row: shards are disjoint, cover the input, and differ by at most one row in size."""
+    return list(rows[shard.index :: shard.count])
+
+
+def input_digest(rows: Sequence[Row]) -> str:
+    """SHA-256 over what can change generated text: each row's id, prompt, messages, and whether it is an error row.
+
+    The wording of an error is left out: it quotes the JSON parser, which differs between Python versions.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        content = [row.id, row.prompt, row.messages, row.error is not None]
+        digest.update(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,147 @@
+"""Parquet, CSV and the hub as records.
+
+Files are read with pyarrow and not through `datasets`: its cache of local files is keyed by path and modification time,
+so a file replaced with its old time kept (`rsync -a`, `cp -p`, `tar`) would give the old rows, and a resumed run must
+see what is on the disk. The hub goes through `datasets` the ordinary way: there the cache is keyed by revision (for a
+local directory given to kind `hub` it is the modification time again).
+"""
+
+import base64
+import codecs
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date, time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+
+from runtime.errors import DatasetError
+
+from .config import DatasetConfig
+from .files import list_files, reading
+from .records import Fields, Json, Record, check_columns
+
+NUM_ROWS_PER_BATCH = 1024
+_MAX_CSV_BLOCK_BYTES = 2**31 - 1
+_FIRST_CSV_ROW = 2  # what pyarrow calls the first row below the header
+
+
+def read_parquet(config: DatasetConfig) -> Iterator[Record]:
+    """Rows of a Parquet file, or of a directory's files by name. Page checksums are verified where there are any."""
+    for path in list_files(config.path or "", (".parquet",)):
+        with _arrow_reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            check_columns(names, config, str(path))
+            columns = None if config.keep_columns else _needed_columns(config)
+            batches = file.iter_batches(NUM_ROWS_PER_BATCH, columns=columns, use_threads=False)
+            yield from _records(_rows_of(batches), path.name)
+
+
+def read_csv(config: DatasetConfig) -> Iterator[Record]:
+    """Rows of a CSV file with a header line, or of a directory's files by name. Every value is text: `007` stays `007`.
+
+    A row with too few or too many fields, or one that is not UTF-8, is a bad record; the others are still read.
+    """
+    for path in list_files(config.path or "", (".csv", ".csv.gz", ".tsv", ".tsv.gz")):
+        with _arrow_reading(path):
+            yield from _read_csv_file(path, config)
+
+
+def read_hub(config: DatasetConfig) -> Iterator[Record]:
+    """Rows of `datasets.load_dataset` for a hub id or a local directory. Raises DatasetError with what it said."""
+    import datasets  # slow to import, and needed by this kind only
+    from datasets.exceptions import DatasetsError
+
+    place = f"dataset.path={config.path}"
+    try:
+        loaded = datasets.load_dataset(
+            config.path or "", name=config.hub_config, split=config.hub_split, revision=config.hub_revision
+        )
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise DatasetError(
+            f"cannot load {place} (dataset.hub_config={config.hub_config}, dataset.hub_split={config.hub_split}, "
+            f"dataset.hub_revision={config.hub_revision}): {type(error).__name__}: {reason}"
+        ) from error
+    assert isinstance(loaded, datasets.Dataset)
+    check_columns(loaded.column_names, config, place)
+    wanted = loaded if config.keep_columns else loaded.select_columns(_needed_columns(config))
+    # The arrow format keeps images and audio as stored instead of decoding them.
+    batches = wanted.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
+    yield from _records(_rows_of(batches), Path(config.path or "").name)
+
+
+def as_json(value: object) -> Json:
+    """A value of an Arrow table as JSON: NaN becomes null, bytes base64, dates ISO 8601, decimals text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return value.isoformat() if isinstance(value, date | time) else str(value)
+
+
+def _needed_columns(config: DatasetConfig) -> list[str]:
+    text = config.messages_field or config.prompt_field
+    return [text] if config.id_field in (None, text) else [text, config.id_field]
+
+
+def _rows_of(batches: Iterable[pa.Table]) -> Iterator[dict[str, object]]:
+    for batch in batches:
+        yield from batch.to_pylist()
+
+
+def _records(rows: Iterator[dict[str, object]], source: str) -> Iterator[Record]:
+    for number, row in enumerate(rows):
+        fields: Fields = {name: as_json(value) for name, value in row.items()}
+        yield Record(name=f"{source}:{number}", place=f"{source}, row {number}", fields=fields)
+
+
+def _read_csv_file(path: Path, config: DatasetConfig) -> Iterator[Record]:
+    bad: dict[int, str] = {}
+
+    def skip_bad(row: pa_csv.InvalidRow) -> str:
+        bad[row.number] = f"{row.actual_columns} fields where the header has {row.expected_columns}"
+        return "skip"
+
+    parse = pa_csv.ParseOptions(delimiter=config.csv_delimiter, newlines_in_values=True, invalid_row_handler=skip_bad)
+    with pa.input_stream(path) as stream:
+        content = stream.read()
+    names = _csv_names(content, config.csv_delimiter)
+    check_columns(names, config, str(path))
+    # One block and one thread: a quoted value may be of any size, and bad rows are numbered only when read in order.
+    whole = pa_csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _MAX_CSV_BLOCK_BYTES))
+    as_bytes = pa_csv.ConvertOptions(column_types={name: pa.binary() for name in names}, strings_can_be_null=False)
+    table = pa_csv.read_csv(pa.BufferReader(content), whole, parse, as_bytes)
+    cells = (row for batch in table.to_batches(NUM_ROWS_PER_BATCH) for row in batch.to_pylist())
+    for number in range(table.num_rows + len(bad)):
+        name, place = f"{path.name}:{number}", f"{path.name}, row {number}"
+        reason = bad.get(number + _FIRST_CSV_ROW)
+        try:
+            fields: Fields | None = None if reason else {key: cell.decode("utf-8") for key, cell in next(cells).items()}
+        except UnicodeDecodeError as error:
+            fields, reason = None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
+        yield Record(name=name, place=place, fields=fields, error=f"{place}: {reason}" if reason else None)
+
+
+def _csv_names(content: bytes, delimiter: str) -> list[str]:
+    lines = (line.decode("utf-8") for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)))
+    return next((names for names in csv.reader(lines, delimiter=delimiter) if names), [])
+
+
+@contextmanager
+def _arrow_reading(path: Path) -> Iterator[None]:
+    try:
+        with reading(path):
+            yield
+    except (pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(f"cannot read {path}: {error}") from error

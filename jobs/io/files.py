@@ -1,0 +1,219 @@
+"""Publishing a file: a reader sees all of it or nothing, whatever is killed and whenever. And the lock of a folder.
+
+A file is written under a hidden name beside its final one, made durable, and only then given its name.
+Hidden means a leading dot: Parquet readers, `datasets` and shell globs pass over it.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NoReturn, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from runtime.errors import DamagedRunError, OutputError
+from runtime.units import format_bytes
+
+JsonValue: TypeAlias = "str | int | float | bool | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+
+LOG = logging.getLogger(__name__)
+TEMP_SUFFIX = ".tmp"
+PARQUET_PROBLEMS = (pa.ArrowException, OSError, ValueError)  # what `parse_parquet` raises on damaged bytes
+
+
+def publish(
+    path: Path,
+    write: Callable[[BinaryIO], None],
+    *,
+    exclusive: bool,
+    check: Callable[[Path], None] | None = None,
+    expected_bytes: int = 0,
+) -> bool:
+    """Write `path` so that it is complete and durable from the moment it can be seen.
+
+    `exclusive`: the first commit wins; False means that the file was there already and was left as it is.
+    Otherwise an older file is replaced. `check` reads the written file back and raises OSError if it is not right.
+    `expected_bytes` only makes the message of a full disk better. Raises OutputError; an older file is then still good.
+    """
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}")
+    try:
+        _write_durably(temp, write)
+        if check is not None:
+            check(temp)
+        return _commit(temp, path, exclusive=exclusive)
+    except OSError as error:
+        raise output_error(path, error, expected_bytes=expected_bytes) from error
+    finally:
+        with suppress(OSError):  # gone after a replace; one that stays is hidden and swept on resume
+            temp.unlink()
+
+
+def _write_durably(temp: Path, write: Callable[[BinaryIO], None]) -> None:
+    with temp.open("xb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _commit(temp: Path, path: Path, *, exclusive: bool) -> bool:
+    """`os.rename` would silently replace another's commit; `os.link` refuses."""
+    if exclusive:
+        try:
+            os.link(temp, path)
+        except FileExistsError:
+            return False
+        temp.unlink()
+    else:
+        temp.replace(path)
+    fsync_directory(path.parent)
+    return True
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make the names in `directory` durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep_temps(directory: Path) -> int:
+    """Remove what killed writers left half written; returns how many. The caller holds the run's lock."""
+    temps = [entry for entry in directory.glob(f".*{TEMP_SUFFIX}") if entry.is_file()]
+    for temp in temps:
+        temp.unlink(missing_ok=True)
+    return len(temps)
+
+
+def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> OutputError:
+    """The error a user meets when `path` cannot be written: what, why, how much room there is, what to change."""
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    needed = f", about {format_bytes(expected_bytes)} needed" if expected_bytes else ""
+    hint = "make room or choose another output directory with run="
+    if error.errno in (errno.EPERM, errno.ENOTSUP):
+        hint = "the file system must allow hard links: choose an output directory on another one with run="
+    return OutputError(
+        f"cannot write {path}: {error.strerror or error} ({name}); {_free_text(path)}{needed}. "
+        f"Finished parts are kept; {hint}, then start the same command again."
+    )
+
+
+def _free_text(path: Path) -> str:
+    for parent in path.parents:
+        with suppress(OSError):
+            return f"{format_bytes(shutil.disk_usage(parent).free)} free there"
+    return "free space unknown"
+
+
+def canonical_json(value: JsonValue) -> str:
+    """One text per value: sorted keys, no spaces, ASCII. ValueError on NaN and infinities."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def json_digest(value: JsonValue) -> str:
+    """SHA-256 of the canonical text, in hex."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def write_json(path: Path, value: JsonValue, *, exclusive: bool) -> bool:
+    """Publish `value` as indented JSON; see `publish` for `exclusive` and the result."""
+    text = json.dumps(value, sort_keys=True, indent=2, allow_nan=False) + "\n"
+    return publish(path, lambda file: _write_all(file, text.encode()), exclusive=exclusive, expected_bytes=len(text))
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+
+
+def read_json(path: Path) -> dict[str, JsonValue]:
+    """The object in `path`. DamagedRunError when it is empty, torn or no object; OSError when it cannot be read."""
+    data = path.read_bytes()
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, len(data), str(error)) from error
+    if not isinstance(value, dict):
+        raise _damaged(path, len(data), f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _damaged(path: Path, num_bytes: int, reason: str) -> DamagedRunError:
+    what = "is empty" if num_bytes == 0 else f"({num_bytes} bytes) is not valid: {reason}"
+    return DamagedRunError(
+        f"{path} {what}. Millrace never leaves such a file: look at the directory, "
+        f"then move it away, or choose another one with run="
+    )
+
+
+def write_parquet(table: pa.Table, file: BinaryIO) -> None:
+    """With page checksums and without statistics: no checksum covers those, and readers trust them to skip rows."""
+    pq.write_table(table, file, write_page_checksum=True, write_statistics=False)
+
+
+def parse_parquet(data: bytes) -> pa.Table:
+    """The whole table, every page checked. Raises one of PARQUET_PROBLEMS."""
+    table = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read()
+    table.validate(full=True)
+    return table
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class RunLock:
+    """One process per run directory, held until `release` or the end of the process.
+
+    The file stays: it names the last holder. Two processes would not damage a run, they would only do its work twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OutputError when another process holds the lock, OSError when the file cannot be written."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self._acquire(path)
+        except BaseException:
+            self.release()
+            raise
+
+    def _acquire(self, path: Path) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OutputError(
+                f"run directory {path.parent} is in use by {_holder(path)}. "
+                f"Wait for that process to end or stop it; another run needs another directory (run=)"
+            ) from error
+        except OSError as error:
+            LOG.warning("%s: the file system has no locks (%s): start only one process per run", path, error)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, canonical_json({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = read_json(path)
+    except (OSError, DamagedRunError):
+        return "another process"
+    return f"pid {holder.get('pid')} on host {json.dumps(holder.get('host'))}"

@@ -1,0 +1,248 @@
+"""Parts: the rows of one block, committed once and for all. Generations are the truth, throughput is a cache beside it.
+
+A generations part is a function of the plan and the tokens alone, byte for byte: no time, host or process goes into it.
+"""
+
+import errno
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+
+import pyarrow as pa
+
+from runtime.errors import DamagedRunError, OutputError
+
+from .files import (
+    PARQUET_PROBLEMS,
+    JsonValue,
+    canonical_json,
+    file_sha256,
+    fsync_directory,
+    json_digest,
+    output_error,
+    parse_parquet,
+    publish,
+    read_json,
+    sweep_temps,
+    write_json,
+    write_parquet,
+)
+from .plan_file import GENERATION_SCHEMA, GenerationRow, PlannedRequest
+from .run_dir import RunDirectory, RunManifest
+from .summary import THROUGHPUT_SCHEMA, PassRow, Status
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartInfo:
+    """A committed generations part, read whole and found right."""
+
+    block: int
+    rows: Mapping[Status, int]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartStore:
+    """The parts of one run: commit them, find them again, finish. The caller holds the run's lock."""
+
+    directory: RunDirectory
+    manifest: RunManifest
+    plan: Sequence[PlannedRequest]
+    columns: pa.Schema  # of the rows' own columns, from `plan_file.infer_column_schema`
+
+    @cached_property
+    def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
+        """The plan by block; a part holds its block's rows in this order."""
+        blocks: dict[int, list[PlannedRequest]] = {}
+        for request in self.plan:
+            blocks.setdefault(request.block, []).append(request)
+        return blocks
+
+    def commit(self, block: int, generations: Sequence[GenerationRow], throughput: Sequence[PassRow]) -> bool:
+        """Publish a block's rows, in any order, exactly one for each planned request. The first commit wins.
+
+        False: the block was committed already, and these rows are discarded. Raises OutputError with nothing committed.
+        """
+        if self.directory.generations_part(block).exists():
+            LOG.info("block %d is committed already: the second result is discarded", block)
+            return False
+        table, passes = self._generation_table(block, generations), self._throughput_table(block, throughput)
+        self._publish(self.directory.throughput_part(block), passes, block, exclusive=False)
+        return self._publish(self.directory.generations_part(block), table, block, exclusive=True)
+
+    def committed(self) -> dict[int, PartInfo]:
+        """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`.
+
+        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read or moved at all.
+        """
+        try:
+            for folder in (self.directory.path, self.directory.generations, self.directory.throughput):
+                sweep_temps(folder)
+            parts = {path: self._accept(path, self._schema) for path in _visible(self.directory.generations)}
+            for path in _visible(self.directory.throughput):
+                self._accept(path, THROUGHPUT_SCHEMA)
+            found = {self._block_of(path): table for path, table in parts.items() if table is not None}
+            if len(found) < len(self.blocks) and self.directory.success.exists():
+                self._quarantine(self.directory.success, "it lists parts that are gone")
+        except OSError as error:
+            raise output_error(self.directory.path, error) from error
+        return {block: _part_info(block, table) for block, table in sorted(found.items())}
+
+    def passes(self) -> list[PassRow]:
+        """The passes of all committed blocks, for the summary. A block whose cache is gone is missing, and logged."""
+        rows: list[PassRow] = []
+        for block in sorted(self.blocks):
+            path = self.directory.throughput_part(block)
+            if not self.directory.generations_part(block).exists():
+                continue
+            try:
+                table = self._read(path.read_bytes(), block, THROUGHPUT_SCHEMA)
+            except PARQUET_PROBLEMS as error:
+                LOG.warning("the summary lacks block %d: %s: %s", block, path, error)
+                continue
+            rows += [PassRow(**row) for row in table.drop_columns(["block", "operational"]).to_pylist()]
+        return rows
+
+    def finish(self) -> None:
+        """Publish `_SUCCESS.json` last of all. Raises OutputError when a planned block is not there."""
+        parts = self.committed()
+        missing = sorted(set(self.blocks) - set(parts))
+        if missing:
+            raise OutputError(
+                f"{self.directory.generations} lacks {len(missing)} of {len(self.blocks)} blocks (first: {missing[0]}) "
+                f"that were committed or never ran. Start the same command again to make them"
+            )
+        rows: Counter[Status] = Counter()
+        for part in parts.values():
+            rows.update(part.rows)
+        files = [self._listing(part) for part in parts.values()]
+        value: dict[str, JsonValue] = {"config": self.manifest.digest, "rows": {**rows}, "parts": files}
+        write_json(self.directory.success, value, exclusive=False)
+
+    def _listing(self, part: PartInfo) -> dict[str, JsonValue]:
+        path = self.directory.generations_part(part.block)
+        return {"file": path.name, "block": part.block, "num_rows": part.num_rows, "sha256": file_sha256(path)}
+
+    def _generation_table(self, block: int, generations: Sequence[GenerationRow]) -> pa.Table:
+        planned, rows = self.blocks[block], {row.key: row for row in generations}
+        assert len(rows) == len(generations) == len(planned), f"block {block}: not one row per planned request"
+        values = [rows[request.key].values(request, self.columns) for request in planned]
+        return pa.Table.from_pylist(values, schema=self._schema)
+
+    def _throughput_table(self, block: int, passes: Sequence[PassRow]) -> pa.Table:
+        operational = canonical_json({**self.manifest.operational, "versions": self.manifest.versions})
+        values = [{"block": block, **asdict(row), "operational": operational} for row in passes]
+        return pa.Table.from_pylist(values, schema=THROUGHPUT_SCHEMA)
+
+    @cached_property
+    def _schema(self) -> pa.Schema:
+        return pa.unify_schemas([GENERATION_SCHEMA, self.columns])
+
+    @cached_property
+    def _block_by_name(self) -> Mapping[str, int]:
+        return {self.directory.generations_part(block).name: block for block in self.blocks}
+
+    def _footer(self, block: int) -> dict[bytes, bytes]:
+        keys = [list(request.key) for request in self.blocks[block]]
+        owner = {"run": self.manifest.name, "config": self.manifest.digest}
+        values = {**owner, "block": str(block), "rows": json_digest(keys)}
+        return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
+
+    def _publish(self, path: Path, table: pa.Table, block: int, *, exclusive: bool) -> bool:
+        signed = table.replace_schema_metadata(self._footer(block))
+        return publish(
+            path,
+            lambda file: write_parquet(signed, file),
+            exclusive=exclusive,
+            check=lambda temp: self._check_written(temp, block, table.schema),
+            expected_bytes=table.nbytes,
+        )
+
+    def _check_written(self, temp: Path, block: int, schema: pa.Schema) -> None:
+        try:
+            self._read(temp.read_bytes(), block, schema)
+        except (pa.ArrowException, ValueError) as error:
+            raise OSError(errno.EIO, f"what was written reads back wrong: {error}") from error
+
+    def _read(self, data: bytes, block: int, schema: pa.Schema) -> pa.Table:
+        """The table in a part's bytes. Raises one of PARQUET_PROBLEMS when they are damaged or belong elsewhere."""
+        table = parse_parquet(data)
+        footer = table.schema.metadata or {}
+        wrong = [key.decode() for key, value in self._footer(block).items() if footer.get(key) != value]
+        if wrong:
+            raise ValueError(f"it belongs to another run or block: {', '.join(wrong)} differ")
+        if not table.schema.equals(schema):
+            raise ValueError("its columns are not those of the run")
+        if schema.equals(self._schema):
+            keys = list(zip(table["id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
+            if keys != [request.key for request in self.blocks[block]]:
+                raise ValueError("its rows are not those of the plan")
+        return table
+
+    def _block_of(self, path: Path) -> int:
+        """Raises ValueError when no block of the plan has this file name, as with a copy."""
+        if path.name not in self._block_by_name:
+            raise ValueError("no block of the plan has this file name")
+        return self._block_by_name[path.name]
+
+    def _accept(self, path: Path, schema: pa.Schema) -> pa.Table | None:
+        """The part's table, or None after moving it away. OSError is the disk's fault and no verdict on the part."""
+        data = path.read_bytes() if path.is_file() else b""
+        try:
+            return self._read(data, self._block_of(path), schema)
+        except PARQUET_PROBLEMS as error:
+            self._quarantine(path, str(error))
+            return None
+
+    def _quarantine(self, path: Path, reason: str) -> None:
+        folder = self.directory.quarantine
+        folder.mkdir(exist_ok=True)
+        targets = (folder / f"{path.parent.name}-{path.name}.{number}" for number in count())
+        target = next(target for target in targets if not target.exists())
+        path.rename(target)
+        fsync_directory(path.parent)
+        fsync_directory(folder)
+        LOG.warning("%s was moved to %s: %s", path, target, reason)
+
+
+def is_finished(directory: RunDirectory) -> bool:
+    """Whether `_SUCCESS.json` is there and every part is the one that it lists, by SHA-256, with none beside them."""
+    try:
+        parts = read_json(directory.success).get("parts")
+        found = {path.name: file_sha256(path) for path in _visible(directory.generations)}
+    except (OSError, DamagedRunError):
+        return False
+    listed = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return isinstance(parts, list) and found == {part.get("file"): part.get("sha256") for part in listed}
+
+
+def read_generations(directory: RunDirectory) -> pa.Table:
+    """All committed rows, by block, each block in plan order. Raises DamagedRunError on a part that is not whole."""
+    tables = [GENERATION_SCHEMA.empty_table()]
+    for path in _visible(directory.generations):
+        try:
+            tables.append(parse_parquet(path.read_bytes()))
+        except PARQUET_PROBLEMS as error:
+            raise DamagedRunError(f"{path} is damaged: {error}. Start the run again to remake the block") from error
+    return pa.concat_tables(tables[1:] or tables)
+
+
+def _visible(folder: Path) -> list[Path]:
+    """What a reader of the folder sees, in the order of blocks."""
+    return sorted(
+        (path for path in folder.iterdir() if not path.name.startswith(".")),
+        key=lambda path: (len(path.name), path.name),
+    )
+
+
+def _part_info(block: int, table: pa.Table) -> PartInfo:
+    return PartInfo(block=block, rows=Counter(table["status"].to_pylist()))

@@ -1,0 +1,97 @@
+"""Stopping in time: a signal sets a flag at once, even while the main thread sits in a long product.
+
+Python runs a signal handler in the main thread between two bytecodes, so it waits for a running matrix product; but
+the C part of a handler runs at once, in whichever thread the kernel picked, and writes the signal's number into the
+wakeup descriptor. A helper thread reads it there. (Blocking the signals and calling `sigwait` would not do: numpy,
+pyarrow and torch start threads on import that block nothing, the kernel may hand SIGTERM to one of those, and its
+default action ends the process.)
+"""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+EXIT_INTERRUPTED = 75
+END = 0  # no signal has this number
+BURST_SECONDS = 0.5  # `timeout` and Ctrl-C in a pipeline signal the process and its group: one request, sent twice
+
+
+class StopFlag:
+    """Says whether the run was asked to stop; a context manager to be entered in the main thread.
+
+    The first SIGTERM, SIGUSR1 or SIGINT sets `requested`. A second one ends the process at once with exit code 75,
+    without any clean-up: committed parts need none.
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._name = ""
+        self._is_watching = False
+        os.register_at_fork(after_in_child=self._forget)
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    @property
+    def signal_name(self) -> str:
+        """`SIGTERM`, or an empty string as long as nothing was requested."""
+        return self._name
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def __enter__(self) -> Self:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, _leave_to_the_watcher) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.siginterrupt(number, False)  # reads in flight go on instead of failing with EINTR
+        self._is_watching = True
+        self._thread = threading.Thread(target=self._watch, name="stop-flag", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_watching:  # a forked child that unwinds: the pipe is its parent's
+            return
+        self._restore()
+        os.write(self._writer, bytes([END]))  # closing would not do: a forked child may hold the pipe open
+        self._thread.join()
+        os.close(self._writer)
+        os.close(self._reader)
+
+    def _restore(self) -> None:
+        self._is_watching = False
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_descriptor)
+
+    def _forget(self) -> None:
+        """In a forked child, such as a worker of `datasets`: its signals are its own and must not stop the parent."""
+        if self._is_watching:
+            self._restore()
+
+    def _watch(self) -> None:
+        first, first_seconds = 0, 0.0
+        while (number := os.read(self._reader, 1)[0]) != END:
+            if number not in STOP_SIGNALS:
+                continue
+            now_seconds = time.monotonic()
+            if not first:
+                first, first_seconds = number, now_seconds
+                self._name = signal.Signals(number).name
+                self._event.set()  # nothing is logged here: a blocked terminal must not hold up the second signal
+            elif number != first or now_seconds - first_seconds > BURST_SECONDS:
+                os._exit(EXIT_INTERRUPTED)
+
+
+def _leave_to_the_watcher(number: int, frame: FrameType | None) -> None:
+    """Its only use is to exist: with it, Python installs the C handler that wakes the watcher."""

@@ -1,0 +1,201 @@
+"""The library's front door: `Runtime(config).generate(prompts)` is the same engine as the job, without Hydra."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .config import PolicyKind, RuntimeConfig
+from .engine.calibrate import measure_rates
+from .engine.engine import Engine, PassRecord
+from .engine.sampling import Sampler
+from .engine.sequence import Completion, FinishReason, Request
+from .engine.sequence import Sequence as Running
+from .errors import BudgetError, CheckpointError, ConfigError
+from .model.loading import LoadedModel, load_model
+from .batching.balance import Block
+from .plan.cost import MachineRates
+from .plan.memory import SequenceSize
+from .plan.placement import Budgets
+from .plan.planner import RunPlan, plan_run
+from .store.reader import Reader
+from .stream.device import ComputeDevice
+from .stream.host_memory import available_bytes, keep_freed_memory
+from .stream.weights import WeightStream
+from .units import MIB, gib_to_bytes
+
+FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A prompt that cannot be generated from, and why."""
+
+    id: str
+    error: str
+    num_prompt_tokens: int = 0
+
+
+class Runtime:
+    """Opens a model without reading its weights. Weights are held only inside `session`.
+
+    Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
+    """
+
+    def __init__(self, config: RuntimeConfig | None = None, *, should_stop: Callable[[], bool] = lambda: False):
+        self.config = config or RuntimeConfig()
+        self._should_stop = should_stop
+        self.device = ComputeDevice(self.config.machine.device)
+        if self.config.machine.num_threads is not None:
+            torch.set_num_threads(self.config.machine.num_threads)
+        if not self.device.is_accelerator:
+            keep_freed_memory()
+        self.model: LoadedModel = load_model(
+            self.config.model, self.device.torch_device, self.config.offload.cache_dir
+        )
+        self._rates: MachineRates | None = None
+
+    def request(self, id: str, prompt: str | Sequence[int], *, sample_index: int = 0) -> Request | Rejected:
+        """Tokenises a prompt with the tokenizer's own special tokens and fits the answer into the context."""
+        if isinstance(prompt, str):
+            if not prompt:
+                return Rejected(id=id, error="the prompt is empty")
+            ids = tuple(self.tokenize(prompt))
+        else:
+            ids = tuple(prompt)
+        context = self.model.shape.context_tokens
+        if not ids:
+            return Rejected(id=id, error="the prompt has no tokens")
+        if len(ids) >= context and self.config.sampling.max_new_tokens:
+            error = f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
+            return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
+        outside = next((token for token in ids if not 0 <= token < self.model.shape.vocab_size), None)
+        if outside is not None:
+            error = f"token id {outside} is outside the model's vocabulary of {self.model.shape.vocab_size:,}"
+            return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
+        limit = min(self.config.sampling.max_new_tokens, context - len(ids))
+        return Request(id=id, prompt_ids=ids, max_new_tokens=max(0, limit), sample_index=sample_index)
+
+    def tokenize(self, text: str, *, is_rendered: bool = False) -> list[int]:
+        """`is_rendered`: the text came out of a chat template, which has put the special tokens in already."""
+        if self.model.tokenizer is None:
+            raise CheckpointError(
+                f"{self.model.checkpoint.directory} has no tokenizer; set model.tokenizer, or give token ids"
+            )
+        return self.model.tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
+
+    def budgets(self) -> Budgets:
+        offload = self.config.offload
+        host = offload.host_memory_gib
+        host_bytes = gib_to_bytes(host) if host is not None else int(available_bytes() * FREE_SHARE)
+        if not self.device.is_accelerator:
+            return Budgets(host_bytes=host_bytes)
+        device = offload.device_memory_gib
+        device_bytes = gib_to_bytes(device) if device is not None else int(self.device.free_bytes() * FREE_SHARE)
+        return Budgets(host_bytes=host_bytes, device_bytes=device_bytes)
+
+    def plan(
+        self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0
+    ) -> RunPlan:
+        """`blocks`: of the run that is resumed; otherwise the policy chooses them. See `plan_run`."""
+        sizes = [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
+        budgets = self.budgets()
+        plan = plan_run(  # refuse what cannot fit before anything is read, also for measuring
+            self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings
+        )
+        if self._rates is None and requests:
+            with self._reader() as reader:
+                self._rates = measure_rates(self.model, reader, self.device)
+        return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
+
+    @contextmanager
+    def session(self, plan: RunPlan) -> Iterator["Session"]:
+        """Holds the weights, the slots and the reader threads."""
+        sampling = self.config.sampling
+        if sampling.stop and self.model.tokenizer is None:
+            raise ConfigError("sampling.stop needs a tokenizer to see text; set model.tokenizer")
+        with (
+            self._reader() as reader,
+            WeightStream(self.model.shape, plan.placement, self.device, reader) as stream,
+        ):
+            engine = Engine(
+                self.model,
+                plan.placement,
+                stream,
+                self.device,
+                Sampler(sampling, self.model.eos_token_ids, self.model.tokenizer),
+                self.config.policy.prefill_chunk_tokens,
+                self._should_stop,
+            )
+            yield Session(self, engine)
+
+    def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Completion | Rejected]:
+        """One result per prompt, in order: a completion, or why there is none."""
+        made = [self.request(str(index), prompt) for index, prompt in enumerate(prompts)]
+        requests = [item for item in made if isinstance(item, Request)]
+        results: dict[str, Completion | Rejected] = {item.id: item for item in made if isinstance(item, Rejected)}
+        for completion in self._generate(requests):
+            results[completion.request.id] = completion
+        return [results[str(index)] for index in range(len(prompts))]
+
+    def _generate(self, requests: list[Request]) -> Iterator[Completion]:
+        num_halvings = 0
+        while True:
+            plan = self.plan(requests, num_halvings=num_halvings)
+            try:
+                with self.session(plan) as session:
+                    for block in plan.blocks:
+                        yield from session.run(block, requests)
+                return
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                if num_halvings or self.config.policy.kind is not PolicyKind.auto:
+                    raise out_of_memory(plan) from error
+                num_halvings = 1
+
+    def _reader(self) -> Reader:
+        offload = self.config.offload
+        return Reader(
+            num_threads=offload.reader_threads, chunk_bytes=offload.read_chunk_mib * MIB, direct=offload.direct_io
+        )
+
+
+def out_of_memory(plan: RunPlan) -> BudgetError:
+    ledgers = "\n".join(map(str, plan.placement.ledgers))
+    return BudgetError(
+        f"memory ran out although the plan fits its budget:\n{ledgers}\n"
+        "lower offload.host_memory_gib / offload.device_memory_gib or policy.micro_batch_size"
+    )
+
+
+class Session:
+    """A model whose weights are held. Valid inside `Runtime.session`."""
+
+    def __init__(self, runtime: Runtime, engine: Engine):
+        self._runtime, self._engine = runtime, engine
+
+    def run(
+        self, block: Block, requests: Sequence[Request], on_pass: Callable[[PassRecord], None] = lambda record: None
+    ) -> list[Completion]:
+        """Generates one block. Completions are in the order of `block.members`; `on_pass` is called after each pass."""
+        running = {i: Running(request=requests[i]) for i in block.members}
+        for sequence in running.values():
+            if not sequence.request.max_new_tokens:
+                sequence.finish = FinishReason.length
+        lanes = [[running[i] for i in group if running[i].finish is None] for group in block.micro_batches]
+        for record in self._engine.run_block(block.index, lanes):
+            on_pass(record)
+        return [self._completion(running[i]) for i in block.members]
+
+    def _completion(self, sequence: Running) -> Completion:
+        assert sequence.finish is not None, "the block ended before its sequences"
+        ids = sequence.generated
+        tokenizer = self._runtime.model.tokenizer
+        text = tokenizer.decode(ids, skip_special_tokens=True) if tokenizer is not None else ""
+        return Completion(
+            request=sequence.request,
+            token_ids=tuple(ids),
+            text=text[: sequence.text_end],
+            finish=sequence.finish,
+            error=sequence.error,
+        )

@@ -1,0 +1,59 @@
+"""Requests -> blocks -> micro-batches of even length: a pure, deterministic function of lengths and sizes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Sequences decoded together. `micro_batches` hold positions into the list of requests that was planned."""
+
+    index: int
+    micro_batches: tuple[tuple[int, ...], ...]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(i for micro_batch in self.micro_batches for i in micro_batch)
+
+
+def plan_blocks(
+    num_tokens: Sequence[int], *, micro_batch_size: int, num_micro_batches: int, is_packed: bool
+) -> tuple[Block, ...]:
+    """Every request in exactly one block. Longest first, ties by position, so that the plan depends on nothing else.
+
+    Packed lanes carry no padding, so blocks are made *alike*: the sorted requests are dealt out in a snake, and every block
+    needs about the same KV. Padded lanes pay for their longest sequence, so there neighbours in length stay together.
+    """
+    order = sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i))
+    block_size = micro_batch_size * num_micro_batches
+    num_blocks = -(-len(order) // block_size)
+    blocks: list[Block] = []
+    for index in range(num_blocks):
+        if is_packed:
+            members = [i for turn, i in enumerate(order) if _snake(turn, num_blocks) == index]
+            groups = balance(members, num_tokens, micro_batch_size)
+        else:
+            members = order[index * block_size : (index + 1) * block_size]
+            groups = [members[i : i + micro_batch_size] for i in range(0, len(members), micro_batch_size)]
+        blocks.append(Block(index=index, micro_batches=tuple(map(tuple, groups))))
+    return tuple(blocks)
+
+
+def _snake(turn: int, width: int) -> int:
+    row, column = divmod(turn, width)
+    return column if row % 2 == 0 else width - 1 - column
+
+
+def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size: int) -> list[list[int]]:
+    """MoE-Lightning's Algorithm 2: longest first, each into the micro-batch with the fewest tokens that has room.
+
+    `members` are sorted longest first. As few micro-batches as the size allows.
+    """
+    groups: list[list[int]] = [[] for _ in range(-(-len(members) // micro_batch_size))]
+    totals = [0] * len(groups)
+    for member in members:
+        open_groups = (g for g in range(len(groups)) if len(groups[g]) < micro_batch_size)
+        target = min(open_groups, key=lambda g: (totals[g], g))
+        groups[target].append(member)
+        totals[target] += num_tokens[member]
+    return groups

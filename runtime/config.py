@@ -1,0 +1,168 @@
+"""What a run is asked to do: typed, frozen, validated. Hydra's YAML groups mirror these classes one to one.
+
+Resolving a config (which dtype `auto` means, how many layers stay resident) yields a plan, never a changed config.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .errors import ConfigError
+
+
+class Tier(Enum):
+    """Where the weights live while the run goes on."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class Prefetch(Enum):
+    off = "off"
+    lookahead = "lookahead"
+    block = "block"
+    cost_aware = "cost_aware"
+
+
+class PolicyKind(Enum):
+    fixed = "fixed"
+    auto = "auto"
+
+
+class Admission(Enum):
+    wave = "wave"
+
+
+class DType(Enum):
+    """Compute precision. `auto`: the checkpoint's own on an accelerator, float32 on a CPU."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint. `path` is a local directory or a hub id; `tiny` builds a small Llama on the spot."""
+
+    name: str = "tiny"
+    path: str | None = None
+    revision: str | None = None
+    tokenizer: str | None = None  # null: beside the weights
+    dtype: DType = DType.auto
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "model.name is empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where weights live and how much memory the run may use. A null budget means all that is free at the start."""
+
+    tier: Tier = Tier.none
+    device_memory_gib: float | None = None
+    host_memory_gib: float | None = None
+    resident_layers: int | None = None  # null: as many as fit beside the block
+    direct_io: bool = True
+    reader_threads: int = 4
+    read_chunk_mib: int = 4
+    cache_dir: str | None = None  # converted weights, only where a checkpoint's layout cannot be read in place
+
+    def __post_init__(self) -> None:
+        for key in ("device_memory_gib", "host_memory_gib"):
+            value = getattr(self, key)
+            require(value is None or value > 0, f"offload.{key} must be above 0 GiB, got {value}")
+        require(
+            self.resident_layers is None or self.resident_layers >= 0,
+            f"offload.resident_layers must be 0 or more, got {self.resident_layers}",
+        )
+        require(1 <= self.reader_threads <= 64, f"offload.reader_threads must be 1 to 64, got {self.reader_threads}")
+        require(1 <= self.read_chunk_mib <= 64, f"offload.read_chunk_mib must be 1 to 64, got {self.read_chunk_mib}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchConfig:
+    """How far reads run ahead of compute. `depth`: stages for lookahead; `block_layers`: stages per block."""
+
+    kind: Prefetch = Prefetch.lookahead
+    depth: int = 1
+    block_layers: int = 2
+
+    def __post_init__(self) -> None:
+        require(1 <= self.depth <= 64, f"prefetch.depth must be 1 to 64 layers, got {self.depth}")
+        require(
+            1 <= self.block_layers <= 64, f"prefetch.block_layers must be 1 to 64 layers, got {self.block_layers}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """How requests are grouped: a block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences."""
+
+    kind: PolicyKind = PolicyKind.auto
+    micro_batch_size: int = 64
+    num_micro_batches: int = 4
+    admission: Admission = Admission.wave
+    prefill_chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for key in ("micro_batch_size", "num_micro_batches", "prefill_chunk_tokens"):
+            require(getattr(self, key) >= 1, f"policy.{key} must be 1 or more, got {getattr(self, key)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen, with transformers' own meaning of each key. `temperature: 0` is greedy."""
+
+    max_new_tokens: int = 32
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 0, f"sampling.max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        require(self.temperature >= 0, f"sampling.temperature must be 0 (greedy) or more, got {self.temperature}")
+        require(self.top_k >= 0, f"sampling.top_k must be 0 (off) or more, got {self.top_k}")
+        require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p < 1, f"sampling.min_p must be in [0, 1), got {self.min_p}")
+        require(self.repetition_penalty > 0, f"sampling.repetition_penalty must be above 0, got {self.repetition_penalty}")
+        require(all(self.stop), "sampling.stop holds an empty string, which would stop every row at once")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """The compute device and its threads. `device: auto` takes an accelerator when torch finds one."""
+
+    name: str = "auto"
+    device: str = "auto"
+    num_threads: int | None = None  # null: torch's own choice
+
+    def __post_init__(self) -> None:
+        require(self.num_threads is None or self.num_threads >= 1, f"machine.num_threads must be 1 or more, got {self.num_threads}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """All that `Runtime` needs; a job adds a data set and an output directory."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)

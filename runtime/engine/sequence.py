@@ -1,0 +1,58 @@
+"""A request and what has become of it so far."""
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    length = "length"
+    eos = "eos"
+    stop = "stop"
+    error = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """`prompt_ids` must not be empty. `id` and `sample_index` together are unique in a run."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sample_index: int = 0
+
+    def seed(self, run_seed: int) -> int:
+        """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is restarted."""
+        text = f"{run_seed}\0{self.id}\0{self.sample_index}".encode("utf-8", "surrogatepass")
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+@dataclass(kw_only=True)
+class Sequence:
+    """Mutable; owned by one lane. `num_cached` counts prompt tokens whose KV is stored."""
+
+    request: Request
+    generated: list[int] = field(default_factory=list)
+    num_prefilled: int = 0
+    finish: FinishReason | None = None
+    error: str | None = None
+    text_end: int | None = None  # where a stop string begins in the decoded text
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_prefilled == len(self.request.prompt_ids)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return len(self.request.prompt_ids) + self.request.max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What a request came to. `error` is set exactly when `finish` is error. `text` ends before a stop string or EOS."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    text: str
+    finish: FinishReason
+    error: str | None

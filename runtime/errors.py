@@ -1,0 +1,45 @@
+"""The errors a user can meet. Each message says what was asked, the numbers with units, and the config key to change."""
+
+
+class MillraceError(Exception):
+    """Root of the family; `exit_code` is what a job ends with when the error reaches the top."""
+
+    exit_code = 2
+
+
+class ConfigError(MillraceError):
+    """A config value is unknown, of the wrong type, or impossible together with another."""
+
+
+class CheckpointError(MillraceError):
+    """Weights are missing, truncated, or disagree with their index or with the model's own shapes."""
+
+
+class BudgetError(MillraceError):
+    """A plan needs more memory than its budget; raised before the first weight is read."""
+
+
+class DatasetError(MillraceError):
+    """A data set as a whole cannot be used. A single bad row never raises: it becomes an error row."""
+
+
+class RunMismatchError(MillraceError):
+    """The run directory belongs to another run: config, weights, tokenizer or input differ."""
+
+
+class OutputError(MillraceError):
+    """The output directory cannot be written; what is committed stays good and the run can resume."""
+
+    exit_code = 75
+
+
+class DamagedRunError(MillraceError):
+    """The run directory holds state that a person must look at."""
+
+    exit_code = 4
+
+
+class Interrupted(MillraceError):
+    """The run was asked to stop; what is committed stays good and the run can resume."""
+
+    exit_code = 75

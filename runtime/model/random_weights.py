@@ -1,0 +1,176 @@
+"""Which tensors a checkpoint of a meta model holds, and random values for each of them.
+
+Values come from a generator seeded by (seed, tensor name), so they depend neither on order nor on shard size. Scales keep
+activations near one: weight matrices 1/sqrt(fan_in), heads so that logits have a deviation of 1 to 3.
+"""
+
+import copy
+import hashlib
+import math
+import re
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.pytorch_utils import Conv1D
+
+from ..store.writer import TensorSpec
+
+_EMBEDDING_STD = 0.02
+_TIED_LOGITS_STD = 1.5
+_HEAD_LOGITS_STD = 2.0
+_BIAS_STD = 0.02
+import os
+GAIN=float(os.environ.get("GAIN","1"))
+_HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm$")
+_CHUNK_ELEMENTS = 1 << 20  # drawn in float32, then rounded to the checkpoint's dtype
+_PROBED_ELEMENTS = 1 << 20  # a larger parameter is a weight matrix, without asking its class
+
+
+class RandomWeights:
+    """The checkpoint of a meta model: `specs` in the order to write, `draw` for the values of one of them."""
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        self._model = model
+        self._seed = seed
+        self._state = _saved_state(model)
+        self._tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(self._state))
+        self._origins = _origins(model, list(self._tensors), self._state)
+        self._has_tied_head = _has_tied_head(model)
+        self.specs = [
+            TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in self._tensors.items()
+        ]
+
+    def draw(self, spec: TensorSpec) -> torch.Tensor:
+        """The values of one tensor: always the same for one seed and one name. Buffers have their real values."""
+        tensor = self._tensors[spec.name]
+        if not tensor.is_meta:
+            return tensor
+        seed = _tensor_seed(self._seed, spec.name)
+        std, own_values = self._recipe(self._origins[spec.name], seed)
+        if own_values is None:
+            return _normal(spec, std, seed)
+        repeats = -(-spec.num_elements // own_values.numel())
+        return own_values.flatten().repeat(repeats)[: spec.num_elements].view(spec.shape).to(spec.dtype)
+
+    def _recipe(self, name: str, seed: int) -> tuple[float, torch.Tensor | None]:
+        """Either the deviation of a normal distribution around zero, or the values themselves."""
+        module_name, _, leaf = name.rpartition(".")
+        module = self._model.get_submodule(module_name)
+        parameter = module.get_parameter(leaf)
+        if parameter.ndim >= 2 and (std := self._matrix_std(module, parameter)) is not None:
+            return std, None
+        if parameter.ndim >= 2 and parameter.numel() > _PROBED_ELEMENTS:
+            return _fan_in(module, parameter) ** -0.5, None
+        values = _own_initial_values(self._model, module_name, leaf, seed)
+        if "bias" in leaf and not values.any():
+            return _BIAS_STD, None
+        if parameter.ndim >= 2:
+            return (_fan_in(module, parameter) ** -0.5, None) if _is_centred(values) else (0.0, values)
+        if leaf == "weight" and _is_norm(values):
+            return 0.0, _norm_weight(values, GAIN if _HEAD_NORM.search(module_name) else 1.0, seed)
+        return 0.0, values
+
+    def _matrix_std(self, module: nn.Module, weight: nn.Parameter) -> float | None:
+        if isinstance(module, nn.Embedding):
+            is_head = self._has_tied_head and module is self._model.get_input_embeddings()
+            return _TIED_LOGITS_STD * weight.shape[-1] ** -0.5 if is_head else _EMBEDDING_STD
+        if module is self._model.get_output_embeddings():
+            return _HEAD_LOGITS_STD * weight.shape[-1] ** -0.5
+        if isinstance(module, (nn.Linear, Conv1D, nn.Conv1d)):
+            return GAIN * _fan_in(module, weight) ** -0.5
+        return None
+
+
+def _saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict as save_pretrained thins it out: of tied tensors only the source, nothing that the class ignores."""
+    state = model.state_dict()
+    dropped = set(model._keys_to_ignore_on_save or ()) | set(model.all_tied_weights_keys)
+    return {name: tensor for name, tensor in state.items() if name not in dropped}
+
+
+def _origins(model: PreTrainedModel, names: list[str], state: dict[str, torch.Tensor]) -> dict[str, str]:
+    """For each checkpoint tensor the (first) parameter that it is loaded into, by transformers' own renaming."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    return {
+        name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0] for name in names
+    }
+
+
+def _has_tied_head(model: PreTrainedModel) -> bool:
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and head.weight is embeddings.weight
+
+
+def _fan_in(module: nn.Module, weight: nn.Parameter) -> int:
+    """How many products each output sums: what its deviation must be divided by the root of."""
+    if isinstance(module, Conv1D):  # GPT-2's linear layer, stored (in, out)
+        return weight.shape[0]
+    if isinstance(module, nn.Conv1d):
+        return math.prod(weight.shape[1:])
+    return weight.shape[-2] if getattr(module, "is_transposed", False) else weight.shape[-1]
+
+
+def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, seed: int) -> torch.Tensor:
+    """What the model's class gives this parameter at initialisation, in float32; ones for a weight that it leaves alone."""
+    replica = copy.deepcopy(model.get_submodule(module_name))
+    values = torch.full(replica.get_parameter(leaf).shape, torch.nan)
+    setattr(replica, leaf, nn.Parameter(values, requires_grad=False))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _owning_model(model, module_name)._init_weights(replica)
+    values = replica.get_parameter(leaf).detach()
+    return values.nan_to_num(nan=1.0 if leaf == "weight" else 0.0)
+
+
+def _owning_model(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
+    """The innermost model around a module: its `_init_weights` is the one transformers would call."""
+    owner, prefix = model, ""
+    for part in module_name.split("."):
+        prefix = f"{prefix}.{part}".lstrip(".")
+        module = model.get_submodule(prefix)
+        owner = module if isinstance(module, PreTrainedModel) else owner
+    return owner
+
+
+def _is_centred(values: torch.Tensor) -> bool:
+    """True of values drawn around zero, and of constants 0 or 1, which no matrix can live with."""
+    std, mean = torch.std_mean(values)
+    return bool(std == 0) or bool(mean.abs() < 4 * std * values.numel() ** -0.5)
+
+
+def _is_norm(values: torch.Tensor) -> bool:
+    return bool((values == values[0]).all()) and values[0].item() in (0.0, 1.0)
+
+
+def _norm_weight(values: torch.Tensor, gain: float, seed: int) -> torch.Tensor:
+    """A norm that scales by +-gain. A class that starts at 0 computes `1 + weight`, so there it is off by one.
+
+    Random matrices after it can't tell the signs; a tied head can, whose best match would else be the token just read.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    signs = 1.0 - 2.0 * torch.randint(2, values.shape, generator=generator)
+    return gain * signs - (1.0 - values)
+
+
+def _normal(spec: TensorSpec, std: float, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.empty(spec.shape, dtype=spec.dtype)
+    chunk = torch.empty(min(_CHUNK_ELEMENTS, spec.num_elements))
+    for part in tensor.view(-1).split(_CHUNK_ELEMENTS):
+        part.copy_(chunk[: part.numel()].normal_(0.0, std, generator=generator))
+    return tensor
+
+
+def _tensor_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

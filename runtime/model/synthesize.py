@@ -1,0 +1,225 @@
+"""Random-weight checkpoints of real architectures, in the layout of the hub, written without holding the model."""
+
+import contextlib
+import copy
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import CheckpointError, ConfigError, OutputError
+from ..store.writer import plan_shards, write_checkpoint
+from ..units import GIB
+from .meta import build_meta_model
+from .random_weights import RandomWeights
+from .tokenizer import byte_level_tokenizer, tokenizer_from
+
+MARKER_FILE = "synthesis.json"  # written last: the recipe's digest and the size of every file
+_RECIPE_VERSION = 1
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_UNDECLARED_KEYS = frozenset({"head_dim"})  # read by model classes whose config does not declare it
+_TINY_OVERRIDES: Mapping[str, object] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesisReport:
+    """What was written: parameters and bytes of the weight files, how many files, and how long it took."""
+
+    num_parameters: int
+    num_bytes: int
+    num_shards: int
+    seconds: float
+
+
+def synthesize_checkpoint(
+    *,
+    model: str | PreTrainedConfig,
+    directory: Path,
+    overrides: Mapping[str, object] | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = 5 * GIB,
+    tokenizer_path: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SynthesisReport:
+    """Write a random checkpoint of `model`: a transformers model type with `overrides` of its default config, or a config.
+
+    Memory: the largest tensor and a few MiB. Token ids of bos, eos and pad become the tokenizer's, unless overridden.
+    `progress(done_bytes, total_bytes)` is called before the first tensor and after each. Raises ConfigError when
+    `directory` is not empty or the config is impossible, OutputError when it cannot be written.
+    """
+    started = time.monotonic()
+    overrides = dict(overrides or {})
+    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, overrides)
+    tokenizer = _fitting_tokenizer(config, tokenizer_path)
+    _adopt_token_ids(config, tokenizer, keep=frozenset(overrides))
+    meta_model = _build(config, dtype)
+    weights = RandomWeights(meta_model, seed)
+    shards = plan_shards(weights.specs, max_shard_bytes)
+    with _as_output_error(directory):
+        _claim(directory)
+        tokenizer.save_pretrained(directory)
+        _save_configs(meta_model, dtype, directory)
+        num_bytes = write_checkpoint(directory, shards, _draw_all(weights, progress))
+        _write_marker(directory, _recipe_digest(config.model_type, overrides, seed, dtype))
+    return SynthesisReport(
+        num_parameters=sum(spec.num_elements for spec in weights.specs),
+        num_bytes=num_bytes,
+        num_shards=len(shards),
+        seconds=time.monotonic() - started,
+    )
+
+
+def tiny_checkpoint(directory: Path, seed: int = 0) -> Path:
+    """The model that needs no download: a small Llama with a byte-level tokenizer, written into `directory` once.
+
+    Returns `directory`. A complete one of the same recipe and seed is left as it is; concurrent callers all get the one
+    that was published first. Raises CheckpointError when something else lies there: nothing is ever deleted.
+    """
+    digest = _recipe_digest("llama", _TINY_OVERRIDES, seed, torch.float32)
+    if _is_complete(directory, digest):
+        return directory
+    if directory.exists() and any(directory.iterdir()):
+        raise CheckpointError(f"{directory} holds something other than the tiny checkpoint of seed {seed}: move it away")
+    with _as_output_error(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        workshop = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        ready = workshop / "checkpoint"
+        synthesize_checkpoint(
+            model="llama", overrides=_TINY_OVERRIDES, directory=ready, seed=seed, dtype=torch.float32
+        )
+        _rename_unless_taken(ready, directory, digest)
+    finally:
+        shutil.rmtree(workshop)
+    return directory
+
+
+def config_for(model_type: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
+    """The default config of a transformers model type with some keys changed; ConfigError names what is wrong."""
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"model type {model_type!r} is unknown{_did_you_mean(model_type, list(CONFIG_MAPPING))}")
+    known = CONFIG_MAPPING[model_type]()
+    for key in overrides:
+        if not hasattr(known, key) and key not in _UNDECLARED_KEYS:
+            raise ConfigError(f"{key!r} is no key of a {model_type} config{_did_you_mean(key, list(known.to_dict()))}")
+    try:
+        return CONFIG_MAPPING[model_type](**overrides)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"a {model_type} config cannot have {dict(overrides)}: {error}") from error
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _fitting_tokenizer(config: PreTrainedConfig, path: Path | None) -> PreTrainedTokenizerBase:
+    vocab_size: int = config.get_text_config().vocab_size
+    if path is None:
+        return byte_level_tokenizer(vocab_size)
+    tokenizer = tokenizer_from(path)
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(f"tokenizer={path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it")
+    return tokenizer
+
+
+def _adopt_token_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, keep: frozenset[str]) -> None:
+    for key in _TOKEN_KEYS:
+        if key not in keep:
+            setattr(config.get_text_config(), key, getattr(tokenizer, key))
+
+
+def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return build_meta_model(config, dtype)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        raise ConfigError(f"no {config.model_type} model can be built from this config: {error}") from error
+
+
+def _claim(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"out={directory} is a file: give a directory that is empty or does not exist")
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise ConfigError(f"out={directory} is not empty, and nothing in it will be touched: give another directory")
+
+
+def _save_configs(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> None:
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _draw_all(weights: RandomWeights, progress: Callable[[int, int], None] | None) -> Iterator[torch.Tensor]:
+    total_bytes = sum(spec.num_bytes for spec in weights.specs)
+    done_bytes = 0
+    for spec in weights.specs:
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+        yield weights.draw(spec)
+        done_bytes += spec.num_bytes
+    if progress is not None:
+        progress(done_bytes, total_bytes)
+
+
+def _recipe_digest(model_type: str, overrides: Mapping[str, object], seed: int, dtype: torch.dtype) -> str:
+    recipe = [_RECIPE_VERSION, model_type, dict(overrides), seed, str(dtype)]
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _write_marker(directory: Path, digest: str) -> None:
+    marker = {
+        "note": "random weights, written by Millrace",
+        "recipe": digest,
+        "files": {path.name: path.stat().st_size for path in sorted(directory.iterdir())},
+    }
+    temp = directory / f".{MARKER_FILE}.tmp"
+    temp.write_text(json.dumps(marker, indent=2) + "\n")
+    temp.replace(directory / MARKER_FILE)
+
+
+def _is_complete(directory: Path, digest: str) -> bool:
+    try:
+        marker = json.loads((directory / MARKER_FILE).read_text())
+        files: dict[str, int] = marker["files"]
+        return marker["recipe"] == digest and all((directory / n).stat().st_size == size for n, size in files.items())
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _rename_unless_taken(ready: Path, directory: Path, digest: str) -> None:
+    try:
+        os.rename(ready, directory)  # atomic; fails when a concurrent caller's is already there
+    except OSError as error:
+        if not _is_complete(directory, digest):
+            raise OutputError(f"{directory} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _as_output_error(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"out={directory} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,65 @@
+"""Which byte ranges of which files to read for a stage, and where each tensor then lies in its slot.
+
+O_DIRECT wants file offsets, lengths and memory addresses in multiples of the disk's block; tensors in a safetensors file have
+no such alignment. So a slot holds the aligned *supersets* of the ranges as they are on disk, and a tensor is a view into it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..units import round_down, round_up
+from .shapes import Stage, TensorSlice
+
+ALIGNMENT_BYTES = 4096
+MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than another request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """`num_bytes` from `offset` of `file` (both aligned) go to `slot_offset`. The file may end inside the last block."""
+
+    file: str
+    offset: int
+    num_bytes: int
+    slot_offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotLayout:
+    extents: tuple[Extent, ...]
+    tensor_offsets: Mapping[str, int]  # tensor name -> its first byte in the slot
+    num_bytes: int
+
+
+def slot_layout(stage: Stage) -> SlotLayout:
+    """The layout of one stage; slots are as large as the largest layout among the stages that pass through them."""
+    slices = {piece.name: piece for parameter in stage.parameters for piece in parameter.slices}
+    return layout_of(slices.values())
+
+
+def layout_of(slices: Iterable[TensorSlice]) -> SlotLayout:
+    extents: list[Extent] = []
+    offsets: dict[str, int] = {}
+    used = 0
+    for group in _neighbours(sorted(slices, key=lambda s: (s.file, s.offset))):
+        start = round_down(group[0].offset, ALIGNMENT_BYTES)
+        end = round_up(max(s.offset + s.num_bytes for s in group), ALIGNMENT_BYTES)
+        extents.append(Extent(file=group[0].file, offset=start, num_bytes=end - start, slot_offset=used))
+        offsets.update({s.name: used + s.offset - start for s in group})
+        used += end - start
+    return SlotLayout(extents=tuple(extents), tensor_offsets=offsets, num_bytes=used)
+
+
+def _neighbours(slices: list[TensorSlice]) -> Iterable[list[TensorSlice]]:
+    group: list[TensorSlice] = []
+    for piece in slices:
+        if group and (piece.file != group[-1].file or piece.offset > _end(group) + MERGE_GAP_BYTES):
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _end(group: list[TensorSlice]) -> int:
+    return group[-1].offset + group[-1].num_bytes

@@ -1,0 +1,148 @@
+"""Where each stage's weights live, how many slots the others pass through, and whether all of it fits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
+from .extents import slot_layout
+from .ledger import Entry, Ledger
+from .memory import MicroBatch, block_entries
+from .schedule import Walk
+from .shapes import ModelShape, Stage, StageKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes that a run may use. `device_bytes` is None where compute happens in host memory."""
+
+    host_bytes: int
+    device_bytes: int | None = None
+
+    @property
+    def has_device(self) -> bool:
+        return self.device_bytes is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """`resident` stages stay in compute memory; the others follow `walk` through slots of `slot_bytes`."""
+
+    resident: frozenset[int]
+    walk: Walk
+    slot_bytes: int
+    ledgers: tuple[Ledger, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(ledger.fits for ledger in self.ledgers)
+
+    def require_fit(self) -> None:
+        for ledger in self.ledgers:
+            ledger.require_fit(
+                f"raise {ledger.budget_key}, or lower policy.micro_batch_size, policy.num_micro_batches, "
+                "policy.prefill_chunk_tokens, sampling.max_new_tokens or prefetch.depth, or use offload=nvme"
+            )
+
+
+def spread(num_layers: int, num_resident: int) -> tuple[int, ...]:
+    """Positions of resident layers, evenly over the depth: each buys time to read the next one."""
+    return tuple(int((turn + 0.5) * num_layers / num_resident) for turn in range(num_resident))
+
+
+def num_slots_for(prefetch: PrefetchConfig) -> int:
+    slots = {
+        Prefetch.off: 1,
+        Prefetch.lookahead: prefetch.depth + 1,
+        Prefetch.block: 2 * prefetch.block_layers,
+        Prefetch.cost_aware: prefetch.depth + 1,
+    }
+    return slots[prefetch.kind]
+
+
+def place(
+    shape: ModelShape,
+    offload: OffloadConfig,
+    prefetch: PrefetchConfig,
+    budgets: Budgets,
+    block: Sequence[MicroBatch],
+    prefill_chunk_tokens: int,
+) -> Placement:
+    """The placement with the most resident layers that fits; without any when nothing fits (its ledgers say why).
+
+    Embeddings and head stay resident where they fit and are streamed like layers where they don't.
+    """
+    entries = block_entries(shape, block, prefill_chunk_tokens)
+    layers = [stage.index for stage in shape.layers]
+    outer = [stage.index for stage in shape.stages if stage.kind is not StageKind.layer]
+
+    def attempt(resident: Sequence[int]) -> Placement:
+        return _placement(shape, offload.tier, prefetch, budgets, frozenset(resident), entries)
+
+    if offload.tier is Tier.none or (offload.tier is Tier.cpu and not budgets.has_device):
+        return attempt([*outer, *layers])
+    wanted = range(len(layers), -1, -1) if offload.resident_layers is None else [min(offload.resident_layers, len(layers))]
+    for num_resident in wanted:
+        placement = attempt([*outer, *(layers[i] for i in spread(len(layers), num_resident))])
+        if placement.fits:
+            return placement
+    streamed_outer = attempt([])
+    return streamed_outer if streamed_outer.fits else placement
+
+
+def _placement(
+    shape: ModelShape,
+    tier: Tier,
+    prefetch: PrefetchConfig,
+    budgets: Budgets,
+    resident: frozenset[int],
+    entries: tuple[Entry, ...],
+) -> Placement:
+    streamed = tuple(stage.index for stage in shape.stages if stage.index not in resident)
+    slots = min(num_slots_for(prefetch), len(streamed))
+    block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(streamed) > prefetch.block_layers else 1
+    copies = budgets.has_device and bool(streamed)
+    reads = tier is Tier.nvme
+    staging = (2 if block == 1 else block) if copies and reads else 0
+    walk = Walk(
+        num_stages=len(shape.stages),
+        streamed=streamed,
+        num_slots=slots,
+        num_staging_slots=min(staging, len(streamed)),
+        reads=reads,
+        copies=copies,
+        block=block,
+    )
+    slot_bytes = max((slot_layout(shape.stages[s]).num_bytes for s in streamed), default=0)
+    weights = (
+        Entry(
+            name="resident weights",
+            num_bytes=_unique_bytes([shape.stages[s] for s in resident]),
+            equation=f"{len(resident)} of {len(shape.stages)} stages",
+        ),
+        Entry(name="slots", num_bytes=slots * slot_bytes, equation=f"{slots} x {slot_bytes:,} B"),
+    )
+    return Placement(
+        resident=resident, walk=walk, slot_bytes=slot_bytes, ledgers=_ledgers(shape, tier, budgets, walk, slot_bytes, weights + entries)
+    )
+
+
+def _ledgers(
+    shape: ModelShape, tier: Tier, budgets: Budgets, walk: Walk, slot_bytes: int, compute_entries: tuple[Entry, ...]
+) -> tuple[Ledger, ...]:
+    host_key, device_key = "offload.host_memory_gib", "offload.device_memory_gib"
+    if budgets.device_bytes is None:
+        return (Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=compute_entries),)
+    staging = walk.num_staging_slots
+    host = [Entry(name="staging slots", num_bytes=staging * slot_bytes, equation=f"{staging} x {slot_bytes:,} B")]
+    if tier is Tier.cpu:
+        stages = [shape.stages[s] for s in walk.streamed]
+        host.append(Entry(name="weights", num_bytes=_unique_bytes(stages), equation=f"{len(stages)} stages, pinned"))
+    return (
+        Ledger(memory="device", budget_bytes=budgets.device_bytes, budget_key=device_key, entries=compute_entries),
+        Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=tuple(host)),
+    )
+
+
+def _unique_bytes(stages: Sequence[Stage]) -> int:
+    """Tied weights count once."""
+    return sum({p.name: p.num_bytes for s in stages for q in s.parameters for p in q.slices}.values())

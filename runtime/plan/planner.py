@@ -1,0 +1,181 @@
+"""From requests and budgets to a plan: the blocks, the placement of the weights, and how long it should take. Pure.
+
+The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run keeps the
+blocks it began with; the placement may differ each time it is resumed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..batching.balance import Block, plan_blocks
+from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from .cost import MachineRates, lane_seconds, simulate
+from .memory import MicroBatch, SequenceSize, pass_tokens
+from .placement import Budgets, Placement, place
+from .schedule import make_schedule
+from .shapes import ModelShape
+
+MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """From measured rates of the disk and of matrix products; attention, sampling and activations are not in it."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """`prediction` is None when nothing was measured to predict from."""
+
+    blocks: tuple[Block, ...]
+    placement: Placement
+    prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
+    prediction: Prediction | None
+
+
+def plan_run(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    sizes: Sequence[SequenceSize],
+    *,
+    rates: MachineRates | None = None,
+    blocks: tuple[Block, ...] | None = None,
+    num_halvings: int = 0,
+) -> RunPlan:
+    """`blocks` are those of a run that is resumed. `num_halvings`: how often memory has run out with `policy=auto`.
+
+    Raises BudgetError, with the equation, when even the smallest block does not fit.
+    """
+    blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
+    lanes = _heaviest(shape, blocks, sizes)
+    chunk = config.policy.prefill_chunk_tokens
+    if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
+        prefetch, placement = _cost_aware(shape, config, budgets, lanes, rates)
+    else:
+        prefetch = config.prefetch
+        placement = place(shape, config.offload, prefetch, budgets, lanes, chunk)
+    placement.require_fit()
+    prediction = _predict(shape, placement, blocks, sizes, chunk, rates) if rates else None
+    return RunPlan(blocks=blocks, placement=placement, prefetch=prefetch, prediction=prediction)
+
+
+def micro_batches_of(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]:
+    return [[sizes[i] for i in micro_batch] for micro_batch in block.micro_batches]
+
+
+def _choose_blocks(
+    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], num_halvings: int
+) -> tuple[Block, ...]:
+    """`fixed`: as configured. `auto`: the most sequences, up to what is configured, whose block fits with no resident layer."""
+    policy = config.policy
+    if policy.kind is PolicyKind.fixed:
+        return _blocks(shape, sizes, policy.micro_batch_size, policy.num_micro_batches)
+    most = min(policy.micro_batch_size * policy.num_micro_batches, max(1, len(sizes))) >> num_halvings
+    bare = replace(config.offload, resident_layers=0)
+    shallow = config.prefetch if config.prefetch.kind is not Prefetch.cost_aware else PrefetchConfig(depth=1)
+    for num_sequences in _ladder(max(1, most)):
+        micro_batch_size = min(policy.micro_batch_size, num_sequences)
+        blocks = _blocks(shape, sizes, micro_batch_size, -(-num_sequences // micro_batch_size))
+        lanes = _heaviest(shape, blocks, sizes)
+        if place(shape, bare, shallow, budgets, lanes, policy.prefill_chunk_tokens).fits:
+            return blocks
+    return blocks
+
+
+def _blocks(
+    shape: ModelShape, sizes: Sequence[SequenceSize], micro_batch_size: int, num_micro_batches: int
+) -> tuple[Block, ...]:
+    return plan_blocks(
+        [size.capacity_tokens for size in sizes],
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        is_packed=shape.is_packed,
+    )
+
+
+def _ladder(most: int) -> list[int]:
+    """most, 3/4, 1/2, 3/8 ... 1 of it."""
+    steps = {most >> turn for turn in range(most.bit_length())} | {3 * most >> turn + 2 for turn in range(most.bit_length())}
+    return sorted(steps - {0}, reverse=True)
+
+
+def _heaviest(shape: ModelShape, blocks: Sequence[Block], sizes: Sequence[SequenceSize]) -> list[MicroBatch]:
+    """The block with the most KV positions decides what memory must hold."""
+    if not blocks:
+        return []
+    heaviest = max(blocks, key=lambda block: sum(sizes[i].capacity_tokens for i in block.members))
+    return micro_batches_of(heaviest, sizes)
+
+
+def _cost_aware(
+    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, lanes: Sequence[MicroBatch], rates: MachineRates
+) -> tuple[PrefetchConfig, Placement]:
+    """Of each depth, with as many resident layers as then fit, the one whose simulated decode pass is the shortest."""
+    best: tuple[float, PrefetchConfig, Placement] | None = None
+    for depth in range(1, MAX_DEPTH + 1):
+        prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
+        placement = place(shape, config.offload, prefetch, budgets, lanes, config.policy.prefill_chunk_tokens)
+        seconds = _pass_seconds(shape, placement, [len(lane) for lane in lanes], rates).seconds
+        if best is None or (placement.fits and seconds < 0.99 * best[0]):
+            best = (seconds, prefetch, placement)
+    assert best is not None
+    return best[1], best[2]
+
+
+@dataclass(frozen=True)
+class _PassTime:
+    seconds: float
+    stall_seconds: float
+
+
+def _pass_seconds(
+    shape: ModelShape, placement: Placement, lane_tokens: Sequence[int], rates: MachineRates
+) -> _PassTime:
+    """Of one pass in the steady state: what the second and third of three passes take on average."""
+    if not any(lane_tokens):
+        return _PassTime(0.0, 0.0)
+    schedule = make_schedule(placement.walk, len(lane_tokens))
+
+    def play(num_passes: int) -> tuple[float, float]:
+        result = simulate(
+            schedule,
+            num_passes,
+            read_seconds=lambda stage: shape.stages[stage].num_bytes / rates.disk_bytes_per_second,
+            copy_seconds=lambda stage: shape.stages[stage].num_bytes / rates.link_bytes_per_second,
+            run_seconds=lane_seconds(rates, [stage.flops_per_token for stage in shape.stages], lane_tokens),
+        )
+        return result.seconds, result.stall_seconds
+
+    (first, first_stall), (third, third_stall) = play(1), play(3)
+    return _PassTime((third - first) / 2, (third_stall - first_stall) / 2)
+
+
+def _predict(
+    shape: ModelShape,
+    placement: Placement,
+    blocks: Sequence[Block],
+    sizes: Sequence[SequenceSize],
+    chunk_tokens: int,
+    rates: MachineRates,
+) -> Prediction:
+    """Blocks of a plan are alike, so each is the first one scaled by its tokens; every sequence runs to its limit."""
+    if not blocks:
+        return Prediction(prefill_seconds=0.0, decode_seconds=0.0, stall_seconds=0.0)
+    lanes = micro_batches_of(blocks[0], sizes)
+    tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in lanes]
+    prompt = [sum(size.num_prompt_tokens for size in lane) for lane in lanes]
+    prefill = _pass_seconds(shape, placement, tokens, rates)
+    decode = _pass_seconds(shape, placement, [len(lane) for lane in lanes], rates)
+    full_passes = max(p / t for p, t in zip(prompt, tokens, strict=True) if t) if any(tokens) else 0.0
+    num_decode = max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0)
+    share = sum(size.num_prompt_tokens for size in sizes) / max(1, sum(prompt))
+    return Prediction(
+        prefill_seconds=prefill.seconds * max(1.0, full_passes) * share,
+        decode_seconds=decode.seconds * max(0, num_decode) * share,
+        stall_seconds=(prefill.stall_seconds * full_passes + decode.stall_seconds * num_decode) * share,
+    )

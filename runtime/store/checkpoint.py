@@ -1,0 +1,87 @@
+"""A checkpoint directory: which tensors it holds and where their bytes lie. No weight is read here."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..plan.shapes import TensorSlice
+from .header import read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SAMPLE_BYTES = 4096
+NUM_SAMPLES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    directory: Path
+    tensors: Mapping[str, TensorSlice]
+
+    @property
+    def files(self) -> list[str]:
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+    def fingerprint(self) -> str:
+        """sha256 over each shard's name, size, header and some spread samples of its data: cheap, and independent of where
+        the files lie. It tells checkpoints apart; it does not prove that no bit has flipped."""
+        digest = hashlib.sha256()
+        for file in map(Path, self.files):
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size};".encode())
+            with file.open("rb") as handle:
+                digest.update(handle.read(8 + int.from_bytes(handle.read(8), "little")))
+                for turn in range(NUM_SAMPLES):
+                    handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
+                    digest.update(handle.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Headers of all shards, checked against the index. Raises CheckpointError naming the file and the disagreement."""
+    index = directory / INDEX
+    if index.exists():
+        return Checkpoint(directory=directory, tensors=_sharded(directory, index))
+    single = directory / SINGLE
+    if single.exists():
+        return Checkpoint(directory=directory, tensors=read_header(single))
+    pickles = sorted(p.name for p in directory.glob("*.bin"))
+    if pickles:
+        raise CheckpointError(
+            f"{directory}: only pickled weights ({pickles[0]} ...), which run code when read; convert them once:\n"
+            f'  python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\""
+        )
+    raise CheckpointError(f"{directory}: holds neither {SINGLE} nor {INDEX}")
+
+
+def _sharded(directory: Path, index: Path) -> dict[str, TensorSlice]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index}: not a safetensors index: {error}") from error
+    tensors: dict[str, TensorSlice] = {}
+    for file in sorted(set(names.values())):
+        if os.path.basename(file) != file:
+            raise CheckpointError(f"{index}: names {file!r}; only plain file names are allowed")
+        if not (directory / file).exists():
+            raise CheckpointError(f"{directory / file}: missing, but {INDEX} names it")
+        tensors.update(_agreeing(read_header(directory / file), names, file, index))
+    return tensors
+
+
+def _agreeing(
+    found: dict[str, TensorSlice], names: dict[str, str], file: str, index: Path
+) -> dict[str, TensorSlice]:
+    listed = {tensor for tensor, where in names.items() if where == file}
+    missing, extra = sorted(listed - found.keys()), sorted(found.keys() - listed)
+    if missing:
+        raise CheckpointError(f"{file} lacks {missing[0]!r} ({len(missing)} tensors), which {index} places there")
+    if extra:
+        raise CheckpointError(f"{file} holds {extra[0]!r} ({len(extra)} tensors), which {index} places elsewhere or nowhere")
+    return found

@@ -1,0 +1,134 @@
+"""Reads extents from disk into host memory in the background: several threads, O_DIRECT `preadv`, a deep queue.
+
+Where a file system refuses O_DIRECT the page cache is used and told at once to forget what was read, so that a checkpoint
+larger than memory does not push everything else out.
+"""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import TracebackType
+
+from ..errors import CheckpointError
+from ..plan.extents import ALIGNMENT_BYTES, Extent
+from ..units import MIB
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkTiming:
+    begin: float
+    end: float
+    num_bytes: int
+
+
+class PendingRead:
+    """A stage's read in flight. `wait` returns when all bytes are in the buffer and raises what a reader thread raised."""
+
+    def __init__(self, chunks: Sequence[Future[ChunkTiming]]):
+        self._chunks = chunks
+
+    @property
+    def is_done(self) -> bool:
+        return all(chunk.done() for chunk in self._chunks)
+
+    def wait(self) -> None:
+        wait(self._chunks)
+        for chunk in self._chunks:
+            chunk.result()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.result().num_bytes for chunk in self._chunks)
+
+    @property
+    def seconds(self) -> float:
+        """From the first chunk's begin to the last one's end, without the time spent in the queue."""
+        timings = [chunk.result() for chunk in self._chunks]
+        return max(t.end for t in timings) - min(t.begin for t in timings) if timings else 0.0
+
+
+class Reader:
+    """Owns the threads and file descriptors. Reads are served in the order in which they were submitted."""
+
+    def __init__(self, *, num_threads: int, chunk_bytes: int = 4 * MIB, direct: bool = True):
+        self._chunk_bytes = chunk_bytes
+        self._direct = direct
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="reader")
+        self._lock = threading.Lock()
+        self._files: dict[str, tuple[int, bool]] = {}  # path -> descriptor, is it O_DIRECT
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for descriptor, _ in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingRead:
+        """Fills `target` (page-aligned, writable) at each extent's slot_offset. `target` must live until the read is done."""
+        chunks = []
+        for extent in extents:
+            for start in range(0, extent.num_bytes, self._chunk_bytes):
+                length = min(self._chunk_bytes, extent.num_bytes - start)
+                view = target[extent.slot_offset + start : extent.slot_offset + start + length]
+                chunks.append(self._pool.submit(self._read, extent.file, extent.offset + start, view))
+        return PendingRead(chunks)
+
+    def _read(self, path: str, offset: int, view: memoryview) -> ChunkTiming:
+        begin = time.monotonic()
+        descriptor, is_direct = self._open(path)
+        size = os.fstat(descriptor).st_size
+        wanted = min(len(view), size - offset)
+        done = 0
+        while done < wanted:
+            try:
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{path}: reading {wanted:,} bytes at {offset:,} failed: {error.strerror}") from error
+            if is_direct and done + count < wanted:
+                count -= count % ALIGNMENT_BYTES  # a short direct read may end between blocks: go on from the last whole one
+            if count == 0:
+                break
+            done += count
+        if done < wanted or wanted <= len(view) - ALIGNMENT_BYTES:
+            raise CheckpointError(
+                f"{path}: changed while in use: expected {offset + len(view):,} bytes, found {size:,}; "
+                "put the original file back and start the same command again"
+            )
+        if not is_direct:
+            os.posix_fadvise(descriptor, offset, wanted, os.POSIX_FADV_DONTNEED)
+        return ChunkTiming(begin=begin, end=time.monotonic(), num_bytes=done)
+
+    def _open(self, path: str) -> tuple[int, bool]:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = _open_file(path, self._direct)
+            return self._files[path]
+
+
+def _open_file(path: str, direct: bool) -> tuple[int, bool]:
+    try:
+        if direct:
+            try:
+                return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                log.warning("%s: this file system refuses O_DIRECT; reading through the page cache", path)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error

@@ -1,0 +1,181 @@
+"""Writing safetensors: one file or a sharded checkpoint, streamed, with never more than one tensor in memory.
+
+Source of the format: the safetensors README (8-byte little-endian header length, JSON header, tensor bytes).
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from ..errors import OutputError
+from ..units import format_bytes, round_up
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DATA_ALIGNMENT = 4096  # tensor data starts on a page of the file, so that O_DIRECT reads waste least
+_LENGTH_BYTES = 8
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a file to be written: what the header says about it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A file of a checkpoint and the tensors in it, in order."""
+
+    file_name: str
+    specs: tuple[TensorSpec, ...]
+
+
+def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[Shard]:
+    """Fill shards in order up to `max_shard_bytes` of tensor data; a larger tensor gets a shard of its own."""
+    groups: list[list[TensorSpec]] = [[]]
+    used_bytes = 0
+    for spec in specs:
+        if groups[-1] and used_bytes + spec.num_bytes > max_shard_bytes:
+            groups.append([])
+            used_bytes = 0
+        groups[-1].append(spec)
+        used_bytes += spec.num_bytes
+    if len(groups) == 1:
+        return [Shard(file_name=SINGLE_FILE, specs=tuple(groups[0]))]
+    return [
+        Shard(file_name=f"model-{number:05d}-of-{len(groups):05d}.safetensors", specs=tuple(group))
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def write_checkpoint(directory: Path, shards: Sequence[Shard], tensors: Iterable[torch.Tensor]) -> int:
+    """Write every shard and, when there are several, the index last; returns the bytes of all files written.
+
+    `tensors` yields one tensor for each spec of each shard, in order; each is dropped before the next is asked for.
+    Raises OutputError when the directory cannot be written; files already published stay.
+    """
+    iterator = iter(tensors)
+    written_bytes = sum(write_safetensors(directory / shard.file_name, shard.specs, iterator) for shard in shards)
+    if len(shards) > 1:
+        written_bytes += _write_index(directory / INDEX_FILE, shards)
+    return written_bytes
+
+
+def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor]) -> int:
+    """Write one file, published under `path` only when it is complete and on the disk; returns its bytes.
+
+    Takes exactly `len(specs)` tensors from `tensors`, in order. Raises OutputError when writing fails.
+    """
+    header = _encode_header(specs)
+    num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
+    iterator = iter(tensors)
+    with _publish(path, num_bytes) as file:
+        file.write(header)
+        for spec in specs:
+            _write_tensor(file, spec, iterator)
+    return num_bytes
+
+
+def _encode_header(specs: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        assert spec.name not in entries, f"two tensors are named {spec.name}"
+        end = offset + spec.num_bytes
+        entries[spec.name] = {
+            "dtype": _DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded_bytes = round_up(_LENGTH_BYTES + len(text), _DATA_ALIGNMENT) - _LENGTH_BYTES
+    return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes)
+
+
+def _write_tensor(file: BinaryIO, spec: TensorSpec, tensors: Iterator[torch.Tensor]) -> None:
+    # The tensor's only name lives in this frame, so it is freed before the next one is made.
+    tensor = next(tensors)
+    assert tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape, f"{spec} got {tensor.dtype} {tensor.shape}"
+    if spec.num_bytes:
+        file.write(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+def _write_index(path: Path, shards: Sequence[Shard]) -> int:
+    index = {
+        "metadata": {
+            "total_parameters": sum(spec.num_elements for shard in shards for spec in shard.specs),
+            "total_size": sum(spec.num_bytes for shard in shards for spec in shard.specs),
+        },
+        "weight_map": {spec.name: shard.file_name for shard in shards for spec in shard.specs},
+    }
+    text = json.dumps(index, indent=2).encode() + b"\n"
+    with _publish(path, len(text)) as file:
+        file.write(text)
+    return len(text)
+
+
+@contextlib.contextmanager
+def _publish(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
+    """A new file beside `path` that takes its name once it is complete and synced, and disappears on any error."""
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temp.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise OutputError(_describe_failure(path, num_bytes, error)) from error
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the directory's entries durable: after this, a published name survives a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _describe_failure(path: Path, num_bytes: int, error: OSError) -> str:
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", {format_bytes(shutil.disk_usage(path.parent).free)} are free"
+    return f"{path} cannot be written: {error.strerror or error}; it needs {format_bytes(num_bytes)}{free}"

@@ -1,0 +1,100 @@
+"""The compute device: memory, streams and events. One code path serves every accelerator through `torch.Stream` and
+`torch.Event`; the CPU is a null implementation of the same interface and runs the same engine.
+"""
+
+import mmap
+from typing import Protocol
+
+import torch
+
+from ..errors import ConfigError
+from ..plan.extents import ALIGNMENT_BYTES
+from ..units import round_up
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self, stream: torch.Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class NullEvent:
+    """On the CPU work is done when the call returns."""
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class ComputeDevice:
+    """`is_accelerator` says whether compute memory and host memory are two. Streams are made here, waited on in the engine."""
+
+    def __init__(self, name: str):
+        self.torch_device = resolve_device(name)
+        self.is_accelerator = self.torch_device.type != "cpu"
+        self.copy_stream = torch.Stream(device=self.torch_device) if self.is_accelerator else None
+
+    def new_event(self) -> Event:
+        return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Page-aligned host memory, uint8, pinned where there is an accelerator. Touched pages only count as used."""
+        size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
+        if not self.is_accelerator:
+            return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        buffer = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+        start = -buffer.data_ptr() % ALIGNMENT_BYTES
+        return buffer[start : start + size]
+
+    def compute_buffer(self, num_bytes: int) -> torch.Tensor:
+        """uint8 memory where compute finds its weights."""
+        if not self.is_accelerator:
+            return self.host_buffer(num_bytes)
+        return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.torch_device)
+
+    def copy_ahead(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> None:
+        """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once."""
+        assert self.copy_stream is not None, "copies exist only where there is an accelerator"
+        self.copy_stream.wait_event(after)
+        with self.copy_stream:
+            target.copy_(source, non_blocking=True)
+
+    def compute_stream(self) -> torch.Stream | None:
+        return torch.accelerator.current_stream(self.torch_device) if self.is_accelerator else None
+
+    def compute_waits_for(self, event: Event) -> None:
+        stream = self.compute_stream()
+        if stream is not None:
+            stream.wait_event(event)
+
+    def finish(self) -> None:
+        """Host waits for all queued compute: once per pass, when its tokens are needed anyway."""
+        stream = self.compute_stream()
+        if stream is not None:
+            stream.synchronize()
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody uses."""
+        assert self.is_accelerator, "a CPU's memory is the host's"
+        return torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)[0]
+
+    def peak_bytes(self) -> int:
+        """Most device memory allocated since the start of the process; 0 on a CPU, whose peak is the process's own."""
+        return torch.accelerator.max_memory_allocated(self.torch_device) if self.is_accelerator else 0
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"machine.device={name}: not a device torch knows; use auto, cpu or cuda") from error
+    if device.type != "cpu" and not torch.accelerator.is_available():
+        raise ConfigError(f"machine.device={name}: torch {torch.__version__} finds no accelerator here; use machine=cpu")
+    return device

@@ -1,0 +1,35 @@
+"""Byte and time units: conversion and the one way each is printed."""
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+
+def gib_to_bytes(gib: float) -> int:
+    return int(gib * GIB)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Binary units with three significant digits: `1.95 GiB`, `512 B`."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.3g} {unit}" if abs(num_bytes) < 1000 * size else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.53 s`, `2 min 05 s`, `3 h 07 min`."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    return value // multiple * multiple

@@ -1,0 +1,101 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs.io.summary import MemoryUse, PassRow, Rates, format_table, summarize, write_summary
+from runtime.units import GIB, MIB
+
+PREFILL = PassRow(
+    pass_index=0,
+    phase="prefill",
+    num_sequences=4,
+    real_tokens=1000,
+    padded_tokens=1200,
+    issued_tokens=4,
+    useful_tokens=4,
+    seconds=2.0,
+    compute_seconds=1.5,
+    load_seconds=1.0,
+    stall_seconds=0.5,
+    copy_seconds=0.25,
+    bytes_read_disk=3 * GIB,
+    bytes_copied_device=MIB,
+    peak_host_bytes=5 * GIB,
+    peak_device_bytes=GIB,
+)
+DECODE = replace(
+    PREFILL, pass_index=1, phase="decode", real_tokens=4, padded_tokens=4, useful_tokens=3, seconds=0.5, peak_host_bytes=2 * GIB
+)
+ROWS = {"ok": 3, "error": 1}
+
+
+def test_rates_follow_the_papers_formulas() -> None:
+    measured = summarize([PREFILL, DECODE, DECODE], rows=ROWS).measured
+    assert measured == Rates(
+        prefill=1000 / 2.0, decode_issued=8 / 1.0, decode_useful=6 / 1.0, total_issued=12 / 3.0, total_useful=10 / 3.0
+    )
+
+
+def test_times_and_bytes_are_sums_and_memory_is_a_peak() -> None:
+    summary = summarize([PREFILL, DECODE, DECODE], rows=ROWS)
+    assert (summary.prefill_seconds, summary.decode_seconds, summary.stall_seconds) == (2.0, 1.0, 1.5)
+    assert (summary.bytes_read_disk, summary.peak.host_bytes) == (9 * GIB, 5 * GIB)
+    assert (summary.prompt_tokens, summary.padded_prompt_tokens) == (1000, 1200)
+    assert summary.rows == {"ok": 3, "error": 1, "skipped": 0}
+
+
+@pytest.mark.parametrize(
+    ("passes", "missing"),
+    [
+        ([], {"prefill", "decode_issued", "decode_useful", "total_issued", "total_useful"}),
+        ([PREFILL], {"decode_issued", "decode_useful"}),
+        ([DECODE], {"prefill"}),
+        ([replace(PREFILL, seconds=0.0)], {"prefill", "decode_issued", "decode_useful", "total_issued", "total_useful"}),
+    ],
+)
+def test_a_rate_without_time_is_missing_and_divides_by_nothing(passes: list[PassRow], missing: set[str]) -> None:
+    summary = summarize(passes, rows={})
+    assert {name for name, rate in vars(summary.measured).items() if rate is None} == missing
+    assert "nan" not in format_table(summary)
+
+
+def test_total_does_not_depend_on_how_passes_fall_into_parts() -> None:
+    passes = [replace(DECODE, pass_index=i, seconds=0.1 * i) for i in range(5)]
+    whole, shuffled = summarize(passes, rows={}), summarize(passes[3:] + passes[:3], rows={})
+    assert whole.measured.total_issued == pytest.approx(shuffled.measured.total_issued)
+
+
+def test_json_keeps_measured_and_predicted_apart(tmp_path: Path) -> None:
+    predicted, planned = Rates(prefill=400.0), MemoryUse(host_bytes=6 * GIB, device_bytes=0)
+    write_summary(tmp_path / "summary.json", summarize([PREFILL], rows=ROWS, predicted=predicted, planned=planned))
+    stored = json.loads((tmp_path / "summary.json").read_text())
+    assert (stored["measured"]["prefill"], stored["predicted"]["prefill"]) == (500.0, 400.0)
+    assert (stored["peak"]["host_bytes"], stored["planned"]["host_bytes"]) == (5 * GIB, 6 * GIB)
+    assert stored["measured"]["decode_issued"] is None
+
+
+def test_table_shows_units_separators_and_predictions_in_their_own_column() -> None:
+    summary = summarize([PREFILL, DECODE], rows=ROWS, predicted=Rates(prefill=12345.6), planned=MemoryUse(host_bytes=6 * GIB, device_bytes=0))
+    table = format_table(summary)
+    lines = {line.split("  ")[0].strip(): line for line in table.splitlines()}
+    assert lines["prefill"].split() == ["prefill", "500.0", "tok/s", "12,345.6", "tok/s"]
+    assert lines["decode, useful"].split()[2:] == ["6.0", "tok/s"]
+    assert lines["peak host memory"].split()[3:] == ["5", "GiB", "6", "GiB"]
+    assert lines["prompt tokens"].endswith("1,000")
+    assert lines["prompt tokens, padding included"].split()[-1] == "1,200"
+
+
+def test_table_of_an_unpredicted_run_has_one_column() -> None:
+    table = format_table(summarize([replace(PREFILL, padded_tokens=1000)], rows=ROWS))
+    assert "predicted" not in table
+    assert "padding" not in table
+    assert not any(line != line.rstrip() for line in table.splitlines())
+
+
+def test_numbers_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_summary(tmp_path / "summary.json", summarize([replace(PREFILL, seconds=math.inf)], rows={}))
+    assert list(tmp_path.iterdir()) == []

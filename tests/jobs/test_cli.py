@@ -1,0 +1,184 @@
+"""How a job ends: the line on stderr and the exit code, through Hydra itself, on a job that only plays its part."""
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import hydra
+import pytest
+from omegaconf import DictConfig
+
+from jobs.io.cli import as_job, report, run_job
+from jobs.io.config import GenerateConfig, SynthesizeConfig, load
+from runtime.errors import BudgetError, DamagedRunError, Interrupted
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+# `run=<word>` picks what the job does.
+DEEDS: dict[str, BaseException | int | None] = {
+    "fine": None,
+    "rows_failed": 3,
+    "too_big": BudgetError("the plan needs 9 GiB and offload.host_memory_gib is 4"),
+    "damaged": DamagedRunError("part 7 is not ours"),
+    "stopped": Interrupted("stopped at block 3"),
+    "ctrl_c": KeyboardInterrupt(),
+    "bug": RuntimeError("a mistake of ours"),
+}
+
+
+class End(NamedTuple):
+    code: int | str | None
+    done: list[str]
+    errors: list[str]
+
+
+@pytest.fixture
+def end_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., End]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # run_job sets it; this puts it back
+
+    def end_of(*arguments: str) -> End:
+        done: list[str] = []
+
+        @as_job
+        def body(composed: DictConfig) -> int | None:
+            config = load(GenerateConfig, composed)
+            done.append(config.run or "fine")
+            deed = DEEDS[done[-1]]
+            if isinstance(deed, BaseException):
+                raise deed
+            return deed
+
+        monkeypatch.setattr(sys, "argv", ["generate", *arguments])
+        main = hydra.main(config_path=str(CONF), config_name="generate", version_base=None)(body)
+        with pytest.raises(SystemExit) as ended:
+            run_job(main, GenerateConfig)
+        return End(code=ended.value.code, done=done, errors=capfd.readouterr().err.splitlines())
+
+    return end_of
+
+
+@pytest.mark.parametrize(
+    ("deed", "code", "errors"),
+    [
+        ("fine", 0, []),
+        ("rows_failed", 3, []),
+        ("too_big", 2, ["error: the plan needs 9 GiB and offload.host_memory_gib is 4"]),
+        ("damaged", 4, ["error: part 7 is not ours"]),
+        ("stopped", 75, ["error: stopped at block 3"]),
+        ("ctrl_c", 75, ["error: interrupted; the same command goes on from here"]),
+    ],
+)
+def test_job_ends_with_its_own_code_and_at_most_one_line(
+    end_of: Callable[..., End], deed: str, code: int, errors: list[str]
+) -> None:
+    assert end_of(f"run={deed}") == End(code=code, done=[deed], errors=errors)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("sampling.max_tokens=3", "unknown key sampling.max_tokens: did you mean sampling.max_new_tokens?"),
+        ("+sampling.max_tokens=3", "unknown key sampling.max_tokens: did you mean sampling.max_new_tokens?"),
+        ("ofload=cpu", "unknown key ofload: did you mean offload?"),
+        ("hydra.nothing=1", "unknown key hydra.nothing: --cfg hydra shows those of Hydra"),
+        ("model=gtp2", "model=gtp2 does not exist: model is one of gpt2, hf, "),
+        ("+model=gpt2", "model is chosen already: write model=<option> without the +"),
+        ("sampling=3", "a group takes the name of one of its options"),
+        ("sampling.max_new_tokens=many", "sampling.max_new_tokens must be a whole number, got 'many'"),
+        ("sampling.seed=1,2", "sampling.seed=1,2 looks like a sweep: add --multirun"),
+        ("sampling.stop=[", "cannot read 'sampling.stop=[' ("),
+        ("model", "'model' is not key=value"),
+        ("run=${nowhere}", "run cannot be resolved: Interpolation key 'nowhere' not found"),
+        ("model=hf", "model.path is not set: model=hf needs a local directory or a hub id"),
+        ("shard.index=1", "shard.index must be 0 to 0"),
+        ("--config-name=nothing", "Cannot find primary config 'nothing'"),
+    ],
+)
+def test_bad_setting_is_refused_in_one_line(end_of: Callable[..., End], argument: str, message: str) -> None:
+    end = end_of(argument)
+    assert (end.code, end.done) == (2, [])
+    assert len(end.errors) == 1
+    assert end.errors[0].startswith(f"error: {message}")
+
+
+@pytest.mark.skipif(find_spec("submitit") is not None, reason="the plugin is installed")
+def test_launcher_without_its_plugin_names_the_extra(end_of: Callable[..., End]) -> None:
+    end = end_of("hydra/launcher=slurm")
+    assert end.code == 2
+    assert end.errors == [
+        "error: hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
+    ]
+
+
+def test_bug_keeps_its_traceback(end_of: Callable[..., End]) -> None:
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        end_of("run=bug")
+
+
+def test_sweep_goes_on_past_a_failed_job_and_ends_with_the_worst_code(end_of: Callable[..., End]) -> None:
+    end = end_of("--multirun", "run=rows_failed,too_big,fine")
+    assert end == End(
+        code=2,
+        done=["rows_failed", "too_big", "fine"],
+        errors=["error: the plan needs 9 GiB and offload.host_memory_gib is 4"],
+    )
+
+
+def test_interruption_ends_the_whole_sweep(end_of: Callable[..., End]) -> None:
+    end = end_of("--multirun", "run=fine,stopped,rows_failed")
+    assert (end.code, end.done) == (75, ["fine", "stopped"])
+
+
+def test_single_run_leaves_no_file_of_hydras(end_of: Callable[..., End], tmp_path: Path) -> None:
+    end_of()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweep_writes_only_below_the_output_root(end_of: Callable[..., End], tmp_path: Path) -> None:
+    end_of("--multirun", "sampling.seed=0,1", "output_root=here")
+    files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == ["here/sweep/multirun.yaml"]
+
+
+def test_errors_reach_a_launcher_that_runs_the_job_in_its_own_process() -> None:
+    @as_job
+    def body(_: None) -> None:
+        raise BudgetError("too big")
+
+    with pytest.raises(BudgetError, match="too big"):
+        body(None)
+
+
+def test_control_characters_of_a_message_never_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    report("row '\x1b[2J\r\x07' is bad\nsecond line")
+    assert capfd.readouterr().err == "error: row '\\x1b[2J\\r\\x07' is bad\nsecond line\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("model=hf", "architecture=hf does not exist: architecture is one of gpt2, "),
+        (
+            "architecture.num_layers=2",
+            "unknown key architecture.num_layers: if architecture shall have it, write +arch",
+        ),
+        ("seed=1", "out is not set"),
+    ],
+)
+def test_synthesize_refuses_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], argument: str, message: str
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", ["synthesize", argument])
+
+    @as_job
+    def body(composed: DictConfig) -> None:
+        load(SynthesizeConfig, composed)
+
+    with pytest.raises(SystemExit) as ended:
+        run_job(hydra.main(config_path=str(CONF), config_name="synthesize", version_base=None)(body), SynthesizeConfig)
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith(f"error: {message}")

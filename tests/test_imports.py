@@ -1,0 +1,142 @@
+"""Who may import whom, and which calls may not be made at all: read from the source, nothing is imported."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What each part of runtime may import of the others. `plan` is values only, so everyone may use it.
+ALLOWED = {
+    "plan": set[str](),
+    "batching": set[str](),
+    "store": {"plan"},
+    "stream": {"plan", "store"},
+    "cache": {"plan", "stream"},
+    "model": {"plan", "store", "stream", "cache"},
+    "engine": {"plan", "store", "stream", "cache", "model", "batching"},
+}
+FOR_ALL = {"config", "errors", "units"}
+PURE = ("plan", "batching")
+HEAVY = {"torch", "transformers", "datasets", "safetensors", "greenlet"}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the packages by its dotted name; a package by the name of its folder."""
+    files = [path for package in ("runtime", "jobs") for path in sorted((ROOT / package).rglob("*.py"))]
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in files}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(sources()[module].read_text(encoding="utf-8"))
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Dotted names that `module` imports anywhere, in functions too; relative ones made absolute."""
+    package = module.split(".") if sources()[module].name == "__init__.py" else module.split(".")[:-1]
+    names: set[str] = set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            names |= {
+                f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in sources() else origin for alias in node.names
+            }
+    return frozenset(names)
+
+
+def top_level(names: frozenset[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def calls(module: str) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+
+
+MODULES = sorted(sources())
+RUNTIME = [module for module in MODULES if module.partition(".")[0] == "runtime"]
+JOBS_IO = [module for module in MODULES if module.startswith("jobs.io")]
+
+
+def test_the_rules_see_the_project() -> None:
+    assert {"runtime.errors", "runtime.plan", "jobs.io.config", "jobs.io.dataset.config"} <= set(MODULES)
+    assert "runtime.errors" in imports("runtime.config")
+    assert "jobs.io.dataset.config" in imports("jobs.io.config")
+
+
+@pytest.mark.parametrize("module", RUNTIME)
+def test_runtime_knows_neither_jobs_nor_hydra(module: str) -> None:
+    assert not top_level(imports(module)) & {"jobs", "conf", "hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize("module", JOBS_IO)
+def test_jobs_io_knows_no_job(module: str) -> None:
+    jobs = {name for name in imports(module) if name.startswith("jobs") and not name.startswith("jobs.io")}
+    assert not jobs, "jobs import jobs.io, never the other way round"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_job_files_import_hydra(module: str) -> None:
+    is_job_file = sources()[module].parent == ROOT / "jobs"
+    assert is_job_file or "hydra" not in top_level(imports(module))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_jobs_io_config_imports_omegaconf(module: str) -> None:
+    assert module == "jobs.io.config" or "omegaconf" not in top_level(imports(module))
+
+
+@pytest.mark.parametrize("module", RUNTIME)
+def test_parts_of_runtime_import_only_what_lies_below_them(module: str) -> None:
+    part = module.split(".")[1] if "." in module else ""
+    if part not in ALLOWED:
+        return  # the top of the package may use all of it
+    used = {name.split(".")[1] for name in imports(module) if name.startswith("runtime.")}
+    assert used <= ALLOWED[part] | FOR_ALL | {part}
+
+
+@pytest.mark.parametrize("module", sorted(f"runtime.{name}" for name in FOR_ALL))
+def test_what_all_may_import_imports_nothing_but_its_like(module: str) -> None:
+    names = imports(module)
+    assert {name for name in names if name.startswith("runtime")} <= {f"runtime.{name}" for name in FOR_ALL}
+    assert top_level(names) - {"runtime"} <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("part", PURE)
+def test_deciding_code_imports_only_values(part: str) -> None:
+    modules = [module for module in RUNTIME if module.startswith(f"runtime.{part}")]
+    foreign = {name for module in modules for name in top_level(imports(module))} - {"runtime"}
+    assert foreign <= set(sys.stdlib_module_names) - {"threading", "socket", "subprocess", "time"}
+
+
+def test_deciding_code_loads_no_torch_not_even_by_its_package() -> None:
+    modules = [module for module in RUNTIME if module.startswith(tuple(f"runtime.{part}" for part in PURE))]
+    program = f"import sys, {', '.join(modules)}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_loads_pickles_or_remote_code(module: str) -> None:
+    assert not top_level(imports(module)) & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+    for call in calls(module):
+        assert ast.unparse(call.func) not in {"torch.load", "eval", "exec", "hydra.utils.instantiate", "instantiate"}
+        assert "trust_remote_code" not in {keyword.arg for keyword in call.keywords}
+
+
+@pytest.mark.parametrize("module", [*RUNTIME, *JOBS_IO])
+def test_only_the_command_line_prints(module: str) -> None:
+    prints = [call.lineno for call in calls(module) if ast.unparse(call.func) == "print"]
+    assert module == "jobs.io.cli" or not prints

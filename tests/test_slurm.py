@@ -1,0 +1,101 @@
+"""slurm/generate.sbatch, run by bash with an `srun` and a `scontrol` that only write down how they were called."""
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "slurm" / "generate.sbatch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeSlurm:
+    folder: Path
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        task = {
+            "SLURM_ARRAY_JOB_ID": "100",
+            "SLURM_ARRAY_TASK_ID": "2",
+            "SLURM_ARRAY_TASK_MAX": "3",
+            "SLURM_JOB_ID": "100",  # what the last task of array 100 sees: its own id is that of the array
+            "SLURM_SUBMIT_DIR": str(self.folder),
+        }
+        return {"PATH": f"{self.folder}:{os.environ['PATH']}", "LOG": str(self.folder), **task, **changes}
+
+    def run(self, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", SCRIPT, *arguments], env=self.environment(**changes), capture_output=True, text=True, timeout=20
+        )
+
+    def calls(self, command: str) -> list[str]:
+        log = self.folder / f"{command}.calls"
+        return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    commands = {
+        "srun": 'printf "%s\\n" "$@" > "$LOG/srun.calls"; sleep "${STEP_SECONDS:-0}"; exit "${STEP_CODE:-0}"',
+        "scontrol": 'echo "$@" >> "$LOG/scontrol.calls"',
+    }
+    for name, body in commands.items():
+        command = tmp_path / name
+        command.write_text(f"#!/bin/bash\n{body}\n")
+        command.chmod(0o755)
+    return FakeSlurm(folder=tmp_path)
+
+
+def test_step_gets_the_settings_as_given_and_its_shard(slurm: FakeSlurm) -> None:
+    assert slurm.run("model=gpt2", "sampling.stop=['a b', \"$c\"]").returncode == 0
+    settings = ["model=gpt2", "sampling.stop=['a b', \"$c\"]", "shard.index=2", "shard.count=4"]
+    assert slurm.calls("srun") == ["--ntasks=1", ".venv/bin/python", "-m", "jobs.generate", *settings]
+
+
+def test_one_shard_alone_keeps_the_number_of_shards(slurm: FakeSlurm) -> None:
+    slurm.run(SLURM_ARRAY_TASK_MAX="2", MILLRACE_SHARDS="8")
+    assert slurm.calls("srun")[-1] == "shard.count=8"
+
+
+@pytest.mark.parametrize(("code", "is_requeued"), [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (75, 1), (138, 1)])
+def test_only_an_interrupted_task_is_requeued_and_only_itself(slurm: FakeSlurm, code: int, is_requeued: bool) -> None:
+    assert slurm.run(STEP_CODE=str(code)).returncode == code
+    assert slurm.calls("scontrol") == (["requeue 100_2"] if is_requeued else [])
+
+
+def test_restarts_are_bounded(slurm: FakeSlurm) -> None:
+    ended = slurm.run(STEP_CODE="75", SLURM_RESTART_COUNT="5", MILLRACE_MAX_RESTARTS="5")
+    assert ended.returncode == 75
+    assert slurm.calls("scontrol") == []
+    assert "not requeued again after 5 restarts" in ended.stderr
+
+
+def test_cancelled_task_waits_for_its_step_and_is_not_requeued(slurm: FakeSlurm) -> None:
+    environment = slurm.environment(STEP_SECONDS="0.6", STEP_CODE="75")
+    script = subprocess.Popen(["bash", SCRIPT], env=environment)
+    deadline = time.monotonic() + 10
+    while not slurm.calls("srun") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(timeout=20) == 75
+    assert slurm.calls("scontrol") == []
+
+
+def test_outside_an_array_the_script_refuses(slurm: FakeSlurm) -> None:
+    environment = slurm.environment()
+    del environment["SLURM_ARRAY_TASK_ID"]
+    ended = subprocess.run(["bash", SCRIPT], env=environment, capture_output=True, text=True, timeout=20)
+    assert ended.returncode != 0
+    assert "submit this script as an array" in ended.stderr
+    assert slurm.calls("srun") == []
+
+
+def test_head_asks_for_requeue_a_warning_to_the_step_and_a_log_per_task() -> None:
+    options = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=USR1@120", "--open-mode=append"} <= set(options)
+    log = next(option for option in options if option.startswith("--output="))
+    assert "%A_%a" in log
+    assert "/" not in log.removeprefix("--output=outputs/"), "Slurm makes no directories: only outputs/ is always there"

@@ -1,0 +1,156 @@
+"""The tree tells one story: short modules, YAML that mirrors the dataclasses, documents that name what is there."""
+
+import re
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from jobs.io.config import GenerateConfig, SynthesizeConfig, load
+from jobs.io.dataset.config import DatasetConfig, DatasetKind
+from jobs.io.typed import build
+from runtime.config import (
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    Prefetch,
+    PrefetchConfig,
+    SamplingConfig,
+    Tier,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+MAX_LINES = 300
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "offload": OffloadConfig,
+    "prefetch": PrefetchConfig,
+    "policy": PolicyConfig,
+    "dataset": DatasetConfig,
+    "sampling": SamplingConfig,
+    "machine": MachineConfig,
+}
+SELECTORS: dict[str, tuple[str, type[Enum]]] = {
+    "offload": ("tier", Tier),
+    "prefetch": ("kind", Prefetch),
+    "policy": ("kind", PolicyKind),
+    "dataset": ("kind", DatasetKind),
+}
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the project, without what the set-up and the runs leave in it."""
+    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    generated = {".venv", "build", "__pycache__", "outputs"}
+    return sorted(path for path in found if not generated & set(path.relative_to(ROOT).parts[:-1]))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def read(path: Path) -> dict[str, object]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
+CODE = tracked("runtime/**/*.py", "jobs/**/*.py", "tests/**/*.py", "conf/*.py")
+TEXTS = tracked("*.md", "slurm/*", "conf/**/*.yaml", "Makefile", ".ci/run")
+
+
+@pytest.mark.parametrize("path", CODE, ids=relative)
+def test_no_module_is_long(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=relative)
+def test_yaml_is_data(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert "_target_" not in text
+    assert "${now" not in text, "a timestamp in a path breaks resume"
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_option_has_the_keys_of_its_dataclass(group: str, option: str) -> None:
+    values = read(CONF / group / f"{option}.yaml")
+    needs_path = "path" in {field.name for field in fields(GROUPS[group])} and option not in ("tiny", "sample")
+    is_path_free = group == "dataset" and option == "helm_synthetic_reasoning"
+    if needs_path and not is_path_free:
+        values = {**values, "path": values.get("path") or "somewhere"}
+    build(GROUPS[group], values, f"{group}.")
+    if group != "dataset":  # whose common keys are in generate.yaml
+        assert set(values) == {field.name for field in fields(GROUPS[group])}
+
+
+@pytest.mark.parametrize("group", SELECTORS)
+def test_every_choice_of_the_code_is_an_option_by_its_name(group: str) -> None:
+    key, choices = SELECTORS[group]
+    assert options(group) == sorted(choice.name for choice in choices)
+    assert {option: read(CONF / group / f"{option}.yaml")[key] for option in options(group)} == {
+        option: option for option in options(group)
+    }
+
+
+@pytest.mark.parametrize("group", ["model", "machine"])
+def test_option_is_called_by_its_name(group: str) -> None:
+    assert [read(CONF / group / f"{option}.yaml")["name"] for option in options(group)] == options(group)
+
+
+def test_defaults_of_yaml_and_code_are_the_same() -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        assert load(GenerateConfig, compose("generate")) == GenerateConfig()
+
+
+def test_every_key_can_be_set_on_the_command_line() -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        composed = compose("generate")
+    for field in fields(GenerateConfig):
+        assert field.name in composed
+        if isinstance(field.type, type) and is_dataclass(field.type):
+            assert set(composed[field.name]) == {inner.name for inner in fields(field.type)}
+
+
+@pytest.mark.parametrize("option", options("architecture"))
+def test_architecture_follows_the_model(option: str) -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        composed = compose("synthesize", overrides=[f"model={option}", "out=somewhere"])
+    config = load(SynthesizeConfig, composed)
+    assert config.model.name == option
+    assert config.architecture == read(CONF / "architecture" / f"{option}.yaml")
+    assert set(composed) == {field.name for field in fields(SynthesizeConfig)}
+
+
+def test_every_named_model_has_an_architecture() -> None:
+    assert set(options("architecture")) == set(options("model")) - {"hf"}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_help_lists_every_option(group: str) -> None:
+    template = str(read(CONF / "hydra" / "help" / "generate.yaml")["template"])
+    line = next(line for line in template.splitlines() if re.match(rf"  {group} ", line))
+    listed = [name.strip() for name in line.split(maxsplit=1)[1].partition(":")[0].split(",")]
+    assert sorted(listed) == options(group)
+    assert f"- {group}: {listed[0]}\n" in (CONF / "generate.yaml").read_text(), "the first option listed is the default"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=relative)
+def test_texts_name_only_what_is_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    missing = [link for link in links if not (path.parent / link).exists()]
+    named = re.findall(r"(?<![\w./<>*-])((?:conf|jobs|runtime|slurm|tests|\.ci)/[\w./-]*\w)(?![\w*<{/])", text)
+    missing += [name for name in named if not (ROOT / name).exists()]
+    modules = re.findall(r"python -m ((?:jobs|runtime)[\w.]*\w)", text)
+    missing += [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").exists()]
+    assert missing == []
