@@ -26,10 +26,14 @@ class Group:
     values: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self, layer: int, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocates on first use; K and V may differ in their last dimension."""
+        """Allocates on first use; K and V may differ in their last dimension.
+
+        Values begin as zeros: a hidden position has weight 0, and 0 times whatever lay in fresh memory may be NaN.
+        """
         if layer not in self.keys:
-            for store, like in ((self.keys, like_k), (self.values, like_v)):
-                store[layer] = like.new_empty(len(self.past), like.shape[1], self.capacity, like.shape[3])
+            rows = len(self.past)
+            self.keys[layer] = like_k.new_empty(rows, like_k.shape[1], self.capacity, like_k.shape[3])
+            self.values[layer] = like_v.new_zeros(rows, like_v.shape[1], self.capacity, like_v.shape[3])
         return self.keys[layer], self.values[layer]
 
 

@@ -1,7 +1,7 @@
 """Which tensors a checkpoint of a meta model holds, and random values for each of them.
 
 Values come from a generator seeded by (seed, tensor name), so they depend neither on order nor on shard size. Scales keep
-activations near one: weight matrices 1/sqrt(fan_in), heads so that logits have a deviation of 1 to 3.
+activations near one, logits have a deviation of 1 to 3, and greedy decoding neither sticks to one token nor echoes.
 """
 
 import copy
@@ -27,8 +27,7 @@ _EMBEDDING_STD = 0.02
 _TIED_LOGITS_STD = 1.5
 _HEAD_LOGITS_STD = 2.0
 _BIAS_STD = 0.02
-import os
-GAIN=float(os.environ.get("GAIN","1"))
+_GAIN = 2.0  # of matrices: attention then picks a few tokens; at 1 it averages them and decoding runs in short cycles
 _HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm$")
 _CHUNK_ELEMENTS = 1 << 20  # drawn in float32, then rounded to the checkpoint's dtype
 _PROBED_ELEMENTS = 1 << 20  # a larger parameter is a weight matrix, without asking its class
@@ -45,7 +44,8 @@ class RandomWeights:
         self._origins = _origins(model, list(self._tensors), self._state)
         self._has_tied_head = _has_tied_head(model)
         self.specs = [
-            TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in self._tensors.items()
+            TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            for name, tensor in self._tensors.items()
         ]
 
     def draw(self, spec: TensorSpec) -> torch.Tensor:
@@ -68,24 +68,24 @@ class RandomWeights:
         if parameter.ndim >= 2 and (std := self._matrix_std(module, parameter)) is not None:
             return std, None
         if parameter.ndim >= 2 and parameter.numel() > _PROBED_ELEMENTS:
-            return _fan_in(module, parameter) ** -0.5, None
+            return _fan_in_std(module, parameter), None
         values = _own_initial_values(self._model, module_name, leaf, seed)
         if "bias" in leaf and not values.any():
             return _BIAS_STD, None
         if parameter.ndim >= 2:
-            return (_fan_in(module, parameter) ** -0.5, None) if _is_centred(values) else (0.0, values)
+            return (_fan_in_std(module, parameter), None) if _is_centred(values) else (0.0, values)
         if leaf == "weight" and _is_norm(values):
-            return 0.0, _norm_weight(values, GAIN if _HEAD_NORM.search(module_name) else 1.0, seed)
+            return 0.0, _norm_weight(values, _GAIN if _HEAD_NORM.search(module_name) else 1.0, seed)
         return 0.0, values
 
     def _matrix_std(self, module: nn.Module, weight: nn.Parameter) -> float | None:
         if isinstance(module, nn.Embedding):
-            is_head = self._has_tied_head and module is self._model.get_input_embeddings()
-            return _TIED_LOGITS_STD * weight.shape[-1] ** -0.5 if is_head else _EMBEDDING_STD
+            # Positions too: as loud as the tokens, they keep greedy decoding out of short cycles.
+            return _TIED_LOGITS_STD * weight.shape[-1] ** -0.5 if self._has_tied_head else _EMBEDDING_STD
         if module is self._model.get_output_embeddings():
             return _HEAD_LOGITS_STD * weight.shape[-1] ** -0.5
         if isinstance(module, (nn.Linear, Conv1D, nn.Conv1d)):
-            return GAIN * _fan_in(module, weight) ** -0.5
+            return _fan_in_std(module, weight)
         return None
 
 
@@ -101,9 +101,7 @@ def _origins(model: PreTrainedModel, names: list[str], state: dict[str, torch.Te
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-    return {
-        name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0] for name in names
-    }
+    return {name: rename_source_key(name, renamings, converters, model.base_model_prefix, state)[0] for name in names}
 
 
 def _has_tied_head(model: PreTrainedModel) -> bool:
@@ -111,13 +109,15 @@ def _has_tied_head(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is embeddings.weight
 
 
-def _fan_in(module: nn.Module, weight: nn.Parameter) -> int:
-    """How many products each output sums: what its deviation must be divided by the root of."""
+def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
+    """gain / sqrt(fan_in), the fan-in being how many products each output sums."""
     if isinstance(module, Conv1D):  # GPT-2's linear layer, stored (in, out)
-        return weight.shape[0]
-    if isinstance(module, nn.Conv1d):
-        return math.prod(weight.shape[1:])
-    return weight.shape[-2] if getattr(module, "is_transposed", False) else weight.shape[-1]
+        fan_in = weight.shape[0]
+    elif isinstance(module, nn.Conv1d):
+        fan_in = math.prod(weight.shape[1:])
+    else:  # (..., out, in), but for experts that say so
+        fan_in = weight.shape[-2] if getattr(module, "is_transposed", False) else weight.shape[-1]
+    return _GAIN * fan_in**-0.5
 
 
 def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, seed: int) -> torch.Tensor:

@@ -99,15 +99,15 @@ def tiny_checkpoint(directory: Path, seed: int = 0) -> Path:
     if _is_complete(directory, digest):
         return directory
     if directory.exists() and any(directory.iterdir()):
-        raise CheckpointError(f"{directory} holds something other than the tiny checkpoint of seed {seed}: move it away")
+        raise CheckpointError(
+            f"{directory} holds something other than the tiny checkpoint of seed {seed}: move it away"
+        )
     with _as_output_error(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         workshop = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         ready = workshop / "checkpoint"
-        synthesize_checkpoint(
-            model="llama", overrides=_TINY_OVERRIDES, directory=ready, seed=seed, dtype=torch.float32
-        )
+        synthesize_checkpoint(model="llama", overrides=_TINY_OVERRIDES, directory=ready, seed=seed, dtype=torch.float32)
         _rename_unless_taken(ready, directory, digest)
     finally:
         shutil.rmtree(workshop)
@@ -139,7 +139,9 @@ def _fitting_tokenizer(config: PreTrainedConfig, path: Path | None) -> PreTraine
         return byte_level_tokenizer(vocab_size)
     tokenizer = tokenizer_from(path)
     if len(tokenizer) > vocab_size:
-        raise ConfigError(f"tokenizer={path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it")
+        raise ConfigError(
+            f"tokenizer={path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it"
+        )
     return tokenizer
 
 

@@ -31,7 +31,11 @@ def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         raise ConfigError(
             f"a byte-level tokenizer needs {MIN_VOCAB_SIZE} ids or more, vocab_size is {vocab_size}: raise vocab_size"
         )
-    words = (*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *_made_up_words(vocab_size - MIN_VOCAB_SIZE))
+    words = (
+        *SPECIAL_TOKENS,
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *_made_up_words(vocab_size - MIN_VOCAB_SIZE),
+    )
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -29,7 +29,9 @@ def changed(**semantic: object) -> RunManifest:
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != ".lock"}
+    return {
+        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != ".lock"
+    }
 
 
 def test_first_opening_makes_the_directory_and_binds_it(tmp_path: Path) -> None:
@@ -61,7 +63,9 @@ def test_second_opening_resumes_and_rewrites_nothing(tmp_path: Path) -> None:
         (changed(model__name="x" * 500), "..."),
     ],
 )
-def test_another_run_is_refused_with_a_diff_and_nothing_written(tmp_path: Path, manifest: RunManifest, line: str) -> None:
+def test_another_run_is_refused_with_a_diff_and_nothing_written(
+    tmp_path: Path, manifest: RunManifest, line: str
+) -> None:
     open_run(tmp_path, MANIFEST).close()
     before = tree(tmp_path)
     with pytest.raises(RunMismatchError) as caught:
@@ -124,7 +128,7 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match=r"thesis\.tex"):
         open_run(tmp_path, MANIFEST)
-    assert sorted(os.listdir(tmp_path)) == ["thesis.tex"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_hydras_folder_logs_and_temps_of_a_killed_start_are_no_strangers(tmp_path: Path) -> None:
@@ -209,4 +213,4 @@ def test_run_name_is_short_safe_and_ends_in_the_digest(semantic: dict[str, run_d
 def test_run_name_follows_the_semantic_settings_alone() -> None:
     assert replace(MANIFEST, operational={}, versions={}).name == MANIFEST.name
     assert changed(sampling__temperature=0.1).name != MANIFEST.name
-    assert replace(MANIFEST, semantic=dict(reversed(MANIFEST.semantic.items()))).name == MANIFEST.name
+    assert replace(MANIFEST, semantic=dict(reversed([*MANIFEST.semantic.items()]))).name == MANIFEST.name

@@ -31,7 +31,9 @@ ROUNDS = int(100_000 * 1.2 / (time.perf_counter() - started))
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     code = PRELUDE + textwrap.dedent(script)
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])

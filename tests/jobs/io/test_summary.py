@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.summary import MemoryUse, PassRow, Rates, format_table, summarize, write_summary
+from jobs.io.summary import MemoryUse, PassRow, Rates, Status, format_table, summarize, write_summary
 from runtime.units import GIB, MIB
 
 PREFILL = PassRow(
@@ -27,9 +27,16 @@ PREFILL = PassRow(
     peak_device_bytes=GIB,
 )
 DECODE = replace(
-    PREFILL, pass_index=1, phase="decode", real_tokens=4, padded_tokens=4, useful_tokens=3, seconds=0.5, peak_host_bytes=2 * GIB
+    PREFILL,
+    pass_index=1,
+    phase="decode",
+    real_tokens=4,
+    padded_tokens=4,
+    useful_tokens=3,
+    seconds=0.5,
+    peak_host_bytes=2 * GIB,
 )
-ROWS = {"ok": 3, "error": 1}
+ROWS: dict[Status, int] = {"ok": 3, "error": 1}
 
 
 def test_rates_follow_the_papers_formulas() -> None:
@@ -53,7 +60,10 @@ def test_times_and_bytes_are_sums_and_memory_is_a_peak() -> None:
         ([], {"prefill", "decode_issued", "decode_useful", "total_issued", "total_useful"}),
         ([PREFILL], {"decode_issued", "decode_useful"}),
         ([DECODE], {"prefill"}),
-        ([replace(PREFILL, seconds=0.0)], {"prefill", "decode_issued", "decode_useful", "total_issued", "total_useful"}),
+        (
+            [replace(PREFILL, seconds=0.0)],
+            {"prefill", "decode_issued", "decode_useful", "total_issued", "total_useful"},
+        ),
     ],
 )
 def test_a_rate_without_time_is_missing_and_divides_by_nothing(passes: list[PassRow], missing: set[str]) -> None:
@@ -78,7 +88,12 @@ def test_json_keeps_measured_and_predicted_apart(tmp_path: Path) -> None:
 
 
 def test_table_shows_units_separators_and_predictions_in_their_own_column() -> None:
-    summary = summarize([PREFILL, DECODE], rows=ROWS, predicted=Rates(prefill=12345.6), planned=MemoryUse(host_bytes=6 * GIB, device_bytes=0))
+    summary = summarize(
+        [PREFILL, DECODE],
+        rows=ROWS,
+        predicted=Rates(prefill=12345.6),
+        planned=MemoryUse(host_bytes=6 * GIB, device_bytes=0),
+    )
     table = format_table(summary)
     lines = {line.split("  ")[0].strip(): line for line in table.splitlines()}
     assert lines["prefill"].split() == ["prefill", "500.0", "tok/s", "12,345.6", "tok/s"]

@@ -1,0 +1,43 @@
+"""Checkpoints that the tests synthesise once, and the answers that transformers gives for them."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import FAMILIES, Reference
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # the tests never look for a network
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The built-in tiny model and converted weights go here, also for subprocesses."""
+    home = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(home)
+    yield home
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """`reference(family)`: a checkpoint directory with what `transformers.generate` makes of some prompts, made once."""
+    made: dict[str, Reference] = {}
+
+    def get(family: str) -> Reference:
+        if family not in made:
+            made[family] = Reference.make(FAMILIES[family], tmp_path_factory.mktemp(family) / "model")
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> None:
+    torch.set_num_threads(2)
