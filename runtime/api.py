@@ -1,7 +1,8 @@
 """The library's front door: `Runtime(config).generate(prompts)` is the same engine as the job, without Hydra."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,17 @@ from .plan.placement import Budgets
 from .plan.planner import RunPlan, plan_run
 from .store.reader import Reader
 from .stream.device import ComputeDevice
-from .stream.host_memory import available_bytes, keep_freed_memory
+from .stream.host_memory import (
+    available_bytes,
+    keep_freed_memory,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 from .stream.weights import WeightStream
-from .units import MIB, gib_to_bytes
+from .units import MIB, format_bytes, gib_to_bytes
+
+log = logging.getLogger(__name__)
 
 FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
 
@@ -55,6 +64,8 @@ class Runtime:
             self.config.model, self.device.torch_device, self.config.offload.cache_dir
         )
         self._rates: MachineRates | None = None
+        self.baseline_bytes = resident_bytes()  # interpreter, libraries and the model without weights: not in the budget
+        reset_peak()
 
     def request(self, id: str, prompt: str | Sequence[int], *, sample_index: int = 0) -> Request | Rejected:
         """Tokenises a prompt with the tokenizer's own special tokens and fits the answer into the context."""
@@ -109,6 +120,13 @@ class Runtime:
                 self._rates = measure_rates(self.model, reader, self.device)
         return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
 
+    def require_within_budget(self, plan: RunPlan) -> None:
+        """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
+        host = next(ledger for ledger in plan.placement.ledgers if ledger.memory == "host")
+        used = peak_resident_bytes() - self.baseline_bytes
+        if used > host.budget_bytes:
+            raise MemoryError(f"{format_bytes(used)} used, {host.budget_key} allows {format_bytes(host.budget_bytes)}")
+
     @contextmanager
     def session(self, plan: RunPlan) -> Iterator["Session"]:
         """Holds the weights, the slots and the reader threads."""
@@ -130,34 +148,52 @@ class Runtime:
             )
             yield Session(self, engine)
 
+    @contextmanager
+    def confirmed_session(
+        self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None
+    ) -> Iterator[tuple[RunPlan, "Session"]]:
+        """Plans and opens a session. With `policy=auto` and no `blocks` of an earlier start, the first pass of the heaviest
+        block is tried; if memory runs out or the host budget is passed, once more with blocks of half the size.
+        """
+        may_back_off = blocks is None and self.config.policy.kind is PolicyKind.auto
+        for num_halvings in range(2):
+            plan = self.plan(requests, blocks=blocks, num_halvings=num_halvings)
+            with ExitStack() as stack:
+                try:
+                    session = stack.enter_context(self.session(plan))
+                    if may_back_off and plan.blocks:
+                        session.probe(plan, requests)
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    if num_halvings or not may_back_off:
+                        raise out_of_memory(plan) from error
+                    log.warning("policy=auto: %s; once more with blocks of half as many sequences", error)
+                    continue
+                yield plan, session
+                return
+
     def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Completion | Rejected]:
         """One result per prompt, in order: a completion, or why there is none."""
         made = [self.request(str(index), prompt) for index, prompt in enumerate(prompts)]
         requests = [item for item in made if isinstance(item, Request)]
         results: dict[str, Completion | Rejected] = {item.id: item for item in made if isinstance(item, Rejected)}
-        for completion in self._generate(requests):
-            results[completion.request.id] = completion
+        if requests:
+            with self.confirmed_session(requests) as (plan, session):
+                for block in plan.blocks:
+                    results |= {c.request.id: c for c in session.run(block, requests)}
         return [results[str(index)] for index in range(len(prompts))]
-
-    def _generate(self, requests: list[Request]) -> Iterator[Completion]:
-        num_halvings = 0
-        while True:
-            plan = self.plan(requests, num_halvings=num_halvings)
-            try:
-                with self.session(plan) as session:
-                    for block in plan.blocks:
-                        yield from session.run(block, requests)
-                return
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                if num_halvings or self.config.policy.kind is not PolicyKind.auto:
-                    raise out_of_memory(plan) from error
-                num_halvings = 1
 
     def _reader(self) -> Reader:
         offload = self.config.offload
         return Reader(
             num_threads=offload.reader_threads, chunk_bytes=offload.read_chunk_mib * MIB, direct=offload.direct_io
         )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch reports a failed host allocation as a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def out_of_memory(plan: RunPlan) -> BudgetError:
@@ -173,6 +209,13 @@ class Session:
 
     def __init__(self, runtime: Runtime, engine: Engine):
         self._runtime, self._engine = runtime, engine
+
+    def probe(self, plan: RunPlan, requests: Sequence[Request]) -> None:
+        """Runs the first pass of the heaviest block and forgets it. Raises MemoryError when the host budget was passed."""
+        heaviest = max(plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
+        lanes = [[Running(request=requests[i]) for i in group if requests[i].max_new_tokens] for group in heaviest.micro_batches]
+        next(self._engine.run_block(heaviest.index, lanes), None)
+        self._runtime.require_within_budget(plan)
 
     def run(
         self, block: Block, requests: Sequence[Request], on_pass: Callable[[PassRecord], None] = lambda record: None

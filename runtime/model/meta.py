@@ -9,7 +9,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-
 _SMALL_NUMEL = 1 << 18
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 

@@ -1,7 +1,7 @@
 """Which tensors a checkpoint of a meta model holds, and random values for each of them.
 
-Values come from a generator seeded by (seed, tensor name), so they depend neither on order nor on shard size. Scales keep
-activations near one, logits have a deviation of 1 to 3, and greedy decoding neither sticks to one token nor echoes.
+Values come from a generator seeded by (seed, tensor name), so they depend neither on order nor on shard size. Scales
+keep activations near one, logits at a deviation of 1 to 3, and greedy decoding from sticking to one token or echoing.
 """
 
 import copy
@@ -90,7 +90,7 @@ class RandomWeights:
 
 
 def _saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The state dict as save_pretrained thins it out: of tied tensors only the source, nothing that the class ignores."""
+    """The state dict that save_pretrained writes: of tied tensors the source, and nothing the class ignores."""
     state = model.state_dict()
     dropped = set(model._keys_to_ignore_on_save or ()) | set(model.all_tied_weights_keys)
     return {name: tensor for name, tensor in state.items() if name not in dropped}
@@ -121,7 +121,7 @@ def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
 
 
 def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, seed: int) -> torch.Tensor:
-    """What the model's class gives this parameter at initialisation, in float32; ones for a weight that it leaves alone."""
+    """What the model's class gives this parameter at initialisation, in float32; ones for a weight it leaves alone."""
     replica = copy.deepcopy(model.get_submodule(module_name))
     values = torch.full(replica.get_parameter(leaf).shape, torch.nan)
     setattr(replica, leaf, nn.Parameter(values, requires_grad=False))

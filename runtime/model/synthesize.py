@@ -5,7 +5,6 @@ import copy
 import difflib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError, OutputError
 from ..store.writer import plan_shards, write_checkpoint
@@ -61,7 +60,7 @@ def synthesize_checkpoint(
     tokenizer_path: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SynthesisReport:
-    """Write a random checkpoint of `model`: a transformers model type with `overrides` of its default config, or a config.
+    """Write a random checkpoint of `model`: a transformers model type with `overrides` of its config, or a config.
 
     Memory: the largest tensor and a few MiB. Token ids of bos, eos and pad become the tokenizer's, unless overridden.
     `progress(done_bytes, total_bytes)` is called before the first tensor and after each. Raises ConfigError when
@@ -123,7 +122,7 @@ def config_for(model_type: str, overrides: Mapping[str, object]) -> PreTrainedCo
         if not hasattr(known, key) and key not in _UNDECLARED_KEYS:
             raise ConfigError(f"{key!r} is no key of a {model_type} config{_did_you_mean(key, list(known.to_dict()))}")
     try:
-        return CONFIG_MAPPING[model_type](**overrides)
+        return AutoConfig.for_model(model_type, **overrides)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"a {model_type} config cannot have {dict(overrides)}: {error}") from error
 
@@ -213,7 +212,7 @@ def _is_complete(directory: Path, digest: str) -> bool:
 
 def _rename_unless_taken(ready: Path, directory: Path, digest: str) -> None:
     try:
-        os.rename(ready, directory)  # atomic; fails when a concurrent caller's is already there
+        ready.rename(directory)  # atomic; fails when a concurrent caller's is already there
     except OSError as error:
         if not _is_complete(directory, digest):
             raise OutputError(f"{directory} cannot be written: {error.strerror}") from error

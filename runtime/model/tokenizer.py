@@ -23,8 +23,8 @@ _PROBE = "The quick brown fox: 1234 déjà vu, 東京! \n\n  def f(x): return x*
 def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer of exactly `vocab_size` ids: pad, bos, eos, the 256 bytes, then made-up words.
 
-    Any text becomes bos and one id per UTF-8 byte, and decodes back exactly (`skip_special_tokens=True`); special tokens
-    spelled out in a text are plain text. Encoding never yields a made-up word; a model does, and it decodes to syllables.
+    Any text becomes bos and one id per UTF-8 byte, and decodes back exactly (`skip_special_tokens=True`); special
+    tokens spelled out in a text are plain text. Only a model yields a made-up word, which decodes to syllables.
     Raises ConfigError when the ids cannot hold every byte.
     """
     if vocab_size < MIN_VOCAB_SIZE:
@@ -78,7 +78,7 @@ def tokenizer_from(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _from_sentencepiece(path: Path) -> LlamaTokenizer:
-    """Llama's tokenizer class around the pieces of the model: SentencePiece merges the pair with the best score first."""
+    """Llama's tokenizer class around the model's pieces: SentencePiece merges the pair with the best score first."""
     try:
         from sentencepiece import SentencePieceProcessor  # an optional extra
     except ImportError as error:

@@ -129,9 +129,9 @@ def _encode_header(specs: Sequence[TensorSpec]) -> bytes:
 def _write_tensor(file: BinaryIO, spec: TensorSpec, tensors: Iterator[torch.Tensor]) -> None:
     # The tensor's only name lives in this frame, so it is freed before the next one is made.
     tensor = next(tensors)
-    assert tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape, f"{spec} got {tensor.dtype} {tensor.shape}"
+    assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), f"{spec}: {tensor.dtype} {tensor.shape}"
     if spec.num_bytes:
-        file.write(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+        file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _write_index(path: Path, shards: Sequence[Shard]) -> int:

@@ -1,0 +1,38 @@
+"""python -m jobs.generate: one completion for each prompt of a data set, resumably. `--help` lists what can be chosen."""
+
+import logging
+import sys
+
+import hydra
+
+from jobs.io.cli import as_job, run_job
+from jobs.io.config import Composed, GenerateConfig, ignored_settings, load, to_yaml
+
+
+@hydra.main(config_path="../conf", config_name="generate", version_base=None)
+@as_job
+def main(composed: Composed) -> int:
+    config = load(GenerateConfig, composed)
+    logging.basicConfig(
+        level=config.log_level.value.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+    log = logging.getLogger("jobs.generate")
+    for sentence in ignored_settings(config):
+        log.warning("%s", sentence)
+    log.debug("config:\n%s", to_yaml(config))
+
+    from jobs.io.generation import generate  # torch and transformers are loaded only once the config is known to be good
+    from jobs.io.signals import StopFlag
+    from jobs.io.summary import format_table
+
+    with StopFlag() as stop:
+        outcome = generate(config, stop)
+    if outcome.was_finished:
+        print(f"{outcome.directory} is finished: nothing to do")
+    print(format_table(outcome.summary))
+    print(f"\ngenerations: {outcome.directory}/generations/*.parquet")
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    run_job(main, GenerateConfig)

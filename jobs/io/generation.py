@@ -1,0 +1,185 @@
+"""A run from rows to parts: fix the plan, generate the blocks that are not committed yet, commit each, sum up."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import torch
+import transformers
+
+from runtime.api import Runtime, Session
+from runtime.batching.balance import Block
+from runtime.engine.engine import PassRecord
+from runtime.engine.sequence import Request
+from runtime.plan.planner import RunPlan
+
+from .config import GenerateConfig, operational, run_name, semantic
+from .dataset import Row, input_digest, read_rows, shard_rows
+from .parts import PartStore, is_finished
+from .plan_file import fix_plan, infer_column_schema, read_plan
+from .progress import Progress
+from .requests import Asked, ask, completed_row, rejected_rows, seat, tokenizer_fingerprint, unseat
+from .run_dir import RunManifest, RunState, open_run
+from .summary import MemoryUse, PassRow, Rates, Summary, summarize, write_summary
+
+log = logging.getLogger(__name__)
+PATHS = ("model.path", "model.tokenizer", "dataset.path")  # what lies there is known by its digest, wherever it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """`summary` covers the whole run, `was_finished` says that there was nothing left to do."""
+
+    directory: Path
+    summary: Summary
+    was_finished: bool
+
+    @property
+    def exit_code(self) -> int:
+        return 3 if self.summary.rows["error"] else 0
+
+
+def run_directory(config: GenerateConfig) -> Path:
+    return Path(config.output_root) / "generate" / run_name(config)
+
+
+def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome:
+    """Runs, or goes on with, the job that `config` describes. Raises the errors of runtime.errors."""
+    runtime = Runtime(config.runtime, should_stop=should_stop)
+    count_tokens = (lambda text: len(runtime.tokenize(text))) if runtime.model.tokenizer is not None else None
+    rows = shard_rows(read_rows(config.dataset, count_tokens=count_tokens), config.shard)
+    with open_run(run_directory(config), _manifest(config, runtime, rows)) as state:
+        asked = ask(runtime, rows)
+        columns = infer_column_schema([row.columns for row in rows])
+        if is_finished(state.directory):
+            store = PartStore(
+                directory=state.directory, manifest=state.manifest, plan=read_plan(state.directory.plan), columns=columns
+            )
+            return _outcome(store, None, runtime, was_finished=True)
+        return _Run(state, runtime, asked, columns).finish()
+
+
+def _manifest(config: GenerateConfig, runtime: Runtime, rows: list[Row]) -> RunManifest:
+    """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run."""
+    keys = {key: value for key, value in semantic(config).items() if key not in PATHS}
+    facts = {
+        "model.dtype": str(runtime.model.compute_dtype).removeprefix("torch."),
+        "weights": runtime.model.fingerprint,
+        "tokenizer": tokenizer_fingerprint(runtime.model.tokenizer),
+        "input": input_digest(rows),
+    }
+    libraries = {"torch": torch.__version__, "transformers": transformers.__version__, "pyarrow": pyarrow.__version__}
+    paths = {key: value for key, value in semantic(config).items() if key in PATHS}
+    return RunManifest(semantic=keys | facts, operational=operational(config) | paths, versions=libraries)
+
+
+class _Run:
+    """One start of a run that has blocks left."""
+
+    def __init__(self, state: RunState, runtime: Runtime, asked: Asked, columns: pyarrow.Schema):
+        self._state, self._runtime, self._asked, self._columns = state, runtime, asked, columns
+
+    def finish(self) -> Outcome:
+        fixed = self._state.directory.plan
+        known = unseat(read_plan(fixed), self._asked) if fixed.exists() else None
+        if not self._asked.requests:
+            return self._commit_all(None, None)
+        with self._runtime.confirmed_session(self._asked.requests, blocks=known) as (plan, session):
+            return self._commit_all(plan, session)
+
+    def _commit_all(self, plan: RunPlan | None, session: Session | None) -> Outcome:
+        blocks = plan.blocks if plan is not None else ()
+        planned = seat(self._asked, blocks)
+        fix_plan(self._state.directory.plan, planned)
+        store = PartStore(
+            directory=self._state.directory, manifest=self._state.manifest, plan=planned, columns=self._columns
+        )
+        done = store.committed()
+        if self._state.is_resumed:
+            log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
+        if plan is not None:
+            _log_plan(plan)
+        if session is not None:
+            self._generate([block for block in blocks if block.index not in done], session, store)
+        if self._asked.rejected and len(blocks) not in done:
+            store.commit(len(blocks), rejected_rows(self._asked), [])
+        outcome = _outcome(store, plan, self._runtime, was_finished=False)
+        store.finish()
+        return outcome
+
+    def _generate(self, blocks: list[Block], session: Session, store: PartStore) -> None:
+        requests = self._asked.requests
+        with Progress(sum(_limit(block, requests) for block in blocks), len(store.blocks)) as progress:
+            for block in blocks:
+                passes: list[PassRow] = []
+
+                def on_pass(record: PassRecord, passes: list[PassRow] = passes) -> None:
+                    passes.append(_pass_row(record))
+                    progress.advance(record)
+
+                completions = session.run(block, requests, on_pass)
+                rows = [
+                    completed_row(self._asked.request_rows[i], completion)
+                    for i, completion in zip(block.members, completions, strict=True)
+                ]
+                store.commit(block.index, rows, passes)
+                progress.skip(_limit(block, requests) - sum(row.useful_tokens for row in passes))
+
+
+def _limit(block: Block, requests: list[Request] | tuple[Request, ...]) -> int:
+    return sum(requests[i].max_new_tokens for i in block.members)
+
+
+def _pass_row(record: PassRecord) -> PassRow:
+    values = {key: value for key, value in vars(record).items() if key not in ("block", "index", "phase")}
+    return PassRow(pass_index=record.index, phase=record.phase.value, **values)
+
+
+def _log_plan(plan: RunPlan) -> None:
+    walk = plan.placement.walk
+    log.info(
+        "%d blocks of up to %d sequences; %d of %d stages resident, the others through %d slots",
+        len(plan.blocks), max(len(block.members) for block in plan.blocks), len(plan.placement.resident),
+        walk.num_stages, walk.num_slots,
+    )  # fmt: skip
+    for ledger in plan.placement.ledgers:
+        log.info("%s", ledger)
+
+
+def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_finished: bool) -> Outcome:
+    counts = {status: 0 for status in ("ok", "error", "skipped")}
+    for part in store.committed().values():
+        for status, count in part.rows.items():
+            counts[status] += count
+    summary = summarize(
+        store.passes(),
+        rows=counts,
+        predicted=_predicted(plan, store) if plan is not None else None,
+        planned=_planned_memory(plan, runtime) if plan is not None else None,
+    )
+    if not was_finished:
+        write_summary(store.directory.summary, summary)
+    return Outcome(directory=store.directory.path, summary=summary, was_finished=was_finished)
+
+
+def _predicted(plan: RunPlan, store: PartStore) -> Rates | None:
+    """Rates from the predicted seconds and the tokens that were really computed."""
+    if plan.prediction is None:
+        return None
+    passes = store.passes()
+    prompt = sum(row.real_tokens for row in passes if row.phase == "prefill")
+    decoded = sum(row.useful_tokens for row in passes if row.phase == "decode")
+    issued = sum(row.useful_tokens for row in passes)
+    prefill, decode = plan.prediction.prefill_seconds, plan.prediction.decode_seconds
+    return Rates(
+        prefill=prompt / prefill if prefill else None,
+        decode_useful=decoded / decode if decode else None,
+        total_useful=issued / (prefill + decode) if prefill + decode else None,
+    )
+
+
+def _planned_memory(plan: RunPlan, runtime: Runtime) -> MemoryUse:
+    totals = {ledger.memory: ledger.total_bytes for ledger in plan.placement.ledgers}
+    return MemoryUse(host_bytes=totals["host"] + runtime.baseline_bytes, device_bytes=totals.get("device", 0))

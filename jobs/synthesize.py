@@ -1,0 +1,51 @@
+"""python -m jobs.synthesize: a checkpoint of random weights in a real architecture, without ever holding the model."""
+
+import logging
+import sys
+from pathlib import Path
+
+import hydra
+from tqdm import tqdm
+
+from jobs.io.cli import as_job, run_job
+from jobs.io.config import Composed, SynthesizeConfig, load
+from runtime.units import GIB, format_bytes, format_seconds
+
+
+@hydra.main(config_path="../conf", config_name="synthesize", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(SynthesizeConfig, composed)
+    logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+
+    import torch
+
+    from runtime.model.synthesize import synthesize_checkpoint
+
+    overrides = dict(config.architecture)
+    model_type = overrides.pop("model_type")
+    assert isinstance(model_type, str) and config.out is not None, "the config class has checked both"
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+
+        report = synthesize_checkpoint(
+            model=model_type,
+            overrides=overrides,
+            directory=Path(config.out),
+            seed=config.seed,
+            dtype=getattr(torch, config.dtype.value),
+            max_shard_bytes=int(config.max_shard_gib * GIB),
+            tokenizer_path=Path(config.tokenizer) if config.tokenizer else None,
+            progress=progress,
+        )
+    print(
+        f"{config.out}: {report.num_parameters:,} parameters, {format_bytes(report.num_bytes)} in {report.num_shards} "
+        f"shards, written in {format_seconds(report.seconds)}"
+    )
+
+
+if __name__ == "__main__":
+    run_job(main, SynthesizeConfig)
