@@ -143,14 +143,14 @@ def _shape(
     for full_name, parameter in parameters.items():
         if full_name in staged.stage_of:
             by_stage[staged.stage_of[full_name]].append(parameter)
-    layer_matrices = [p.shape for group in by_stage[1:-1] for p in group if len(p.shape) >= 2]
+    layer_parameters = [p for group in by_stage[1:-1] for p in group]
     num_heads = config.num_attention_heads if hasattr(config, "num_attention_heads") else 1
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     return ModelShape(
         name=name,
         stages=tuple(_stage(index, group, staged, config) for index, group in enumerate(by_stage)),
         hidden_size=config.hidden_size,
-        intermediate_size=max(max(shape[-2:]) for shape in layer_matrices),
+        intermediate_size=_intermediate_size(layer_parameters),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads if is_packed else num_heads,  # own caches may keep KV heads repeated
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
@@ -160,6 +160,14 @@ def _shape(
         compute_dtype_bytes=dtype.itemsize,
         is_packed=is_packed,
     )
+
+
+def _intermediate_size(parameters: list[Parameter]) -> int:
+    """The widest feed-forward activation of a token. Of experts, which run one after the other, that of one: the down
+    projection shows it, where gate and up may lie fused."""
+    dense = [max(p.shape) for p in parameters if len(p.shape) == 2]
+    experts = [max(p.shape[-2:]) for p in parameters if len(p.shape) == 3]
+    return max(max(dense, default=1), min(experts, default=1))
 
 
 def _stage(index: int, parameters: list[Parameter], staged: StagedModel, config: PreTrainedConfig) -> Stage:

@@ -63,7 +63,7 @@ def synthesize_checkpoint(
     """Write a random checkpoint of `model`: a transformers model type with `overrides` of its config, or a config.
 
     Memory: the largest tensor and a few MiB. Token ids of bos, eos and pad become the tokenizer's, unless overridden.
-    `progress(done_bytes, total_bytes)` is called before the first tensor and after each. Raises ConfigError when
+    `progress(done_bytes, total_bytes)` is called before the first tensor and as each is made. Raises ConfigError when
     `directory` is not empty or the config is impossible, OutputError when it cannot be written.
     """
     started = time.monotonic()
@@ -78,7 +78,7 @@ def synthesize_checkpoint(
         _claim(directory)
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
-        num_bytes = write_checkpoint(directory, shards, _draw_all(weights, progress))
+        num_bytes = write_checkpoint(directory, shards, _draw_all(weights, progress or _ignore))
         _write_marker(directory, _recipe_digest(config.model_type, overrides, seed, dtype))
     return SynthesisReport(
         num_parameters=sum(spec.num_elements for spec in weights.specs),
@@ -88,22 +88,22 @@ def synthesize_checkpoint(
     )
 
 
-def tiny_checkpoint(directory: Path, seed: int = 0) -> Path:
-    """The model that needs no download: a small Llama with a byte-level tokenizer, written into `directory` once.
+def tiny_checkpoint(cache: Path, seed: int = 0) -> Path:
+    """The model that needs no download: a small Llama with a byte-level tokenizer, written once and found again.
 
-    Returns `directory`. A complete one of the same recipe and seed is left as it is; concurrent callers all get the one
-    that was published first. Raises CheckpointError when something else lies there: nothing is ever deleted.
+    Returns its directory, which lies in `cache` and is named after seed and recipe, so that another version of Millrace
+    finds its own beside it. Concurrent callers all get the one that was published first. Raises CheckpointError when it
+    is damaged (nothing is ever deleted), OutputError when `cache` cannot be written.
     """
     digest = _recipe_digest("llama", _TINY_OVERRIDES, seed, torch.float32)
+    directory = cache / f"seed-{seed}-{digest[:8]}"
     if _is_complete(directory, digest):
         return directory
-    if directory.exists() and any(directory.iterdir()):
-        raise CheckpointError(
-            f"{directory} holds something other than the tiny checkpoint of seed {seed}: move it away"
-        )
-    with _as_output_error(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        workshop = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    if directory.exists():
+        raise CheckpointError(f"{directory} is not the complete tiny checkpoint that was written there: move it away")
+    with _as_output_error(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        workshop = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
         ready = workshop / "checkpoint"
         synthesize_checkpoint(model="llama", overrides=_TINY_OVERRIDES, directory=ready, seed=seed, dtype=torch.float32)
@@ -173,16 +173,20 @@ def _save_configs(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -
         model.generation_config.save_pretrained(directory)
 
 
-def _draw_all(weights: RandomWeights, progress: Callable[[int, int], None] | None) -> Iterator[torch.Tensor]:
+def _draw_all(weights: RandomWeights, progress: Callable[[int, int], None]) -> Iterator[torch.Tensor]:
     total_bytes = sum(spec.num_bytes for spec in weights.specs)
     done_bytes = 0
+    progress(done_bytes, total_bytes)
     for spec in weights.specs:
-        if progress is not None:
-            progress(done_bytes, total_bytes)
-        yield weights.draw(spec)
+        tensor = weights.draw(spec)
         done_bytes += spec.num_bytes
-    if progress is not None:
         progress(done_bytes, total_bytes)
+        yield tensor
+        del tensor  # before the next one is drawn
+
+
+def _ignore(done_bytes: int, total_bytes: int) -> None:
+    """Progress that nobody asked for."""
 
 
 def _recipe_digest(model_type: str, overrides: Mapping[str, object], seed: int, dtype: torch.dtype) -> str:

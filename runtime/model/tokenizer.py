@@ -78,7 +78,10 @@ def tokenizer_from(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _from_sentencepiece(path: Path) -> LlamaTokenizer:
-    """Llama's tokenizer class around the model's pieces: SentencePiece merges the pair with the best score first."""
+    """Llama's tokenizer class around the model's pieces: SentencePiece merges the pair with the best score first.
+
+    Ids are those of SentencePiece itself, but for a text that begins with a space, where the class adds no second one.
+    """
     try:
         from sentencepiece import SentencePieceProcessor  # an optional extra
     except ImportError as error:

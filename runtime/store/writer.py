@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def _write_index(path: Path, shards: Sequence[Shard]) -> int:
 @contextlib.contextmanager
 def _publish(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its name once it is complete and synced, and disappears on any error."""
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temp.open("xb") as file:
             yield file
@@ -159,10 +160,12 @@ def _publish(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temp.replace(path)
         sync_directory(path.parent)
-    except OSError as error:
-        raise OutputError(_describe_failure(path, num_bytes, error)) from error
-    finally:
-        temp.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            temp.unlink()
+        if isinstance(error, OSError):
+            raise OutputError(_describe_failure(path, num_bytes, error)) from error
+        raise
 
 
 def sync_directory(directory: Path) -> None:

@@ -1,0 +1,256 @@
+"""Synthesised checkpoints load in transformers, decode to varied tokens, and never take the memory of the model."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedModel
+
+from runtime.errors import CheckpointError, ConfigError
+from runtime.model.meta import build_meta_model
+from runtime.model.random_weights import RandomWeights
+from runtime.model.synthesize import MARKER_FILE, SynthesisReport, config_for, synthesize_checkpoint, tiny_checkpoint
+from tests.support import FAMILIES, LLAMA_SIZES, Family, greedy
+
+PROMPTS = ("Tell me a story about mills.", "What is 2+2?", "Write a poem.")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def synthesize(family: Family, directory: Path, *, max_shard_bytes: int = 150_000, seed: int = 2) -> SynthesisReport:
+    return synthesize_checkpoint(
+        model=family.model_type,
+        overrides=family.overrides,
+        directory=directory,
+        seed=seed,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def weights_in(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def distinct_tokens(model: PreTrainedModel, directory: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [greedy(model, tokenizer.encode(prompt), 24) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpoint_loads_without_a_missing_key_and_decodes_to_varied_tokens(name: str, tmp_path: Path) -> None:
+    report = synthesize(FAMILIES[name], tmp_path)
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert report.num_shards == len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert report.num_parameters == sum(tensor.numel() for tensor in weights_in(tmp_path).values())
+    outputs = distinct_tokens(model, tmp_path)
+    assert min(len(set(tokens)) for tokens in outputs) >= 8, outputs
+    assert len({tuple(tokens) for tokens in outputs}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layout_is_that_of_save_pretrained(name: str, tmp_path: Path) -> None:
+    synthesize(FAMILIES[name], tmp_path / "ours")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=150_000)
+    ours, theirs = weights_in(tmp_path / "ours"), weights_in(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ours_config, theirs_config = (
+        json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs")
+    )
+    assert ours_config == theirs_config
+
+
+def test_mixtral_has_a_tensor_for_each_expert(tmp_path: Path) -> None:
+    synthesize(FAMILIES["mixtral"], tmp_path)
+    assert weights_in(tmp_path)["model.layers.3.block_sparse_moe.experts.2.w1.weight"].shape == (128, 64)
+
+
+def test_values_depend_on_the_seed_and_the_name_only(tmp_path: Path) -> None:
+    family = FAMILIES["mixtral"]
+    fewer_layers = Family(model_type="mixtral", overrides={**family.overrides, "num_hidden_layers": 2}, is_packed=True)
+    synthesize(family, tmp_path / "many", max_shard_bytes=50_000)
+    synthesize(family, tmp_path / "one", max_shard_bytes=1 << 30)
+    synthesize(fewer_layers, tmp_path / "fewer")
+    synthesize(family, tmp_path / "other", seed=3)
+    many, one, fewer, other = (weights_in(tmp_path / name) for name in ("many", "one", "fewer", "other"))
+    assert many.keys() == one.keys()
+    assert all(torch.equal(many[key], one[key]) for key in many)
+    assert all(torch.equal(many[key], fewer[key]) for key in fewer)
+    assert not any(torch.equal(many[key], other[key]) for key in many)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "std"),
+    [
+        ("llama", "q_proj.weight", 2 / 64**0.5),
+        ("llama", "down_proj.weight", 2 / 128**0.5),
+        ("llama", "embed_tokens.weight", 0.02),
+        ("llama", "lm_head.weight", 2 / 64**0.5),
+        ("llama_tied", "embed_tokens.weight", 1.5 / 64**0.5),
+        ("mixtral", "experts.1.w2.weight", 2 / 128**0.5),
+        ("gpt2", "mlp.c_proj.weight", 2 / 256**0.5),  # Conv1D: stored (in, out)
+        ("gpt2", "mlp.c_fc.bias", 0.02),
+        ("qwen3_next", "conv1d.weight", 2 / 4**0.5),
+    ],
+)
+def test_matrices_are_scaled_by_their_fan_in(name: str, pattern: str, std: float) -> None:
+    family = FAMILIES[name]
+    weights = RandomWeights(build_meta_model(config_for(family.model_type, family.overrides), torch.float32), seed=0)
+    drawn = torch.cat([weights.draw(spec).flatten() for spec in weights.specs if spec.name.endswith(pattern)])
+    assert drawn.std().item() == pytest.approx(std, rel=0.1)
+    assert abs(drawn.mean().item()) < 5 * std / drawn.numel() ** 0.5
+
+
+def test_norms_scale_by_plus_or_minus_one_whichever_way_the_class_writes_it() -> None:
+    family = FAMILIES["qwen3_next"]
+    weights = RandomWeights(build_meta_model(config_for(family.model_type, family.overrides), torch.float32), seed=0)
+    drawn = {spec.name: weights.draw(spec) for spec in weights.specs}
+    assert drawn["model.norm.weight"].unique().tolist() == [-2.0, 0.0]  # computes 1 + weight
+    assert drawn["model.layers.3.self_attn.q_norm.weight"].unique().tolist() == [-3.0, 1.0]  # queries twice as loud
+    assert drawn["model.layers.0.linear_attn.norm.weight"].unique().tolist() == [-1.0, 1.0]
+
+
+def test_recurrent_parameters_have_the_values_of_their_own_class() -> None:
+    family = FAMILIES["qwen3_next"]
+    weights = RandomWeights(build_meta_model(config_for(family.model_type, family.overrides), torch.float32), seed=0)
+    drawn = {spec.name: weights.draw(spec) for spec in weights.specs}
+    assert (drawn["model.layers.0.linear_attn.dt_bias"] == 1).all()
+    decay = drawn["model.layers.0.linear_attn.A_log"].exp()
+    assert (decay > 0).all()
+    assert (decay <= 16).all()
+    assert not torch.equal(drawn["model.layers.1.linear_attn.A_log"].exp(), decay)
+
+
+def test_token_ids_are_the_tokenizers_unless_overridden(tmp_path: Path) -> None:
+    synthesize(FAMILIES["gpt2"], tmp_path / "a")
+    overridden = Family(model_type="gpt2", overrides={**FAMILIES["gpt2"].overrides, "eos_token_id": 7}, is_packed=True)
+    synthesize(overridden, tmp_path / "b")
+    for directory, eos in ((tmp_path / "a", 2), (tmp_path / "b", 7)):
+        for file in ("config.json", "generation_config.json"):
+            ids = json.loads((directory / file).read_text())
+            assert (ids["bos_token_id"], ids["eos_token_id"], ids["pad_token_id"]) == (1, eos, 0), file
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(done_bytes: int, total_bytes: int) -> None:
+        seen.append((done_bytes, total_bytes))
+
+    report = synthesize_checkpoint(model="llama", overrides=LLAMA_SIZES, directory=tmp_path, progress=note)
+    total_bytes = 2 * report.num_parameters
+    assert seen[0] == (0, total_bytes)
+    assert seen[-1] == (total_bytes, total_bytes)
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "message"),
+    [
+        ("lama", {}, "'lama' is unknown; did you mean .*llama"),
+        ("llama", {"hiden_size": 64}, "'hiden_size' is no key of a llama config; did you mean hidden_size"),
+        ("llama", {"hidden_size": "wide"}, "cannot have"),
+        ("llama", {"vocab_size": 100}, "needs 259 ids"),
+        ("gpt2", {"n_embd": 65, "n_head": 4}, "no gpt2 model can be built"),
+    ],
+)
+def test_an_impossible_model_is_refused(
+    model_type: str, overrides: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        synthesize_checkpoint(model=model_type, overrides=overrides, directory=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_is_already_there_is_not_touched(is_file: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    precious = out if is_file else out / "precious"
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("mine")
+    with pytest.raises(ConfigError, match=r"out=.*(is not empty|is a file)"):
+        synthesize_checkpoint(model="llama", overrides=LLAMA_SIZES, directory=out)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [precious]
+    assert precious.read_text() == "mine"
+
+
+def test_tiny_checkpoint_is_written_once_and_generates(tmp_path: Path) -> None:
+    directory = tiny_checkpoint(tmp_path / "cache")
+    written = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+    assert tiny_checkpoint(tmp_path / "cache") == directory
+    assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == written
+    assert tiny_checkpoint(tmp_path / "cache", seed=1) != directory
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert min(len(set(tokens)) for tokens in distinct_tokens(model, directory)) >= 12
+
+
+def test_concurrent_callers_get_one_tiny_checkpoint(tmp_path: Path) -> None:
+    command = "import sys; from pathlib import Path; from runtime.model.synthesize import tiny_checkpoint as t"
+    command += "; print(t(Path(sys.argv[1])))"
+    arguments = [sys.executable, "-c", command, str(tmp_path / "cache")]
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(subprocess.run, arguments, cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
+        results = [run.result() for run in runs]
+    assert [result.returncode for result in results] == [0, 0], results
+    (directory,) = {Path(result.stdout.strip()) for result in results}
+    assert list((tmp_path / "cache").iterdir()) == [directory]
+
+
+@pytest.mark.parametrize("damage", ["truncate", MARKER_FILE, "config.json"])
+def test_a_damaged_tiny_checkpoint_is_reported_not_replaced(damage: str, tmp_path: Path) -> None:
+    directory = tiny_checkpoint(tmp_path)
+    if damage == "truncate":
+        (directory / "model.safetensors").write_bytes(b"")
+    else:
+        (directory / damage).unlink()
+    left = sorted(directory.iterdir())
+    with pytest.raises(CheckpointError, match="move it away"):
+        tiny_checkpoint(tmp_path)
+    assert sorted(directory.iterdir()) == left
+
+
+MEMORY_PROBE = """
+import sys
+from pathlib import Path
+from transformers import MixtralConfig
+from runtime.model.synthesize import synthesize_checkpoint
+
+def peak_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+def write(name, **sizes):
+    config = MixtralConfig(vocab_size=4096, num_attention_heads=8, num_key_value_heads=2, **sizes)
+    return synthesize_checkpoint(model=config, directory=Path(sys.argv[1]) / name, max_shard_bytes=40_000_000)
+
+write("warm", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+before = peak_bytes()
+report = write("big", hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
+print(peak_bytes() - before, report.num_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from Linux's /proc")
+def test_memory_is_that_of_a_tensor_not_of_the_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MEMORY_PROBE, str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    growth_bytes, num_bytes = map(int, result.stdout.split())
+    largest_bytes = 4096 * 512 * 2
+    assert num_bytes > 150e6
+    assert growth_bytes < 6 * largest_bytes + 20e6
+
+
+def test_a_config_object_is_used_as_it_is_and_left_unchanged(tmp_path: Path) -> None:
+    config = MixtralConfig(**(dict(FAMILIES["mixtral"].overrides)))
+    before = config.to_dict()
+    synthesize_checkpoint(model=config, directory=tmp_path)
+    assert config.to_dict() == before
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["architectures"], written["dtype"]) == (["MixtralForCausalLM"], "bfloat16")
+    assert written["num_local_experts"] == 4

@@ -1,0 +1,95 @@
+"""The byte-level tokenizer gives every text back; other tokenizers are read from where the user says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from runtime.errors import ConfigError
+from runtime.model.tokenizer import BOS, MIN_VOCAB_SIZE, byte_level_tokenizer, tokenizer_from
+from tests.support import SHARED_DATA
+
+MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"
+MT_BENCH = SHARED_DATA / "mt_bench" / "question.jsonl"
+TEXTS = [
+    "",
+    " leading, trailing ",
+    "tabs\tand\r\nnewlines\n\n",
+    "it 's n't . , ! clean - up",
+    "déjà vu, 東京, Ġ, 👩‍👩‍👧, \u2028\u0085",
+    "\x00\x7f\ufffd",
+    f"{BOS} spelled out <|eos|> <|pad|>",
+    "".join(map(chr, range(1, 0x250))),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_text_comes_back_also_after_saving(text: str, tmp_path: Path) -> None:
+    made = byte_level_tokenizer(300)
+    made.save_pretrained(tmp_path)
+    for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path), tokenizer_from(tmp_path)):
+        ids = tokenizer.encode(text)
+        assert ids[0] == tokenizer.bos_token_id
+        assert len(ids) == 1 + len(text.encode())
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("vocab_size", [MIN_VOCAB_SIZE, MIN_VOCAB_SIZE + 1, 512, 8000, 32000])
+def test_every_id_decodes_to_something_of_its_own(vocab_size: int) -> None:
+    tokenizer = byte_level_tokenizer(vocab_size)
+    assert len(tokenizer) == vocab_size
+    assert len(set(tokenizer.convert_ids_to_tokens(list(range(vocab_size))))) == vocab_size
+    made_up = [tokenizer.decode([index]) for index in range(MIN_VOCAB_SIZE, vocab_size)]
+    assert len(set(made_up)) == len(made_up)
+    assert all(word.startswith(" ") and word[1:].isalpha() for word in made_up)
+
+
+def test_specials_pad_on_the_left_and_chat_has_a_template() -> None:
+    tokenizer = byte_level_tokenizer(512)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    batch = tokenizer(["a", "abc"], padding=True)["input_ids"]
+    assert [row[:3] for row in batch] == [[0, 0, 1], [1, *tokenizer.encode("ab")[1:]]]
+    chat = [{"role": "user", "content": "Hi"}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt == "user: Hi\nassistant:"
+
+
+def test_too_few_ids_for_the_bytes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="needs 259 ids or more, vocab_size is 258"):
+        byte_level_tokenizer(258)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "neither a directory nor"),
+        (b"no model", "is not a SentencePiece model"),
+        ("directory", "holds no tokenizer"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(content: bytes | str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    if isinstance(content, bytes):
+        pytest.importorskip("sentencepiece")
+        path.write_bytes(content)
+    elif content == "directory":
+        path.mkdir()
+    with pytest.raises(ConfigError, match=f"tokenizer=.*{message}"):
+        tokenizer_from(path)
+
+
+def test_a_sentencepiece_model_keeps_its_own_encoding_also_after_saving(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    if not MIXTRAL_TOKENIZER.exists():
+        pytest.skip("the shared data set folder with mixtral_tokenizer.model.v1 is not there")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(MIXTRAL_TOKENIZER))
+    made = tokenizer_from(MIXTRAL_TOKENIZER)
+    made.save_pretrained(tmp_path)
+    questions = [json.loads(line)["turns"][0] for line in MT_BENCH.read_text().split("\n") if line]
+    for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path)):
+        assert len(tokenizer) == 32000
+        assert tokenizer.padding_side == "left"
+        for text in (*questions, *TEXTS[2:5]):
+            assert tokenizer.encode(text) == [model.bos_id(), *model.encode(text)]
+        assert max(len(tokenizer.encode(text)) for text in questions) == 418  # what MoE-Lightning reports
