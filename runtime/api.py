@@ -24,10 +24,10 @@ from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import (
     available_bytes,
-    keep_freed_memory,
     peak_resident_bytes,
     reset_peak,
     resident_bytes,
+    set_allocator,
 )
 from .stream.weights import WeightStream
 from .units import MIB, format_bytes, gib_to_bytes
@@ -59,7 +59,7 @@ class Runtime:
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
-            keep_freed_memory()
+            set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = load_model(
             self.config.model, self.device.torch_device, self.config.offload.cache_dir
         )

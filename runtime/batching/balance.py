@@ -27,11 +27,13 @@ def plan_blocks(
     order = sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i))
     block_size = micro_batch_size * num_micro_batches
     num_blocks = -(-len(order) // block_size)
+    dealt: list[list[int]] = [[] for _ in range(num_blocks)]
+    for turn, i in enumerate(order):
+        dealt[_snake(turn, num_blocks)].append(i)
     blocks: list[Block] = []
     for index in range(num_blocks):
         if is_packed:
-            members = [i for turn, i in enumerate(order) if _snake(turn, num_blocks) == index]
-            groups = balance(members, num_tokens, micro_batch_size)
+            groups = balance(dealt[index], num_tokens, micro_batch_size)
         else:
             members = order[index * block_size : (index + 1) * block_size]
             groups = [members[i : i + micro_batch_size] for i in range(0, len(members), micro_batch_size)]

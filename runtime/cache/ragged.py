@@ -13,6 +13,7 @@ import torch
 from transformers import Cache
 
 from ..plan.memory import KV_GRANULE_TOKENS
+from ..stream.device import ComputeDevice
 from ..units import round_up
 
 
@@ -24,17 +25,6 @@ class Group:
     past: list[int]
     keys: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> (B, H, S, D)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def tensors(self, layer: int, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocates on first use; K and V may differ in their last dimension.
-
-        Values begin as zeros: a hidden position has weight 0, and 0 times whatever lay in fresh memory may be NaN.
-        """
-        if layer not in self.keys:
-            rows = len(self.past)
-            self.keys[layer] = like_k.new_empty(rows, like_k.shape[1], self.capacity, like_k.shape[3])
-            self.values[layer] = like_v.new_zeros(rows, like_v.shape[1], self.capacity, like_v.shape[3])
-        return self.keys[layer], self.values[layer]
 
 
 @dataclass(frozen=True)
@@ -63,10 +53,11 @@ class DecodeSpan:
 class RaggedKV(Cache):
     """Rows are in the order of the lane's sequences: sorted by capacity, longest first."""
 
-    def __init__(self, capacities: Sequence[int], device: torch.device):
+    def __init__(self, capacities: Sequence[int], device: ComputeDevice):
         super().__init__(layers=[])
         assert list(capacities) == sorted(capacities, reverse=True), "rows of one capacity must be neighbours"
-        self._device = device
+        self._compute = device
+        self._device = device.torch_device
         self.groups: list[Group] = []
         for tokens in capacities:
             capacity = round_up(tokens, KV_GRANULE_TOKENS)
@@ -131,18 +122,32 @@ class RaggedKV(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores k, v (1, H, T, D) of the pass. Returns them unchanged: ragged attention reads the groups itself."""
+        if layer_idx not in self.groups[0].keys:
+            self._allocate(layer_idx, key_states, value_states)
         for span in self.spans:
-            k, v = self.groups[span.group].tensors(layer_idx, key_states, value_states)
+            k, v = self.groups[span.group].keys[layer_idx], self.groups[span.group].values[layer_idx]
             rows = torch.arange(span.num_rows, device=k.device)
             tokens = slice(span.start, span.start + span.num_rows)
             k[rows, :, span.past_B] = key_states[0, :, tokens].transpose(0, 1)
             v[rows, :, span.past_B] = value_states[0, :, tokens].transpose(0, 1)
         for seg in self.segments:
-            k, v = self.groups[seg.group].tensors(layer_idx, key_states, value_states)
+            k, v = self.groups[seg.group].keys[layer_idx], self.groups[seg.group].values[layer_idx]
             tokens, places = slice(seg.start, seg.start + seg.new), slice(seg.past, seg.past + seg.new)
             k[seg.row, :, places] = key_states[0, :, tokens]
             v[seg.row, :, places] = value_states[0, :, tokens]
         return key_states, value_states
+
+    def _allocate(self, layer: int, like_k: torch.Tensor, like_v: torch.Tensor) -> None:
+        """One piece of memory for a layer of the lane. K and V may differ in their last dimension.
+
+        It begins as zeros: a hidden position has weight 0, and 0 times whatever lay in fresh memory may be NaN.
+        """
+        shapes = [(len(g.past), like.shape[1], g.capacity, like.shape[3]) for g in self.groups for like in (like_k, like_v)]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        flat = self._compute.zeros(sum(sizes) * like_k.itemsize).view(like_k.dtype)[: sum(sizes)]
+        pieces = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
+        for group, k, v in zip(self.groups, pieces[::2], pieces[1::2], strict=True):
+            group.keys[layer], group.values[layer] = k, v
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions are given explicitly and no mask is built, so the model needs no length."""

@@ -89,7 +89,7 @@ class Engine:
             index += 1
 
     def _lane(self, sequences: Rows[Sequence]) -> Lane:
-        model, device = self._loaded.staged.model, self._device.torch_device
+        model, device = self._loaded.staged.model, self._device
         if self._loaded.shape.is_packed:
             return PackedLane(model, sequences, self._sampler, device, self._chunk_tokens)
         return PaddedLane(model, sequences, self._sampler, device)

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.ragged import RaggedKV
 from ..model.events import NeedStage, Weights
+from ..stream.device import ComputeDevice
 from .sampling import Sampler
 from .sequence import FinishReason, Sequence
 
@@ -32,8 +33,8 @@ class LanePass:
 class Lane(ABC):
     """`begin_pass`, then `advance` until it returns None, then `end_pass`; `sequences` holds those still unfinished."""
 
-    def __init__(self, model: PreTrainedModel, sequences: Rows[Sequence], sampler: Sampler, device: torch.device):
-        self._model, self._sampler, self._device = model, sampler, device
+    def __init__(self, model: PreTrainedModel, sequences: Rows[Sequence], sampler: Sampler, device: ComputeDevice):
+        self._model, self._sampler, self._device = model, sampler, device.torch_device
         self.sequences = list(sequences)
         self._run: greenlet | None = None
         self._logits_BV: torch.Tensor | None = None
@@ -94,7 +95,7 @@ class PackedLane(Lane):
         model: PreTrainedModel,
         sequences: Rows[Sequence],
         sampler: Sampler,
-        device: torch.device,
+        device: ComputeDevice,
         prefill_chunk_tokens: int,
     ):
         ordered = sorted(sequences, key=lambda s: -s.capacity_tokens)
@@ -168,15 +169,15 @@ class PackedLane(Lane):
 
 
 class PaddedLane(Lane):
-    def __init__(self, model: PreTrainedModel, sequences: Rows[Sequence], sampler: Sampler, device: torch.device):
+    def __init__(self, model: PreTrainedModel, sequences: Rows[Sequence], sampler: Sampler, device: ComputeDevice):
         super().__init__(model, sequences, sampler, device)
         self._rows = list(self.sequences)  # rows of the rectangle; a finished one stays where the cache cannot drop rows
         self._cache = DynamicCache(config=model.config)
         width = max(len(s.request.prompt_ids) for s in self._rows)
-        self._mask_BS = torch.zeros(len(self._rows), width, dtype=torch.long, device=device)
-        self._ids_BT = torch.zeros(len(self._rows), width, dtype=torch.long, device=device)
+        self._mask_BS = torch.zeros(len(self._rows), width, dtype=torch.long, device=self._device)
+        self._ids_BT = torch.zeros_like(self._mask_BS)
         for row, sequence in enumerate(self._rows):
-            prompt = torch.tensor(sequence.request.prompt_ids, device=device)
+            prompt = torch.tensor(sequence.request.prompt_ids, device=self._device)
             self._ids_BT[row, width - len(prompt) :] = prompt
             self._mask_BS[row, width - len(prompt) :] = 1
 

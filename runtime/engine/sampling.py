@@ -32,7 +32,6 @@ class Sampler:
         self._config = config
         self._eos = frozenset() if config.ignore_eos else eos_token_ids
         self._tokenizer = tokenizer
-        self._generators: dict[tuple[str, int], torch.Generator] = {}
         self._row_processors = LogitsProcessorList()
         if config.repetition_penalty != 1:
             self._row_processors.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
@@ -72,11 +71,10 @@ class Sampler:
         return self._row_processors(ids, logits_1V)
 
     def _generator(self, sequence: Sequence, device: torch.device) -> torch.Generator:
-        key = (sequence.request.id, sequence.request.sample_index)
-        if key not in self._generators:
-            seed = sequence.request.seed(self._config.seed)
-            self._generators[key] = torch.Generator(device).manual_seed(seed)
-        return self._generators[key]
+        """Kept by the sequence, so that a request that is started afresh draws afresh."""
+        if sequence.generator is None:
+            sequence.generator = torch.Generator(device).manual_seed(sequence.request.seed(self._config.seed))
+        return sequence.generator
 
     def _mark_finished(self, sequence: Sequence, token: int) -> None:
         if token in self._eos:
@@ -85,8 +83,6 @@ class Sampler:
             sequence.finish = FinishReason.stop
         elif len(sequence.generated) >= sequence.request.max_new_tokens:
             sequence.finish = FinishReason.length
-        if sequence.finish is not None:
-            self._generators.pop((sequence.request.id, sequence.request.sample_index), None)
 
     def _hits_stop(self, sequence: Sequence) -> bool:
         """Looks at the text of the last tokens first; the whole text is decoded only when a stop string is in it."""

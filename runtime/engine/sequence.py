@@ -4,6 +4,8 @@ import hashlib
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
 
 class FinishReason(Enum):
     length = "length"
@@ -29,7 +31,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Sequence:
-    """Mutable; owned by one lane. `num_cached` counts prompt tokens whose KV is stored."""
+    """Mutable; owned by one lane. `num_prefilled` counts prompt tokens whose KV is stored."""
 
     request: Request
     generated: list[int] = field(default_factory=list)
@@ -37,6 +39,7 @@ class Sequence:
     finish: FinishReason | None = None
     error: str | None = None
     text_end: int | None = None  # where a stop string begins in the decoded text
+    generator: torch.Generator | None = None  # of its own draws; made at the first one
 
     @property
     def is_prefilled(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-PANEL_BYTES = 8 * 1024 * 1024
+PANEL_BYTES = 4 * 1024 * 1024
 NARROW_ROWS = 96  # up to here w @ x.T beats x @ w.T: the product's inner loops run over the long side
 
 

@@ -145,9 +145,13 @@ def _fitting_tokenizer(config: PreTrainedConfig, path: Path | None) -> PreTraine
 
 
 def _adopt_token_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, keep: frozenset[str]) -> None:
+    """Ids in `keep` stay, unless a smaller vocabulary than the published one leaves them outside."""
+    text = config.get_text_config()
     for key in _TOKEN_KEYS:
-        if key not in keep:
-            setattr(config.get_text_config(), key, getattr(tokenizer, key))
+        wanted = getattr(text, key, None)
+        is_inside = isinstance(wanted, int) and wanted < text.vocab_size
+        if key not in keep or (wanted is not None and not isinstance(wanted, list) and not is_inside):
+            setattr(text, key, getattr(tokenizer, key))
 
 
 def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -16,11 +16,12 @@ MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than anoth
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """`num_bytes` from `offset` of `file` (both aligned) go to `slot_offset`. The file may end inside the last block."""
+    """`num_bytes` from `offset` of `file` (both aligned) go to `slot_offset`. Tensors end at `used_bytes`; so may the file."""
 
     file: str
     offset: int
     num_bytes: int
+    used_bytes: int
     slot_offset: int
 
 
@@ -43,10 +44,13 @@ def layout_of(slices: Iterable[TensorSlice]) -> SlotLayout:
     used = 0
     for group in _neighbours(sorted(slices, key=lambda s: (s.file, s.offset))):
         start = round_down(group[0].offset, ALIGNMENT_BYTES)
-        end = round_up(max(s.offset + s.num_bytes for s in group), ALIGNMENT_BYTES)
-        extents.append(Extent(file=group[0].file, offset=start, num_bytes=end - start, slot_offset=used))
+        used_bytes = max(s.offset + s.num_bytes for s in group) - start
+        num_bytes = round_up(used_bytes, ALIGNMENT_BYTES)
+        extents.append(
+            Extent(file=group[0].file, offset=start, num_bytes=num_bytes, used_bytes=used_bytes, slot_offset=used)
+        )
         offsets.update({s.name: used + s.offset - start for s in group})
-        used += end - start
+        used += num_bytes
     return SlotLayout(extents=tuple(extents), tensor_offsets=offsets, num_bytes=used)
 
 

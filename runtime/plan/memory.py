@@ -57,7 +57,7 @@ def block_entries(
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest = max(tokens, default=0)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    per_token = 5 * shape.hidden_size + 2 * heads + 4 * shape.intermediate_size
+    per_token = 4 * shape.hidden_size + 3 * max(heads, shape.intermediate_size)  # gate, up and their product; q, k, v twice
     lane_rows = max((len(lane) for lane in micro_batches), default=0)
     between = shape.hidden_size + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)

@@ -85,7 +85,7 @@ def place(
         placement = attempt([*outer, *(layers[i] for i in spread(len(layers), num_resident))])
         if placement.fits:
             return placement
-    streamed_outer = attempt([])
+    streamed_outer = attempt([layers[i] for i in spread(len(layers), wanted[-1])])
     return streamed_outer if streamed_outer.fits else placement
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..batching.balance import Block, plan_blocks
 from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
 from .cost import MachineRates, lane_seconds, simulate
-from .memory import MicroBatch, SequenceSize, pass_tokens
+from .memory import MicroBatch, SequenceSize, block_entries, pass_tokens
 from .placement import Budgets, Placement, place
 from .schedule import make_schedule
 from .shapes import ModelShape
@@ -52,8 +52,8 @@ def plan_run(
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
     blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
-    lanes = _heaviest(shape, blocks, sizes)
     chunk = config.policy.prefill_chunk_tokens
+    lanes = _heaviest(shape, blocks, sizes, chunk)
     if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
         prefetch, placement = _cost_aware(shape, config, budgets, lanes, rates)
     else:
@@ -79,9 +79,9 @@ def _choose_blocks(
     bare = replace(config.offload, resident_layers=0)
     shallow = config.prefetch if config.prefetch.kind is not Prefetch.cost_aware else PrefetchConfig(depth=1)
     for num_sequences in _ladder(max(1, most)):
-        micro_batch_size = min(policy.micro_batch_size, num_sequences)
-        blocks = _blocks(shape, sizes, micro_batch_size, -(-num_sequences // micro_batch_size))
-        lanes = _heaviest(shape, blocks, sizes)
+        num_micro_batches = -(-num_sequences // policy.micro_batch_size)
+        blocks = _blocks(shape, sizes, -(-num_sequences // num_micro_batches), num_micro_batches)
+        lanes = _heaviest(shape, blocks, sizes, policy.prefill_chunk_tokens)
         if place(shape, bare, shallow, budgets, lanes, policy.prefill_chunk_tokens).fits:
             return blocks
     return blocks
@@ -104,12 +104,15 @@ def _ladder(most: int) -> list[int]:
     return sorted(steps - {0}, reverse=True)
 
 
-def _heaviest(shape: ModelShape, blocks: Sequence[Block], sizes: Sequence[SequenceSize]) -> list[MicroBatch]:
-    """The block with the most KV positions decides what memory must hold."""
-    if not blocks:
-        return []
-    heaviest = max(blocks, key=lambda block: sum(sizes[i].capacity_tokens for i in block.members))
-    return micro_batches_of(heaviest, sizes)
+def _heaviest(
+    shape: ModelShape, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
+) -> list[MicroBatch]:
+    """The block that takes the most bytes decides what memory must hold."""
+
+    def num_bytes(lanes: list[MicroBatch]) -> int:
+        return sum(entry.num_bytes for entry in block_entries(shape, lanes, chunk_tokens))
+
+    return max((micro_batches_of(block, sizes) for block in blocks), key=num_bytes, default=[])
 
 
 def _cost_aware(

@@ -63,7 +63,7 @@ def _sharded(directory: Path, index: Path) -> dict[str, TensorSlice]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not a safetensors index: {error}") from error
     tensors: dict[str, TensorSlice] = {}
     for file in sorted(set(names.values())):

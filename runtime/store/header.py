@@ -59,11 +59,14 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _slice(path: Path, name: str, entry: object, data_start: int) -> TensorSlice:
     try:
-        assert isinstance(entry, dict)
+        if not isinstance(entry, dict):
+            raise TypeError("not a JSON object")
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if any(type(number) is not int for number in (*shape, start, end)):
+            raise TypeError("sizes and offsets are whole numbers")
         num_bytes = prod(shape) * DTYPE_BITS[dtype] // 8
         is_sound = 0 <= start <= end and end - start == num_bytes and all(n >= 0 for n in shape)
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry: {entry!r}") from error
     if not is_sound:
         raise CheckpointError(f"{path}: tensor {name!r}: {dtype} {shape} does not fill its bytes {start}..{end}")

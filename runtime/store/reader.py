@@ -85,10 +85,12 @@ class Reader:
             for start in range(0, extent.num_bytes, self._chunk_bytes):
                 length = min(self._chunk_bytes, extent.num_bytes - start)
                 view = target[extent.slot_offset + start : extent.slot_offset + start + length]
-                chunks.append(self._pool.submit(self._read, extent.file, extent.offset + start, view))
+                needed = min(length, extent.used_bytes - start)
+                chunks.append(self._pool.submit(self._read, extent.file, extent.offset + start, view, needed))
         return PendingRead(chunks)
 
-    def _read(self, path: str, offset: int, view: memoryview) -> ChunkTiming:
+    def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
+        """Fills `view`, of which the file may lack what lies behind the `needed` bytes."""
         begin = time.monotonic()
         descriptor, is_direct = self._open(path)
         size = os.fstat(descriptor).st_size
@@ -104,9 +106,9 @@ class Reader:
             if count == 0:
                 break
             done += count
-        if done < wanted or wanted <= len(view) - ALIGNMENT_BYTES:
+        if done < needed:
             raise CheckpointError(
-                f"{path}: changed while in use: expected {offset + len(view):,} bytes, found {size:,}; "
+                f"{path}: changed while in use: expected {offset + needed:,} bytes or more, found {size:,}; "
                 "put the original file back and start the same command again"
             )
         if not is_direct:

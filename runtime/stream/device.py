@@ -45,7 +45,7 @@ class ComputeDevice:
         """Page-aligned host memory, uint8, pinned where there is an accelerator. Touched pages only count as used."""
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
         if not self.is_accelerator:
-            return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
         buffer = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
         start = -buffer.data_ptr() % ALIGNMENT_BYTES
         return buffer[start : start + size]
@@ -55,6 +55,11 @@ class ComputeDevice:
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
         return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.torch_device)
+
+    def zeros(self, num_bytes: int) -> torch.Tensor:
+        """uint8 compute memory for what lives long. On a CPU it comes from the kernel, zeroed page by page as it is touched,
+        and never from the heap: between activations of the heap it would leave holes of their size."""
+        return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else self.host_buffer(num_bytes)
 
     def copy_ahead(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> None:
         """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once."""

@@ -8,6 +8,7 @@ from ..units import KIB, MIB
 STATUS = Path("/proc/self/status")
 MALLOC_TRIM_THRESHOLD, MALLOC_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 LARGEST_HEAP_BLOCK_BYTES = 32 * MIB  # glibc allows no higher threshold
+SMALLEST_MAPPED_BYTES = MIB
 
 
 def available_bytes() -> int:
@@ -49,14 +50,18 @@ def disk_read_bytes() -> int:
         return 0
 
 
-def keep_freed_memory() -> None:
-    """Lets glibc reuse activations from its heap instead of returning them: a fresh page costs more than filling it.
+def set_allocator(*, is_budget_hard: bool) -> None:
+    """Tells glibc what to do with freed activations; a no-op with another C library.
 
-    Blocks up to 32 MiB come from the heap, which is not trimmed. A no-op with another C library.
+    Without a hard budget they stay in the heap and are used again, which saves the page faults. But glibc cannot always reuse
+    aligned blocks and the heap was seen to grow to twice the need, now and then; so with a hard budget every block from
+    1 MiB up is mapped and unmapped by itself, and the peak is what is really in use.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MALLOC_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK_BYTES)
+    if mallopt is None:
+        return
+    mallopt(MALLOC_MMAP_THRESHOLD, SMALLEST_MAPPED_BYTES if is_budget_hard else LARGEST_HEAP_BLOCK_BYTES)
+    if not is_budget_hard:
         mallopt(MALLOC_TRIM_THRESHOLD, 2**31 - 1)
 
 

@@ -88,7 +88,8 @@ class WeightStream:
                 except CheckpointError as error:
                     if value is None:
                         raise
-                    value.add_note(f"and a read in flight failed too: {error}")
+                    if error is not value:
+                        value.add_note(f"and a read in flight failed too: {error}")
 
     def read(self, stage: int) -> None:
         """Begins disk -> host."""

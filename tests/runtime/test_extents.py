@@ -1,0 +1,65 @@
+"""Extents are aligned, disjoint in the slot, and cover every tensor's bytes; seeded random layouts."""
+
+import random
+
+import pytest
+
+from runtime.plan.extents import ALIGNMENT_BYTES, MERGE_GAP_BYTES, layout_of, slot_layout
+from runtime.plan.shapes import TensorSlice
+from tests.toy import toy_shape
+
+
+def draw(seed: int) -> list[TensorSlice]:
+    rng = random.Random(seed)
+    slices = []
+    for file in ("a", "b", "c")[: rng.randint(1, 3)]:
+        offset = rng.randint(8, 5000)
+        for turn in range(rng.randint(1, 12)):
+            num_bytes = rng.choice([0, 1, 4095, 4096, rng.randint(1, 300_000)])
+            slices.append(
+                TensorSlice(
+                    name=f"{file}{turn}", file=file, offset=offset, num_bytes=num_bytes, dtype="U8", shape=(num_bytes,)
+                )
+            )
+            offset += num_bytes + rng.choice([0, 0, 1, 4096, MERGE_GAP_BYTES, MERGE_GAP_BYTES + 1, 10**6])
+    rng.shuffle(slices)
+    return slices
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_tensor_lies_where_its_bytes_will_be(seed: int) -> None:
+    slices = draw(seed)
+    layout = layout_of(slices)
+    for piece in slices:
+        place = layout.tensor_offsets[piece.name]
+        inside = [e for e in layout.extents if e.slot_offset <= place and place + piece.num_bytes <= e.slot_offset + e.used_bytes]
+        assert any(e.file == piece.file and e.offset + place - e.slot_offset == piece.offset for e in inside)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_extents_are_aligned_and_fill_the_slot_without_overlap(seed: int) -> None:
+    layout = layout_of(draw(seed))
+    end = 0
+    for extent in layout.extents:
+        assert extent.slot_offset == end
+        assert extent.offset % ALIGNMENT_BYTES == extent.num_bytes % ALIGNMENT_BYTES == 0
+        assert 0 <= extent.num_bytes - extent.used_bytes < ALIGNMENT_BYTES
+        end += extent.num_bytes
+    assert end == layout.num_bytes
+
+
+@pytest.mark.parametrize(("gap", "num_extents"), [(0, 1), (MERGE_GAP_BYTES, 1), (MERGE_GAP_BYTES + 1, 2)])
+def test_neighbours_share_a_read_and_distant_tensors_do_not(gap: int, num_extents: int) -> None:
+    first = TensorSlice(name="a", file="f", offset=8192, num_bytes=100, dtype="U8", shape=(100,))
+    second = TensorSlice(name="b", file="f", offset=8292 + gap, num_bytes=100, dtype="U8", shape=(100,))
+    assert len(layout_of([second, first]).extents) == num_extents
+
+
+def test_a_tensor_named_twice_is_read_once() -> None:
+    stage = toy_shape(is_tied=True).stages[0]
+    twice = type(stage)(index=0, name="x", kind=stage.kind, parameters=stage.parameters * 2)
+    assert slot_layout(twice) == slot_layout(stage)
+
+
+def test_nothing_takes_no_space() -> None:
+    assert (layout_of([]).extents, layout_of([]).num_bytes) == ((), 0)

@@ -1,0 +1,127 @@
+"""Every stage is resident or streamed; the budget decides how many, and more of it is never worse."""
+
+import pytest
+
+from runtime.config import OffloadConfig, Prefetch, PrefetchConfig, Tier
+from runtime.errors import BudgetError
+from runtime.plan.placement import Budgets, Placement, num_slots_for, place, spread
+from runtime.plan.schedule import check_schedule, make_schedule
+from runtime.plan.shapes import ModelShape
+from runtime.units import GIB, MIB
+from tests.toy import sizes_of, toy_shape
+
+BLOCK = [sizes_of([30, 20]), sizes_of([25])]
+PREFETCHES = [
+    PrefetchConfig(kind=kind, depth=depth, block_layers=block)
+    for kind, depth, block in [
+        (Prefetch.off, 1, 2), (Prefetch.lookahead, 1, 2), (Prefetch.lookahead, 3, 2), (Prefetch.block, 1, 2),
+        (Prefetch.block, 1, 3), (Prefetch.block, 1, 64), (Prefetch.lookahead, 64, 2), (Prefetch.cost_aware, 2, 2),
+    ]
+]  # fmt: skip
+HOST, DEVICE = Budgets(host_bytes=GIB), Budgets(host_bytes=GIB, device_bytes=GIB)
+
+
+def placed(
+    shape: ModelShape,
+    budgets: Budgets,
+    *,
+    tier: Tier = Tier.nvme,
+    prefetch: PrefetchConfig | None = None,
+    resident_layers: int | None = None,
+) -> Placement:
+    offload = OffloadConfig(tier=tier, resident_layers=resident_layers)
+    return place(shape, offload, prefetch or PrefetchConfig(), budgets, BLOCK, 512)
+
+
+def terms(placement: Placement, memory: str) -> dict[str, int]:
+    return {e.name: e.num_bytes for ledger in placement.ledgers if ledger.memory == memory for e in ledger.entries}
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("budgets", [HOST, DEVICE], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize("prefetch", PREFETCHES, ids=lambda p: f"{p.kind.value} {p.depth} {p.block_layers}")
+@pytest.mark.parametrize("resident_layers", [0, 1, 5, 8, 100])
+def test_streamed_and_resident_are_all_stages_and_the_walk_can_be_scheduled(
+    resident_layers: int, prefetch: PrefetchConfig, budgets: Budgets, tier: Tier
+) -> None:
+    shape = toy_shape()
+    placement = placed(shape, budgets, tier=tier, prefetch=prefetch, resident_layers=resident_layers)
+    walk = placement.walk
+    assert sorted([*walk.streamed, *placement.resident]) == [stage.index for stage in shape.stages]
+    assert walk.num_slots <= min(len(walk.streamed), num_slots_for(prefetch))
+    assert walk.num_staging_slots <= len(walk.streamed)
+    check_schedule(make_schedule(walk, 2), walk, 2)
+
+
+def test_more_budget_never_means_fewer_resident_layers() -> None:
+    counts = []
+    for budget in range(60 * MIB, 260 * MIB, 2 * MIB):
+        placement = placed(toy_shape(), Budgets(host_bytes=budget))
+        counts.append(len(placement.resident) if placement.fits else -1)
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (-1, 10)
+    assert len(set(counts)) > 5
+
+
+@pytest.mark.parametrize("budget", range(60 * MIB, 260 * MIB, 10 * MIB))
+def test_the_choice_is_the_most_layers_that_fit(budget: int) -> None:
+    """What automatic residency finds is what a search by hand over `resident_layers` finds."""
+    automatic = placed(toy_shape(), Budgets(host_bytes=budget))
+    by_hand = [placed(toy_shape(), Budgets(host_bytes=budget), resident_layers=n) for n in range(9)]
+    most = max((len(p.resident) for p in by_hand if p.fits), default=None)
+    assert (len(automatic.resident) if automatic.fits else None) == most
+
+
+@pytest.mark.parametrize("num_layers", [1, 7, 32])
+def test_resident_layers_are_spread_evenly(num_layers: int) -> None:
+    for count in range(1, num_layers + 1):
+        places = spread(num_layers, count)
+        gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
+        assert len(set(places)) == count
+        assert places[0] >= 0
+        assert places[-1] < num_layers
+        assert max(gaps, default=0) - min(gaps, default=0) <= 1
+    assert spread(num_layers, 0) == ()
+
+
+def test_tied_weights_count_once() -> None:
+    tied, plain = (terms(placed(toy_shape(is_tied=is_tied), HOST, resident_layers=0), "host") for is_tied in (True, False))
+    assert plain["resident weights"] == 2 * tied["resident weights"] == 16 * MIB
+
+
+def test_slots_are_as_large_as_the_largest_streamed_stage() -> None:
+    placement = placed(toy_shape(), HOST, resident_layers=0, prefetch=PrefetchConfig(depth=2))
+    assert terms(placement, "host")["slots"] == 3 * placement.slot_bytes == 3 * 4 * MIB
+
+
+def test_embeddings_and_head_are_streamed_where_they_do_not_fit_and_resident_layers_are_kept() -> None:
+    full = placed(toy_shape(), HOST, resident_layers=0, prefetch=PrefetchConfig(kind=Prefetch.off)).ledgers[0].total_bytes
+    for resident_layers in (0, 1):
+        placement = placed(
+            toy_shape(),
+            Budgets(host_bytes=full - MIB),
+            resident_layers=resident_layers,
+            prefetch=PrefetchConfig(kind=Prefetch.off),
+        )
+        assert placement.fits
+        assert len(placement.resident) == resident_layers
+        assert {0, 9} <= set(placement.walk.streamed)
+
+
+@pytest.mark.parametrize(
+    ("tier", "host"),
+    [
+        (Tier.none, {"staging slots": 0}),
+        (Tier.cpu, {"staging slots": 0, "weights": 8 * 4 * MIB}),
+        (Tier.nvme, {"staging slots": 2 * 4 * MIB}),
+    ],
+)
+def test_an_accelerators_host_memory_holds_what_the_tier_says(tier: Tier, host: dict[str, int]) -> None:
+    assert terms(placed(toy_shape(), DEVICE, tier=tier, resident_layers=0), "host") == host
+
+
+def test_what_does_not_fit_is_refused_with_the_equation_and_the_key() -> None:
+    with pytest.raises(BudgetError, match=r"(?s)KV cache.*positions x.*total.*offload\.host_memory_gib.*offload=nvme"):
+        placed(toy_shape(), Budgets(host_bytes=MIB)).require_fit()
+    with pytest.raises(BudgetError, match=r"(?s)device memory:.*\(offload\.device_memory_gib\)"):
+        placed(toy_shape(), Budgets(host_bytes=GIB, device_bytes=MIB)).require_fit()

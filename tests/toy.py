@@ -1,0 +1,44 @@
+"""A model shape made of numbers alone: embeddings, equal layers, head; one file, tensors one behind the other."""
+
+from collections.abc import Sequence
+
+from runtime.plan.memory import SequenceSize
+from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
+from runtime.units import MIB
+
+HIDDEN, VOCAB = 256, 8192  # embeddings and head: 8 MiB each in float32
+LAYER_ROWS = 4096  # a layer: 4 MiB
+
+
+def toy_shape(num_layers: int = 8, *, is_tied: bool = False, is_packed: bool = True) -> ModelShape:
+    rows = [VOCAB, *[LAYER_ROWS] * num_layers, VOCAB]
+    kinds = [StageKind.embedding, *[StageKind.layer] * num_layers, StageKind.head]
+    offset, stages = 4096, []
+    for index, (num_rows, kind) in enumerate(zip(rows, kinds, strict=True)):
+        num_bytes = num_rows * HIDDEN * 4
+        piece = TensorSlice(
+            name=f"w{index}", file="model", offset=offset, num_bytes=num_bytes, dtype="F32", shape=(num_rows, HIDDEN)
+        )
+        if kind is StageKind.head and is_tied:
+            piece = stages[0].parameters[0].slices[0]
+        parameter = Parameter(name=f"w{index}", shape=piece.shape, pieces=((piece,),))
+        stages.append(Stage(index=index, name=f"stage {index}", kind=kind, parameters=(parameter,)))
+        offset += num_bytes + MIB
+    return ModelShape(
+        name="toy",
+        stages=tuple(stages),
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=VOCAB,
+        context_tokens=2048,
+        num_kv_layers=num_layers,
+        compute_dtype_bytes=4,
+        is_packed=is_packed,
+    )
+
+
+def sizes_of(num_prompt_tokens: Sequence[int], max_new_tokens: int = 16) -> list[SequenceSize]:
+    return [SequenceSize(num_prompt_tokens=n, max_new_tokens=max_new_tokens) for n in num_prompt_tokens]
