@@ -1,4 +1,5 @@
-"""python -m jobs.generate: one completion for each prompt of a data set, resumably. `--help` lists what can be chosen."""
+"""python -m jobs.generate: one completion for each prompt of a data set, resumably. `--help` lists what can be
+chosen."""
 
 import logging
 import sys
@@ -14,14 +15,19 @@ from jobs.io.config import Composed, GenerateConfig, ignored_settings, load, to_
 def main(composed: Composed) -> int:
     config = load(GenerateConfig, composed)
     logging.basicConfig(
-        level=config.log_level.value.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+        level=config.log_level.value.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+        force=True,
     )
     log = logging.getLogger("jobs.generate")
     for sentence in ignored_settings(config):
         log.warning("%s", sentence)
     log.debug("config:\n%s", to_yaml(config))
 
-    from jobs.io.generation import generate  # torch and transformers are loaded only once the config is known to be good
+    from jobs.io.generation import (
+        generate,
+    )  # torch and transformers are loaded only once the config is known to be good
     from jobs.io.signals import StopFlag
     from jobs.io.summary import format_table
 

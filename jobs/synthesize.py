@@ -24,7 +24,8 @@ def main(composed: Composed) -> None:
 
     overrides = dict(config.architecture)
     model_type = overrides.pop("model_type")
-    assert isinstance(model_type, str) and config.out is not None, "the config class has checked both"
+    assert isinstance(model_type, str), "the config class has checked it"
+    assert config.out is not None, "the config class has checked it"
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
 
         def progress(done_bytes: int, total_bytes: int) -> None:

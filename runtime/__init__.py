@@ -1,4 +1,5 @@
-"""Millrace's engine as a library: `from runtime import Runtime, RuntimeConfig`. Importing it loads torch only on first use."""
+"""Millrace's engine as a library: `from runtime import Runtime, RuntimeConfig`. Importing it loads torch only on
+first use."""
 
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,12 @@ from .config import (
 )
 
 if TYPE_CHECKING:
-    from .engine.sequence import Completion, Request
     from .api import Rejected, Runtime
+    from .engine.sequence import Completion, Request
 
 __all__ = [
-    "Completion", "MachineConfig", "ModelConfig", "OffloadConfig", "PolicyConfig", "PrefetchConfig", "Rejected", "Request",
-    "Runtime", "RuntimeConfig", "SamplingConfig",
+    "Completion", "MachineConfig", "ModelConfig", "OffloadConfig", "PolicyConfig", "PrefetchConfig", "Rejected",
+    "Request", "Runtime", "RuntimeConfig", "SamplingConfig",
 ]  # fmt: skip
 
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
+from .batching.balance import Block
 from .config import PolicyKind, RuntimeConfig
 from .engine.calibrate import measure_rates
 from .engine.engine import Engine, PassRecord
-from .engine.sampling import Sampler
+from .engine.sampling import Sampler, decode_text
 from .engine.sequence import Completion, FinishReason, Request
 from .engine.sequence import Sequence as Running
 from .errors import BudgetError, CheckpointError, ConfigError
 from .model.loading import LoadedModel, load_model
-from .batching.balance import Block
 from .plan.cost import MachineRates
 from .plan.memory import SequenceSize
 from .plan.placement import Budgets
@@ -60,11 +60,11 @@ class Runtime:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
-        self.model: LoadedModel = load_model(
-            self.config.model, self.device.torch_device, self.config.offload.cache_dir
-        )
+        self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
         self._rates: MachineRates | None = None
-        self.baseline_bytes = resident_bytes()  # interpreter, libraries and the model without weights: not in the budget
+        self.baseline_bytes = (
+            resident_bytes()
+        )  # interpreter, libraries and the model without weights: not in the budget
         reset_peak()
 
     def request(self, id: str, prompt: str | Sequence[int], *, sample_index: int = 0) -> Request | Rejected:
@@ -152,7 +152,8 @@ class Runtime:
     def confirmed_session(
         self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None
     ) -> Iterator[tuple[RunPlan, "Session"]]:
-        """Plans and opens a session. With `policy=auto` and no `blocks` of an earlier start, the first pass of the heaviest
+        """Plans and opens a session. With `policy=auto` and no `blocks` of an earlier start, the first pass of the
+        heaviest
         block is tried; if memory runs out or the host budget is passed, once more with blocks of half the size.
         """
         may_back_off = blocks is None and self.config.policy.kind is PolicyKind.auto
@@ -211,9 +212,13 @@ class Session:
         self._runtime, self._engine = runtime, engine
 
     def probe(self, plan: RunPlan, requests: Sequence[Request]) -> None:
-        """Runs the first pass of the heaviest block and forgets it. Raises MemoryError when the host budget was passed."""
+        """Runs the first pass of the heaviest block and forgets it. Raises MemoryError when the host budget was
+        passed."""
         heaviest = max(plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
-        lanes = [[Running(request=requests[i]) for i in group if requests[i].max_new_tokens] for group in heaviest.micro_batches]
+        lanes = [
+            [Running(request=requests[i]) for i in group if requests[i].max_new_tokens]
+            for group in heaviest.micro_batches
+        ]
         next(self._engine.run_block(heaviest.index, lanes), None)
         self._runtime.require_within_budget(plan)
 
@@ -234,7 +239,7 @@ class Session:
         assert sequence.finish is not None, "the block ended before its sequences"
         ids = sequence.generated
         tokenizer = self._runtime.model.tokenizer
-        text = tokenizer.decode(ids, skip_special_tokens=True) if tokenizer is not None else ""
+        text = decode_text(tokenizer, ids) if tokenizer is not None else ""
         return Completion(
             request=sequence.request,
             token_ids=tuple(ids),

@@ -96,14 +96,13 @@ class PrefetchConfig:
 
     def __post_init__(self) -> None:
         require(1 <= self.depth <= 64, f"prefetch.depth must be 1 to 64 layers, got {self.depth}")
-        require(
-            1 <= self.block_layers <= 64, f"prefetch.block_layers must be 1 to 64 layers, got {self.block_layers}"
-        )
+        require(1 <= self.block_layers <= 64, f"prefetch.block_layers must be 1 to 64 layers, got {self.block_layers}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """How requests are grouped: a block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences."""
+    """How requests are grouped: a block is `num_micro_batches` micro-batches of at most `micro_batch_size`
+    sequences."""
 
     kind: PolicyKind = PolicyKind.auto
     micro_batch_size: int = 64
@@ -136,7 +135,9 @@ class SamplingConfig:
         require(self.top_k >= 0, f"sampling.top_k must be 0 (off) or more, got {self.top_k}")
         require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
         require(0 <= self.min_p < 1, f"sampling.min_p must be in [0, 1), got {self.min_p}")
-        require(self.repetition_penalty > 0, f"sampling.repetition_penalty must be above 0, got {self.repetition_penalty}")
+        require(
+            self.repetition_penalty > 0, f"sampling.repetition_penalty must be above 0, got {self.repetition_penalty}"
+        )
         require(all(self.stop), "sampling.stop holds an empty string, which would stop every row at once")
 
     @property
@@ -153,7 +154,10 @@ class MachineConfig:
     num_threads: int | None = None  # null: torch's own choice
 
     def __post_init__(self) -> None:
-        require(self.num_threads is None or self.num_threads >= 1, f"machine.num_threads must be 1 or more, got {self.num_threads}")
+        require(
+            self.num_threads is None or self.num_threads >= 1,
+            f"machine.num_threads must be 1 or more, got {self.num_threads}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

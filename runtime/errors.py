@@ -1,4 +1,5 @@
-"""The errors a user can meet. Each message says what was asked, the numbers with units, and the config key to change."""
+"""The errors a user can meet. Each message says what was asked, the numbers with units, and the config key to
+change."""
 
 
 class MillraceError(Exception):

@@ -13,7 +13,9 @@ def format_bytes(num_bytes: float) -> str:
     """Binary units with three significant digits: `1.95 GiB`, `512 B`."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.3g} {unit}" if abs(num_bytes) < 1000 * size else f"{num_bytes / size:.0f} {unit}"
+            return (
+                f"{num_bytes / size:.3g} {unit}" if abs(num_bytes) < 1000 * size else f"{num_bytes / size:.0f} {unit}"
+            )
     return f"{num_bytes:.0f} B"
 
 

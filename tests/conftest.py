@@ -27,7 +27,8 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """`reference(family)`: a checkpoint directory with what `transformers.generate` makes of some prompts, made once."""
+    """`reference(family)`: a checkpoint directory with what `transformers.generate` makes of some prompts, made
+    once."""
     made: dict[str, Reference] = {}
 
     def get(family: str) -> Reference:

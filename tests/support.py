@@ -42,9 +42,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(model_type="qwen3_moe", overrides=LLAMA_SIZES | EXPERTS | {"head_dim": 16}, is_packed=True),
     "gpt2": Family(model_type="gpt2", overrides=GPT_SIZES | {"n_positions": 256}, is_packed=True),
-    "opt": Family(
-        model_type="opt", overrides=NEOX_SIZES | {"ffn_dim": 128, "word_embed_proj_dim": 32}, is_packed=True
-    ),
+    "opt": Family(model_type="opt", overrides=NEOX_SIZES | {"ffn_dim": 128, "word_embed_proj_dim": 32}, is_packed=True),
     "gpt_neox": Family(model_type="gpt_neox", overrides=NEOX_SIZES | {"intermediate_size": 128}, is_packed=True),
     "falcon": Family(model_type="falcon", overrides=NEOX_SIZES, is_packed=False),
     "bloom": Family(
@@ -60,7 +58,8 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """`expected[i]` are the greedy fp32 tokens that `transformers.generate` gives for `prompts[i]` alone, EOS ignored."""
+    """`expected[i]` are the greedy fp32 tokens that `transformers.generate` gives for `prompts[i]` alone, EOS
+    ignored."""
 
     directory: Path
     prompts: list[list[int]]

@@ -1,7 +1,7 @@
 """A run from rows to parts: fix the plan, generate the blocks that are not committed yet, commit each, sum up."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +55,10 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
         columns = infer_column_schema([row.columns for row in rows])
         if is_finished(state.directory):
             store = PartStore(
-                directory=state.directory, manifest=state.manifest, plan=read_plan(state.directory.plan), columns=columns
+                directory=state.directory,
+                manifest=state.manifest,
+                plan=read_plan(state.directory.plan),
+                columns=columns,
             )
             return _outcome(store, None, runtime, was_finished=True)
         return _Run(state, runtime, asked, columns).finish()
@@ -128,7 +131,7 @@ class _Run:
                 progress.skip(_limit(block, requests) - sum(row.useful_tokens for row in passes))
 
 
-def _limit(block: Block, requests: list[Request] | tuple[Request, ...]) -> int:
+def _limit(block: Block, requests: Sequence[Request]) -> int:
     return sum(requests[i].max_new_tokens for i in block.members)
 
 
@@ -149,7 +152,7 @@ def _log_plan(plan: RunPlan) -> None:
 
 
 def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_finished: bool) -> Outcome:
-    counts = {status: 0 for status in ("ok", "error", "skipped")}
+    counts = dict.fromkeys(("ok", "error", "skipped"), 0)
     for part in store.committed().values():
         for status, count in part.rows.items():
             counts[status] += count

@@ -122,7 +122,8 @@ def rejected_rows(asked: Asked) -> list[GenerationRow]:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """sha256 over what turns text into tokens and back: the backend's own description, or the vocabulary, and template."""
+    """sha256 over what turns text into tokens and back: the backend's own description, or the vocabulary, and
+    template."""
     if tokenizer is None:
         return "none"
     backend = getattr(tokenizer, "backend_tokenizer", None)

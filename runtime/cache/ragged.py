@@ -1,9 +1,12 @@
 """KV cache of one packed lane: every sequence has its own length and nothing is padded.
 
-Letters: L layers, B sequences of a group, H KV heads, G query heads per KV head, T tokens of the pass, S positions, D head size.
+Letters: L layers, B sequences of a group, H KV heads, G query heads per KV head, T tokens of the pass, S positions, D
+head size.
 
-Sequences whose capacity rounds up to the same number share a **group**, one tensor (B, H, S, D) per layer for keys and one for
-values, so that a decode step attends over a whole group at once. A sequence that finishes gives its row to the group's last one.
+Sequences whose capacity rounds up to the same number share a **group**, one tensor (B, H, S, D) per layer for keys
+and one for
+values, so that a decode step attends over a whole group at once. A sequence that finishes gives its row to the
+group's last one.
 """
 
 from collections.abc import Sequence
@@ -105,15 +108,16 @@ class RaggedKV(Cache):
 
     def remove(self, position: int) -> int:
         """Frees a row and moves its group's last row there. Returns the position that the moved row had."""
-        begin = 0
-        for group in self.groups:
-            if position < begin + len(group.past):
-                break
-            begin += len(group.past)
+        index = begin = 0
+        while position >= begin + len(self.groups[index].past):
+            begin += len(self.groups[index].past)
+            index += 1
+        group = self.groups[index]
         row, last = position - begin, len(group.past) - 1
         if row != last:
             for tensor in (*group.keys.values(), *group.values.values()):
                 tensor[row, :, : group.past[last]] = tensor[last, :, : group.past[last]]
+                tensor[row, :, group.past[last] : group.past[row]] = 0  # a row that failed may leave NaN behind
             group.past[row] = group.past[last]
         group.past.pop()
         return begin + last
@@ -142,7 +146,9 @@ class RaggedKV(Cache):
 
         It begins as zeros: a hidden position has weight 0, and 0 times whatever lay in fresh memory may be NaN.
         """
-        shapes = [(len(g.past), like.shape[1], g.capacity, like.shape[3]) for g in self.groups for like in (like_k, like_v)]
+        shapes = [
+            (len(g.past), like.shape[1], g.capacity, like.shape[3]) for g in self.groups for like in (like_k, like_v)
+        ]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         flat = self._compute.zeros(sum(sizes) * like_k.itemsize).view(like_k.dtype)[: sum(sizes)]
         pieces = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]

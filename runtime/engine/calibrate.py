@@ -1,4 +1,5 @@
-"""Measures, in about a second, what predictions and `prefetch=cost_aware` need: the disk's rate and that of matrix products.
+"""Measures, in about a second, what predictions and `prefetch=cost_aware` need: the disk's rate and that of matrix
+products.
 
 Measured with the run's own reader on the run's own first layer, so that whatever slows the run slows the measurement.
 """
@@ -22,11 +23,12 @@ NUM_REPEATS = 3
 
 @torch.inference_mode()
 def measure_rates(loaded: LoadedModel, reader: Reader, device: ComputeDevice) -> MachineRates:
-    """Reads the first layer a few times and multiplies with its largest matrix. Allocates one layer, freed on return."""
+    """Reads the first layer a few times and multiplies with its largest matrix. Allocates one layer, freed on
+    return."""
     stage = loaded.shape.layers[0]
     layout = slot_layout(stage)
     host = device.host_buffer(layout.num_bytes)
-    read_seconds = _median(lambda: reader.submit(layout.extents, memoryview(host.numpy())).wait())
+    read_seconds = _median(lambda: reader.submit(layout.extents, host.numpy().data).wait())
     buffer, copy_seconds = host, 0.0
     if device.is_accelerator:
         buffer = device.compute_buffer(layout.num_bytes)

@@ -148,7 +148,7 @@ class Engine:
         """A stage may be several modules: the lane runs on while it asks for the same one."""
         if self._should_stop():
             raise Interrupted("stopped on request; start the same command again to go on")
-        assert event is not None and event.stage == stage, f"run {stage}: the lane waits for {event}"
+        assert event == NeedStage(stage), f"run {stage}: the lane waits for {event}"
         while event is not None and event.stage == stage:
             event = lane.advance(weights)
         return event

@@ -1,7 +1,10 @@
-"""A lane carries one micro-batch through the model's own forward pass, as a greenlet that parks wherever it needs the engine.
+"""A lane carries one micro-batch through the model's own forward pass, as a greenlet that parks wherever it needs the
+engine.
 
-`PackedLane` puts the tokens of its sequences side by side without padding. `PaddedLane` makes a left-padded rectangle and lets the
-model keep its own cache and masks: for classes that will not take a foreign attention function or that keep recurrent state.
+`PackedLane` puts the tokens of its sequences side by side without padding. `PaddedLane` makes a left-padded rectangle
+and lets the
+model keep its own cache and masks: for classes that will not take a foreign attention function or that keep recurrent
+state.
 """
 
 from abc import ABC, abstractmethod
@@ -9,11 +12,10 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
-from greenlet import greenlet
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.ragged import RaggedKV
-from ..model.events import NeedStage, Weights
+from ..model.events import LaneRun, NeedStage, Weights
 from ..stream.device import ComputeDevice
 from .sampling import Sampler
 from .sequence import FinishReason, Sequence
@@ -21,7 +23,8 @@ from .sequence import FinishReason, Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class LanePass:
-    """Token counts of one lane in one pass: `real` were computed for a reason, `padded` includes the padding beside them."""
+    """Token counts of one lane in one pass: `real` were computed for a reason, `padded` includes the padding beside
+    them."""
 
     num_sequences: int
     real_tokens: int
@@ -36,7 +39,7 @@ class Lane(ABC):
     def __init__(self, model: PreTrainedModel, sequences: Rows[Sequence], sampler: Sampler, device: ComputeDevice):
         self._model, self._sampler, self._device = model, sampler, device.torch_device
         self.sequences = list(sequences)
-        self._run: greenlet | None = None
+        self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None
         self._num_passes = 0
 
@@ -51,8 +54,7 @@ class Lane(ABC):
     def begin_pass(self) -> NeedStage:
         """Starts the forward; returns the first stage that it asks for."""
         self._prepare()
-        self._run = greenlet(self._forward)
-        self._run.cache = self.cache  # where the attention function finds it
+        self._run = LaneRun(self._forward, self.cache)
         event = self._run.switch()
         assert isinstance(event, NeedStage), f"the lane asked for {event!r} instead of a stage"
         return event
@@ -171,7 +173,9 @@ class PackedLane(Lane):
 class PaddedLane(Lane):
     def __init__(self, model: PreTrainedModel, sequences: Rows[Sequence], sampler: Sampler, device: ComputeDevice):
         super().__init__(model, sequences, sampler, device)
-        self._rows = list(self.sequences)  # rows of the rectangle; a finished one stays where the cache cannot drop rows
+        self._rows = list(
+            self.sequences
+        )  # rows of the rectangle; a finished one stays where the cache cannot drop rows
         self._cache = DynamicCache(config=model.config)
         width = max(len(s.request.prompt_ids) for s in self._rows)
         self._mask_BS = torch.zeros(len(self._rows), width, dtype=torch.long, device=self._device)

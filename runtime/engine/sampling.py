@@ -48,7 +48,9 @@ class Sampler:
         for sequence, token, finite in zip(sequences, tokens, is_finite, strict=True):
             if not finite:
                 sequence.finish = FinishReason.error
-                sequence.error = f"the model gave NaN or infinite logits at new token {len(sequence.generated)} (pass {step})"
+                sequence.error = (
+                    f"the model gave NaN or infinite logits at new token {len(sequence.generated)} (pass {step})"
+                )
             else:
                 sequence.generated.append(token)
                 self._mark_finished(sequence, token)
@@ -58,9 +60,10 @@ class Sampler:
             logits_BV = torch.cat([self._penalised(s, row[None]) for s, row in zip(sequences, logits_BV, strict=True)])
         if self._config.is_greedy:
             return logits_BV.argmax(-1).tolist()
-        ids = torch.empty(len(sequences), 0, dtype=torch.long, device=logits_BV.device)
-        probabilities = torch.softmax(self._warpers(ids, logits_BV), -1)
-        probabilities = torch.where(torch.isfinite(probabilities), probabilities, 1.0)  # error rows; the draw is discarded
+        ids = torch.empty(len(sequences), 0, dtype=torch.long, device=logits_BV.device)  # no warper looks at them
+        probabilities = torch.softmax(_process(self._warpers, ids, logits_BV), -1)
+        # error rows get any draw; it is discarded
+        probabilities = torch.where(torch.isfinite(probabilities), probabilities, 1.0)
         return [
             int(torch.multinomial(row, 1, generator=self._generator(sequence, row.device)))
             for sequence, row in zip(sequences, probabilities, strict=True)
@@ -68,7 +71,7 @@ class Sampler:
 
     def _penalised(self, sequence: Sequence, logits_1V: torch.Tensor) -> torch.Tensor:
         ids = torch.tensor([[*sequence.request.prompt_ids, *sequence.generated]], device=logits_1V.device)
-        return self._row_processors(ids, logits_1V)
+        return _process(self._row_processors, ids, logits_1V)
 
     def _generator(self, sequence: Sequence, device: torch.device) -> torch.Generator:
         """Kept by the sequence, so that a request that is started afresh draws afresh."""
@@ -88,13 +91,24 @@ class Sampler:
         """Looks at the text of the last tokens first; the whole text is decoded only when a stop string is in it."""
         assert self._tokenizer is not None, "stop strings need a tokenizer"
         window = STOP_WINDOW_TOKENS + max(map(len, self._config.stop))
-        tail = self._tokenizer.decode(sequence.generated[-window:], skip_special_tokens=True)
+        tail = decode_text(self._tokenizer, sequence.generated[-window:])
         if not any(stop in tail for stop in self._config.stop):
             return False
-        text = self._tokenizer.decode(sequence.generated, skip_special_tokens=True)
+        text = decode_text(self._tokenizer, sequence.generated)
         places = [place for stop in self._config.stop if (place := text.find(stop)) >= 0]
         sequence.text_end = min(places, default=None)
         return bool(places)
+
+
+def _process(processors: LogitsProcessorList, ids_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
+    """transformers names the legacy types torch.LongTensor and FloatTensor, which no tensor's static type is."""
+    return processors(ids_BT, logits_BV)  # pyright: ignore[reportArgumentType]
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Rows[int]) -> str:
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    assert isinstance(text, str), "one list of ids gives one text"
+    return text
 
 
 def _warpers(config: SamplingConfig) -> LogitsProcessorList:

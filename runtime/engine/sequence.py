@@ -24,7 +24,8 @@ class Request:
     sample_index: int = 0
 
     def seed(self, run_seed: int) -> int:
-        """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is restarted."""
+        """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is
+        restarted."""
         text = f"{run_seed}\0{self.id}\0{self.sample_index}".encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
@@ -52,7 +53,8 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a request came to. `error` is set exactly when `finish` is error. `text` ends before a stop string or EOS."""
+    """What a request came to. `error` is set exactly when `finish` is error. `text` ends before a stop string or
+    EOS."""
 
     request: Request
     token_ids: tuple[int, ...]

@@ -9,6 +9,7 @@ from greenlet import getcurrent
 from transformers import AttentionInterface
 
 from ..cache.ragged import DecodeSpan, RaggedKV, Segment
+from .events import LaneRun
 
 NAME = "millrace_ragged"
 UNSUPPORTED = ("softcap", "s_aux", "sliding_window", "position_bias")  # the model's lanes must be padded instead
@@ -26,8 +27,10 @@ def ragged_attention(
     """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
     for name in UNSUPPORTED:
         assert kwargs.get(name) is None, f"{type(module).__name__} wants {name}, which packed lanes do not offer"
-    cache = getattr(getcurrent(), "cache", None)
-    assert isinstance(cache, RaggedKV), "ragged attention was called outside a packed lane"
+    run = getcurrent()
+    assert isinstance(run, LaneRun), "ragged attention was called outside a lane"
+    cache = run.cache
+    assert isinstance(cache, RaggedKV), "ragged attention was called in a padded lane"
     layer = getattr(module, "layer_idx", None)
     assert isinstance(layer, int), f"{type(module).__name__} does not say which layer it is"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

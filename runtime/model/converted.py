@@ -1,6 +1,8 @@
-"""Weights whose layout no list of byte ranges can express, converted once by transformers' own code into a file of ours.
+"""Weights whose layout no list of byte ranges can express, converted once by transformers' own code into a file of
+ours.
 
-The file is a plain safetensors file beside which the store needs nothing special. It lives in a cache directory, named by the
+The file is a plain safetensors file beside which the store needs nothing special. It lives in a cache directory,
+named by the
 checkpoint's fingerprint, and is published whole or not at all.
 """
 
@@ -57,9 +59,8 @@ def _converted(model: PreTrainedModel, conversions: Sequence[Conversion]) -> Ite
             list(template._original_target_patterns),
             operations=template.operations,
         )
-        converter.collected_tensors = {
-            pattern: [_load(tensor) for tensor in tensors] for pattern, tensors in conversion.collected.items()
-        }
+        collected = {name: [_load(tensor) for tensor in tensors] for name, tensors in conversion.collected.items()}
+        setattr(converter, "collected_tensors", collected)  # noqa: B010 - a slot that its class does not declare
         results = converter.convert(conversion.first_target, model=model, config=model.config)
         for target in conversion.targets:
             result = results[target]

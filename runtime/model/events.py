@@ -1,10 +1,10 @@
 """What a lane asks of the engine when its forward pass reaches a point where the engine must act."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from greenlet import getcurrent
+from greenlet import getcurrent, greenlet
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +12,14 @@ class NeedStage:
     """A stage's module is entered; the answer is its weights by parameter name."""
 
     stage: int
+
+
+class LaneRun(greenlet):
+    """One forward pass of a lane. The attention function finds the lane's KV cache here, as the pass's own greenlet."""
+
+    def __init__(self, forward: Callable[[], None], cache: object):
+        super().__init__(forward)
+        self.cache = cache
 
 
 Weights = Mapping[str, torch.Tensor]

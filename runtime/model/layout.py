@@ -1,6 +1,7 @@
 """Which checkpoint bytes are which model parameter: transformers' own renamings and converters, read as a map, not run.
 
-A converter that stacks experts or concatenates rows only says in which order contiguous pieces lie; `pieces` keeps that order and
+A converter that stacks experts or concatenates rows only says in which order contiguous pieces lie; `pieces` keeps
+that order and
 nothing is copied. A converter that permutes elements cannot be said so: its targets are returned as `inexpressible`.
 """
 
@@ -103,7 +104,9 @@ def _express(conversion: Conversion) -> dict[str, Pieces] | None:
     sources = [collected[pattern] for pattern in converter.source_patterns if pattern in collected]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
         if len({len(source) for source in sources}) != 1:
-            raise CheckpointError(f"{conversion.first_target}: its experts do not all have the same parts in the checkpoint")
+            raise CheckpointError(
+                f"{conversion.first_target}: its experts do not all have the same parts in the checkpoint"
+            )
         return {conversion.first_target: tuple(zip(*sources, strict=True))}
     if kinds == [(Concatenate, 0)]:
         return {conversion.first_target: (tuple(piece for source in sources for piece in source),)}

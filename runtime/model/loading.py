@@ -1,4 +1,5 @@
-"""From a directory or hub id to a model that asks for its weights: config, tokenizer, stages and shapes. Reads no weight."""
+"""From a directory or hub id to a model that asks for its weights: config, tokenizer, stages and shapes. Reads no
+weight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ class LoadedModel:
     fingerprint: str
 
 
-def load_model(config: ModelConfig, device: torch.device, cache_dir: str | None, *, express: bool = True) -> LoadedModel:
+def load_model(
+    config: ModelConfig, device: torch.device, cache_dir: str | None, *, express: bool = True
+) -> LoadedModel:
     """Raises CheckpointError or ConfigError with what to change. `express`: see `map_weights`."""
     directory = find_checkpoint(config, cache_dir)
     checkpoint = open_checkpoint(directory)
@@ -95,7 +98,7 @@ def _three_ways(config: ModelConfig, reason: str) -> str:
         f"three ways on:\n"
         f"  1. hub: run `hf download {config.path}` where there is network (gated models: `hf auth login` first)\n"
         f"  2. local: model.path=/directory/with/config.json/and/safetensors\n"
-        f"  3. random weights of the same shape: python -m jobs.synthesize model={config.name} out=DIR, then model.path=DIR"
+        f"  3. random weights: python -m jobs.synthesize model={config.name} out=DIR, then model.path=DIR"
     )
 
 

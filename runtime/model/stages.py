@@ -1,4 +1,5 @@
-"""Cuts a model into stages without touching its code: finds the decoder layers, puts a `StreamedModule` in the place of each
+"""Cuts a model into stages without touching its code: finds the decoder layers, puts a `StreamedModule` in the place
+of each
 module that owns weights, and learns by one dry run which of the others come before the first layer.
 """
 
@@ -16,7 +17,8 @@ EMBEDDING = 0
 
 
 class StreamedModule(torch.nn.Module):
-    """Stands in a module's place; asks the engine for its stage's weights and runs the original with them as arguments."""
+    """Stands in a module's place; asks the engine for its stage's weights and runs the original with them as
+    arguments."""
 
     def __init__(self, inner: torch.nn.Module, name: str, stage: int, parameter_names: tuple[str, ...]):
         super().__init__()
@@ -25,7 +27,7 @@ class StreamedModule(torch.nn.Module):
         self.stage = stage
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> torch.Tensor | torch.nn.Module:
         """Model code reads attributes such as `layer_type` off its modules."""
         try:
             return super().__getattr__(name)
@@ -34,7 +36,9 @@ class StreamedModule(torch.nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         weights = need_stage(self.stage)
-        mine = {name: weights[f"{self.name}.{name}"] for name in self.parameter_names if f"{self.name}.{name}" in weights}
+        mine = {
+            name: weights[f"{self.name}.{name}"] for name in self.parameter_names if f"{self.name}.{name}" in weights
+        }
         return torch.func.functional_call(self.inner, mine, args, kwargs)
 
 
@@ -65,7 +69,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
 
 
 def stage_model(model: PreTrainedModel) -> StagedModel:
-    """Mutates `model`: its layers and outer modules are wrapped. Parameters must be on the meta device, buffers real."""
+    """Mutates `model`: its layers and outer modules are wrapped. Parameters must be on the meta device, buffers
+    real."""
     state = dict(model.state_dict(keep_vars=True))
     path, layers = decoder_layers(model)
     wrapped: list[StreamedModule] = []
@@ -77,7 +82,9 @@ def stage_model(model: PreTrainedModel) -> StagedModel:
     _assign_outer_stages(model, outer, head)
     wrapped += outer
     stage_of = {f"{module.name}.{name}": module.stage for module in wrapped for name in module.parameter_names}
-    lost = sorted(name for name, tensor in state.items() if name not in stage_of and isinstance(tensor, torch.nn.Parameter))
+    lost = sorted(
+        name for name, tensor in state.items() if name not in stage_of and isinstance(tensor, torch.nn.Parameter)
+    )
     if lost:
         raise ConfigError(f"model.path: {type(model).__name__} keeps {lost[0]!r} where no stage can provide it")
     return StagedModel(model=model, num_layers=len(layers), stage_of=stage_of, modules=tuple(wrapped))

@@ -1,8 +1,11 @@
 """Weights that stay as they are stored, a bf16 view into a slot, and are widened inside the product that needs them.
 
-On a CPU without fast bf16 units, products in fp32 are several times faster than in bf16, yet widening a whole layer costs as
-much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and multiplies panel by
-panel: a few rows are widened into one small reused buffer that stays in the cache, multiplied, and overwritten by the next.
+On a CPU without fast bf16 units, products in fp32 are several times faster than in bf16, yet widening a whole layer
+costs as
+much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
+multiplies panel by
+panel: a few rows are widened into one small reused buffer that stays in the cache, multiplied, and overwritten by the
+next.
 
 Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """
@@ -38,7 +41,8 @@ _buffers = _Buffers()
 class StoredWeight(torch.Tensor):
     """A parameter put together from row blocks of stored tensors, computing in `dtype`.
 
-    `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and look-ups use the
+    `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and look-ups
+    use the
     blocks as they are. Any other operation gets a widened copy, correct but as large as the weight.
     """
 
@@ -52,6 +56,11 @@ class StoredWeight(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked = entries, is_stacked
         return self
+
+    def __init__(
+        self, entries: list[list[torch.Tensor]], shape: Sequence[int], dtype: torch.dtype, *, is_stacked: bool
+    ) -> None:
+        super().__init__()
 
     def widened(self) -> torch.Tensor:
         """A plain tensor of the compute dtype; freshly allocated."""
@@ -100,7 +109,8 @@ def _widen(value: object) -> object:
 
 
 def _panels(weight: StoredWeight) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, rows) in compute dtype; each is valid until the next is taken. Blocks of that dtype come as they are."""
+    """(first row, rows) in compute dtype; each is valid until the next is taken. Blocks of that dtype come as they
+    are."""
     row = 0
     for block in weight.entries[0]:
         if block.dtype == weight.dtype:

@@ -1,10 +1,12 @@
-"""Executes a schedule on a cost model instead of a machine and says how long it takes: two channels and one compute device.
+"""Executes a schedule on a cost model instead of a machine and says how long it takes: two channels and one compute
+device.
 
 Pure and deterministic. Costs are measured elsewhere (`runtime.calibrate`); nothing here is a constant of some machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .schedule import Op, Schedule
 
@@ -23,7 +25,7 @@ class MachineRates:
         rows, rates = [p[0] for p in points], [p[1] for p in points]
         if num_rows <= rows[0]:
             return rates[0] * num_rows / rows[0]
-        for (m0, r0), (m1, r1) in zip(points, points[1:], strict=False):
+        for (m0, r0), (m1, r1) in pairwise(points):
             if num_rows <= m1:
                 return r0 + (r1 - r0) * (num_rows - m0) / (m1 - m0)
         return rates[-1]
@@ -44,7 +46,8 @@ def simulate(
     copy_seconds: Callable[[int], float],
     run_seconds: Callable[[int, int], float],
 ) -> SimulatedPasses:
-    """Plays prologue and cycles. `read_seconds(stage)`, `copy_seconds(stage)`, `run_seconds(stage, lane)` are durations."""
+    """Plays prologue and cycles. `read_seconds(stage)`, `copy_seconds(stage)`, `run_seconds(stage, lane)` are
+    durations."""
     clock = disk = link = stall = disk_busy = 0.0
     ready: dict[int, float] = {}
     for action in schedule.prologue + schedule.cycle * num_passes:
@@ -63,7 +66,9 @@ def simulate(
     return SimulatedPasses(seconds=clock, stall_seconds=stall, disk_seconds=disk_busy)
 
 
-def lane_seconds(rates: MachineRates, flops_per_token: Sequence[float], lane_tokens: Sequence[int]) -> Callable[[int, int], float]:
+def lane_seconds(
+    rates: MachineRates, flops_per_token: Sequence[float], lane_tokens: Sequence[int]
+) -> Callable[[int, int], float]:
     """`run_seconds` for dense products: FLOPs of a stage over the rate at the lane's number of tokens."""
     table = [[f * t / rates.gemm_rate(t) if t else 0.0 for t in lane_tokens] for f in flops_per_token]
     return lambda stage, lane: table[stage][lane]

@@ -1,7 +1,9 @@
 """Which byte ranges of which files to read for a stage, and where each tensor then lies in its slot.
 
-O_DIRECT wants file offsets, lengths and memory addresses in multiples of the disk's block; tensors in a safetensors file have
-no such alignment. So a slot holds the aligned *supersets* of the ranges as they are on disk, and a tensor is a view into it.
+O_DIRECT wants file offsets, lengths and memory addresses in multiples of the disk's block; tensors in a safetensors
+file have
+no such alignment. So a slot holds the aligned *supersets* of the ranges as they are on disk, and a tensor is a view
+into it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +18,8 @@ MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than anoth
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """`num_bytes` from `offset` of `file` (both aligned) go to `slot_offset`. Tensors end at `used_bytes`; so may the file."""
+    """`num_bytes` from `offset` of `file` (both aligned) go to `slot_offset`. Tensors end at `used_bytes`; so may the
+    file."""
 
     file: str
     offset: int

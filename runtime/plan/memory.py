@@ -1,6 +1,7 @@
 """The terms of the ledger: how many bytes a placement and a block of sequences take in each memory.
 
-Every term is an upper bound from shapes alone. Activations are those of one lane passing one stage; between stages a lane
+Every term is an upper bound from shapes alone. Activations are those of one lane passing one stage; between stages a
+lane
 keeps only its hidden states.
 """
 
@@ -57,7 +58,9 @@ def block_entries(
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest = max(tokens, default=0)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    per_token = 4 * shape.hidden_size + 3 * max(heads, shape.intermediate_size)  # gate, up and their product; q, k, v twice
+    per_token = 4 * shape.hidden_size + 3 * max(
+        heads, shape.intermediate_size
+    )  # gate, up and their product; q, k, v twice
     lane_rows = max((len(lane) for lane in micro_batches), default=0)
     between = shape.hidden_size + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
@@ -85,7 +88,7 @@ def block_entries(
         Entry(
             name="workspace",
             num_bytes=PRODUCT_WORKSPACE_BYTES + ALLOCATOR_SLACK_BYTES,
-            equation=f"{PRODUCT_WORKSPACE_BYTES // MIB} MiB panels + {ALLOCATOR_SLACK_BYTES // MIB} MiB allocator slack",
+            equation=f"panels {PRODUCT_WORKSPACE_BYTES // MIB} MiB + slack {ALLOCATOR_SLACK_BYTES // MIB} MiB",
         ),
     )
 

@@ -80,11 +80,15 @@ def place(
 
     if offload.tier is Tier.none or (offload.tier is Tier.cpu and not budgets.has_device):
         return attempt([*outer, *layers])
-    wanted = range(len(layers), -1, -1) if offload.resident_layers is None else [min(offload.resident_layers, len(layers))]
+    wanted = (
+        range(len(layers), -1, -1) if offload.resident_layers is None else [min(offload.resident_layers, len(layers))]
+    )
+    placement = None
     for num_resident in wanted:
         placement = attempt([*outer, *(layers[i] for i in spread(len(layers), num_resident))])
         if placement.fits:
             return placement
+    assert placement is not None, "there is always a last number to try"
     streamed_outer = attempt([layers[i] for i in spread(len(layers), wanted[-1])])
     return streamed_outer if streamed_outer.fits else placement
 
@@ -122,7 +126,10 @@ def _placement(
         Entry(name="slots", num_bytes=slots * slot_bytes, equation=f"{slots} x {slot_bytes:,} B"),
     )
     return Placement(
-        resident=resident, walk=walk, slot_bytes=slot_bytes, ledgers=_ledgers(shape, tier, budgets, walk, slot_bytes, weights + entries)
+        resident=resident,
+        walk=walk,
+        slot_bytes=slot_bytes,
+        ledgers=_ledgers(shape, tier, budgets, walk, slot_bytes, weights + entries),
     )
 
 

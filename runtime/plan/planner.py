@@ -1,6 +1,7 @@
 """From requests and budgets to a plan: the blocks, the placement of the weights, and how long it should take. Pure.
 
-The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run keeps the
+The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run
+keeps the
 blocks it began with; the placement may differ each time it is resumed.
 """
 
@@ -71,13 +72,15 @@ def micro_batches_of(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroB
 def _choose_blocks(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], num_halvings: int
 ) -> tuple[Block, ...]:
-    """`fixed`: as configured. `auto`: the most sequences, up to what is configured, whose block fits with no resident layer."""
+    """`fixed`: as configured. `auto`: the most sequences, up to what is configured, whose block fits with no resident
+    layer."""
     policy = config.policy
     if policy.kind is PolicyKind.fixed:
         return _blocks(shape, sizes, policy.micro_batch_size, policy.num_micro_batches)
     most = min(policy.micro_batch_size * policy.num_micro_batches, max(1, len(sizes))) >> num_halvings
     bare = replace(config.offload, resident_layers=0)
     shallow = config.prefetch if config.prefetch.kind is not Prefetch.cost_aware else PrefetchConfig(depth=1)
+    blocks: tuple[Block, ...] = ()
     for num_sequences in _ladder(max(1, most)):
         num_micro_batches = -(-num_sequences // policy.micro_batch_size)
         blocks = _blocks(shape, sizes, -(-num_sequences // num_micro_batches), num_micro_batches)
@@ -100,7 +103,9 @@ def _blocks(
 
 def _ladder(most: int) -> list[int]:
     """most, 3/4, 1/2, 3/8 ... 1 of it."""
-    steps = {most >> turn for turn in range(most.bit_length())} | {3 * most >> turn + 2 for turn in range(most.bit_length())}
+    steps = {most >> turn for turn in range(most.bit_length())} | {
+        3 * most >> turn + 2 for turn in range(most.bit_length())
+    }
     return sorted(steps - {0}, reverse=True)
 
 

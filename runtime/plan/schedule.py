@@ -5,7 +5,8 @@
     run 7.3     lane 3 passes stage 7, once the stage is ready
     free 7      the stage's slot may be reused when its compute has finished
 
-A block runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the stages
+A block runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
+stages
 of the next one: the walk over the stages is cyclic and the disk never waits for the turn of a pass.
 """
 
@@ -76,12 +77,13 @@ def parse_schedule(text: str) -> Schedule:
 def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     """Zig-zag: all lanes pass stage i before any enters i+1, so that one read of a stage serves the whole block.
 
-    Slots are filled as early as they are free. With one slot nothing overlaps (prefetch off); with k+1 slots reads run k
+    Slots are filled as early as they are free. With one slot nothing overlaps (prefetch off); with k+1 slots reads
+    run k
     stages ahead; with block b > 1, groups of b stages are read while the group before is computed.
     """
     if walk.streamed and walk.num_slots > len(walk.streamed):
         raise ConfigError(
-            f"{walk.num_slots} slots for {len(walk.streamed)} streamed stages: lower prefetch.depth or prefetch.block_layers"
+            f"{walk.num_slots} slots for {len(walk.streamed)} streamed stages: lower prefetch.depth or block_layers"
         )
     if walk.block > 1 and walk.num_slots > walk.block:
         return _block_schedule(walk, num_lanes)
@@ -188,7 +190,8 @@ def _block_schedule(walk: Walk, num_lanes: int) -> Schedule:
 
 
 def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: int = 3) -> None:
-    """Plays `num_passes` passes on counters: slots never overflow, nothing runs before it is brought in, nothing is missed.
+    """Plays `num_passes` passes on counters: slots never overflow, nothing runs before it is brought in, nothing is
+    missed.
 
     Raises ValueError naming the action and the rule. Pure; used by the planner and by tests.
     """
@@ -202,10 +205,14 @@ def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: i
         expected = [(stage, lane) for stage in range(walk.num_stages) for lane in range(num_lanes)]
         if done != expected:
             missing = sorted(set(expected) - set(done))
-            raise ValueError(f"pass {turn}: lanes pass the stages out of order or not at all; missing runs: {missing[:5]}")
+            raise ValueError(
+                f"pass {turn}: lanes pass the stages out of order or not at all; missing runs: {missing[:5]}"
+            )
 
 
-def _play(action: Action, walk: Walk, staged: list[int], present: list[int], done: list[tuple[int, int | None]]) -> None:
+def _play(
+    action: Action, walk: Walk, staged: list[int], present: list[int], done: list[tuple[int, int | None]]
+) -> None:
     def rule(holds: bool, text: str) -> None:
         if not holds:
             raise ValueError(f"'{action}': {text} (staged {staged}, present {present})")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ class Checkpoint:
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     def fingerprint(self) -> str:
-        """sha256 over each shard's name, size, header and some spread samples of its data: cheap, and independent of where
+        """sha256 over each shard's name, size, header and some spread samples of its data: cheap, and independent of
+        where
         the files lie. It tells checkpoints apart; it does not prove that no bit has flipped."""
         digest = hashlib.sha256()
         for file in map(Path, self.files):
@@ -67,7 +67,7 @@ def _sharded(directory: Path, index: Path) -> dict[str, TensorSlice]:
         raise CheckpointError(f"{index}: not a safetensors index: {error}") from error
     tensors: dict[str, TensorSlice] = {}
     for file in sorted(set(names.values())):
-        if os.path.basename(file) != file:
+        if Path(file).name != file:
             raise CheckpointError(f"{index}: names {file!r}; only plain file names are allowed")
         if not (directory / file).exists():
             raise CheckpointError(f"{directory / file}: missing, but {INDEX} names it")
@@ -75,13 +75,13 @@ def _sharded(directory: Path, index: Path) -> dict[str, TensorSlice]:
     return tensors
 
 
-def _agreeing(
-    found: dict[str, TensorSlice], names: dict[str, str], file: str, index: Path
-) -> dict[str, TensorSlice]:
+def _agreeing(found: dict[str, TensorSlice], names: dict[str, str], file: str, index: Path) -> dict[str, TensorSlice]:
     listed = {tensor for tensor, where in names.items() if where == file}
     missing, extra = sorted(listed - found.keys()), sorted(found.keys() - listed)
     if missing:
         raise CheckpointError(f"{file} lacks {missing[0]!r} ({len(missing)} tensors), which {index} places there")
     if extra:
-        raise CheckpointError(f"{file} holds {extra[0]!r} ({len(extra)} tensors), which {index} places elsewhere or nowhere")
+        raise CheckpointError(
+            f"{file} holds {extra[0]!r} ({len(extra)} tensors), which {index} places elsewhere or nowhere"
+        )
     return found

@@ -1,10 +1,10 @@
-"""Reads the header of one safetensors file, trusting nothing in it: sizes, names and offsets are checked against the file.
+"""Reads the header of one safetensors file, trusting nothing in it: sizes, names and offsets are checked against the
+file.
 
 Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON, data).
 """
 
 import json
-import os
 from math import prod
 from pathlib import Path
 
@@ -22,7 +22,7 @@ DTYPE_BITS = {
 def read_header(path: Path) -> dict[str, TensorSlice]:
     """The tensors of `path` by name. Raises CheckpointError naming the file and what is wrong with it."""
     try:
-        size = os.stat(path).st_size
+        size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):

@@ -1,6 +1,7 @@
 """Reads extents from disk into host memory in the background: several threads, O_DIRECT `preadv`, a deep queue.
 
-Where a file system refuses O_DIRECT the page cache is used and told at once to forget what was read, so that a checkpoint
+Where a file system refuses O_DIRECT the page cache is used and told at once to forget what was read, so that a
+checkpoint
 larger than memory does not push everything else out.
 """
 
@@ -29,7 +30,8 @@ class ChunkTiming:
 
 
 class PendingRead:
-    """A stage's read in flight. `wait` returns when all bytes are in the buffer and raises what a reader thread raised."""
+    """A stage's read in flight. `wait` returns when all bytes are in the buffer and raises what a reader thread
+    raised."""
 
     def __init__(self, chunks: Sequence[Future[ChunkTiming]]):
         self._chunks = chunks
@@ -79,7 +81,8 @@ class Reader:
         self._files.clear()
 
     def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingRead:
-        """Fills `target` (page-aligned, writable) at each extent's slot_offset. `target` must live until the read is done."""
+        """Fills `target` (page-aligned, writable) at each extent's slot_offset. `target` must live until the read is
+        done."""
         chunks = []
         for extent in extents:
             for start in range(0, extent.num_bytes, self._chunk_bytes):
@@ -100,9 +103,13 @@ class Reader:
             try:
                 count = os.preadv(descriptor, [view[done:]], offset + done)
             except OSError as error:
-                raise CheckpointError(f"{path}: reading {wanted:,} bytes at {offset:,} failed: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{path}: reading {wanted:,} bytes at {offset:,} failed: {error.strerror}"
+                ) from error
             if is_direct and done + count < wanted:
-                count -= count % ALIGNMENT_BYTES  # a short direct read may end between blocks: go on from the last whole one
+                count -= (
+                    count % ALIGNMENT_BYTES
+                )  # a short direct read may end between blocks: go on from the last whole one
             if count == 0:
                 break
             done += count

@@ -3,21 +3,13 @@
 """
 
 import mmap
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 from ..errors import ConfigError
 from ..plan.extents import ALIGNMENT_BYTES
 from ..units import round_up
-
-
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def record(self, stream: torch.Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class NullEvent:
@@ -30,8 +22,12 @@ class NullEvent:
         pass
 
 
+Event: TypeAlias = torch.Event | NullEvent  # a point in a stream's work
+
+
 class ComputeDevice:
-    """`is_accelerator` says whether compute memory and host memory are two. Streams are made here, waited on in the engine."""
+    """`is_accelerator` says whether compute memory and host memory are two. Streams are made here, waited on in the
+    engine."""
 
     def __init__(self, name: str):
         self.torch_device = resolve_device(name)
@@ -57,13 +53,15 @@ class ComputeDevice:
         return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.torch_device)
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
-        """uint8 compute memory for what lives long. On a CPU it comes from the kernel, zeroed page by page as it is touched,
+        """uint8 compute memory for what lives long. On a CPU it comes from the kernel, zeroed page by page as it is
+        touched,
         and never from the heap: between activations of the heap it would leave holes of their size."""
         return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else self.host_buffer(num_bytes)
 
     def copy_ahead(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> None:
         """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once."""
         assert self.copy_stream is not None, "copies exist only where there is an accelerator"
+        assert isinstance(after, torch.Event), "an accelerator's events are torch's"
         self.copy_stream.wait_event(after)
         with self.copy_stream:
             target.copy_(source, non_blocking=True)
@@ -73,7 +71,7 @@ class ComputeDevice:
 
     def compute_waits_for(self, event: Event) -> None:
         stream = self.compute_stream()
-        if stream is not None:
+        if stream is not None and isinstance(event, torch.Event):
             stream.wait_event(event)
 
     def finish(self) -> None:
@@ -101,5 +99,7 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"machine.device={name}: not a device torch knows; use auto, cpu or cuda") from error
     if device.type != "cpu" and not torch.accelerator.is_available():
-        raise ConfigError(f"machine.device={name}: torch {torch.__version__} finds no accelerator here; use machine=cpu")
+        raise ConfigError(
+            f"machine.device={name}: torch {torch.__version__} finds no accelerator here; use machine=cpu"
+        )
     return device

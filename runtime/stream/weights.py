@@ -1,6 +1,7 @@
 """Carries stages from where they live to where they are computed, as the schedule's read, copy and free actions say.
 
-Resident stages are read once at the start and stay. Streamed ones pass through slots. A stage is handed out as its bytes:
+Resident stages are read once at the start and stay. Streamed ones pass through slots. A stage is handed out as its
+bytes:
 a uint8 buffer and the layout that says where each tensor begins.
 """
 
@@ -29,7 +30,8 @@ class StageBytes:
 
 
 class Slot:
-    """A piece of memory that stages pass through. `free`: its last user has finished; `ready`: its bytes have arrived."""
+    """A piece of memory that stages pass through. `free`: its last user has finished; `ready`: its bytes have
+    arrived."""
 
     def __init__(self, buffer: torch.Tensor, device: ComputeDevice):
         self.buffer = buffer
@@ -97,7 +99,7 @@ class WeightStream:
         slot = (self._free_staging if copies else self._free_slots).pop(0)
         slot.free.synchronize()  # a staging slot is reused only when its copy has left it
         layout = self._layouts[stage]
-        slot.pending = self._reader.submit(layout.extents, memoryview(slot.buffer.numpy()))
+        slot.pending = self._reader.submit(layout.extents, slot.buffer.numpy().data)
         (self._staged if copies else self._present)[stage] = slot
 
     def copy(self, stage: int) -> None:
@@ -145,12 +147,13 @@ class WeightStream:
             slot.pending = None
 
     def _load_resident(self) -> None:
-        """Each tensor once, also when two stages are tied to it: resident stages that share a tensor share one buffer."""
+        """Each tensor once, also when two stages are tied to it: resident stages that share a tensor share one
+        buffer."""
         for group in self._tied_groups(sorted(self._placement.resident)):
             slices = {s.name: s for stage in group for p in self._shape.stages[stage].parameters for s in p.slices}
             layout = layout_of(slices.values())
             host = self._device.host_buffer(layout.num_bytes)
-            self._reader.submit(layout.extents, memoryview(host.numpy())).wait()
+            self._reader.submit(layout.extents, host.numpy().data).wait()
             buffer = host
             if self._device.is_accelerator:
                 buffer = self._device.compute_buffer(layout.num_bytes)
@@ -174,4 +177,4 @@ class WeightStream:
         for stage in self._placement.walk.streamed:
             layout = self._layouts[stage]
             self._in_host[stage] = self._device.host_buffer(layout.num_bytes)
-            self._reader.submit(layout.extents, memoryview(self._in_host[stage].numpy())).wait()
+            self._reader.submit(layout.extents, self._in_host[stage].numpy().data).wait()

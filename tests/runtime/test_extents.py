@@ -32,7 +32,11 @@ def test_every_tensor_lies_where_its_bytes_will_be(seed: int) -> None:
     layout = layout_of(slices)
     for piece in slices:
         place = layout.tensor_offsets[piece.name]
-        inside = [e for e in layout.extents if e.slot_offset <= place and place + piece.num_bytes <= e.slot_offset + e.used_bytes]
+        inside = [
+            e
+            for e in layout.extents
+            if e.slot_offset <= place and place + piece.num_bytes <= e.slot_offset + e.used_bytes
+        ]
         assert any(e.file == piece.file and e.offset + place - e.slot_offset == piece.offset for e in inside)
 
 

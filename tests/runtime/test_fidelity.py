@@ -48,9 +48,7 @@ def test_every_family_equals_transformers_streamed_from_disk(family: str, refere
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("kind", Prefetch)
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral", "falcon"])
-def test_tier_and_prefetch_do_not_change_tokens(
-    family: str, kind: Prefetch, tier: Tier, reference: References
-) -> None:
+def test_tier_and_prefetch_do_not_change_tokens(family: str, kind: Prefetch, tier: Tier, reference: References) -> None:
     ref = reference(family)
     config = config_for(ref, tier=tier, prefetch=PrefetchConfig(kind=kind, depth=2, block_layers=2), resident_layers=1)
     assert tokens(config, ref.prompts) == ref.expected

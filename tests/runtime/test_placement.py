@@ -1,5 +1,7 @@
 """Every stage is resident or streamed; the budget decides how many, and more of it is never worse."""
 
+from itertools import pairwise
+
 import pytest
 
 from runtime.config import OffloadConfig, Prefetch, PrefetchConfig, Tier
@@ -76,7 +78,7 @@ def test_the_choice_is_the_most_layers_that_fit(budget: int) -> None:
 def test_resident_layers_are_spread_evenly(num_layers: int) -> None:
     for count in range(1, num_layers + 1):
         places = spread(num_layers, count)
-        gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(places)]
         assert len(set(places)) == count
         assert places[0] >= 0
         assert places[-1] < num_layers
@@ -85,7 +87,9 @@ def test_resident_layers_are_spread_evenly(num_layers: int) -> None:
 
 
 def test_tied_weights_count_once() -> None:
-    tied, plain = (terms(placed(toy_shape(is_tied=is_tied), HOST, resident_layers=0), "host") for is_tied in (True, False))
+    tied, plain = (
+        terms(placed(toy_shape(is_tied=is_tied), HOST, resident_layers=0), "host") for is_tied in (True, False)
+    )
     assert plain["resident weights"] == 2 * tied["resident weights"] == 16 * MIB
 
 
@@ -95,7 +99,9 @@ def test_slots_are_as_large_as_the_largest_streamed_stage() -> None:
 
 
 def test_embeddings_and_head_are_streamed_where_they_do_not_fit_and_resident_layers_are_kept() -> None:
-    full = placed(toy_shape(), HOST, resident_layers=0, prefetch=PrefetchConfig(kind=Prefetch.off)).ledgers[0].total_bytes
+    full = (
+        placed(toy_shape(), HOST, resident_layers=0, prefetch=PrefetchConfig(kind=Prefetch.off)).ledgers[0].total_bytes
+    )
     for resident_layers in (0, 1):
         placement = placed(
             toy_shape(),

@@ -120,6 +120,8 @@ def test_no_requests_make_a_plan_without_blocks() -> None:
 
 def test_a_resumed_run_keeps_its_blocks() -> None:
     before = plan(8 * GIB)
-    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme), policy=PolicyConfig(kind=PolicyKind.auto, micro_batch_size=3))
+    config = RuntimeConfig(
+        offload=OffloadConfig(tier=Tier.nvme), policy=PolicyConfig(kind=PolicyKind.auto, micro_batch_size=3)
+    )
     after = plan_run(toy_shape(), config, Budgets(host_bytes=GIB), SIZES, blocks=before.blocks)
     assert after.blocks == before.blocks

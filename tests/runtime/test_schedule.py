@@ -1,4 +1,4 @@
-"""Schedules print and parse back, never overfill a ring, and pass all lanes through a stage before any enters the next."""
+"""Schedules print and parse back, never overfill a ring, and all lanes pass a stage before any enters the next."""
 
 from itertools import product
 
@@ -17,7 +17,13 @@ from runtime.plan.schedule import (
 )
 
 NUM_STAGES = 9
-STREAMED = {"all": tuple(range(NUM_STAGES)), "layers": tuple(range(1, 8)), "spread": (1, 2, 4, 5, 7), "one": (4,), "none": ()}
+STREAMED = {
+    "all": tuple(range(NUM_STAGES)),
+    "layers": tuple(range(1, 8)),
+    "spread": (1, 2, 4, 5, 7),
+    "one": (4,),
+    "none": (),
+}
 SLOTS = {"off": (1, 1), "lookahead 1": (2, 1), "lookahead 3": (4, 1), "block 2": (4, 2), "block 3": (6, 3)}
 ROADS = {"disk": (True, False), "disk, link": (True, True), "link": (False, True)}
 
@@ -80,13 +86,17 @@ def test_lookahead_runs_its_depth_ahead(slots: str, ahead: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "action", [Action(Op.read, 0), Action(Op.copy, 12), Action(Op.run, 7, 3), Action(Op.run, 0, 0), Action(Op.free, 7)], ids=str
+    "action",
+    [Action(Op.read, 0), Action(Op.copy, 12), Action(Op.run, 7, 3), Action(Op.run, 0, 0), Action(Op.free, 7)],
+    ids=str,
 )
 def test_an_action_prints_and_parses_back(action: Action) -> None:
     assert parse_action(str(action)) == action
 
 
-@pytest.mark.parametrize("text", ["", "read", "run 7", "read 7.3", "run 7.", "run .3", "run -1.0", "fly 7", "read seven", "free 1 2"])
+@pytest.mark.parametrize(
+    "text", ["", "read", "run 7", "read 7.3", "run 7.", "run .3", "run -1.0", "fly 7", "read seven", "free 1 2"]
+)
 def test_what_is_no_action_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(ValueError, match="not an action") as error:
         parse_action(text)
@@ -116,5 +126,7 @@ def test_a_broken_schedule_is_refused_naming_the_action_and_the_rule(name: str) 
 
 
 def test_more_slots_than_streamed_stages_are_refused_with_the_keys() -> None:
-    with pytest.raises(ConfigError, match=r"3 slots for 2 streamed stages: lower prefetch\.depth or prefetch\.block_layers"):
+    with pytest.raises(
+        ConfigError, match=r"3 slots for 2 streamed stages: lower prefetch\.depth or prefetch\.block_layers"
+    ):
         make_schedule(Walk(num_stages=4, streamed=(1, 2), num_slots=3), 1)

@@ -1,0 +1,135 @@
+"""On an accelerator: transformers' own tokens, copies that wait for their events, pinned and aligned memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from runtime import MachineConfig, PrefetchConfig
+from runtime.config import Prefetch, Tier
+from runtime.plan.extents import ALIGNMENT_BYTES
+from runtime.stream.device import ComputeDevice
+from runtime.units import MIB
+from tests.runtime.test_fidelity import config_for, tokens
+from tests.support import NUM_NEW_TOKENS, Reference
+
+References = Callable[[str], Reference]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+FAMILIES = ("llama", "mixtral")
+
+
+@pytest.fixture(scope="module")
+def expected(reference: References) -> Callable[[str], list[list[int]]]:
+    """transformers' greedy tokens on the device itself: its products round otherwise than a CPU's."""
+    made: dict[str, list[list[int]]] = {}
+
+    def get(family: str) -> list[list[int]]:
+        if family not in made:
+            ref = reference(family)
+            model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.float32).eval().cuda()
+            made[family] = [generate(model, prompt) for prompt in ref.prompts]
+        return made[family]
+
+    return get
+
+
+def generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt], device="cuda")
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("resident_layers", [0, 1, None])
+@pytest.mark.parametrize("kind", Prefetch)
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_transformers_on_the_device(
+    family: str,
+    tier: Tier,
+    kind: Prefetch,
+    resident_layers: int | None,
+    reference: References,
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    ref = reference(family)
+    prefetch = PrefetchConfig(kind=kind, depth=2, block_layers=2)
+    config = config_for(ref, tier=tier, prefetch=prefetch, resident_layers=resident_layers)
+    config = replace(config, machine=MachineConfig(device="cuda"))
+    assert tokens(config, ref.prompts) == expected(family)
+
+
+@pytest.fixture
+def device() -> ComputeDevice:
+    return ComputeDevice("cuda")
+
+
+def busy(device: ComputeDevice) -> None:
+    """Queues some tens of milliseconds of compute."""
+    x = torch.rand(4096, 4096, device=device.torch_device)
+    for _ in range(30):
+        x = x @ x
+        x = x / x.norm()
+
+
+def test_host_buffers_are_pinned_and_aligned_and_device_buffers_are_on_the_device(device: ComputeDevice) -> None:
+    for num_bytes in (1, ALIGNMENT_BYTES, 3 * MIB + 5):
+        host = device.host_buffer(num_bytes)
+        assert host.is_pinned()
+        assert host.data_ptr() % ALIGNMENT_BYTES == 0
+        assert host.numel() >= num_bytes
+        assert device.compute_buffer(num_bytes).device.type == "cuda"
+
+
+def test_a_copy_does_not_begin_before_its_slot_is_free(device: ComputeDevice) -> None:
+    """Compute that still reads the slot sees the old bytes; what is queued after `ready` sees the new ones."""
+    size = 64 * MIB
+    slot, source = device.compute_buffer(size), device.host_buffer(size)
+    slot.fill_(1)
+    source.fill_(2)
+    device.finish()
+    free, ready = device.new_event(), device.new_event()
+    busy(device)
+    old = slot.clone()
+    free.record(device.compute_stream())
+    device.copy_ahead(source[:size], slot, after=free)
+    ready.record(device.copy_stream)
+    device.compute_waits_for(ready)
+    new = slot.clone()
+    device.finish()
+    assert bool((old == 1).all())
+    assert bool((new == 2).all())
+
+
+def test_a_staging_buffer_may_be_rewritten_once_its_copy_has_left(device: ComputeDevice) -> None:
+    size = 64 * MIB
+    slots, staging = [device.compute_buffer(size) for _ in range(3)], device.host_buffer(size)
+    left = device.new_event()
+    for value, slot in enumerate(slots):
+        left.synchronize()
+        staging.fill_(value)
+        device.copy_ahead(staging[:size], slot, after=device.new_event())
+        left.record(device.copy_stream)
+    left.synchronize()
+    assert all(bool((slot == value).all()) for value, slot in enumerate(slots))
+
+
+def test_a_copy_from_pinned_memory_returns_before_it_is_done(device: ComputeDevice) -> None:
+    """Queued behind a compute event that has not happened, it cannot have been waited for."""
+    slot, source = device.compute_buffer(MIB), device.host_buffer(MIB)
+    busy(device)
+    free, ready = torch.Event(device=device.torch_device), torch.Event(device=device.torch_device)
+    free.record(device.compute_stream())
+    device.copy_ahead(source[:MIB], slot, after=free)
+    ready.record(device.copy_stream)
+    assert not ready.query()
+    ready.synchronize()
+    assert free.query()

@@ -1,0 +1,136 @@
+"""Bytes in memory equal bytes on disk, and whatever goes wrong in a thread reaches the one who waits."""
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.errors import CheckpointError
+from runtime.plan.extents import ALIGNMENT_BYTES, SlotLayout, layout_of
+from runtime.plan.shapes import TensorSlice
+from runtime.store.reader import Reader
+from runtime.stream.device import ComputeDevice
+
+SIZE = 1_000_003  # ends inside a block
+DEVICE = ComputeDevice("cpu")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(torch.randint(0, 256, (SIZE,), generator=torch.Generator().manual_seed(0)).tolist()))
+    return path
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
+    with Reader(num_threads=3, chunk_bytes=16 * ALIGNMENT_BYTES, direct=request.param) as reader:
+        yield reader
+
+
+def layout(file: Path, *ranges: tuple[int, int]) -> SlotLayout:
+    return layout_of(
+        TensorSlice(name=str(n), file=str(file), offset=begin, num_bytes=end - begin, dtype="U8", shape=(end - begin,))
+        for n, (begin, end) in enumerate(ranges)
+    )
+
+
+def target_of(found: SlotLayout) -> torch.Tensor:
+    return DEVICE.host_buffer(found.num_bytes)
+
+
+RANGES = {
+    "inside": [(5, 4000)], "whole": [(0, SIZE)], "last byte": [(SIZE - 1, SIZE)], "end": [(SIZE - 70_000, SIZE)],
+    "two": [(100, 200), (700_001, SIZE)], "block": [(4096, 8192)], "chunks": [(1, 16 * 4096 * 3)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_memory_equals_the_file(name: str, reader: Reader, file: Path) -> None:
+    found = layout(file, *RANGES[name])
+    buffer = target_of(found)
+    pending = reader.submit(found.extents, memoryview(buffer.numpy()))
+    pending.wait()
+    raw = file.read_bytes()
+    for number, (begin, end) in enumerate(RANGES[name]):
+        place = found.tensor_offsets[str(number)]
+        assert bytes(buffer[place : place + end - begin].numpy()) == raw[begin:end]
+    assert pending.is_done
+    assert sum(e.used_bytes for e in found.extents) <= pending.num_bytes <= found.num_bytes
+    assert pending.seconds >= 0
+
+
+@pytest.mark.parametrize("lost", [1, 5000, 500_000, SIZE])
+def test_a_file_that_shrinks_after_it_was_planned_is_noticed(lost: int, reader: Reader, file: Path) -> None:
+    """Also when it loses a single byte of its last block."""
+    found = layout(file, (0, SIZE))
+    os.truncate(file, SIZE - lost)
+    with pytest.raises(CheckpointError, match=rf"{file}: changed while in use: .*found {SIZE - lost:,}"):
+        reader.submit(found.extents, memoryview(target_of(found).numpy())).wait()
+
+
+def test_a_file_that_is_gone_is_named_and_other_reads_go_on(reader: Reader, file: Path) -> None:
+    found = layout(file.with_name("gone"), (0, 100))
+    pending = reader.submit(found.extents, memoryview(target_of(found).numpy()))
+    with pytest.raises(CheckpointError, match=r"gone: cannot be opened: No such file"):
+        pending.wait()
+    good = layout(file, (0, 100))
+    reader.submit(good.extents, memoryview(target_of(good).numpy())).wait()
+
+
+def test_an_error_of_the_disk_reaches_the_caller(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    found = layout(file, (0, 100))
+    with (
+        Reader(num_threads=1) as reader,
+        pytest.raises(CheckpointError, match=r"reading .* bytes at 0 failed: Input/output"),
+    ):
+        reader.submit(found.extents, memoryview(target_of(found).numpy())).wait()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_short_reads_are_continued(direct: bool, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][: 2 * ALIGNMENT_BYTES]], offset))
+    found = layout(file, (0, SIZE))
+    buffer = target_of(found)
+    with Reader(num_threads=2, direct=direct) as reader:
+        reader.submit(found.extents, memoryview(buffer.numpy())).wait()
+    assert bytes(buffer[:SIZE].numpy()) == file.read_bytes()
+
+
+def test_where_direct_reads_are_refused_the_page_cache_is_used_and_said_so(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_open, flags_seen = os.open, []
+
+    def refuse(path: str, flags: int, *args: int) -> int:
+        flags_seen.append(flags)
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_open(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = layout(file, (10, 5000))
+    buffer = target_of(found)
+    with caplog.at_level(logging.WARNING), Reader(num_threads=1) as reader:
+        reader.submit(found.extents, memoryview(buffer.numpy())).wait()
+    assert bytes(buffer[10:5000].numpy()) == file.read_bytes()[10:5000]
+    assert [bool(flags & os.O_DIRECT) for flags in flags_seen] == [True, False]
+    assert "refuses O_DIRECT" in caplog.text
+
+
+def test_closing_ends_the_threads_and_the_descriptors(file: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    found = layout(file, (0, SIZE))
+    with Reader(num_threads=4) as reader:
+        reader.submit(found.extents, memoryview(target_of(found).numpy())).wait()
+    assert (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) == before

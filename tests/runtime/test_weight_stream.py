@@ -1,0 +1,161 @@
+"""Stages arrive with the file's bytes, and a slot is not handed to a new read before it is freed."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.config import OffloadConfig, PrefetchConfig, Tier
+from runtime.errors import CheckpointError
+from runtime.plan.extents import Extent
+from runtime.plan.placement import Budgets, Placement, place
+from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
+from runtime.store.header import read_header
+from runtime.store.reader import PendingRead, Reader
+from runtime.stream.device import ComputeDevice
+from runtime.stream.weights import WeightStream
+from runtime.units import GIB
+from tests.toy import toy_shape
+
+NUM_LAYERS = 4
+DEVICE = ComputeDevice("cpu")
+
+
+def stage_of(index: int, pieces: Sequence[TensorSlice]) -> Stage:
+    kind = {0: StageKind.embedding, NUM_LAYERS + 1: StageKind.head}.get(index, StageKind.layer)
+    parameters = tuple(Parameter(name=p.name, shape=p.shape, pieces=((p,),)) for p in pieces)
+    return Stage(index=index, name=str(index), kind=kind, parameters=parameters)
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"w{index}": torch.rand(64 + index, 32, generator=generator) for index in range(NUM_LAYERS + 1)}
+
+
+@pytest.fixture
+def shape(tensors: dict[str, torch.Tensor], tmp_path: Path) -> ModelShape:
+    """Stage i holds w{i}; the head is tied to the embeddings."""
+    save_file(tensors, tmp_path / "model")
+    found = read_header(tmp_path / "model")
+    names = [f"w{index}" for index in range(NUM_LAYERS + 1)] + ["w0"]
+    toy = toy_shape(NUM_LAYERS)
+    stages = tuple(stage_of(index, [found[name]]) for index, name in enumerate(names))
+    fields = {name: getattr(toy, name) for name in toy.__dataclass_fields__ if name not in ("stages", "weight_bytes")}
+    return ModelShape(stages=stages, **fields)
+
+
+def placement_of(shape: ModelShape, resident_layers: int = 1, depth: int = 1) -> Placement:
+    offload = OffloadConfig(tier=Tier.nvme, resident_layers=resident_layers)
+    return place(shape, offload, PrefetchConfig(depth=depth), Budgets(host_bytes=GIB), [], 512)
+
+
+class CountingReader(Reader):
+    def __init__(self) -> None:
+        super().__init__(num_threads=2)
+        self.targets: list[int] = []
+
+    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingRead:
+        self.targets.append(torch.frombuffer(target, dtype=torch.uint8).data_ptr())
+        return super().submit(extents, target)
+
+
+@pytest.fixture
+def reader() -> Iterator[CountingReader]:
+    with CountingReader() as reader:
+        yield reader
+
+
+def weight(stream: WeightStream, stage: int, name: str, like: torch.Tensor) -> torch.Tensor:
+    placed = stream.acquire(stage)
+    begin = placed.tensor_offsets[name]
+    return placed.buffer[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def test_every_stage_has_the_files_bytes_pass_after_pass(
+    shape: ModelShape, tensors: dict[str, torch.Tensor], reader: CountingReader
+) -> None:
+    placement = placement_of(shape)
+    with WeightStream(shape, placement, DEVICE, reader) as stream:
+        for _ in range(3):
+            for stage in placement.walk.streamed:
+                stream.read(stage)
+                assert torch.equal(weight(stream, stage, f"w{stage}", tensors[f"w{stage}"]), tensors[f"w{stage}"])
+                stream.free(stage)
+        for stage in placement.resident:
+            name = f"w{stage % (NUM_LAYERS + 1)}"
+            assert torch.equal(weight(stream, stage, name, tensors[name]), tensors[name])
+
+
+def test_tied_resident_stages_share_one_buffer_that_is_read_once(shape: ModelShape, reader: CountingReader) -> None:
+    with WeightStream(shape, placement_of(shape, resident_layers=0), DEVICE, reader) as stream:
+        assert stream.acquire(0).buffer.data_ptr() == stream.acquire(NUM_LAYERS + 1).buffer.data_ptr()
+        assert len(reader.targets) == 1
+
+
+def test_a_slot_is_not_handed_to_a_new_read_before_it_is_freed(shape: ModelShape, reader: CountingReader) -> None:
+    placement = placement_of(shape, resident_layers=0, depth=1)
+    first, second, third = placement.walk.streamed[:3]
+    with WeightStream(shape, placement, DEVICE, reader) as stream:
+        reader.targets.clear()
+        stream.read(first)
+        stream.read(second)
+        assert len(set(reader.targets)) == 2
+        with pytest.raises(IndexError):  # both slots are taken; a checked schedule never asks
+            stream.read(third)
+        stream.free(second)
+        stream.read(third)
+        assert reader.targets[2] == reader.targets[1]
+        assert stream.acquire(first).key != stream.acquire(third).key
+
+
+def test_a_stage_freed_without_use_is_waited_for_first(shape: ModelShape, reader: CountingReader) -> None:
+    """Otherwise the next read of the slot and this one would write into it at the same time."""
+    placement = placement_of(shape, resident_layers=0, depth=1)
+    stage = placement.walk.streamed[0]
+    with WeightStream(shape, placement, DEVICE, reader) as stream:
+        stream.read(stage)
+        pending = stream._present[stage].pending
+        stream.free(stage)
+        assert pending is not None
+        assert pending.is_done
+
+
+def test_counters_count_each_read_once_and_start_again(shape: ModelShape, reader: CountingReader) -> None:
+    placement = placement_of(shape, resident_layers=0)
+    stage = placement.walk.streamed[0]
+    with WeightStream(shape, placement, DEVICE, reader) as stream:
+        assert stream.take_counters().bytes_read == 0
+        stream.read(stage)
+        for _ in range(3):
+            stream.acquire(stage)
+        stream.free(stage)
+        counters = stream.take_counters()
+        assert shape.stages[stage].num_bytes <= counters.bytes_read <= placement.slot_bytes
+        assert counters.read_seconds > 0
+        assert counters.bytes_copied == 0
+        assert stream.take_counters().bytes_read == 0
+
+
+def test_a_failed_read_reaches_the_engine_once_and_unchanged(
+    shape: ModelShape, reader: CountingReader, tmp_path: Path
+) -> None:
+    placement = placement_of(shape, resident_layers=0)
+    with pytest.raises(CheckpointError, match="changed while in use") as error:  # noqa: PT012, SIM117
+        with WeightStream(shape, placement, DEVICE, reader) as stream:
+            (tmp_path / "model").write_bytes(b"")
+            stream.read(placement.walk.streamed[0])
+            stream.acquire(placement.walk.streamed[0])
+    assert not getattr(error.value, "__notes__", [])
+
+
+def test_a_read_that_fails_unseen_is_reported_when_the_stream_closes(
+    shape: ModelShape, reader: CountingReader, tmp_path: Path
+) -> None:
+    placement = placement_of(shape, resident_layers=0)
+    with pytest.raises(CheckpointError, match="changed while in use"):  # noqa: PT012, SIM117
+        with WeightStream(shape, placement, DEVICE, reader) as stream:
+            (tmp_path / "model").write_bytes(b"")
+            stream.read(placement.walk.streamed[0])
