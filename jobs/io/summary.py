@@ -38,7 +38,6 @@ class PassRow:
     compute_seconds: float = 0.0
     load_seconds: float = 0.0
     stall_seconds: float = 0.0
-    copy_seconds: float = 0.0
     bytes_read_disk: int = 0
     bytes_copied_device: int = 0
     peak_host_bytes: int = 0
@@ -46,7 +45,7 @@ class PassRow:
 
 
 PASS_COUNTS = ("num_sequences", "real_tokens", "padded_tokens", "issued_tokens", "useful_tokens")
-PASS_SECONDS = ("seconds", "compute_seconds", "load_seconds", "stall_seconds", "copy_seconds")
+PASS_SECONDS = ("seconds", "compute_seconds", "load_seconds", "stall_seconds")
 PASS_BYTES = ("bytes_read_disk", "bytes_copied_device", "peak_host_bytes", "peak_device_bytes")
 THROUGHPUT_SCHEMA = pa.schema(
     [
@@ -93,7 +92,6 @@ class Summary:
     compute_seconds: float
     load_seconds: float
     stall_seconds: float
-    copy_seconds: float
     bytes_read_disk: int
     bytes_copied_device: int
     measured: Rates
@@ -124,7 +122,6 @@ def summarize(
         compute_seconds=sum(row.compute_seconds for row in passes),
         load_seconds=sum(row.load_seconds for row in passes),
         stall_seconds=sum(row.stall_seconds for row in passes),
-        copy_seconds=sum(row.copy_seconds for row in passes),
         bytes_read_disk=sum(row.bytes_read_disk for row in passes),
         bytes_copied_device=sum(row.bytes_copied_device for row in passes),
         measured=_rates(prefill, decode),
@@ -209,7 +206,6 @@ def _time(summary: Summary) -> list[list[str]]:
         ("computing", summary.compute_seconds),
         ("loading (beside compute)", summary.load_seconds),
         ("stalled on loads", summary.stall_seconds),
-        ("copying to the device", summary.copy_seconds),
     )
     return [[name, format_seconds(seconds), ""] for name, seconds in times]
 

@@ -17,7 +17,7 @@ class NeedStage:
 class LaneRun(greenlet):
     """One forward pass of a lane. The attention function finds the lane's KV cache here, as the pass's own greenlet."""
 
-    def __init__(self, forward: Callable[[], None], cache: object):
+    def __init__(self, forward: Callable[[], object], cache: object):
         super().__init__(forward)
         self.cache = cache
 

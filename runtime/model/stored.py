@@ -30,7 +30,8 @@ class _Buffers:
         size = torch.Size(shape).numel()
         piece = self._pieces.get((device, dtype))
         if piece is None or piece.numel() < size:
-            piece = torch.empty(max(size, PANEL_BYTES // dtype.itemsize), dtype=dtype, device=device)
+            with torch.inference_mode(False):  # so that it may be written inside and outside of it
+                piece = torch.empty(max(size, PANEL_BYTES // dtype.itemsize), dtype=dtype, device=device)
             self._pieces[device, dtype] = piece
         return piece[:size].view(*shape)
 

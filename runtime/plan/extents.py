@@ -35,10 +35,29 @@ class SlotLayout:
     num_bytes: int
 
 
+def resident_groups(stages: Iterable[Stage]) -> list[list[Stage]]:
+    """Stages that share a tensor (tied embeddings and head) lie in one buffer, so that it is there once."""
+    groups: list[tuple[set[str], list[Stage]]] = []
+    for stage in stages:
+        names = {piece.name for parameter in stage.parameters for piece in parameter.slices}
+        members = [stage]
+        for shared in [group for group in groups if group[0] & names]:
+            groups.remove(shared)
+            names |= shared[0]
+            members = shared[1] + members
+        groups.append((names, members))
+    return [members for _, members in groups]
+
+
+def group_layout(stages: Iterable[Stage]) -> SlotLayout:
+    """The layout of stages that share one buffer."""
+    slices = {piece.name: piece for stage in stages for p in stage.parameters for piece in p.slices}
+    return layout_of(slices.values())
+
+
 def slot_layout(stage: Stage) -> SlotLayout:
     """The layout of one stage; slots are as large as the largest layout among the stages that pass through them."""
-    slices = {piece.name: piece for parameter in stage.parameters for piece in parameter.slices}
-    return layout_of(slices.values())
+    return group_layout([stage])
 
 
 def layout_of(slices: Iterable[TensorSlice]) -> SlotLayout:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
-from .extents import slot_layout
+from .extents import group_layout, resident_groups, slot_layout
 from .ledger import Entry, Ledger
 from .memory import MicroBatch, block_entries
 from .schedule import Walk
@@ -120,7 +120,7 @@ def _placement(
     weights = (
         Entry(
             name="resident weights",
-            num_bytes=_unique_bytes([shape.stages[s] for s in resident]),
+            num_bytes=_resident_bytes([shape.stages[s] for s in sorted(resident)]),
             equation=f"{len(resident)} of {len(shape.stages)} stages",
         ),
         Entry(name="slots", num_bytes=slots * slot_bytes, equation=f"{slots} x {slot_bytes:,} B"),
@@ -143,13 +143,19 @@ def _ledgers(
     host = [Entry(name="staging slots", num_bytes=staging * slot_bytes, equation=f"{staging} x {slot_bytes:,} B")]
     if tier is Tier.cpu:
         stages = [shape.stages[s] for s in walk.streamed]
-        host.append(Entry(name="weights", num_bytes=_unique_bytes(stages), equation=f"{len(stages)} stages, pinned"))
+        host.append(
+            Entry(
+                name="weights",
+                num_bytes=sum(slot_layout(stage).num_bytes for stage in stages),
+                equation=f"{len(stages)} stages, pinned",
+            )
+        )
     return (
         Ledger(memory="device", budget_bytes=budgets.device_bytes, budget_key=device_key, entries=compute_entries),
         Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=tuple(host)),
     )
 
 
-def _unique_bytes(stages: Sequence[Stage]) -> int:
-    """Tied weights count once."""
-    return sum({p.name: p.num_bytes for s in stages for q in s.parameters for p in q.slices}.values())
+def _resident_bytes(stages: Sequence[Stage]) -> int:
+    """Of the buffers that hold the stages: tied weights once, alignment included."""
+    return sum(group_layout(group).num_bytes for group in resident_groups(stages))

@@ -83,7 +83,8 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     """
     if walk.streamed and walk.num_slots > len(walk.streamed):
         raise ConfigError(
-            f"{walk.num_slots} slots for {len(walk.streamed)} streamed stages: lower prefetch.depth or block_layers"
+            f"{walk.num_slots} slots for {len(walk.streamed)} streamed stages: "
+            "lower prefetch.depth or prefetch.block_layers"
         )
     if walk.block > 1 and walk.num_slots > walk.block:
         return _block_schedule(walk, num_lanes)

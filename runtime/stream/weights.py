@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from ..errors import CheckpointError
-from ..plan.extents import SlotLayout, layout_of, slot_layout
+from ..plan.extents import SlotLayout, group_layout, resident_groups, slot_layout
 from ..plan.placement import Placement
 from ..plan.shapes import ModelShape
 from ..store.reader import PendingRead, Reader
@@ -147,11 +147,9 @@ class WeightStream:
             slot.pending = None
 
     def _load_resident(self) -> None:
-        """Each tensor once, also when two stages are tied to it: resident stages that share a tensor share one
-        buffer."""
-        for group in self._tied_groups(sorted(self._placement.resident)):
-            slices = {s.name: s for stage in group for p in self._shape.stages[stage].parameters for s in p.slices}
-            layout = layout_of(slices.values())
+        stages = [self._shape.stages[index] for index in sorted(self._placement.resident)]
+        for group in resident_groups(stages):
+            layout = group_layout(group)
             host = self._device.host_buffer(layout.num_bytes)
             self._reader.submit(layout.extents, host.numpy().data).wait()
             buffer = host
@@ -159,19 +157,7 @@ class WeightStream:
                 buffer = self._device.compute_buffer(layout.num_bytes)
                 buffer.copy_(host[: buffer.numel()])
             for stage in group:
-                self._resident[stage] = StageBytes(buffer, layout.tensor_offsets, id(buffer))
-
-    def _tied_groups(self, stages: list[int]) -> list[list[int]]:
-        groups: list[tuple[set[str], list[int]]] = []
-        for stage in stages:
-            names = {s.name for p in self._shape.stages[stage].parameters for s in p.slices}
-            shared = next((group for group in groups if group[0] & names), None)
-            if shared is None:
-                groups.append((names, [stage]))
-            else:
-                shared[0].update(names)
-                shared[1].append(stage)
-        return [members for _, members in groups]
+                self._resident[stage.index] = StageBytes(buffer, layout.tensor_offsets, id(buffer))
 
     def _load_host_tier(self) -> None:
         for stage in self._placement.walk.streamed:

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from greenlet import greenlet
 
 from runtime.cache.ragged import RaggedKV
 from runtime.model.attention import ragged_attention
+from runtime.model.events import LaneRun
 from runtime.stream.device import ComputeDevice
 from runtime.units import round_up
 
@@ -39,8 +39,7 @@ class Row:
 def attend(cache: RaggedKV, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     module = torch.nn.Module()
     module.layer_idx = layer
-    lane = greenlet(lambda: ragged_attention(module, q, *cache.update(k, v, layer), None)[0][0])
-    lane.cache = cache
+    lane = LaneRun(lambda: ragged_attention(module, q, *cache.update(k, v, layer), None)[0][0], cache)
     return lane.switch()
 
 
@@ -148,7 +147,7 @@ def test_a_row_that_failed_with_nan_does_not_harm_the_row_that_takes_its_place()
 
 def test_attention_outside_a_packed_lane_says_so() -> None:
     q = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(AssertionError, match="outside a packed lane"):
+    with pytest.raises(AssertionError, match="outside a lane"):
         ragged_attention(torch.nn.Module(), q, q, q, None)
 
 

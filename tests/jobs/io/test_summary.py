@@ -20,7 +20,6 @@ PREFILL = PassRow(
     compute_seconds=1.5,
     load_seconds=1.0,
     stall_seconds=0.5,
-    copy_seconds=0.25,
     bytes_read_disk=3 * GIB,
     bytes_copied_device=MIB,
     peak_host_bytes=5 * GIB,
