@@ -49,10 +49,11 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
     """Runs, or goes on with, the job that `config` describes. Raises the errors of runtime.errors."""
     runtime = Runtime(config.runtime, should_stop=should_stop)
     count_tokens = (lambda text: len(runtime.tokenize(text))) if runtime.model.tokenizer is not None else None
-    rows = shard_rows(read_rows(config.dataset, count_tokens=count_tokens), config.shard)
+    all_rows = read_rows(config.dataset, count_tokens=count_tokens)
+    columns = infer_column_schema([row.columns for row in all_rows])  # of the whole data set: shards share it
+    rows = shard_rows(all_rows, config.shard)
     with open_run(run_directory(config), _manifest(config, runtime, rows)) as state:
         asked = ask(runtime, rows)
-        columns = infer_column_schema([row.columns for row in rows])
         if is_finished(state.directory):
             store = PartStore(
                 directory=state.directory,

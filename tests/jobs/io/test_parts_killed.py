@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from tests.jobs.io import part_support as case
 from jobs.io import files
+from jobs.io.parts import is_finished
 
 STEPS = ("fsync", "link", "unlink", "replace", "rename", "mkdir")
 
@@ -61,7 +62,7 @@ def audit(store, reference):
     for name in visible(store):
         data = (store.directory.generations / name).read_bytes()
         assert data == whole[name] or data == b"corrupt", name
-    assert not store.directory.success.exists() or case.is_finished(store.directory), "success over missing parts"
+    assert not store.directory.success.exists() or is_finished(store.directory), "success over missing parts"
 
 base = Path(sys.argv[1])
 reference = case.committed_store(base / "reference")
@@ -82,7 +83,7 @@ for before in (True, False):
         audit(store, reference)
         work(store)
         assert case.parts(store) == case.parts(reference)
-        assert case.is_finished(store.directory)
+        assert is_finished(store.directory)
         assert [p.read_bytes() for p in case.quarantined(store)] == [b"corrupt"]
         left = [p.name for p in store.directory.path.rglob(".*")]
         assert left == [], left

@@ -1,0 +1,162 @@
+"""Bad input gets a clear error that names what, where and the key; a bad row never kills a run."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs.io.config import GenerateConfig
+from jobs.io.dataset import DatasetConfig
+from jobs.io.dataset.config import DatasetKind
+from jobs.io.generation import generate
+from jobs.io.parts import read_generations
+from jobs.io.run_dir import RunDirectory
+from runtime.config import ModelConfig, OffloadConfig, SamplingConfig, Tier
+from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError
+from runtime.units import MIB
+from tests.support import Reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(output_root: Path, **changes: object) -> int:
+    values: dict[str, object] = {
+        "run": "case",
+        "output_root": str(output_root),
+        "dataset": DatasetConfig(limit=3),
+        "sampling": SamplingConfig(max_new_tokens=4, ignore_eos=True),
+    }
+    return generate(GenerateConfig(**(values | changes)), lambda: False).exit_code  # pyright: ignore
+
+
+def model_at(directory: Path | str) -> ModelConfig:
+    return ModelConfig(name="hf", path=str(directory))
+
+
+def copied(reference: Reference, directory: Path) -> Path:
+    directory.mkdir()
+    for file in reference.directory.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+def test_missing_checkpoint_names_three_ways_on(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        run(tmp_path, model=model_at(tmp_path / "nowhere"))
+    text = str(error.value)
+    assert all(way in text for way in ("hf download", "model.path=", "jobs.synthesize", str(tmp_path / "nowhere")))
+    assert error.value.exit_code == 2
+
+
+def test_hub_id_without_network_names_three_ways_on(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"jobs\.synthesize"):
+        run(tmp_path, model=model_at("nobody/nothing"))
+
+
+def test_truncated_shard_names_file_and_both_sizes(tmp_path: Path, reference: Callable[[str], Reference]) -> None:
+    directory = copied(reference("llama"), tmp_path / "model")
+    shard = min(directory.glob("model-*.safetensors"))
+    size = shard.stat().st_size
+    with shard.open("r+b") as file:
+        file.truncate(size - 1000)
+    with pytest.raises(CheckpointError) as error:
+        run(tmp_path / "out", model=model_at(directory))
+    assert shard.name in str(error.value)
+    assert f"{size:,}" in str(error.value)
+    assert f"{size - 1000:,}" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_shard_that_disagrees_with_its_index_is_named(tmp_path: Path, reference: Callable[[str], Reference]) -> None:
+    directory = copied(reference("llama"), tmp_path / "model")
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    tensor, shard = next(iter(content["weight_map"].items()))
+    content["weight_map"][tensor] = next(name for name in content["weight_map"].values() if name != shard)
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as error:
+        run(tmp_path / "out", model=model_at(directory))
+    assert tensor in str(error.value)
+
+
+BAD_LINES = {
+    "malformed": b'{"id": "bad", "prompt": ',
+    "not an object": b"[1, 2]",
+    "non-UTF-8": b'{"id": "bad", "prompt": "\xff\xfe"}',
+    "empty prompt": b'{"id": "bad", "prompt": ""}',
+    "missing prompt": b'{"id": "bad"}',
+    "longer than the context": json.dumps({"id": "bad", "prompt": "x" * 3000}).encode(),
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_bad_row_becomes_an_error_row_and_the_others_are_generated(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"id": "a", "prompt": "one"}\n' + line + b'\n{"id": "b", "prompt": "two"}')
+    dataset = DatasetConfig(kind=DatasetKind.jsonl, path=str(path), id_field="id")
+    assert run(tmp_path / "out", dataset=dataset) == 3
+    table = read_generations(RunDirectory(path=tmp_path / "out" / "generate" / "case")).to_pylist()
+    assert sorted(row["status"] for row in table) == ["error", "ok", "ok"]
+    assert {row["id"]: len(row["token_ids"]) for row in table if row["status"] == "ok"} == {"a": 4, "b": 4}
+    bad = next(row for row in table if row["status"] == "error")
+    assert bad["error"]
+
+
+def test_context_overflow_names_both_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * 3000}))
+    assert run(tmp_path / "out", dataset=DatasetConfig(kind=DatasetKind.jsonl, path=str(path))) == 3
+    [row] = read_generations(RunDirectory(path=tmp_path / "out" / "generate" / "case")).to_pylist()
+    assert "3,001 tokens" in row["error"]
+    assert "2,048" in row["error"]
+
+
+def test_duplicate_ids_are_refused_with_the_ids_and_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "same", "prompt": "one"}\n{"id": "same", "prompt": "two"}\n')
+    with pytest.raises(DatasetError, match=r"same.*dataset\.dedupe|dataset\.dedupe.*same"):
+        run(tmp_path / "out", dataset=DatasetConfig(kind=DatasetKind.jsonl, path=str(path), id_field="id"))
+
+
+def test_too_small_a_budget_is_refused_with_the_equation_before_reading(tmp_path: Path) -> None:
+    offload = OffloadConfig(tier=Tier.nvme, host_memory_gib=5 * MIB / 2**30)
+    with pytest.raises(BudgetError) as error:
+        run(tmp_path, offload=offload)
+    text = str(error.value)
+    assert "offload.host_memory_gib" in text
+    assert "KV cache" in text
+    assert "> 5 MiB" in text
+    assert error.value.exit_code == 2
+
+
+def test_unwritable_output_directory_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(MillraceError) as error:
+        run(tmp_path / "file" / "below")
+    assert str(tmp_path / "file") in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_impossible_values_name_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"offload\.host_memory_gib"):
+        OffloadConfig(host_memory_gib=-1)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("polcy.micro_batch_size=2", "policy.micro_batch_size"),
+        ("policy.micro_batch_size=two", "policy.micro_batch_size"),
+        ("offload=nvmee", "nvme"),
+    ],
+)
+def test_config_errors_are_one_line_and_exit_2(override: str, named: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jobs.generate", override, f"output_root={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert named in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())

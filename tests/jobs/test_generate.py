@@ -1,0 +1,190 @@
+"""The contract of a run: every row once, the same rows however often it was killed, nothing rewritten."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from jobs.io.config import GenerateConfig
+from jobs.io.dataset import DatasetConfig, ShardConfig
+from jobs.io.generation import Outcome, generate
+from jobs.io.parts import read_generations
+from jobs.io.run_dir import RunDirectory
+from runtime.config import (
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    Prefetch,
+    PrefetchConfig,
+    SamplingConfig,
+    Tier,
+)
+from runtime.errors import Interrupted, RunMismatchError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2)
+NUM_KILLS = 5
+
+
+def config(output_root: Path, **changes: object) -> GenerateConfig:
+    values: dict[str, object] = {
+        "run": "case",
+        "output_root": str(output_root),
+        "dataset": DatasetConfig(limit=12),
+        "policy": SMALL_BLOCKS,
+        "sampling": SamplingConfig(max_new_tokens=6),
+    }
+    return GenerateConfig(**(values | changes))  # pyright: ignore[reportArgumentType]
+
+
+def run(output_root: Path, **changes: object) -> Outcome:
+    return generate(config(output_root, **changes), lambda: False)
+
+
+def rows(output_root: Path, name: str = "case") -> pa.Table:
+    return read_generations(RunDirectory(path=output_root / "generate" / name))
+
+
+def tokens_by_id(table: pa.Table) -> Mapping[str, list[int]]:
+    return dict(zip(table["id"].to_pylist(), table["token_ids"].to_pylist(), strict=True))
+
+
+def command(output_root: Path, name: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "jobs.generate", f"run={name}", f"output_root={output_root}", "policy=fixed"),
+        *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "dataset.limit=24"),
+        *("sampling.max_new_tokens=48", "sampling.ignore_eos=true"),
+    ]
+
+
+def test_killed_five_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    subprocess.run(command(tmp_path, "whole"), cwd=ROOT, check=True, capture_output=True)
+    moments = random.Random(7)
+    num_killed = 0
+    while num_killed < NUM_KILLS:
+        process = subprocess.Popen(command(tmp_path, "killed"), cwd=ROOT, stderr=subprocess.DEVNULL)
+        folder = tmp_path / "generate" / "killed" / "generations"
+        before = len(list(folder.glob("*.parquet"))) if folder.exists() else 0
+        while process.poll() is None and (not folder.exists() or len(list(folder.glob("*.parquet"))) == before):
+            time.sleep(0.005)  # wait for a first commit, so that every start gets somewhere
+        time.sleep(moments.uniform(0, 0.2))
+        assert process.poll() is None, "the run ended before it could be killed: make it longer"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        num_killed += 1
+    subprocess.run(command(tmp_path, "killed"), cwd=ROOT, check=True, capture_output=True)
+    assert rows(tmp_path, "killed").equals(rows(tmp_path, "whole"))
+    assert len(set(rows(tmp_path, "killed")["id"].to_pylist())) == 24
+    assert not [path for path in tmp_path.rglob(".*") if "tmp" in path.name]
+
+
+def test_a_stopped_run_exits_resumable_and_goes_on_with_equal_rows(tmp_path: Path) -> None:
+    run(tmp_path / "whole")
+    asked = iter([False] * 40 + [True] * 1000)
+    with pytest.raises(Interrupted) as stopped:
+        generate(config(tmp_path / "stopped"), lambda: next(asked))
+    assert stopped.value.exit_code == 75
+    run(tmp_path / "stopped")
+    assert rows(tmp_path / "stopped").equals(rows(tmp_path / "whole"))
+
+
+def test_sigterm_ends_the_process_with_75(tmp_path: Path) -> None:
+    process = subprocess.Popen(command(tmp_path, "stopped"), cwd=ROOT, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.rglob("part-*.parquet")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+
+
+def test_a_finished_run_says_so_and_changes_nothing(tmp_path: Path) -> None:
+    assert not run(tmp_path).was_finished
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    again = run(tmp_path)
+    assert again.was_finished
+    assert again.exit_code == 0
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {k: v for k, v in after.items() if "lock" not in k.name} == {
+        k: v for k, v in before.items() if "lock" not in k.name
+    }
+
+
+def test_a_changed_semantic_key_is_refused_with_a_diff_and_rewrites_nothing(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = rows(tmp_path)
+    with pytest.raises(RunMismatchError, match=r"sampling\.max_new_tokens: 6 -> 7") as refused:
+        run(tmp_path, sampling=SamplingConfig(max_new_tokens=7))
+    assert refused.value.exit_code == 2
+    assert rows(tmp_path).equals(before)
+
+
+def test_tier_and_prefetch_may_change_on_resume(tmp_path: Path) -> None:
+    run(tmp_path / "whole")
+    asked = iter([False] * 40 + [True] * 1000)
+    with pytest.raises(Interrupted):
+        generate(config(tmp_path / "moved"), lambda: next(asked))
+    run(
+        tmp_path / "moved",
+        offload=OffloadConfig(tier=Tier.nvme, resident_layers=1),
+        prefetch=PrefetchConfig(kind=Prefetch.block),
+    )
+    assert rows(tmp_path / "moved").equals(rows(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("kind", Prefetch)
+def test_every_tier_and_prefetch_gives_the_same_rows(tier: Tier, kind: Prefetch, tmp_path: Path) -> None:
+    run(tmp_path / "plain")
+    offload = OffloadConfig(tier=tier, resident_layers=1)
+    run(tmp_path / "other", offload=offload, prefetch=PrefetchConfig(kind=kind))
+    assert rows(tmp_path / "other").equals(rows(tmp_path / "plain"))
+
+
+def test_shards_partition_the_rows(tmp_path: Path) -> None:
+    run(tmp_path)
+    parts = []
+    for index in range(3):
+        run(tmp_path, shard=ShardConfig(index=index, count=3))
+        parts.append(rows(tmp_path, f"case-{index:05d}-of-00003"))
+    whole, sharded = rows(tmp_path), pa.concat_tables(parts)
+    assert sorted(sharded["id"].to_pylist()) == sorted(whole["id"].to_pylist())
+    assert tokens_by_id(sharded) == tokens_by_id(whole)
+
+
+def test_columns_are_passed_through_and_chat_templates_are_rendered(tmp_path: Path) -> None:
+    plain, chat = tmp_path / "plain", tmp_path / "chat"
+    run(plain)
+    run(chat, dataset=DatasetConfig(limit=12, chat_template=True, system_prompt="Be brief."))
+    assert {"category", "turns"} <= set(rows(plain).column_names)
+    assert all(a > b for a, b in zip(_prompt_tokens(chat), _prompt_tokens(plain), strict=True))
+
+
+def _prompt_tokens(output_root: Path) -> list[int]:
+    table = rows(output_root).sort_by("id")
+    return table["num_prompt_tokens"].to_pylist()
+
+
+def test_samples_follow_the_seed_and_not_the_place_in_a_batch(tmp_path: Path) -> None:
+    sampled = SamplingConfig(max_new_tokens=6, temperature=0.8, seed=3)
+    run(tmp_path / "a", sampling=sampled)
+    run(tmp_path / "b", sampling=sampled, policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=5))
+    run(tmp_path / "c", sampling=SamplingConfig(max_new_tokens=6, temperature=0.8, seed=4))
+    assert tokens_by_id(rows(tmp_path / "a")) == tokens_by_id(rows(tmp_path / "b"))
+    assert tokens_by_id(rows(tmp_path / "a")) != tokens_by_id(rows(tmp_path / "c"))
+
+
+def test_policy_auto_gives_the_same_rows_as_fixed(tmp_path: Path) -> None:
+    run(tmp_path / "fixed")
+    run(tmp_path / "auto", policy=PolicyConfig())
+    assert tokens_by_id(rows(tmp_path / "auto")) == tokens_by_id(rows(tmp_path / "fixed"))
+
+
+def test_nothing_is_written_beside_the_run_directory(tmp_path: Path) -> None:
+    subprocess.run(command(tmp_path, "alone"), cwd=ROOT, check=True, capture_output=True, env=dict(os.environ))
+    assert [path.name for path in tmp_path.iterdir()] == ["generate"]
