@@ -116,7 +116,7 @@ class Runtime:
             self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings
         )
         if self._rates is None and requests:
-            with self._reader() as reader:
+            with self.reader() as reader:
                 self._rates = measure_rates(self.model, reader, self.device)
         return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
 
@@ -134,7 +134,7 @@ class Runtime:
         if sampling.stop and self.model.tokenizer is None:
             raise ConfigError("sampling.stop needs a tokenizer to see text; set model.tokenizer")
         with (
-            self._reader() as reader,
+            self.reader() as reader,
             WeightStream(self.model.shape, plan.placement, self.device, reader) as stream,
         ):
             engine = Engine(
@@ -185,7 +185,7 @@ class Runtime:
                     results |= {c.request.id: c for c in session.run(block, requests)}
         return [results[str(index)] for index in range(len(prompts))]
 
-    def _reader(self) -> Reader:
+    def reader(self) -> Reader:
         offload = self.config.offload
         return Reader(
             num_threads=offload.reader_threads, chunk_bytes=offload.read_chunk_mib * MIB, direct=offload.direct_io

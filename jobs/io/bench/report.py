@@ -1,0 +1,59 @@
+"""From rounds of measurements to a table: medians, spread, ratios, agreement, and where and how it was measured."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from runtime.units import GIB, format_bytes
+
+from .measure import Result
+
+Rounds = Mapping[str, Sequence[Result]]
+
+
+def markdown(rounds: Rounds, command: str) -> str:
+    """One row per contender. Ratios are to the first contender's median; `equal` counts sequences equal to
+    transformers', or to the first contender's where transformers did not take part."""
+    first = next(iter(rounds))
+    base = median(result.rate for result in rounds[first])
+    judge = rounds.get("transformers", rounds[first])[0].tokens
+    lines = [
+        "| contender | rate, median (min-max) | ratio | peak memory above baseline | read per run | equal |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, results in rounds.items():
+        rates = [result.rate for result in results]
+        tokens = results[0].tokens
+        unit = (lambda rate: f"{rate:.1f} tok/s") if tokens else (lambda rate: f"{rate / 1e9:.2f} GB/s")
+        same = sum(ours == theirs for ours, theirs in zip(tokens, judge, strict=False))
+        peak = median(result.peak_bytes - result.baseline_bytes for result in results)
+        lines.append(
+            f"| {name} | {unit(median(rates))} ({unit(min(rates))}-{unit(max(rates))}) | {median(rates) / base:.2f} "
+            f"| {format_bytes(peak)} | {format_bytes(median(r.bytes_read for r in results))} "
+            f"| {f'{same} of {len(judge)}' if tokens else '-'} |"
+        )
+    num_rounds = len(rounds[first])
+    return "\n".join([*lines, "", f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."])
+
+
+def hardware() -> str:
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model} ({capability}), {os.cpu_count()} cores, {memory:.0f} GiB, torch {torch.__version__}"
+
+
+def commit() -> str:
+    try:
+        described = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
