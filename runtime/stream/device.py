@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..plan.extents import ALIGNMENT_BYTES
-from ..units import round_up
+from ..units import MIB, round_up
 
 
 class NullEvent:
@@ -22,6 +22,7 @@ class NullEvent:
         pass
 
 
+HUGE_PAGE_BYTES = 2 * MIB
 Event: TypeAlias = torch.Event | NullEvent  # a point in a stream's work
 
 
@@ -38,10 +39,11 @@ class ComputeDevice:
         return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Page-aligned host memory, uint8, pinned where there is an accelerator. Touched pages only count as used."""
+        """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages where
+        the kernel has them: a direct read must look up every page that it fills."""
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
         if not self.is_accelerator:
-            return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+            return _anonymous(size, huge=size >= HUGE_PAGE_BYTES)
         buffer = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
         start = -buffer.data_ptr() % ALIGNMENT_BYTES
         return buffer[start : start + size]
@@ -56,7 +58,7 @@ class ComputeDevice:
         """uint8 compute memory for what lives long. On a CPU it comes from the kernel, zeroed page by page as it is
         touched,
         and never from the heap: between activations of the heap it would leave holes of their size."""
-        return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else self.host_buffer(num_bytes)
+        return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else _anonymous(num_bytes, huge=False)
 
     def copy_ahead(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> None:
         """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once."""
@@ -88,6 +90,13 @@ class ComputeDevice:
     def peak_bytes(self) -> int:
         """Most device memory allocated since the start of the process; 0 on a CPU, whose peak is the process's own."""
         return torch.accelerator.max_memory_allocated(self.torch_device) if self.is_accelerator else 0
+
+
+def _anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def resolve_device(name: str) -> torch.device:
