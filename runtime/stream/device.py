@@ -39,8 +39,8 @@ class ComputeDevice:
         return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages where
-        the kernel has them: a direct read must look up every page that it fills."""
+        """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages
+        where the kernel has them: a direct read must look up every page that it fills."""
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
         if not self.is_accelerator:
             return _anonymous(size, huge=size >= HUGE_PAGE_BYTES)

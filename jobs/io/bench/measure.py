@@ -1,8 +1,8 @@
 """One measurement of one contender, in a process of its own: `python -m jobs.io.bench.measure JSON` answers in JSON.
 
 Timed is generation alone, prefill and decode; loading what stays in memory is not. Peak memory counts from after
-the libraries are loaded. The checkpoint's pages are dropped from the page cache first, so that nobody reads from memory what
-is on disk.
+the libraries are loaded. The checkpoint's pages are dropped from the page cache first, so that nobody reads from
+memory what is on disk.
 """
 
 import json
