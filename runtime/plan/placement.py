@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
-from .extents import group_layout, resident_groups, slot_layout
+from .extents import ALIGNMENT_BYTES, group_layout, resident_groups, slot_layout
 from .ledger import Entry, Ledger
 from .memory import MicroBatch, block_entries
 from .schedule import Walk
@@ -139,14 +139,14 @@ def _ledgers(
     host_key, device_key = "offload.host_memory_gib", "offload.device_memory_gib"
     if budgets.device_bytes is None:
         return (Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=compute_entries),)
-    staging = walk.num_staging_slots
-    host = [Entry(name="staging slots", num_bytes=staging * slot_bytes, equation=f"{staging} x {slot_bytes:,} B")]
+    staging, pinned = walk.num_staging_slots, _pinned_bytes(slot_bytes)
+    host = [Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")]
     if tier is Tier.cpu:
         stages = [shape.stages[s] for s in walk.streamed]
         host.append(
             Entry(
                 name="weights",
-                num_bytes=sum(slot_layout(stage).num_bytes for stage in stages),
+                num_bytes=sum(_pinned_bytes(slot_layout(stage).num_bytes) for stage in stages),
                 equation=f"{len(stages)} stages, pinned",
             )
         )
@@ -154,6 +154,11 @@ def _ledgers(
         Ledger(memory="device", budget_bytes=budgets.device_bytes, budget_key=device_key, entries=compute_entries),
         Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=tuple(host)),
     )
+
+
+def _pinned_bytes(num_bytes: int) -> int:
+    """torch's pinned allocator rounds up to a power of two; a page more is asked for, to align the buffer by hand."""
+    return 1 << (num_bytes + ALIGNMENT_BYTES - 1).bit_length() if num_bytes else 0
 
 
 def _resident_bytes(stages: Sequence[Stage]) -> int:

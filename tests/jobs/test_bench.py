@@ -1,4 +1,4 @@
-"""Contenders get the same prompts and give the same tokens; the table has a row for each. Nothing is asserted about speed."""
+"""Contenders get the same prompts and give the same tokens; the table has a row for each. Speed is not asserted."""
 
 import pytest
 
