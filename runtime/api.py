@@ -62,9 +62,7 @@ class Runtime:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
         self._rates: MachineRates | None = None
-        self.baseline_bytes = (
-            resident_bytes()
-        )  # interpreter, libraries and the model without weights: not in the budget
+        self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 
     def request(self, id: str, prompt: str | Sequence[int], *, sample_index: int = 0) -> Request | Rejected:
@@ -153,8 +151,8 @@ class Runtime:
         self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None
     ) -> Iterator[tuple[RunPlan, "Session"]]:
         """Plans and opens a session. With `policy=auto` and no `blocks` of an earlier start, the first pass of the
-        heaviest
-        block is tried; if memory runs out or the host budget is passed, once more with blocks of half the size.
+        heaviest block is tried; if memory runs out or the host budget is passed, once more with blocks of half the
+        size.
         """
         may_back_off = blocks is None and self.config.policy.kind is PolicyKind.auto
         for num_halvings in range(2):
@@ -171,7 +169,12 @@ class Runtime:
                         raise out_of_memory(plan) from error
                     log.warning("policy=auto: %s; once more with blocks of half as many sequences", error)
                     continue
-                yield plan, session
+                try:
+                    yield plan, session
+                except (MemoryError, RuntimeError) as error:
+                    if is_out_of_memory(error):
+                        raise out_of_memory(plan) from error
+                    raise
                 return
 
     def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Completion | Rejected]:

@@ -22,8 +22,8 @@ def plan_blocks(
     """Every request in exactly one block. Longest first, ties by position, so that the plan depends on nothing else.
 
     Packed lanes carry no padding, so blocks are made *alike*: the sorted requests are dealt out in a snake, and every
-    block
-    needs about the same KV. Padded lanes pay for their longest sequence, so there neighbours in length stay together.
+    block needs about the same KV. Padded lanes pay for their longest sequence, so there neighbours in length stay
+    together.
     """
     order = sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i))
     block_size = micro_batch_size * num_micro_batches

@@ -1,6 +1,5 @@
 """Cuts a model into stages without touching its code: finds the decoder layers, puts a `StreamedModule` in the place
-of each
-module that owns weights, and learns by one dry run which of the others come before the first layer.
+of each module that owns weights, and learns by one dry run which of the others come before the first layer.
 """
 
 from collections.abc import Mapping

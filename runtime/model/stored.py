@@ -1,11 +1,9 @@
 """Weights that stay as they are stored, a bf16 view into a slot, and are widened inside the product that needs them.
 
 On a CPU without fast bf16 units, products in fp32 are several times faster than in bf16, yet widening a whole layer
-costs as
-much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
-multiplies panel by
-panel: a few rows are widened into one small reused buffer that stays in the cache, multiplied, and overwritten by the
-next.
+costs as much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
+multiplies panel by panel: a few rows are widened into one small reused buffer that stays in the cache, multiplied,
+and overwritten by the next.
 
 Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """
@@ -43,8 +41,7 @@ class StoredWeight(torch.Tensor):
     """A parameter put together from row blocks of stored tensors, computing in `dtype`.
 
     `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and look-ups
-    use the
-    blocks as they are. Any other operation gets a widened copy, correct but as large as the weight.
+    use the blocks as they are. Any other operation gets a widened copy, correct but as large as the weight.
     """
 
     entries: list[list[torch.Tensor]]

@@ -22,8 +22,7 @@ def stage_weights(
     """Parameter name -> tensor, as views into `buffer` (uint8, compute memory): valid as long as its bytes are.
 
     `dtypes` says in which precision the model wants each parameter. Matrices stored otherwise are handed over as
-    stored and
-    widened inside the product; vectors are widened here.
+    stored and widened inside the product; vectors are widened here.
     """
     return {p.name: _argument(p, buffer, tensor_offsets, dtypes[p.name]) for p in stage.parameters}
 

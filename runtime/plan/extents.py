@@ -1,9 +1,8 @@
 """Which byte ranges of which files to read for a stage, and where each tensor then lies in its slot.
 
 O_DIRECT wants file offsets, lengths and memory addresses in multiples of the disk's block; tensors in a safetensors
-file have
-no such alignment. So a slot holds the aligned *supersets* of the ranges as they are on disk, and a tensor is a view
-into it.
+file have no such alignment. So a slot holds the aligned *supersets* of the ranges as they are on disk, and a tensor
+is a view into it.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,7 @@
 """The terms of the ledger: how many bytes a placement and a block of sequences take in each memory.
 
 Every term is an upper bound from shapes alone. Activations are those of one lane passing one stage; between stages a
-lane
-keeps only its hidden states.
+lane keeps only its hidden states.
 """
 
 from collections.abc import Sequence

@@ -6,8 +6,7 @@
     free 7      the stage's slot may be reused when its compute has finished
 
 A block runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
-stages
-of the next one: the walk over the stages is cyclic and the disk never waits for the turn of a pass.
+stages of the next one: the walk over the stages is cyclic and the disk never waits for the turn of a pass.
 """
 
 from collections.abc import Sequence
@@ -78,8 +77,7 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     """Zig-zag: all lanes pass stage i before any enters i+1, so that one read of a stage serves the whole block.
 
     Slots are filled as early as they are free. With one slot nothing overlaps (prefetch off); with k+1 slots reads
-    run k
-    stages ahead; with block b > 1, groups of b stages are read while the group before is computed.
+    run k stages ahead; with block b > 1, groups of b stages are read while the group before is computed.
     """
     if walk.streamed and walk.num_slots > len(walk.streamed):
         raise ConfigError(

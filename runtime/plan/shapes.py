@@ -1,8 +1,7 @@
 """What a model is made of, in bytes and FLOPs: plain values, no torch. Everything planned is computed from these.
 
 A **stage** is what the weights of one step of the forward pass are called: 0 is the embeddings, 1..L the decoder
-layers, the
-last one the norm and head. A stage's **parameters** say which bytes of which file they are.
+layers, the last one the norm and head. A stage's **parameters** say which bytes of which file they are.
 """
 
 from dataclasses import dataclass, field
@@ -34,8 +33,7 @@ class Parameter:
     """One argument of a stage's module, put together from tensor slices without copying.
 
     `pieces[e]` are the slices whose rows, one below the other, make entry `e` of a stacked parameter (an expert); a
-    parameter
-    that is not stacked has one entry, nearly always of one slice.
+    parameter that is not stacked has one entry, nearly always of one slice.
     """
 
     name: str

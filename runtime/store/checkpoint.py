@@ -27,8 +27,7 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """sha256 over each shard's name, size, header and some spread samples of its data: cheap, and independent of
-        where
-        the files lie. It tells checkpoints apart; it does not prove that no bit has flipped."""
+        where the files lie. It tells checkpoints apart; it does not prove that no bit has flipped."""
         digest = hashlib.sha256()
         for file in map(Path, self.files):
             size = file.stat().st_size

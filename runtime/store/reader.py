@@ -1,8 +1,7 @@
 """Reads extents from disk into host memory in the background: several threads, O_DIRECT `preadv`, a deep queue.
 
 Where a file system refuses O_DIRECT the page cache is used and told at once to forget what was read, so that a
-checkpoint
-larger than memory does not push everything else out.
+checkpoint larger than memory does not push everything else out.
 """
 
 import errno

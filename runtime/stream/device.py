@@ -56,8 +56,7 @@ class ComputeDevice:
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
         """uint8 compute memory for what lives long. On a CPU it comes from the kernel, zeroed page by page as it is
-        touched,
-        and never from the heap: between activations of the heap it would leave holes of their size."""
+        touched, and never from the heap: between activations of the heap it would leave holes of their size."""
         return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else _anonymous(num_bytes, huge=False)
 
     def copy_ahead(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> None:

@@ -54,9 +54,8 @@ def set_allocator(*, is_budget_hard: bool) -> None:
     """Tells glibc what to do with freed activations; a no-op with another C library.
 
     Without a hard budget they stay in the heap and are used again, which saves the page faults. But glibc cannot
-    always reuse
-    aligned blocks and the heap was seen to grow to twice the need, now and then; so with a hard budget every block from
-    1 MiB up is mapped and unmapped by itself, and the peak is what is really in use.
+    always reuse aligned blocks and the heap was seen to grow to twice the need, now and then; so with a hard budget
+    every block from 1 MiB up is mapped and unmapped by itself, and the peak is what is really in use.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -93,13 +93,13 @@ def forget_pages(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _runtime(task: Task, tier: Tier) -> tuple[Runtime, list[Request]]:
+def _runtime(task: Task, tier: Tier, resident_layers: int | None = None) -> tuple[Runtime, list[Request]]:
     """For nvme the host budget is `weight_share` of the weights plus the KV that the prompts need."""
 
     def make(host_memory_gib: float | None) -> tuple[Runtime, list[Request]]:
         config = RuntimeConfig(
             model=ModelConfig(name="bench", path=task.path, dtype=DType.float32),
-            offload=OffloadConfig(tier=tier, host_memory_gib=host_memory_gib),
+            offload=OffloadConfig(tier=tier, host_memory_gib=host_memory_gib, resident_layers=resident_layers),
             policy=PolicyConfig(
                 kind=PolicyKind.fixed,
                 micro_batch_size=task.micro_batch_size,
@@ -186,8 +186,9 @@ def _generate(task: Task, model: PreTrainedModel) -> Result:
 
 
 def _read(task: Task) -> Result:
-    """The schedule without its `run` actions, against a plain reader of the same file ranges with as many threads."""
-    runtime, requests = _runtime(task, Tier.nvme)
+    """The schedule without its `run` actions, against a plain reader of the same file ranges with as many threads:
+    every layer streamed."""
+    runtime, requests = _runtime(task, Tier.nvme, resident_layers=0)
     plan = runtime.plan(requests)
     shape, walk = runtime.model.shape, plan.placement.walk
     with runtime.reader() as reader:
