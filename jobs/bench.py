@@ -2,13 +2,15 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import hydra
 
-from jobs.io.bench.config import BenchConfig
+from jobs.io.allocator import with_tunable
+from jobs.io.bench.config import PEERS, BenchConfig
 from jobs.io.cli import as_job, run_job
 from jobs.io.config import Composed, load
 from runtime.errors import MillraceError
@@ -41,7 +43,8 @@ def main(composed: Composed) -> None:
                 num_threads=config.num_threads,
             )
             worker = [sys.executable, "-m", "jobs.io.bench.measure", json.dumps(asdict(task))]
-            done = subprocess.run(worker, stdout=subprocess.PIPE, text=True, check=False)
+            environment = dict(os.environ) if contender in PEERS else with_tunable(dict(os.environ))
+            done = subprocess.run(worker, stdout=subprocess.PIPE, text=True, check=False, env=environment)
             if done.returncode:
                 raise MillraceError(f"contender {contender.value} ended with exit code {done.returncode}; see above")
             result = Result(**json.loads(done.stdout.splitlines()[-1]))

@@ -6,6 +6,7 @@ import sys
 
 import hydra
 
+from jobs.io.allocator import start_with_tunable
 from jobs.io.cli import as_job, run_job
 from jobs.io.config import Composed, GenerateConfig, ignored_settings, load, to_yaml
 
@@ -41,4 +42,5 @@ def main(composed: Composed) -> int:
 
 
 if __name__ == "__main__":
+    start_with_tunable()
     run_job(main, GenerateConfig)

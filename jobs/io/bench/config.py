@@ -20,6 +20,9 @@ class Contender(Enum):
     plain_read = "plain_read"
 
 
+PEERS = (Contender.transformers, Contender.accelerate)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """Prompts are random ids, their lengths log-normal (median 60) within 16..256. All contenders get the same."""

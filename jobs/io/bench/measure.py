@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import torch
@@ -33,12 +34,14 @@ from runtime.config import (
 )
 from runtime.engine.sequence import Request
 from runtime.plan.extents import Extent, slot_layout
+from runtime.plan.memory import SequenceSize
 from runtime.plan.schedule import Op, make_schedule
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
 
 READ_PASSES = 4
+FORGET_SECONDS = 0.5  # less than a step of any peer takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ def forget_pages(directory: Path) -> None:
 
 
 def _runtime(task: Task, tier: Tier, resident_layers: int | None = None) -> tuple[Runtime, list[Request]]:
-    """For nvme the host budget is `weight_share` of the weights plus the KV that the prompts need."""
+    """For nvme the host budget is `weight_share` of the weights plus the KV that the prompts reserve."""
 
     def make(host_memory_gib: float | None) -> tuple[Runtime, list[Request]]:
         config = RuntimeConfig(
@@ -117,7 +120,8 @@ def _runtime(task: Task, tier: Tier, resident_layers: int | None = None) -> tupl
     if tier is not Tier.nvme:
         return runtime, requests
     shape = runtime.model.shape
-    positions = sum(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    sizes = [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
+    positions = sum(size.capacity_tokens for size in sizes)
     budget = task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token
     return make(budget / GIB)
 
@@ -146,14 +150,26 @@ def _transformers(task: Task) -> Result:
 
 
 def _accelerate(task: Task) -> Result:
-    """Every decoder layer on disk, embeddings and head in memory: what its users get for a model that does not fit."""
+    """Every decoder layer on disk, embeddings and head in memory: what its users get for a model that does not fit.
+    Nor would such a model stay in the page cache from one step to the next, so its pages are dropped all along."""
     from accelerate import disk_offload
 
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32).eval()
         disk_offload(model, offload_dir=folder, execution_device=torch.device("cpu"))
-        forget_pages(Path(folder))
-        return _generate(task, model)
+        is_done = Event()
+        cleaner = Thread(target=_forget_until, args=(is_done, Path(folder)))
+        cleaner.start()
+        try:
+            return _generate(task, model)
+        finally:
+            is_done.set()
+            cleaner.join()
+
+
+def _forget_until(is_done: Event, directory: Path) -> None:
+    while not is_done.wait(FORGET_SECONDS):
+        forget_pages(directory)
 
 
 @torch.inference_mode()
