@@ -26,7 +26,7 @@ def main(composed: Composed) -> None:
 
     from jobs.io.bench.measure import Result, Task
     from jobs.io.bench.report import markdown
-    from runtime.model.loading import find_checkpoint
+    from runtime.model.origin import find_checkpoint
 
     path = find_checkpoint(config.model, None)
     rounds: dict[str, list[Result]] = {}

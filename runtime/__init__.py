@@ -11,23 +11,29 @@ from .config import (
     PrefetchConfig,
     RuntimeConfig,
     SamplingConfig,
+    SamplingOverrides,
 )
 
 if TYPE_CHECKING:
-    from .api import Rejected, Runtime
+    from .api import Runtime
+    from .engine.requests import Rejected
     from .engine.sequence import Completion, Request
 
 __all__ = [
     "Completion", "MachineConfig", "ModelConfig", "OffloadConfig", "PolicyConfig", "PrefetchConfig", "Rejected",
-    "Request", "Runtime", "RuntimeConfig", "SamplingConfig",
+    "Request", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    if name in ("Runtime", "Rejected"):
-        from . import api
+    if name == "Runtime":
+        from .api import Runtime
 
-        return getattr(api, name)
+        return Runtime
+    if name == "Rejected":
+        from .engine.requests import Rejected
+
+        return Rejected
     if name in ("Completion", "Request"):
         from .engine import sequence
 

@@ -3,18 +3,20 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from .batching.balance import Block
-from .config import PolicyKind, RuntimeConfig
+from .config import PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
 from .engine.engine import Engine, PassRecord
-from .engine.sampling import Sampler, decode_text
+from .engine.requests import Rejected, make_request, tokenize
+from .engine.sampling import Sampler
 from .engine.sequence import Completion, FinishReason, Request
 from .engine.sequence import Sequence as Running
-from .errors import BudgetError, CheckpointError, ConfigError
+from .engine.stopping import decode_text
+from .errors import BudgetError
 from .model.loading import LoadedModel, load_model
 from .plan.cost import MachineRates
 from .plan.memory import SequenceSize
@@ -37,15 +39,6 @@ log = logging.getLogger(__name__)
 FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rejected:
-    """A prompt that cannot be generated from, and why."""
-
-    id: str
-    error: str
-    num_prompt_tokens: int = 0
-
-
 class Runtime:
     """Opens a model without reading its weights. Weights are held only inside `session`.
 
@@ -65,34 +58,19 @@ class Runtime:
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 
-    def request(self, id: str, prompt: str | Sequence[int], *, sample_index: int = 0) -> Request | Rejected:
+    def request(
+        self, id: str, prompt: str | Sequence[int], *, overrides: SamplingOverrides | None = None
+    ) -> Request | Rejected:
         """Tokenises a prompt with the tokenizer's own special tokens and fits the answer into the context."""
-        if isinstance(prompt, str):
-            if not prompt:
-                return Rejected(id=id, error="the prompt is empty")
-            ids = tuple(self.tokenize(prompt))
-        else:
-            ids = tuple(prompt)
-        context = self.model.shape.context_tokens
-        if not ids:
-            return Rejected(id=id, error="the prompt has no tokens")
-        if len(ids) >= context and self.config.sampling.max_new_tokens:
-            error = f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
-            return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
-        outside = next((token for token in ids if not 0 <= token < self.model.shape.vocab_size), None)
-        if outside is not None:
-            error = f"token id {outside} is outside the model's vocabulary of {self.model.shape.vocab_size:,}"
-            return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
-        limit = min(self.config.sampling.max_new_tokens, context - len(ids))
-        return Request(id=id, prompt_ids=ids, max_new_tokens=max(0, limit), sample_index=sample_index)
+        return make_request(self.model, self.config.sampling, id, prompt, overrides or SamplingOverrides())
+
+    def samples(self, made: Request | Rejected) -> list[Request | Rejected]:
+        """`sampling.n` times the same, each with its `sample_index`."""
+        return [replace(made, sample_index=index) for index in range(self.config.sampling.n)]
 
     def tokenize(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """`is_rendered`: the text came out of a chat template, which has put the special tokens in already."""
-        if self.model.tokenizer is None:
-            raise CheckpointError(
-                f"{self.model.checkpoint.directory} has no tokenizer; set model.tokenizer, or give token ids"
-            )
-        return self.model.tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
+        return tokenize(self.model, text, is_rendered=is_rendered)
 
     def budgets(self) -> Budgets:
         offload = self.config.offload
@@ -128,9 +106,14 @@ class Runtime:
     @contextmanager
     def session(self, plan: RunPlan) -> Iterator["Session"]:
         """Holds the weights, the slots and the reader threads."""
-        sampling = self.config.sampling
-        if sampling.stop and self.model.tokenizer is None:
-            raise ConfigError("sampling.stop needs a tokenizer to see text; set model.tokenizer")
+        sampler = Sampler(
+            self.config.sampling,
+            vocab_size=self.model.shape.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            tokenizer=self.model.tokenizer,
+            start_token_id=self.model.start_token_id,
+            device=self.device.torch_device,
+        )
         with (
             self.reader() as reader,
             WeightStream(self.model.shape, plan.placement, self.device, reader) as stream,
@@ -140,7 +123,7 @@ class Runtime:
                 plan.placement,
                 stream,
                 self.device,
-                Sampler(sampling, self.model.eos_token_ids, self.model.tokenizer),
+                sampler,
                 self.config.policy.prefill_chunk_tokens,
                 self._should_stop,
             )
@@ -178,15 +161,16 @@ class Runtime:
                 return
 
     def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Completion | Rejected]:
-        """One result per prompt, in order: a completion, or why there is none."""
-        made = [self.request(str(index), prompt) for index, prompt in enumerate(prompts)]
+        """`sampling.n` results per prompt, in order of prompts and then of samples: a completion, or why there is
+        none."""
+        made = [item for n, prompt in enumerate(prompts) for item in self.samples(self.request(str(n), prompt))]
         requests = [item for item in made if isinstance(item, Request)]
-        results: dict[str, Completion | Rejected] = {item.id: item for item in made if isinstance(item, Rejected)}
+        results: dict[tuple[str, int], Completion | Rejected] = {i.key: i for i in made if isinstance(i, Rejected)}
         if requests:
             with self.confirmed_session(requests) as (plan, session):
                 for block in plan.blocks:
-                    results |= {c.request.id: c for c in session.run(block, requests)}
-        return [results[str(index)] for index in range(len(prompts))]
+                    results |= {c.request.key: c for c in session.run(block, requests)}
+        return [results[item.key] for item in made]
 
     def reader(self) -> Reader:
         offload = self.config.offload
@@ -249,4 +233,5 @@ class Session:
             text=text[: sequence.text_end],
             finish=sequence.finish,
             error=sequence.error,
+            logprobs=tuple(sequence.logprobs),
         )

@@ -3,7 +3,7 @@
 Resolving a config (which dtype `auto` means, how many layers stay resident) yields a plan, never a changed config.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from .errors import ConfigError
@@ -22,6 +22,14 @@ class Prefetch(Enum):
     lookahead = "lookahead"
     block = "block"
     cost_aware = "cost_aware"
+
+
+class Lanes(Enum):
+    """How a micro-batch goes through the model. `auto`: packed where the class allows it."""
+
+    auto = "auto"
+    packed = "packed"
+    padded = "padded"
 
 
 class PolicyKind(Enum):
@@ -49,13 +57,14 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint. `path` is a local directory or a hub id; `tiny` builds a small Llama on the spot."""
+    """Which checkpoint. `path` is a directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot."""
 
     name: str = "tiny"
     path: str | None = None
     revision: str | None = None
     tokenizer: str | None = None  # null: beside the weights
     dtype: DType = DType.auto
+    lanes: Lanes = Lanes.auto
 
     def __post_init__(self) -> None:
         require(bool(self.name), "model.name is empty")
@@ -116,33 +125,67 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplingOverrides:
+    """What one request asks otherwise than the run does; None: as the run. `stop` replaces the run's, also with []."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    stop: list[str] | None = None
+
+    @property
+    def given(self) -> dict[str, int | float | list[str]]:
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How the next token is chosen, with transformers' own meaning of each key. `temperature: 0` is greedy."""
 
+    n: int = 1
     max_new_tokens: int = 32
+    min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    bad_words: list[str] = field(default_factory=list)
     seed: int = 0
     ignore_eos: bool = False
     stop: list[str] = field(default_factory=list)
+    logprobs: int = 0
 
     def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 0, f"sampling.max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        for key in ("max_new_tokens", "min_new_tokens"):
+            require(getattr(self, key) >= 0, f"sampling.{key} must be 0 or more, got {getattr(self, key)}")
+        require(
+            self.min_new_tokens <= self.max_new_tokens,
+            f"sampling.min_new_tokens={self.min_new_tokens} is above sampling.max_new_tokens={self.max_new_tokens}",
+        )
         require(self.temperature >= 0, f"sampling.temperature must be 0 (greedy) or more, got {self.temperature}")
-        require(self.top_k >= 0, f"sampling.top_k must be 0 (off) or more, got {self.top_k}")
+        for key in ("top_k", "no_repeat_ngram_size", "logprobs"):
+            require(getattr(self, key) >= 0, f"sampling.{key} must be 0 (off) or more, got {getattr(self, key)}")
         require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
         require(0 <= self.min_p < 1, f"sampling.min_p must be in [0, 1), got {self.min_p}")
         require(
             self.repetition_penalty > 0, f"sampling.repetition_penalty must be above 0, got {self.repetition_penalty}"
         )
         require(all(self.stop), "sampling.stop holds an empty string, which would stop every row at once")
+        require(all(self.bad_words), "sampling.bad_words holds an empty string")
+        require(self.n >= 1, f"sampling.n must be 1 or more samples, got {self.n}")
+        require(
+            self.n == 1 or not self.is_greedy,
+            f"sampling.n={self.n} needs sampling.temperature above 0: greedy gives the same text {self.n} times",
+        )
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    def overridden(self, by: SamplingOverrides) -> "SamplingConfig":
+        """Raises ConfigError when what results cannot go together."""
+        return replace(self, **by.given)
 
 
 @dataclass(frozen=True, kw_only=True)

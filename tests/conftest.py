@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import FAMILIES, Reference
+from runtime.model.families import FAMILIES
+from tests.support import Reference
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # the tests never look for a network
 
@@ -33,7 +34,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
     def get(family: str) -> Reference:
         if family not in made:
-            made[family] = Reference.make(FAMILIES[family], tmp_path_factory.mktemp(family) / "model")
+            made[family] = Reference.make(FAMILIES[family], tmp_path_factory.mktemp("family") / "model")
         return made[family]
 
     return get

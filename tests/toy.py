@@ -1,4 +1,5 @@
-"""A model shape made of numbers alone: embeddings, equal layers, head; one file, tensors one behind the other."""
+"""A model shape made of numbers alone: embeddings, equal layers, head; one file, tensors one behind the other. The
+decoder behind an encoder begins with the same embeddings."""
 
 from collections.abc import Sequence
 
@@ -10,16 +11,19 @@ HIDDEN, VOCAB = 256, 8192  # embeddings and head: 8 MiB each in float32
 LAYER_ROWS = 4096  # a layer: 4 MiB
 
 
-def toy_shape(num_layers: int = 8, *, is_tied: bool = False, is_packed: bool = True) -> ModelShape:
-    rows = [VOCAB, *[LAYER_ROWS] * num_layers, VOCAB]
-    kinds = [StageKind.embedding, *[StageKind.layer] * num_layers, StageKind.head]
+def toy_shape(
+    num_layers: int = 8, *, is_tied: bool = False, is_packed: bool = True, num_encoder_layers: int = 0
+) -> ModelShape:
+    encoder = [*[StageKind.encoder] * num_encoder_layers, StageKind.bridge] if num_encoder_layers else []
+    kinds = [StageKind.embedding, *encoder, *[StageKind.layer] * num_layers, StageKind.head]
     offset, stages = 4096, []
-    for index, (num_rows, kind) in enumerate(zip(rows, kinds, strict=True)):
+    for index, kind in enumerate(kinds):
+        num_rows = LAYER_ROWS if kind.is_layer else VOCAB
         num_bytes = num_rows * HIDDEN * 4
         piece = TensorSlice(
             name=f"w{index}", file="model", offset=offset, num_bytes=num_bytes, dtype="F32", shape=(num_rows, HIDDEN)
         )
-        if kind is StageKind.head and is_tied:
+        if kind is StageKind.bridge or (kind is StageKind.head and is_tied):
             piece = stages[0].parameters[0].slices[0]
         parameter = Parameter(name=f"w{index}", shape=piece.shape, pieces=((piece,),))
         stages.append(Stage(index=index, name=f"stage {index}", kind=kind, parameters=(parameter,)))
@@ -34,9 +38,10 @@ def toy_shape(num_layers: int = 8, *, is_tied: bool = False, is_packed: bool = T
         head_dim=64,
         vocab_size=VOCAB,
         context_tokens=2048,
-        num_kv_layers=num_layers,
+        kv_bytes_per_token=2 * num_layers * 2 * 64 * 4,
         compute_dtype_bytes=4,
         is_packed=is_packed,
+        cross_kv_bytes_per_token=2 * num_layers * 2 * 64 * 4 if num_encoder_layers else 0,
     )
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from difflib import get_close_matches
 from typing import NoReturn, TypeVar
 
 from runtime.errors import Interrupted, MillraceError
@@ -92,7 +93,9 @@ def explain(error: Exception, known: list[str]) -> str:
         return "hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
     if missing is not None and options is not None:
         group, _, option = missing.rpartition("/")
-        return f"{group}={option} does not exist: {group} is one of {', '.join(options)}"
+        close = get_close_matches(option, options, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        return f"{group}={option} does not exist: {hint}{group} is one of {', '.join(options)}"
     if match := re.match(r"Could not override '(.+?)'", text):
         key = match[1]
         return (

@@ -40,6 +40,11 @@ class LogLevel(Enum):
     error = "error"
 
 
+class TableFormat(Enum):
+    text = "text"
+    markdown = "markdown"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """All settings of `jobs.generate`; mirrors conf/generate.yaml."""
@@ -108,6 +113,14 @@ class SynthesizeConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelsConfig:
+    """All settings of `jobs.models`; mirrors conf/models.yaml."""
+
+    family: str | None = None
+    format: TableFormat = TableFormat.text
+
+
 def load(cls: type[T], composed: Composed) -> T:
     """The config that Hydra composed, as an instance of `cls`; interpolations are resolved.
 
@@ -155,8 +168,10 @@ def ignored_settings(config: GenerateConfig) -> list[str]:
     ignored = [
         f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.temperature=0 is greedy"
         for key, is_given in narrowing.items()
-        if is_given and sampling.is_greedy
+        if is_given and sampling.is_greedy and config.dataset.temperature_field is None
     ]
+    if sampling.min_new_tokens and sampling.ignore_eos:
+        ignored.append(f"sampling.min_new_tokens={sampling.min_new_tokens} has no effect: sampling.ignore_eos=true")
     if offload.resident_layers is not None and offload.tier is Tier.none:
         ignored.append(
             f"offload.resident_layers={offload.resident_layers} has no effect: offload=none keeps every layer"

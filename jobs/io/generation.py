@@ -15,10 +15,12 @@ from runtime.engine.engine import PassRecord
 from runtime.engine.sequence import Request
 from runtime.plan.planner import RunPlan
 
+from .chat import require_template
 from .config import GenerateConfig, operational, run_name, semantic
 from .dataset import Row, input_digest, read_rows, shard_rows
+from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
-from .plan_file import fix_plan, infer_column_schema, read_plan
+from .plan_file import PlannedRequest, fix_plan, read_plan
 from .progress import Progress
 from .requests import Asked, ask, completed_row, rejected_rows, seat, tokenizer_fingerprint, unseat
 from .run_dir import RunManifest, RunState, open_run
@@ -48,21 +50,22 @@ def run_directory(config: GenerateConfig) -> Path:
 def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome:
     """Runs, or goes on with, the job that `config` describes. Raises the errors of runtime.errors."""
     runtime = Runtime(config.runtime, should_stop=should_stop)
+    require_template(runtime.model.tokenizer, config.dataset)
     count_tokens = (lambda text: len(runtime.tokenize(text))) if runtime.model.tokenizer is not None else None
     all_rows = read_rows(config.dataset, count_tokens=count_tokens)
-    columns = infer_column_schema([row.columns for row in all_rows])  # of the whole data set: shards share it
+    fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0)
+    columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
     with open_run(run_directory(config), _manifest(config, runtime, rows)) as state:
-        asked = ask(runtime, rows)
-        if is_finished(state.directory):
-            store = PartStore(
-                directory=state.directory,
-                manifest=state.manifest,
-                plan=read_plan(state.directory.plan),
-                columns=columns,
+
+        def store_for(plan: list[PlannedRequest]) -> PartStore:
+            return PartStore(
+                directory=state.directory, manifest=state.manifest, plan=plan, columns=columns, fixed=fixed
             )
-            return _outcome(store, None, runtime, was_finished=True)
-        return _Run(state, runtime, asked, columns).finish()
+
+        if is_finished(state.directory):
+            return _outcome(store_for(read_plan(state.directory.plan)), None, runtime, was_finished=True)
+        return _Run(state, runtime, ask(runtime, rows), store_for).finish()
 
 
 def _manifest(config: GenerateConfig, runtime: Runtime, rows: list[Row]) -> RunManifest:
@@ -82,8 +85,10 @@ def _manifest(config: GenerateConfig, runtime: Runtime, rows: list[Row]) -> RunM
 class _Run:
     """One start of a run that has blocks left."""
 
-    def __init__(self, state: RunState, runtime: Runtime, asked: Asked, columns: pyarrow.Schema):
-        self._state, self._runtime, self._asked, self._columns = state, runtime, asked, columns
+    def __init__(
+        self, state: RunState, runtime: Runtime, asked: Asked, store_for: Callable[[list[PlannedRequest]], PartStore]
+    ):
+        self._state, self._runtime, self._asked, self._store_for = state, runtime, asked, store_for
 
     def finish(self) -> Outcome:
         fixed = self._state.directory.plan
@@ -97,9 +102,7 @@ class _Run:
         blocks = plan.blocks if plan is not None else ()
         planned = seat(self._asked, blocks)
         fix_plan(self._state.directory.plan, planned)
-        store = PartStore(
-            directory=self._state.directory, manifest=self._state.manifest, plan=planned, columns=self._columns
-        )
+        store = self._store_for(planned)
         done = store.committed()
         if self._state.is_resumed:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))

@@ -31,7 +31,8 @@ from .files import (
     write_json,
     write_parquet,
 )
-from .plan_file import GENERATION_SCHEMA, GenerationRow, PlannedRequest
+from .output_rows import GENERATION_SCHEMA, GenerationRow
+from .plan_file import PlannedRequest
 from .run_dir import RunDirectory, RunManifest
 from .summary import THROUGHPUT_SCHEMA, PassRow, Status
 
@@ -57,7 +58,8 @@ class PartStore:
     directory: RunDirectory
     manifest: RunManifest
     plan: Sequence[PlannedRequest]
-    columns: pa.Schema  # of the rows' own columns, from `plan_file.infer_column_schema`
+    columns: pa.Schema  # of the rows' own columns, from `output_rows.infer_column_schema`
+    fixed: pa.Schema = GENERATION_SCHEMA  # of the others, from `output_rows.generation_schema`
 
     @cached_property
     def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
@@ -145,7 +147,7 @@ class PartStore:
 
     @cached_property
     def _schema(self) -> pa.Schema:
-        return pa.unify_schemas([GENERATION_SCHEMA, self.columns])
+        return pa.unify_schemas([self.fixed, self.columns])
 
     @cached_property
     def _block_by_name(self) -> Mapping[str, int]:

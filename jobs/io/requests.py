@@ -1,95 +1,91 @@
 """Between rows, requests and blocks: what a row asks of the model, where the plan seats it, and what it comes to."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from runtime.api import Rejected, Runtime
+from runtime.api import Runtime
 from runtime.batching.balance import Block
-from runtime.engine.sequence import Completion, FinishReason, Request
-from runtime.errors import DatasetError
+from runtime.engine.requests import Rejected
+from runtime.engine.sequence import Completion, Request
 
+from .chat import TemplateRefusal, render
 from .dataset import Row
-from .plan_file import GenerationRow, PlannedRequest
+from .output_rows import GenerationRow
+from .plan_file import PlannedRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """`requests` are what blocks hold positions into; every other row is in `rejected`. Both by row."""
+    """Each row `sampling.n` times: `requests` are what blocks hold positions into, `rejected` all the others. Both by
+    row, then by sample, and beside each the row that it came from."""
 
-    rows: Sequence[Row]
     requests: Sequence[Request]
     request_rows: Sequence[Row]
-    rejected: Mapping[int, Rejected]  # row index -> why
+    rejected: Sequence[Rejected]
+    rejected_rows: Sequence[Row]
 
 
 def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
     """Tokenises every row. A row that cannot be generated from is rejected, never raised."""
-    requests: list[Request] = []
-    request_rows: list[Row] = []
-    rejected: dict[int, Rejected] = {}
-    for row in rows:
-        made = _request(runtime, row)
-        if isinstance(made, Request):
-            requests.append(made)
-            request_rows.append(row)
-        else:
-            rejected[row.index] = made
-    return Asked(rows=rows, requests=requests, request_rows=request_rows, rejected=rejected)
+    made = [(row, item) for row in rows for item in runtime.samples(_request(runtime, row))]
+    return Asked(
+        requests=[item for _, item in made if isinstance(item, Request)],
+        request_rows=[row for row, item in made if isinstance(item, Request)],
+        rejected=[item for _, item in made if isinstance(item, Rejected)],
+        rejected_rows=[row for row, item in made if isinstance(item, Rejected)],
+    )
 
 
 def _request(runtime: Runtime, row: Row) -> Request | Rejected:
     if row.error is not None:
         return Rejected(id=row.id, error=row.error)
     if row.messages is None:
-        return runtime.request(row.id, row.prompt)
-    tokenizer = runtime.model.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
-        raise DatasetError("dataset.chat_template=true, but the model's tokenizer has no chat template")
-    text = tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True)
-    assert isinstance(text, str)
-    return runtime.request(row.id, runtime.tokenize(text, is_rendered=True))
+        return runtime.request(row.id, row.prompt, overrides=row.overrides)
+    assert runtime.model.tokenizer is not None, "require_template has seen to it"
+    try:
+        text = render(runtime.model.tokenizer, row.messages)
+    except TemplateRefusal as error:
+        return Rejected(id=row.id, error=f"the model's chat template refuses the messages: {error}")
+    return runtime.request(row.id, runtime.tokenize(text, is_rendered=True), overrides=row.overrides)
 
 
 def seat(asked: Asked, blocks: Sequence[Block]) -> list[PlannedRequest]:
     """The plan as it is written down. Rejected rows share a block of their own behind the others."""
     planned = [
-        _planned(asked.request_rows[i], block.index, micro_batch, position, len(asked.requests[i].prompt_ids))
+        _planned(asked.request_rows[i], asked.requests[i], block.index, micro_batch, position)
         for block in blocks
         for micro_batch, members in enumerate(block.micro_batches)
         for position, i in enumerate(members)
     ]
-    by_index = {row.index: row for row in asked.rows}
-    for position, (index, why) in enumerate(asked.rejected.items()):
-        planned.append(_planned(by_index[index], len(blocks), 0, position, why.num_prompt_tokens, is_rejected=True))
-    return planned
+    pairs = zip(asked.rejected_rows, asked.rejected, strict=True)
+    return planned + [_planned(row, why, len(blocks), 0, position) for position, (row, why) in enumerate(pairs)]
 
 
-def _planned(
-    row: Row, block: int, micro_batch: int, position: int, num_prompt_tokens: int, *, is_rejected: bool = False
-) -> PlannedRequest:
+def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, position: int) -> PlannedRequest:
+    is_rejected = isinstance(item, Rejected)
     return PlannedRequest(
         row_id=row.id,
         row_index=row.index,
-        sample_index=0,
+        sample_index=item.sample_index,
         block=block,
         micro_batch=micro_batch,
         position=position,
-        num_prompt_tokens=num_prompt_tokens,
+        num_prompt_tokens=item.num_prompt_tokens if is_rejected else len(item.prompt_ids),
         status="rejected" if is_rejected else "planned",
     )
 
 
 def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]:
     """The blocks of a plan read back; `seat` of the result gives the plan again if the rows are the same."""
-    place_of = {row.index: place for place, row in enumerate(asked.request_rows)}
+    place_of = {request.key: place for place, request in enumerate(asked.requests)}
     seats: dict[int, dict[int, list[int]]] = {}
     for request in planned:
-        if request.status == "planned" and request.row_index in place_of:
+        if request.status == "planned" and request.key in place_of:
             lanes = seats.setdefault(request.block, {})
-            lanes.setdefault(request.micro_batch, []).append(place_of[request.row_index])
+            lanes.setdefault(request.micro_batch, []).append(place_of[request.key])
     return tuple(
         Block(index=index, micro_batches=tuple(tuple(members) for _, members in sorted(lanes.items())))
         for index, lanes in sorted(seats.items())
@@ -97,27 +93,26 @@ def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]
 
 
 def completed_row(row: Row, completion: Completion) -> GenerationRow:
-    if completion.finish is FinishReason.error:
-        return GenerationRow(
-            id=row.id, sample_index=0, status="error", completion=completion.text, token_ids=completion.token_ids,
-            error=completion.error, columns=row.columns,
-        )  # fmt: skip
+    reason = completion.finish.value
     return GenerationRow(
         id=row.id,
         sample_index=completion.request.sample_index,
-        status="ok",
+        status="error" if reason == "error" else "ok",
         completion=completion.text,
         token_ids=completion.token_ids,
-        finish_reason=completion.finish.value,
+        logprobs=[token.own for token in completion.logprobs],
+        top_token_ids=[token.top_ids for token in completion.logprobs],
+        top_logprobs=[token.top for token in completion.logprobs],
+        finish_reason=None if reason == "error" else reason,
+        error=completion.error,
         columns=row.columns,
     )
 
 
 def rejected_rows(asked: Asked) -> list[GenerationRow]:
-    by_index = {row.index: row for row in asked.rows}
     return [
-        GenerationRow(id=why.id, sample_index=0, status="error", error=why.error, columns=by_index[index].columns)
-        for index, why in asked.rejected.items()
+        GenerationRow(id=why.id, sample_index=why.sample_index, status="error", error=why.error, columns=row.columns)
+        for row, why in zip(asked.rejected_rows, asked.rejected, strict=True)
     ]
 
 

@@ -35,7 +35,11 @@ def known_keys(cls: type) -> list[str]:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The message for a key that is not among `known`: the closest one that is, or else its neighbours."""
+    """The message for a key that a job does not take: the closest of `known`, or else its neighbours.
+
+    A key that is among them, in a group that other jobs have too, is one that this job makes no use of."""
+    if key in known:
+        return f"{key} has no effect in this job: leave it out"
     parent, _, name = key.rpartition(".")
     if f"{parent}.*" in known:
         return f"unknown key {key}: if {parent} shall have it, write +{key}=<value>"

@@ -7,10 +7,16 @@ Sequences whose capacity rounds up to the same number share a **group**, one ten
 and one for
 values, so that a decode step attends over a whole group at once. A sequence that finishes gives its row to the
 group's last one.
+
+Attention over a group is told which positions each row may look at by `View`s: of a causal window, or of a chunk.
+Where layers cache latents that they expand themselves (MLA), `update` hands back all that is cached of the pass's
+sequences, one behind the other.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
 
 import torch
 from transformers import Cache
@@ -31,33 +37,115 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """How far back a layer looks: the last `window` positions, or those of the same chunk of `chunk`; None is all."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: int) -> int:
+        """The first position that `position` may look at."""
+        begin = 0 if self.window is None else max(0, position + 1 - self.window)
+        return begin if self.chunk is None else max(begin, position // self.chunk * self.chunk)
+
+
+@dataclass(frozen=True)
+class View:
+    """Of the cached positions only [first, end) matter, and of those not the ones where `hidden` is True (None: all
+    do)."""
+
+    first: int
+    end: int
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class Segment:
-    """Tokens [start, start + new) of the pass belong to one row, which has `past` positions cached already."""
+    """Tokens [start, start + new) of the pass belong to one row, which has `past` positions cached already.
+
+    `kv_start`: where its positions begin in what `update` returns for layers that expand them. The view is that of the
+    new tokens (T, S); it is None when it is plainly causal from position 0.
+    """
 
     group: int
     row: int
     past: int
     new: int
     start: int
+    kv_start: int
+    device: torch.device
+    _views: dict[Reach, View | None] = field(default_factory=dict, compare=False)
+
+    @property
+    def end(self) -> int:
+        return self.past + self.new
+
+    def view(self, reach: Reach) -> View | None:
+        if reach not in self._views:
+            self._views[reach] = self._look(reach)
+        return self._views[reach]
+
+    def _look(self, reach: Reach) -> View | None:
+        first = reach.first(self.past)
+        if self.past == 0 and reach.first(self.end - 1) == 0:
+            return None
+        if self.new == 1:
+            return View(first, self.end, None)
+        places = torch.arange(first, self.end, device=self.device)[None]
+        queries = torch.arange(self.past, self.end, device=self.device)[:, None]
+        hidden = places > queries
+        if reach.window is not None:
+            hidden |= places <= queries - reach.window
+        if reach.chunk is not None:
+            hidden |= places < queries // reach.chunk * reach.chunk
+        return View(first, self.end, hidden)
 
 
 @dataclass(frozen=True)
 class DecodeSpan:
-    """Tokens [start, start + B) of the pass are one new token for each row of a group."""
+    """Tokens [start, start + B) of the pass are one new token for each row of a group; `past` counts what each row has
+    cached. Views are of rows (B, S)."""
 
     group: int
     start: int
-    num_rows: int
-    longest: int  # positions to attend over, the new one included
+    kv_start: int
+    past: tuple[int, ...]
     past_B: torch.Tensor
-    hidden_BS: torch.Tensor | None  # True where a row has no position; None when all rows are equally long
+    _views: dict[Reach, View] = field(default_factory=dict, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.past)
+
+    @property
+    def longest(self) -> int:
+        """Positions to attend over, the new one included."""
+        return max(self.past) + 1
+
+    def view(self, reach: Reach) -> View:
+        if reach not in self._views:
+            self._views[reach] = self._look(reach)
+        return self._views[reach]
+
+    def _look(self, reach: Reach) -> View:
+        begins = [reach.first(past) for past in self.past]
+        first, longest = min(begins), self.longest
+        if max(begins) == first and min(self.past) == max(self.past):
+            return View(first, longest, None)
+        places = torch.arange(first, longest, device=self.past_B.device)[None]
+        begin_B = torch.tensor(begins, device=self.past_B.device)
+        return View(first, longest, (places > self.past_B[:, None]) | (places < begin_B[:, None]))
 
 
 class RaggedKV(Cache):
-    """Rows are in the order of the lane's sequences: sorted by capacity, longest first."""
+    """Rows are in the order of the lane's sequences: sorted by capacity, longest first.
 
-    def __init__(self, capacities: Sequence[int], device: ComputeDevice):
+    `expands`: the layers cache latents and want all of them back.
+    """
+
+    def __init__(self, capacities: Sequence[int], device: ComputeDevice, *, expands: bool = False):
         super().__init__(layers=[])
+        self.expands = expands
         assert list(capacities) == sorted(capacities, reverse=True), "rows of one capacity must be neighbours"
         self._compute = device
         self._device = device.torch_device
@@ -69,6 +157,7 @@ class RaggedKV(Cache):
             self.groups[-1].past.append(0)
         self.spans: list[DecodeSpan] = []
         self.segments: list[Segment] = []
+        self._new: list[int] = []
 
     @property
     def past(self) -> list[int]:
@@ -76,27 +165,22 @@ class RaggedKV(Cache):
 
     def begin_pass(self, new_tokens: Sequence[int]) -> None:
         """Says how many tokens of each row the coming pass carries, in row order; the tokens lie in the same order."""
-        self.spans, self.segments = [], []
-        position = start = 0
+        self.spans, self.segments, self._new = [], [], list(new_tokens)
+        position = start = kv_start = 0
         for index, group in enumerate(self.groups):
             new = new_tokens[position : position + len(group.past)]
-            if new and all(n == 1 for n in new) and min(group.past) > 0:
-                self.spans.append(self._span(index, group, start))
-            else:
-                begins = [start + sum(new[:row]) for row in range(len(new))]
-                self.segments += [
-                    Segment(index, row, group.past[row], n, begins[row]) for row, n in enumerate(new) if n
-                ]
             position += len(new)
-            start += sum(new)
-
-    def _span(self, index: int, group: Group, start: int) -> DecodeSpan:
-        past_B = torch.tensor(group.past, device=self._device)
-        longest = max(group.past) + 1
-        hidden = None
-        if min(group.past) + 1 < longest:
-            hidden = torch.arange(longest, device=self._device)[None] > past_B[:, None]
-        return DecodeSpan(index, start, len(group.past), longest, past_B, hidden)
+            if new and all(n == 1 for n in new) and min(group.past) > 0:
+                past = tuple(group.past)
+                self.spans.append(DecodeSpan(index, start, kv_start, past, torch.tensor(past, device=self._device)))
+                start += len(new)
+                kv_start += len(new) * self.spans[-1].longest
+                continue
+            for row, n in enumerate(new):
+                if n:
+                    self.segments.append(Segment(index, row, group.past[row], n, start, kv_start, self._device))
+                    start += n
+                    kv_start += self.segments[-1].end
 
     def end_pass(self) -> None:
         """Counts the pass's tokens as cached."""
@@ -125,7 +209,8 @@ class RaggedKV(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores k, v (1, H, T, D) of the pass. Returns them unchanged: ragged attention reads the groups itself."""
+        """Stores k, v (1, H, T, D) of the pass. Returns them unchanged, as ragged attention reads the groups itself;
+        for layers that expand latents, all positions of the pass's rows (1, H, sum of S, D)."""
         if layer_idx not in self.groups[0].keys:
             self._allocate(layer_idx, key_states, value_states)
         for span in self.spans:
@@ -139,7 +224,46 @@ class RaggedKV(Cache):
             tokens, places = slice(seg.start, seg.start + seg.new), slice(seg.past, seg.past + seg.new)
             k[seg.row, :, places] = key_states[0, :, tokens]
             v[seg.row, :, places] = value_states[0, :, tokens]
+        if self.expands:
+            return self._cached(layer_idx, "keys"), self._cached(layer_idx, "values")
         return key_states, value_states
+
+    def _cached(self, layer: int, which: Literal["keys", "values"]) -> torch.Tensor:
+        """In the order of `kv_start`; a span's rows are all as long as its longest."""
+        pieces = [
+            (span.kv_start, self._tensor(span.group, layer, which)[: span.num_rows, :, : span.longest])
+            for span in self.spans
+        ]
+        pieces += [(s.kv_start, self._tensor(s.group, layer, which)[s.row, None, :, : s.end]) for s in self.segments]
+        pieces.sort(key=lambda piece: piece[0])
+        return torch.cat([piece.transpose(0, 1).flatten(1, 2) for _, piece in pieces], 1)[None]
+
+    def _tensor(self, group: int, layer: int, which: Literal["keys", "values"]) -> torch.Tensor:
+        return getattr(self.groups[group], which)[layer]
+
+    def rows_of(
+        self, span: DecodeSpan, layer: int, expanded: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (B, H, S, D) of a span; `expanded` is what the layer made of the returned latents."""
+        if not self.expands:
+            group = self.groups[span.group]
+            return group.keys[layer][: span.num_rows], group.values[layer][: span.num_rows]
+        places, shape = (
+            slice(span.kv_start, span.kv_start + span.num_rows * span.longest),
+            (span.num_rows, span.longest),
+        )
+        k, v = (tensor[0, :, places].unflatten(1, shape).transpose(0, 1) for tensor in expanded)
+        return k, v
+
+    def row_of(
+        self, segment: Segment, layer: int, expanded: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (H, S, D) of a segment."""
+        if not self.expands:
+            group = self.groups[segment.group]
+            return group.keys[layer][segment.row], group.values[layer][segment.row]
+        k, v = (tensor[0, :, segment.kv_start : segment.kv_start + segment.end] for tensor in expanded)
+        return k, v
 
     def _allocate(self, layer: int, like_k: torch.Tensor, like_v: torch.Tensor) -> None:
         """One piece of memory for a layer of the lane. K and V may differ in their last dimension.
@@ -155,6 +279,14 @@ class RaggedKV(Cache):
         for group, k, v in zip(self.groups, pieces[::2], pieces[1::2], strict=True):
             group.keys[layer], group.values[layer] = k, v
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are given explicitly and no mask is built, so the model needs no length."""
-        return 0
+    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, to the layers that ask
+        self, layer_idx: int | None = None
+    ) -> int | torch.Tensor:
+        """Zero to the model: positions are given explicitly and no mask is built, so it needs no length. A layer that
+        asks for its own adds it to 0, 1, 2 ... to get the positions of the pass's tokens: it gets what then gives them.
+        """
+        if layer_idx is None:
+            return 0
+        offsets = [past - start for past, start in zip(self.past, accumulate(self._new, initial=0), strict=False)]
+        repeats = torch.tensor(self._new, device=self._device)
+        return torch.tensor(offsets, device=self._device).repeat_interleave(repeats)

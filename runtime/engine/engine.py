@@ -14,12 +14,15 @@ from ..model.events import NeedStage, Weights
 from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
 from ..plan.placement import Placement
-from ..plan.schedule import Action, Op, Schedule, check_schedule, make_schedule
+from ..plan.schedule import Action, Op, Schedule, Walk, check_schedule, make_schedule
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import peak_resident_bytes
 from ..stream.weights import WeightStream
-from .lane import Lane, PackedLane, PaddedLane
+from .lane import Lane
+from .packed import PackedLane
+from .padded import PaddedLane
 from .sampling import Sampler
+from .seq2seq import Seq2SeqLane
 from .sequence import Sequence
 
 
@@ -69,12 +72,12 @@ class Engine:
         self._loaded, self._placement, self._stream, self._device = loaded, placement, stream, device
         self._sampler, self._chunk_tokens, self._should_stop = sampler, prefill_chunk_tokens, should_stop
         self._views: dict[tuple[int, int], Weights] = {}
-        self._is_primed = False
+        self._walk: Walk | None = None  # whose next stages lie in the slots
         self._schedule = lru_cache(self._checked_schedule)
 
-    def _checked_schedule(self, num_lanes: int) -> Schedule:
-        schedule = make_schedule(self._placement.walk, num_lanes)
-        check_schedule(schedule, self._placement.walk, num_lanes)
+    def _checked_schedule(self, walk: Walk, num_lanes: int) -> Schedule:
+        schedule = make_schedule(walk, num_lanes)
+        check_schedule(schedule, walk, num_lanes)
         return schedule
 
     def run_block(self, block: int, micro_batches: Rows[Rows[Sequence]]) -> Iterator[PassRecord]:
@@ -91,15 +94,20 @@ class Engine:
     def _lane(self, sequences: Rows[Sequence]) -> Lane:
         model, device = self._loaded.staged.model, self._device
         if self._loaded.shape.is_packed:
-            return PackedLane(model, sequences, self._sampler, device, self._chunk_tokens)
-        return PaddedLane(model, sequences, self._sampler, device)
+            expands = self._loaded.expands_latents
+            return PackedLane(model, sequences, self._sampler, device, self._chunk_tokens, expands_latents=expands)
+        if self._loaded.start_token_id is not None:
+            return Seq2SeqLane(model, sequences, self._sampler, device, self._loaded.start_token_id)
+        return PaddedLane(model, sequences, self._sampler, device, self._chunk_tokens)
 
     @torch.inference_mode()
     def _run_pass(self, block: int, index: int, phase: Phase, lanes: Rows[Lane]) -> PassRecord:
         begin = time.monotonic()
-        schedule = self._schedule(len(lanes))
-        if not self._is_primed:
-            self._is_primed = True
+        walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
+        schedule = self._schedule(walk, len(lanes))
+        if walk != self._walk:
+            self._walk = walk
+            self._stream.drop()
             self._play(schedule.prologue, lanes, [])
         waiting: list[NeedStage | None] = [lane.begin_pass() for lane in lanes]
         compute_seconds = self._play(schedule.cycle, lanes, waiting)

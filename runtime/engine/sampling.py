@@ -7,61 +7,93 @@ Every sequence draws from a generator of its own, seeded by its request: the sam
 from collections.abc import Sequence as Rows
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..config import SamplingConfig
+from ..config import SamplingConfig, require
+from ..units import MIB
+from .logprobs import token_logprobs
+from .processors import Processors, bad_word_ids, process, warpers
 from .sequence import FinishReason, Sequence
+from .stopping import StopStrings
 
-STOP_WINDOW_TOKENS = 8  # decoded again around a stop string's possible straddle; grows with the longest stop string
+SLICE_BYTES = 4 * MIB  # of float32 logits processed at once: sorting and its like take several times as much
 
 
 class Sampler:
-    """One per run. `step` is called once per lane and pass with one row of logits per sequence."""
+    """One per run. `step` is called once per lane and pass with one row of logits per sequence.
+
+    `start_token_id`: what a decoder behind an encoder begins with, None without one.
+    Raises ConfigError where the settings ask for what this vocabulary or tokenizer cannot give.
+    """
 
     def __init__(
-        self, config: SamplingConfig, eos_token_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase | None
+        self,
+        config: SamplingConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        start_token_id: int | None = None,
+        device: torch.device | None = None,
     ):
+        require(
+            not config.bad_words or tokenizer is not None, "sampling.bad_words needs a tokenizer; set model.tokenizer"
+        )
+        require(
+            config.logprobs <= vocab_size, f"sampling.logprobs={config.logprobs} is above the vocabulary's {vocab_size}"
+        )
         self._config = config
         self._eos = frozenset() if config.ignore_eos else eos_token_ids
-        self._tokenizer = tokenizer
-        self._row_processors = LogitsProcessorList()
-        if config.repetition_penalty != 1:
-            self._row_processors.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
-        self._warpers = _warpers(config)
+        self._stops = StopStrings(tokenizer) if tokenizer is not None else None
+        bad_words = bad_word_ids(config.bad_words, tokenizer, self._eos, vocab_size) if tokenizer is not None else []
+        self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
 
     def step(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, step: int) -> None:
         """Appends a token to each sequence and marks those that are finished. Mutates the sequences.
 
-        A row whose logits are not all finite becomes an error row: argmax would hide it.
+        A row that nothing can be chosen for becomes an error row: argmax would hide it.
         """
-        logits_BV = logits_BV.float()
-        is_finite = torch.isfinite(logits_BV).all(-1).tolist()
-        tokens = self._choose(sequences, logits_BV)
-        for sequence, token, finite in zip(sequences, tokens, is_finite, strict=True):
-            if not finite:
-                sequence.finish = FinishReason.error
-                sequence.error = (
-                    f"the model gave NaN or infinite logits at new token {len(sequence.generated)} (pass {step})"
-                )
-            else:
-                sequence.generated.append(token)
-                self._mark_finished(sequence, token)
+        num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
+        for start in range(0, len(sequences), num_rows):
+            rows = slice(start, start + num_rows)
+            self._step(sequences[rows], logits_BV[rows].float(), step)
 
-    def _choose(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> list[int]:
-        if self._row_processors:
-            logits_BV = torch.cat([self._penalised(s, row[None]) for s, row in zip(sequences, logits_BV, strict=True)])
-        if self._config.is_greedy:
-            return logits_BV.argmax(-1).tolist()
-        ids = torch.empty(len(sequences), 0, dtype=torch.long, device=logits_BV.device)  # no warper looks at them
-        probabilities = torch.softmax(_process(self._warpers, ids, logits_BV), -1)
+    def _step(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, step: int) -> None:
+        scores_BV = self._processors(sequences, logits_BV)
+        is_finite = torch.isfinite(logits_BV).all(-1)
+        is_open = is_finite if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
+        tokens = self._choose(sequences, scores_BV)
+        logprobs = token_logprobs(logits_BV, tokens, self._config.logprobs) if self._config.logprobs else None
+        for row, (finite, open_) in enumerate(zip(is_finite.tolist(), is_open.tolist(), strict=True)):
+            sequence = sequences[row]
+            place = f"at new token {len(sequence.generated)} (pass {step})"
+            if not finite:
+                sequence.fail(f"the model gave NaN or infinite logits {place}")
+            elif not open_:
+                sequence.fail(f"no token is left {place}: sampling.bad_words and no_repeat_ngram_size ban them all")
+            else:
+                sequence.generated.append(tokens[row])
+                sequence.logprobs += [logprobs[row]] if logprobs else []
+                self._mark_finished(sequence)
+
+    def _choose(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> list[int]:
+        """Rows of one temperature together; each row gets what it would get alone."""
+        rows_of: dict[float, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            rows_of.setdefault(sequence.request.temperature, []).append(row)
+        tokens = [0] * len(sequences)
+        for temperature, rows in rows_of.items():
+            part_BV = scores_BV if len(rows_of) == 1 else scores_BV[rows]
+            chosen = self._draw([sequences[row] for row in rows], part_BV, temperature)
+            for row, token in zip(rows, chosen, strict=True):
+                tokens[row] = token
+        return tokens
+
+    def _draw(self, sequences: Rows[Sequence], scores_BV: torch.Tensor, temperature: float) -> list[int]:
+        if temperature == 0:
+            return scores_BV.argmax(-1).tolist()
+        ids = torch.empty(len(sequences), 0, dtype=torch.long, device=scores_BV.device)  # no warper looks at them
+        probabilities = torch.softmax(process(warpers(self._config, temperature), ids, scores_BV), -1)
         # error rows get any draw; it is discarded
         probabilities = torch.where(torch.isfinite(probabilities), probabilities, 1.0)
         return [
@@ -69,57 +101,23 @@ class Sampler:
             for sequence, row in zip(sequences, probabilities, strict=True)
         ]
 
-    def _penalised(self, sequence: Sequence, logits_1V: torch.Tensor) -> torch.Tensor:
-        ids = torch.tensor([[*sequence.request.prompt_ids, *sequence.generated]], device=logits_1V.device)
-        return _process(self._row_processors, ids, logits_1V)
-
     def _generator(self, sequence: Sequence, device: torch.device) -> torch.Generator:
         """Kept by the sequence, so that a request that is started afresh draws afresh."""
         if sequence.generator is None:
             sequence.generator = torch.Generator(device).manual_seed(sequence.request.seed(self._config.seed))
         return sequence.generator
 
-    def _mark_finished(self, sequence: Sequence, token: int) -> None:
-        if token in self._eos:
+    def _mark_finished(self, sequence: Sequence) -> None:
+        if sequence.generated[-1] in self._eos:
             sequence.finish = FinishReason.eos
-        elif self._config.stop and self._hits_stop(sequence):
+        elif self._hits_stop(sequence):
             sequence.finish = FinishReason.stop
         elif len(sequence.generated) >= sequence.request.max_new_tokens:
             sequence.finish = FinishReason.length
 
     def _hits_stop(self, sequence: Sequence) -> bool:
-        """Looks at the text of the last tokens first; the whole text is decoded only when a stop string is in it."""
-        assert self._tokenizer is not None, "stop strings need a tokenizer"
-        window = STOP_WINDOW_TOKENS + max(map(len, self._config.stop))
-        tail = decode_text(self._tokenizer, sequence.generated[-window:])
-        if not any(stop in tail for stop in self._config.stop):
+        if not sequence.request.stop:
             return False
-        text = decode_text(self._tokenizer, sequence.generated)
-        places = [place for stop in self._config.stop if (place := text.find(stop)) >= 0]
-        sequence.text_end = min(places, default=None)
-        return bool(places)
-
-
-def _process(processors: LogitsProcessorList, ids_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
-    """transformers names the legacy types torch.LongTensor and FloatTensor, which no tensor's static type is."""
-    return processors(ids_BT, logits_BV)  # pyright: ignore[reportArgumentType]
-
-
-def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Rows[int]) -> str:
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-    assert isinstance(text, str), "one list of ids gives one text"
-    return text
-
-
-def _warpers(config: SamplingConfig) -> LogitsProcessorList:
-    """In the order of `GenerationMixin._get_logits_processor`."""
-    warpers = LogitsProcessorList()
-    if config.temperature not in (0, 1):
-        warpers.append(TemperatureLogitsWarper(config.temperature))
-    if config.top_k:
-        warpers.append(TopKLogitsWarper(top_k=config.top_k))
-    if config.top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p=config.top_p))
-    if config.min_p:
-        warpers.append(MinPLogitsWarper(min_p=config.min_p))
-    return warpers
+        assert self._stops is not None, "stop strings need a tokenizer"
+        sequence.text_end = self._stops.find(sequence.generated, sequence.request.stop)
+        return sequence.text_end is not None

@@ -6,6 +6,8 @@ from enum import Enum
 
 import torch
 
+from .logprobs import TokenLogprobs
+
 
 class FinishReason(Enum):
     length = "length"
@@ -16,12 +18,21 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """`prompt_ids` must not be empty. `id` and `sample_index` together are unique in a run."""
+    """`prompt_ids` must not be empty. `id` and `sample_index` together, the `key`, are unique in a run.
+
+    `temperature` 0 is greedy.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
+    temperature: float = 0.0
+    stop: tuple[str, ...] = ()
     sample_index: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.id, self.sample_index
 
     def seed(self, run_seed: int) -> int:
         """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is
@@ -36,6 +47,7 @@ class Sequence:
 
     request: Request
     generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per generated token, where they are asked for
     num_prefilled: int = 0
     finish: FinishReason | None = None
     error: str | None = None
@@ -50,14 +62,20 @@ class Sequence:
     def capacity_tokens(self) -> int:
         return len(self.request.prompt_ids) + self.request.max_new_tokens
 
+    def fail(self, error: str) -> None:
+        self.finish, self.error = FinishReason.error, error
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a request came to. `error` is set exactly when `finish` is error. `text` ends before a stop string or
-    EOS."""
+    """What a request came to. `error` is set exactly when `finish` is error.
+
+    `text` ends before a stop string or EOS; `token_ids` are all that were generated, `logprobs` theirs, or empty.
+    """
 
     request: Request
     token_ids: tuple[int, ...]
     text: str
     finish: FinishReason
     error: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -1,18 +1,47 @@
 """Attention over a packed lane: the tokens of sequences of different lengths side by side, no padding, no mask.
 
-Registered under its own name, which makes transformers build no mask at all. Letters as in cache/ragged.py.
+Registered under its own name, which makes transformers build no mask at all. It knows what classes ask for beside
+scaled dot products: sliding windows, chunks, soft-capped scores (Gemma-2) and sinks (gpt-oss). Letters as in
+cache/ragged.py.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
-from ..cache.ragged import DecodeSpan, RaggedKV, Segment
+from ..cache.ragged import DecodeSpan, RaggedKV, Reach, Segment
+from ..errors import ConfigError
 from .events import LaneRun
 
 NAME = "millrace_ragged"
-UNSUPPORTED = ("softcap", "s_aux", "sliding_window", "position_bias")  # the model's lanes must be padded instead
+UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")  # classes that ask for these have padded lanes
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a layer does with its scores: `scale * q.k`, capped to +-softcap, with a sink's score (H*G) beside them."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+    def weights(self, scores: torch.Tensor, sinks: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Scaled scores (..., S) to weights, in place where it can; `sinks` and `hidden` broadcast over them."""
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if hidden is not None:
+            scores = scores.masked_fill_(hidden, float("-inf"))
+        if sinks is None:
+            return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
+        column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat([scores, column], -1), -1, dtype=torch.float32)[..., :-1].to(scores.dtype)
 
 
 def ragged_attention(
@@ -22,65 +51,94 @@ def ragged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
     for name in UNSUPPORTED:
-        assert kwargs.get(name) is None, f"{type(module).__name__} wants {name}, which packed lanes do not offer"
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} wants {name}, which packed lanes do not offer: model.lanes=padded"
+            )
     run = getcurrent()
     assert isinstance(run, LaneRun), "ragged attention was called outside a lane"
     cache = run.cache
     assert isinstance(cache, RaggedKV), "ragged attention was called in a padded lane"
     layer = getattr(module, "layer_idx", None)
     assert isinstance(layer, int), f"{type(module).__name__} does not say which layer it is"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    reach = Reach(sliding_window, _chunk(module, layer))
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for span in cache.spans:
-        group = cache.groups[span.group]
-        out[span.start : span.start + span.num_rows] = _decode(
-            query, group.keys[layer], group.values[layer], span, scale
-        )
+        k_BHSD, v_BHSD = cache.rows_of(span, layer, (key, value))
+        out[span.start : span.start + span.num_rows] = _decode(query, k_BHSD, v_BHSD, span, reach, rule)
     for segment in cache.segments:
-        group = cache.groups[segment.group]
-        out[segment.start : segment.start + segment.new] = _prefill(
-            query, group.keys[layer][segment.row], group.values[layer][segment.row], segment, scale
-        )
+        k_HSD, v_HSD = cache.row_of(segment, layer, (key, value))
+        out[segment.start : segment.start + segment.new] = _prefill(query, k_HSD, v_HSD, segment, reach, rule)
     return out[None], None
 
 
+def _chunk(module: torch.nn.Module, layer: int) -> int | None:
+    """Chunked layers are known by the config alone: transformers tells their mask, never the attention function."""
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    return getattr(config, "attention_chunk_size", None) if types and types[layer] == "chunked_attention" else None
+
+
 def _decode(
-    query: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, span: DecodeSpan, scale: float
+    query: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, span: DecodeSpan, reach: Reach, rule: Rule
 ) -> torch.Tensor:
     """One new token per row. Queries are folded to (B, H, G, D) so that KV heads are never repeated."""
     num_rows, num_kv_heads, head_dim = span.num_rows, k_BHSD.shape[1], query.shape[-1]
+    view = span.view(reach)
     q = query[0, :, span.start : span.start + num_rows].transpose(0, 1)
-    q_BHGD = q.reshape(num_rows, num_kv_heads, -1, head_dim) * scale
-    scores = torch.matmul(q_BHGD, k_BHSD[:num_rows, :, : span.longest].transpose(-1, -2))
-    if span.hidden_BS is not None:
-        scores.masked_fill_(span.hidden_BS[:, None, None], float("-inf"))
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, v_BHSD[:num_rows, :, : span.longest]).reshape(num_rows, query.shape[1], -1)
+    q_BHGD = q.reshape(num_rows, num_kv_heads, -1, head_dim) * rule.scale
+    scores = torch.matmul(q_BHGD, k_BHSD[:, :, view.first : view.end].transpose(-1, -2))
+    sinks = None if rule.sinks is None else rule.sinks.view(1, num_kv_heads, -1, 1)
+    hidden = None if view.hidden is None else view.hidden[:, None, None]
+    weights = rule.weights(scores, sinks, hidden)
+    return torch.matmul(weights, v_BHSD[:, :, view.first : view.end]).reshape(num_rows, query.shape[1], -1)
 
 
 def _prefill(
-    query: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, segment: Segment, scale: float
+    query: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, segment: Segment, reach: Reach, rule: Rule
 ) -> torch.Tensor:
     """A run of one sequence's prompt, behind `past` positions that are cached already."""
     q = query[:, :, segment.start : segment.start + segment.new]
-    end = segment.past + segment.new
-    mask = None
-    if segment.past:
-        mask = torch.ones(segment.new, end, dtype=torch.bool, device=query.device).tril(segment.past)
+    view = segment.view(reach)
+    places = slice(0, segment.end) if view is None else slice(view.first, view.end)
+    k, v, hidden = k_HSD[None, :, places], v_HSD[None, :, places], None if view is None else view.hidden
+    if not rule.is_plain:
+        return _prefill_by_head(q[0], k[0], v[0], hidden, rule)
     out = F.scaled_dot_product_attention(
         q,
-        k_HSD[None, :, :end],
-        v_HSD[None, :, :end],
-        attn_mask=mask,
-        is_causal=mask is None and segment.new > 1,
-        scale=scale,
+        k,
+        v,
+        attn_mask=None if hidden is None else ~hidden,
+        is_causal=view is None and segment.new > 1,
+        scale=rule.scale,
         enable_gqa=q.shape[1] != k_HSD.shape[0],
     )
     return out[0].transpose(0, 1)
+
+
+def _prefill_by_head(
+    q_HTD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, hidden: torch.Tensor | None, rule: Rule
+) -> torch.Tensor:
+    """Scores that no fused kernel makes: one KV head after the other, so that only its own lie in memory."""
+    num_heads, num_tokens, _ = q_HTD.shape
+    if hidden is None and num_tokens > 1:
+        hidden = torch.ones(num_tokens, k_HSD.shape[1], dtype=torch.bool, device=q_HTD.device).triu(1)
+    group = num_heads // k_HSD.shape[0]
+    out = q_HTD.new_empty(num_tokens, num_heads, v_HSD.shape[-1])
+    for head in range(k_HSD.shape[0]):
+        heads = slice(head * group, (head + 1) * group)
+        sinks = None if rule.sinks is None else rule.sinks[heads, None, None]
+        weights = rule.weights(torch.matmul(q_HTD[heads] * rule.scale, k_HSD[head].T), sinks, hidden)
+        out[:, heads] = torch.matmul(weights, v_HSD[head]).transpose(0, 1)
+    return out
 
 
 def register() -> None:

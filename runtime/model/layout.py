@@ -5,10 +5,9 @@ that order and
 nothing is copied. A converter that permutes elements cannot be said so: its targets are returned as `inexpressible`.
 """
 
-import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -18,31 +17,18 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
 
 from ..errors import CheckpointError
 from ..plan.shapes import Parameter, TensorSlice
+from .conversions import Conversion, ConverterUse
+from .weights import is_plain
 
 Pieces = tuple[tuple[TensorSlice, ...], ...]
 Collected = dict[str, list[TensorSlice]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """The converter of one group of targets and the checkpoint tensors that it takes, by source pattern."""
-
-    first_target: str
-    converter: WeightConverter
-    collected: Mapping[str, list[TensorSlice]]
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Full names: the converter's own target patterns in the place of the one that `first_target` shows."""
-        patterns = self.converter.target_patterns
-        shown = next(pattern for pattern in patterns if pattern in self.first_target)
-        return tuple(self.first_target.replace(shown, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +44,48 @@ def map_weights(model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, e
 
     Raises CheckpointError when a parameter has no tensor or a tensor has another shape than its parameter.
     """
-    plain, conversions = _match(model, tensors)
-    pieces: dict[str, Pieces] = {name: ((tensor,),) for name, tensor in plain.items()}
+    plain, uses = match(model, tensors, get_model_conversion_mapping(model))
+    pieces: dict[str, Pieces] = {}
     stacked: set[str] = set()
     inexpressible = []
-    for conversion in conversions:
-        found = _express(conversion) if express else None
+    for name, tensor in plain.items():
+        pieces[name] = experts_of(tensor) or ((tensor,),)
+        stacked.update([name] if experts_of(tensor) else [])
+    for use in uses:
+        found = _express(use) if express else None
         if found is None:
-            inexpressible.append(conversion)
+            inexpressible.append(use)
         else:
             pieces.update(found)
-            if any(isinstance(op, MergeModulelist) for op in conversion.converter.operations):
+            if any(isinstance(op, MergeModulelist) for op in use.converter.operations):
                 stacked.update(found)
+    return make_map(model, pieces, stacked, inexpressible)
+
+
+def experts_of(tensor: TensorSlice) -> Pieces:
+    """The matrices of a stack that is not a plain tensor; empty for any other."""
+    if len(tensor.shape) != 3 or (is_plain(tensor) and not tensor.is_transposed):
+        return ()
+    return tuple((tensor.expert(index),) for index in range(tensor.shape[0]))
+
+
+def make_map(
+    model: PreTrainedModel,
+    pieces: Mapping[str, Pieces],
+    stacked: Collection[str],
+    inexpressible: Sequence[Conversion],
+) -> WeightMap:
+    """Raises CheckpointError when a parameter has no pieces or those of another shape."""
     later = {target for conversion in inexpressible for target in conversion.targets}
     parameters = _parameters(model, pieces, stacked, later)
     return WeightMap(parameters=parameters, inexpressible=tuple(inexpressible))
 
 
-def _match(
-    model: PreTrainedModel, tensors: Mapping[str, TensorSlice]
-) -> tuple[dict[str, TensorSlice], list[Conversion]]:
-    transforms = get_model_conversion_mapping(model)
+def match(
+    model: PreTrainedModel, tensors: Mapping[str, TensorSlice], transforms: Iterable[WeightTransform]
+) -> tuple[dict[str, TensorSlice], list[ConverterUse]]:
+    """Tensors that are a parameter by (new) name, and those that converters take."""
+    transforms = list(transforms)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -91,45 +98,32 @@ def _match(
             plain[target] = tensors[key]
         else:
             grouped.setdefault(target, defaultdict(list))[pattern].append(tensors[key])
-    conversions = [
-        Conversion(first_target=target, converter=by_pattern[next(iter(collected))], collected=dict(collected))
+    uses = [
+        ConverterUse(first_target=target, converter=by_pattern[next(iter(collected))], collected=dict(collected))
         for target, collected in grouped.items()
     ]
-    return plain, conversions
+    return plain, uses
 
 
-def _express(conversion: Conversion) -> dict[str, Pieces] | None:
-    converter, collected = conversion.converter, conversion.collected
+def _express(use: ConverterUse) -> dict[str, Pieces] | None:
+    converter, collected = use.converter, use.collected
     kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
     sources = [collected[pattern] for pattern in converter.source_patterns if pattern in collected]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
         if len({len(source) for source in sources}) != 1:
-            raise CheckpointError(
-                f"{conversion.first_target}: its experts do not all have the same parts in the checkpoint"
-            )
-        return {conversion.first_target: tuple(zip(*sources, strict=True))}
+            raise CheckpointError(f"{use.first_target}: its experts do not all have the same parts in the checkpoint")
+        return {use.first_target: tuple(zip(*sources, strict=True))}
     if kinds == [(Concatenate, 0)]:
-        return {conversion.first_target: (tuple(piece for source in sources for piece in source),)}
+        return {use.first_target: (tuple(piece for source in sources for piece in source),)}
     if kinds == [(Chunk, 0)] and len(sources) == 1 and len(sources[0]) == 1:
-        targets = conversion.targets
-        return {target: ((_rows(sources[0][0], turn, len(targets)),),) for turn, target in enumerate(targets)}
+        parts = [sources[0][0].rows(turn, len(use.targets)) for turn in range(len(use.targets))]
+        found = {target: ((part,),) for target, part in zip(use.targets, parts, strict=True) if part is not None}
+        return found if len(found) == len(parts) else None
     return None
 
 
-def _rows(tensor: TensorSlice, turn: int, num_parts: int) -> TensorSlice:
-    """The `turn`-th of equal runs of rows."""
-    part = tensor.num_bytes // num_parts
-    return replace(
-        tensor,
-        name=f"{tensor.name}[{turn}/{num_parts}]",
-        offset=tensor.offset + turn * part,
-        num_bytes=part,
-        shape=(tensor.shape[0] // num_parts, *tensor.shape[1:]),
-    )
-
-
 def _parameters(
-    model: PreTrainedModel, pieces: dict[str, Pieces], stacked: set[str], later: set[str]
+    model: PreTrainedModel, pieces: Mapping[str, Pieces], stacked: Collection[str], later: Collection[str]
 ) -> dict[str, Parameter]:
     buffers = dict(model.named_buffers())
     owners: dict[int, str] = {}
@@ -155,17 +149,24 @@ def _parameters(
 
 
 def _check_shape(parameter: Parameter) -> None:
-    rows = {sum(piece.shape[0] if piece.shape else 1 for piece in blocks) for blocks in parameter.pieces}
-    tails = {piece.shape[1:] for piece in parameter.slices}
-    found = (*(rows if rows else {0}), *(next(iter(tails)) if tails else ()))
-    found = (len(parameter.pieces), *found) if parameter.is_stacked else found
-    found = found if parameter.shape else ()
-    if len(rows) != 1 or len(tails) != 1 or tuple(found) != parameter.shape:
+    found = _shape_of(parameter)
+    if _without_ones(found) != _without_ones(parameter.shape):
+        piece = parameter.pieces[0][0]
         raise CheckpointError(
-            f"{parameter.slices[0].file}: tensor {parameter.slices[0].name!r} makes a parameter of shape {found}, "
+            f"{piece.file}: tensor {piece.name!r} makes a parameter of shape {found}, "
             f"but the model's {parameter.name!r} is {parameter.shape}: does config.json belong to these weights?"
         )
 
 
-def layer_prefix_pattern(path: str) -> re.Pattern[str]:
-    return re.compile(rf"^{re.escape(path)}\.(\d+)\.(.+)$")
+def _shape_of(parameter: Parameter) -> tuple[int, ...]:
+    """What its pieces make together; 0 for a size in which they differ."""
+    heights = {sum(piece.shape[0] if piece.shape else 1 for piece in blocks) for blocks in parameter.pieces}
+    tails = {piece.shape[1:] for blocks in parameter.pieces for piece in blocks}
+    shape = (heights.pop() if len(heights) == 1 else 0, *(tails.pop() if len(tails) == 1 else (0,)))
+    if parameter.is_transposed:
+        shape = shape[::-1]
+    return (len(parameter.pieces), *shape) if parameter.is_stacked else shape
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

@@ -1,28 +1,29 @@
-"""From a directory or hub id to a model that asks for its weights: config, tokenizer, stages and shapes. Reads no
-weight."""
+"""From a checkpoint to a model that asks for its weights: config, tokenizer, stages and shapes. Reads no weight."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import DType, ModelConfig
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..plan.shapes import ModelShape, Parameter, Stage, StageKind
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from . import attention, experts
 from .converted import cache_root, convert_once
+from .gguf import map_gguf
 from .layout import map_weights
 from .meta import build_meta_model
-from .stages import EMBEDDING, StagedModel, stage_model
-from .synthesize import tiny_checkpoint
+from .origin import eos_token_ids, find_checkpoint, load_tokenizer, read_config, start_token_id
+from .quantization import pair_scales, take_quantization
+from .stages import StagedModel, stage_model
+from .traits import CacheShape, ExpertKind, choose_lanes, expanded_width, expert_kind, measure_cache
 
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokenizer*"]
+log = logging.getLogger(__name__)
+
 NO_LIMIT_TOKENS = 2**31
 
 
@@ -36,25 +37,31 @@ class LoadedModel:
     compute_dtype: torch.dtype
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: frozenset[int]
+    start_token_id: int | None  # a decoder's first token behind an encoder; None without one
     checkpoint: Checkpoint
     fingerprint: str
+    expands_latents: bool  # see traits.CacheShape
 
 
 def load_model(
     config: ModelConfig, device: torch.device, cache_dir: str | None, *, express: bool = True
 ) -> LoadedModel:
     """Raises CheckpointError or ConfigError with what to change. `express`: see `map_weights`."""
-    directory = find_checkpoint(config, cache_dir)
-    checkpoint = open_checkpoint(directory)
-    try:
-        hf_config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory}: no usable config.json: {error}") from error
+    path = find_checkpoint(config, cache_dir)
+    checkpoint = open_checkpoint(path)
+    hf_config = read_config(path)
+    quantization = take_quantization(hf_config)
     dtype = _compute_dtype(config.dtype, hf_config, device)
     model = build_meta_model(hf_config, dtype)
-    is_packed = takes_packed_lanes(model)
-    _register(model, is_packed)
-    weights = map_weights(model, checkpoint.tensors, express=express)
+    is_packed, reason = choose_lanes(model, config.lanes)
+    if reason:
+        log.info("lanes are padded: %s", reason)
+    cache = measure_cache(model)
+    _register(model, is_packed=is_packed)
+    if checkpoint.gguf is not None:
+        weights = map_gguf(model, checkpoint)
+    else:
+        weights = map_weights(model, pair_scales(checkpoint.tensors, quantization), express=express)
     fingerprint = checkpoint.fingerprint()
     parameters = dict(weights.parameters)
     if weights.inexpressible:
@@ -64,41 +71,15 @@ def load_model(
     _move_buffers(model, device)
     return LoadedModel(
         staged=staged,
-        shape=_shape(config.name, staged, parameters, dtype, is_packed),
+        shape=_shape(config.name, staged, parameters, cache, is_packed=is_packed),
+        expands_latents=cache.is_latent,
         dtypes=dtypes,
         compute_dtype=dtype,
-        tokenizer=_load_tokenizer(config, directory),
-        eos_token_ids=_eos_token_ids(directory, hf_config),
+        tokenizer=load_tokenizer(config.tokenizer, checkpoint),
+        eos_token_ids=eos_token_ids(path, hf_config),
+        start_token_id=start_token_id(path, hf_config) if hf_config.is_encoder_decoder else None,
         checkpoint=checkpoint,
         fingerprint=fingerprint,
-    )
-
-
-def find_checkpoint(config: ModelConfig, cache_dir: str | None) -> Path:
-    """A local directory, the built-in tiny model, or what the hub or its cache holds under the id."""
-    if config.path is None:
-        if config.name != "tiny":
-            raise ConfigError(f"model={config.name} needs model.path: a local directory or a hub id")
-        return tiny_checkpoint(cache_root(cache_dir) / "tiny")
-    path = Path(config.path).expanduser()
-    if path.is_dir():
-        return path
-    if path.suffix or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise CheckpointError(_three_ways(config, f"{path} is not a directory"))
-    try:
-        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=HUB_PATTERNS))
-    except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(_three_ways(config, f"the hub and its cache gave nothing for it: {reason}")) from error
-
-
-def _three_ways(config: ModelConfig, reason: str) -> str:
-    return (
-        f"model={config.name}: no weights at model.path={config.path}: {reason}\n"
-        f"three ways on:\n"
-        f"  1. hub: run `hf download {config.path}` where there is network (gated models: `hf auth login` first)\n"
-        f"  2. local: model.path=/directory/with/config.json/and/safetensors\n"
-        f"  3. random weights: python -m jobs.synthesize model={config.name} out=DIR, then model.path=DIR"
     )
 
 
@@ -110,26 +91,17 @@ def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device
     return torch.float32 if device.type == "cpu" or not isinstance(stored, torch.dtype) else stored
 
 
-def takes_packed_lanes(model: PreTrainedModel) -> bool:
-    """Whether the class calls a registered attention function in every layer and keeps nothing but plain KV."""
-    config = model.config.get_text_config()
-    extras = ("attn_logit_softcapping", "kv_lora_rank", "alibi")
-    return (
-        bool(getattr(model, "_supports_attention_backend", False))
-        and all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-        and not any(getattr(config, name, None) for name in extras)
-        and not any(hasattr(module, "sinks") for module in model.modules())
-    )
-
-
-def _register(model: PreTrainedModel, is_packed: bool) -> None:
+def _register(model: PreTrainedModel, *, is_packed: bool) -> None:
+    if expert_kind(model) is ExpertKind.sorted:
+        experts.register()
+        model.set_experts_implementation(experts.NAME)
     if is_packed:
         attention.register()
         model.set_attn_implementation(attention.NAME)
-        assert model.config._attn_implementation == attention.NAME, "transformers did not take the attention function"
-    if any(hasattr(module, "has_gate") for module in model.modules()):
-        experts.register()
-        model.set_experts_implementation(experts.NAME)
+        if model.config._attn_implementation != attention.NAME:
+            raise ConfigError(
+                f"model.lanes: {type(model).__name__} ignores attention functions; use model.lanes=padded"
+            )
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -139,29 +111,37 @@ def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _shape(
-    name: str, staged: StagedModel, parameters: Mapping[str, Parameter], dtype: torch.dtype, is_packed: bool
+    name: str, staged: StagedModel, parameters: Mapping[str, Parameter], cache: CacheShape, *, is_packed: bool
 ) -> ModelShape:
-    config = staged.model.config.get_text_config()
-    by_stage: list[list[Parameter]] = [[] for _ in range(staged.num_layers + 2)]
+    model = staged.model
+    config = model.config.get_text_config()
+    by_stage: list[list[Parameter]] = [[] for _ in staged.kinds]
     for full_name, parameter in parameters.items():
         if full_name in staged.stage_of:
             by_stage[staged.stage_of[full_name]].append(parameter)
-    layer_parameters = [p for group in by_stage[1:-1] for p in group]
-    num_heads = config.num_attention_heads if hasattr(config, "num_attention_heads") else 1
+    layer_parameters = [p for group, kind in zip(by_stage, staged.kinds, strict=True) if kind.is_layer for p in group]
+    num_heads = getattr(config, "num_attention_heads", None) or 1
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    has_own_scores = getattr(config, "attn_logit_softcapping", None) or any(
+        hasattr(m, "sinks") for m in model.modules()
+    )
     return ModelShape(
         name=name,
-        stages=tuple(_stage(index, group, staged, config) for index, group in enumerate(by_stage)),
+        stages=tuple(_stage(index, group, staged.kinds, config) for index, group in enumerate(by_stage)),
         hidden_size=config.hidden_size,
         intermediate_size=_intermediate_size(layer_parameters),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads if is_packed else num_heads,  # own caches may keep KV heads repeated
+        num_kv_heads=num_kv_heads if is_packed else num_heads,  # own attention code may repeat KV heads
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         vocab_size=config.vocab_size,
         context_tokens=getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS,
-        num_kv_layers=staged.num_layers,
-        compute_dtype_bytes=dtype.itemsize,
+        kv_bytes_per_token=cache.bytes_per_token,
+        compute_dtype_bytes=model.dtype.itemsize,
         is_packed=is_packed,
+        state_bytes_per_sequence=cache.bytes_per_sequence,
+        cross_kv_bytes_per_token=cache.cross_bytes_per_token,
+        expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
+        score_heads=num_heads // num_kv_heads if has_own_scores else 0,
     )
 
 
@@ -173,36 +153,14 @@ def _intermediate_size(parameters: list[Parameter]) -> int:
     return max(max(dense, default=1), min(experts, default=1))
 
 
-def _stage(index: int, parameters: list[Parameter], staged: StagedModel, config: PreTrainedConfig) -> Stage:
-    kinds = {EMBEDDING: StageKind.embedding, staged.head: StageKind.head}
-    kind = kinds.get(index, StageKind.layer)
+def _stage(index: int, parameters: list[Parameter], kinds: tuple[StageKind, ...], config: PreTrainedConfig) -> Stage:
+    kind = kinds[index]
     num_experts = max((p.shape[0] for p in parameters if len(p.shape) == 3 and kind is StageKind.layer), default=0)
     return Stage(
         index=index,
-        name=kind.value if kind is not StageKind.layer else f"layer {index - 1}",
+        name=f"{kind.value} {index - kinds.index(kind)}" if kind.is_layer else kind.value,
         kind=kind,
         parameters=tuple(parameters),
         num_experts=num_experts,
         num_experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0) or num_experts,
     )
-
-
-def _load_tokenizer(config: ModelConfig, directory: Path) -> PreTrainedTokenizerBase | None:
-    """None when the checkpoint has none: token ids can still be generated from."""
-    source = config.tokenizer or str(directory)
-    has_files = any(directory.glob("tokenizer*")) or any(directory.glob("vocab*")) or any(directory.glob("*.model"))
-    if config.tokenizer is None and not has_files:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(source, padding_side="left")
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"model.tokenizer={source}: cannot be loaded: {error}") from error
-
-
-def _eos_token_ids(directory: Path, config: PreTrainedConfig) -> frozenset[int]:
-    """As transformers' generate finds them: generation_config.json first, then config.json."""
-    try:
-        eos = GenerationConfig.from_pretrained(directory).eos_token_id
-    except OSError:
-        eos = getattr(config.get_text_config(), "eos_token_id", None)
-    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)

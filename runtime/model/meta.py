@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 _SMALL_NUMEL = 1 << 18
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
@@ -37,20 +37,36 @@ class _WeightsOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
+    """Of transformers' classes for a config the one that generates text."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
 def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of `config`, in eval mode: every parameter on meta, every buffer real and on the CPU.
+    """The language model of `config`, in eval mode: every parameter on meta, every buffer real and on the CPU.
 
     Parameters and buffers have the dtype they would have after `from_pretrained(dtype=dtype)`, including those that the
     class keeps in float32. Tied parameters are one object. `config` is copied, not changed. Memory: the buffers, and
     at most a few MiB of small constants per layer while building.
-    Raises ValueError, from transformers, when the config's class has no causal language model.
+    Raises ValueError, from transformers, when the config's class has no model that generates text.
     """
     with _WeightsOnMeta():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
     _move_parameters_to_meta(model)
     _restore_buffers(model)
     _keep_float32(model, dtype)
     return model.eval()
+
+
+def untie_head(model: PreTrainedModel) -> None:
+    """Gives the head weights of its own, also where the class ties them whatever the config says: T5 from 1.1 on was
+    published so, and transformers unties them when it finds both in a checkpoint. Mutates `model`."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embeddings.weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+        for name in [name for name in model.all_tied_weights_keys if model.get_parameter(name) is head.weight]:
+            del model.all_tied_weights_keys[name]
+        model.config.tie_word_embeddings = False
 
 
 def _move_parameters_to_meta(model: PreTrainedModel) -> None:

@@ -81,7 +81,10 @@ class RandomWeights:
     def _matrix_std(self, module: nn.Module, weight: nn.Parameter) -> float | None:
         if isinstance(module, nn.Embedding):
             # Positions too: as loud as the tokens, they keep greedy decoding out of short cycles.
-            return _TIED_LOGITS_STD * weight.shape[-1] ** -0.5 if self._has_tied_head else _EMBEDDING_STD
+            if not self._has_tied_head:
+                return _EMBEDDING_STD
+            is_scaled = getattr(self._model.config, "scale_decoder_outputs", False)  # T5 does this by itself
+            return _TIED_LOGITS_STD * (1.0 if is_scaled else weight.shape[-1] ** -0.5)
         if module is self._model.get_output_embeddings():
             return _HEAD_LOGITS_STD * weight.shape[-1] ** -0.5
         if isinstance(module, (nn.Linear, Conv1D, nn.Conv1d)):

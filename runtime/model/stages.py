@@ -1,8 +1,8 @@
-"""Cuts a model into stages without touching its code: finds the decoder layers, puts a `StreamedModule` in the place
-of each module that owns weights, and learns by one dry run which of the others come before the first layer.
+"""Cuts a model into stages without touching its code: finds its layers, puts a `StreamedModule` in the place of each
+module that owns weights, and learns by dry runs which of the others come before the layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,21 @@ from greenlet import GreenletExit, greenlet
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from ..plan.shapes import StageKind
 from .events import NeedStage, Weights, need_stage
+from .layer_lists import layer_lists, stage_kinds
 
 EMBEDDING = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsentWeight:
+    """All that code outside a streamed module may ask about one of its weights. The weight comes to where it is
+    needed, so it has no device: `x.to(None)` leaves x where it is."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: None = None
 
 
 class StreamedModule(torch.nn.Module):
@@ -26,12 +38,16 @@ class StreamedModule(torch.nn.Module):
         self.stage = stage
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
 
-    def __getattr__(self, name: str) -> torch.Tensor | torch.nn.Module:
-        """Model code reads attributes such as `layer_type` off its modules."""
+    def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - the weights are elsewhere
+        self, name: str
+    ) -> torch.Tensor | torch.nn.Module | AbsentWeight:
+        """Model code reads attributes such as `layer_type` or `weight.dtype` off its modules."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+            value = getattr(super().__getattr__("inner"), name)
+            is_absent = isinstance(value, torch.nn.Parameter) and value.is_meta
+            return AbsentWeight(shape=value.shape, dtype=value.dtype) if is_absent else value
 
     def forward(self, *args: object, **kwargs: object) -> object:
         weights = need_stage(self.stage)
@@ -43,42 +59,28 @@ class StreamedModule(torch.nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
-    """A model whose weights are asked for. `stage_of` maps full parameter names to stages 0..num_layers + 1."""
+    """A model whose weights are asked for. `stage_of` maps full parameter names to stages; `kinds` is what each is."""
 
     model: PreTrainedModel
-    num_layers: int
+    kinds: tuple[StageKind, ...]
     stage_of: Mapping[str, int]
     modules: tuple[StreamedModule, ...]
-
-    @property
-    def head(self) -> int:
-        return self.num_layers + 1
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """The first ModuleList of a class that transformers itself refuses to split over devices."""
-    names = set(model._no_split_modules or ())
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) and type(module[0]).__name__ in names:
-            return path, module
-    raise ConfigError(
-        f"model.path: {type(model).__name__} shows no list of decoder layers (_no_split_modules={sorted(names)}), "
-        "so it cannot be streamed layer by layer"
-    )
 
 
 def stage_model(model: PreTrainedModel) -> StagedModel:
     """Mutates `model`: its layers and outer modules are wrapped. Parameters must be on the meta device, buffers
     real."""
     state = dict(model.state_dict(keep_vars=True))
-    path, layers = decoder_layers(model)
+    lists = layer_lists(model)
+    kinds = stage_kinds(lists)
     wrapped: list[StreamedModule] = []
-    for index, layer in enumerate(layers):
-        wrapped.append(_wrap(layer, f"{path}.{index}", index + 1))
-        layers[index] = wrapped[-1]
-    head = len(layers) + 1
-    outer = _wrap_outer(model, path, head)
-    _assign_outer_stages(model, outer, head)
+    for found in lists:
+        first = kinds.index(found.kind)
+        for index, layer in enumerate(found.layers):
+            wrapped.append(_wrap(layer, f"{found.path}.{index}", first + index))
+            found.layers[index] = wrapped[-1]
+    outer = _wrap_outer(model, [found.path for found in lists], len(kinds))
+    _assign_outer_stages(model, outer, kinds)
     wrapped += outer
     stage_of = {f"{module.name}.{name}": module.stage for module in wrapped for name in module.parameter_names}
     lost = sorted(
@@ -86,25 +88,25 @@ def stage_model(model: PreTrainedModel) -> StagedModel:
     )
     if lost:
         raise ConfigError(f"model.path: {type(model).__name__} keeps {lost[0]!r} where no stage can provide it")
-    return StagedModel(model=model, num_layers=len(layers), stage_of=stage_of, modules=tuple(wrapped))
+    return StagedModel(model=model, kinds=kinds, stage_of=stage_of, modules=tuple(wrapped))
 
 
 def _wrap(module: torch.nn.Module, name: str, stage: int) -> StreamedModule:
     return StreamedModule(module, name, stage, tuple(module.state_dict().keys()))
 
 
-def _wrap_outer(model: PreTrainedModel, layers_path: str, stage: int) -> list[StreamedModule]:
-    """The topmost modules outside the layers that own parameters themselves."""
+def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number: int) -> list[StreamedModule]:
+    """The topmost modules outside the layers that own parameters themselves, each under a number of its own."""
     found: list[StreamedModule] = []
 
     def visit(module: torch.nn.Module, path: str) -> None:
         for name, child in list(module.named_children()):
             child_path = f"{path}.{name}" if path else name
-            if child_path == layers_path:
+            if child_path in layer_paths:
                 continue
             is_owner = any(True for _ in child.parameters(recurse=False))
-            if is_owner and not layers_path.startswith(f"{child_path}."):
-                found.append(_wrap(child, child_path, stage))
+            if is_owner and not any(layers.startswith(f"{child_path}.") for layers in layer_paths):
+                found.append(_wrap(child, child_path, first_number + len(found)))
                 setattr(module, name, found[-1])
             else:
                 visit(child, child_path)
@@ -113,26 +115,44 @@ def _wrap_outer(model: PreTrainedModel, layers_path: str, stage: int) -> list[St
     return found
 
 
-def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], head: int) -> None:
-    """A dry run of one token up to the first layer: what is asked for on the way belongs to the embedding stage.
-
-    The weights it gets are zeros of full shape and no size (stride 0), so nothing is allocated.
-    """
-    by_turn = {head + 1 + turn: module for turn, module in enumerate(outer)}
-    for turn, module in by_turn.items():
-        module.stage = turn
-    before: list[StreamedModule] = []
+def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], kinds: tuple[StageKind, ...]) -> None:
+    """By dry runs of one token: what is asked for on the way to the first layer belongs to the stage in front of it."""
     ids = torch.zeros(1, 1, dtype=torch.long)
-    run = greenlet(lambda: model(input_ids=ids, position_ids=ids, use_cache=False))
+    stages = dict.fromkeys(outer, kinds.index(StageKind.head))
+    if StageKind.bridge in kinds:
+        encoder = model.get_encoder()
+        before = _asked_before_layers(lambda: encoder(input_ids=ids), outer)
+        before += [module for module in outer if module is model.get_input_embeddings()]  # T5 never calls them itself
+        stages |= dict.fromkeys(_bridge(model, encoder, ids, outer), kinds.index(StageKind.bridge))
+    else:
+        before = _asked_before_layers(lambda: model(input_ids=ids, position_ids=ids, use_cache=False), outer)
+    stages |= dict.fromkeys(before, EMBEDDING)
+    for module, stage in stages.items():
+        module.stage = stage
+
+
+def _bridge(
+    model: PreTrainedModel, encoder: torch.nn.Module, ids: torch.Tensor, outer: list[StreamedModule]
+) -> list[StreamedModule]:
+    """What the encoder owns outside its layers, and what the decoder asks for before its own."""
+    inside = set(encoder.modules())
+    encoded = (torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype),)
+    asked = _asked_before_layers(lambda: model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False), outer)
+    return [*asked, *(module for module in outer if module in inside)]
+
+
+def _asked_before_layers(forward: Callable[[], object], outer: list[StreamedModule]) -> list[StreamedModule]:
+    """The weights that modules get are zeros of full shape and no size (stride 0), so nothing is allocated."""
+    by_number = {module.stage: module for module in outer}
+    before: list[StreamedModule] = []
+    run = greenlet(forward)
     with torch.inference_mode():
         event = run.switch()
-        while isinstance(event, NeedStage) and event.stage in by_turn:
-            module = by_turn[event.stage]
-            before.append(module)
-            event = run.switch(_hollow(module))
+        while isinstance(event, NeedStage) and event.stage in by_number:
+            before.append(by_number[event.stage])
+            event = run.switch(_hollow(before[-1]))
     run.throw(GreenletExit)
-    for module in outer:
-        module.stage = EMBEDDING if module in before else head
+    return before
 
 
 def _hollow(module: StreamedModule) -> Weights:

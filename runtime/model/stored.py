@@ -1,4 +1,5 @@
-"""Weights that stay as they are stored, a bf16 view into a slot, and are widened inside the product that needs them.
+"""Weights that stay as they are stored, bf16 or quantised views into a slot, and are widened inside the product that
+needs them.
 
 On a CPU without fast bf16 units, products in fp32 are several times faster than in bf16, yet widening a whole layer
 costs as much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
@@ -8,66 +9,59 @@ and overwritten by the next.
 Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
-PANEL_BYTES = 4 * 1024 * 1024
+from .panels import Block, panels, plain_rows
+
 NARROW_ROWS = 96  # up to here w @ x.T beats x @ w.T: the product's inner loops run over the long side
 
 
-class _Buffers:
-    """Reused memory for widened weights, one piece for each (device, dtype). Owned by the engine's one thread."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Valid until the next call."""
-        size = torch.Size(shape).numel()
-        piece = self._pieces.get((device, dtype))
-        if piece is None or piece.numel() < size:
-            with torch.inference_mode(False):  # so that it may be written inside and outside of it
-                piece = torch.empty(max(size, PANEL_BYTES // dtype.itemsize), dtype=dtype, device=device)
-            self._pieces[device, dtype] = piece
-        return piece[:size].view(*shape)
-
-
-_buffers = _Buffers()
-
-
 class StoredWeight(torch.Tensor):
-    """A parameter put together from row blocks of stored tensors, computing in `dtype`.
+    """A parameter put together from row blocks, plain tensors or quantised rows, computing in `dtype`.
 
     `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and look-ups
     use the blocks as they are. Any other operation gets a widened copy, correct but as large as the weight.
     """
 
-    entries: list[list[torch.Tensor]]
+    entries: Sequence[Sequence[Block]]
     is_stacked: bool
+    is_flipped: bool  # seen transposed: of shape (K, N), while its rows lie as (N, K); of a stack, each expert is
 
     @staticmethod
     def __new__(
-        cls, entries: list[list[torch.Tensor]], shape: Sequence[int], dtype: torch.dtype, *, is_stacked: bool
+        cls,
+        entries: Sequence[Sequence[Block]],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        is_stacked: bool,
+        is_flipped: bool = False,
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
-        self.entries, self.is_stacked = entries, is_stacked
+        self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped
         return self
 
-    def __init__(
-        self, entries: list[list[torch.Tensor]], shape: Sequence[int], dtype: torch.dtype, *, is_stacked: bool
-    ) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
     def widened(self) -> torch.Tensor:
         """A plain tensor of the compute dtype; freshly allocated."""
-        entries = [torch.cat([block.to(self.dtype) for block in blocks]) for blocks in self.entries]
-        return torch.stack(entries) if self.is_stacked else entries[0].view(self.shape)
+        entries = [torch.cat([plain_rows(block, self.dtype) for block in blocks]) for blocks in self.entries]
+        whole = torch.stack(entries) if self.is_stacked else entries[0]
+        return whole.transpose(-1, -2) if self.is_flipped else whole.view(self.shape)
 
     def expert(self, index: int) -> "StoredWeight":
         assert self.is_stacked, "only stacked weights have experts"
-        return StoredWeight([self.entries[index]], self.shape[1:], self.dtype, is_stacked=False)
+        entries, shape = [self.entries[index]], self.shape[1:]
+        return StoredWeight(entries, shape, self.dtype, is_stacked=False, is_flipped=self.is_flipped)
+
+    def flipped(self) -> "StoredWeight":
+        assert not self.is_stacked, "only matrices are transposed"
+        shape = (self.shape[1], self.shape[0])
+        return StoredWeight(self.entries, shape, self.dtype, is_stacked=False, is_flipped=not self.is_flipped)
 
     @classmethod
     def __torch_function__(
@@ -106,55 +100,79 @@ def _widen(value: object) -> object:
     return value
 
 
-def _panels(weight: StoredWeight) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, rows) in compute dtype; each is valid until the next is taken. Blocks of that dtype come as they
-    are."""
-    row = 0
-    for block in weight.entries[0]:
-        if block.dtype == weight.dtype:
-            yield row, block
-        else:
-            height = max(1, PANEL_BYTES // (block.shape[1] * weight.dtype.itemsize))
-            for start in range(0, block.shape[0], height):
-                part = block[start : start + height]
-                yield row + start, _buffers.take(part.shape, weight.dtype, part.device).copy_(part)
-        row += block.shape[0]
-
-
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, StoredWeight) or weight.dim() != 2 or x.dtype != weight.dtype:
         return NotImplemented
+    if weight.is_flipped:
+        out = _matmul(x, weight.flipped())
+        return out if bias is None else out + bias
     x_MK = x.reshape(-1, x.shape[-1])
     num_rows = x_MK.shape[0]
     if num_rows <= NARROW_ROWS:
         out_NM = x.new_empty(weight.shape[0], num_rows)
-        for row, panel in _panels(weight):
+        for row, panel in panels(weight.entries[0], weight.dtype):
             torch.mm(panel, x_MK.t(), out=out_NM[row : row + panel.shape[0]])
         out_MN = out_NM.t()
         out_MN = out_MN + bias if bias is not None else out_MN.contiguous()
     else:
         out_MN = x.new_empty(num_rows, weight.shape[0])
-        for row, panel in _panels(weight):
+        for row, panel in panels(weight.entries[0], weight.dtype):
             torch.mm(x_MK, panel.t(), out=out_MN[:, row : row + panel.shape[0]])
         if bias is not None:
             out_MN += bias
     return out_MN.view(*x.shape[:-1], weight.shape[0])
 
 
+def _product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
+    """out + x @ weight for a weight that lies as (K, N): panels are runs of the inner dimension, their products add
+    up."""
+    for row, panel in panels(weight.entries[0], weight.dtype):
+        out_MN.addmm_(x[:, row : row + panel.shape[0]], panel)
+    return out_MN
+
+
 def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """GPT-2's Conv1D keeps (in, out): panels are runs of the inner dimension and their products add up."""
+    """GPT-2's Conv1D keeps (in, out)."""
     if not isinstance(weight, StoredWeight) or isinstance(x, StoredWeight):
         return NotImplemented
-    out = bias.expand(x.shape[0], weight.shape[1]).clone()
-    for row, panel in _panels(weight):
-        out.addmm_(x[:, row : row + panel.shape[0]], panel)
-    return out
+    if weight.is_flipped:
+        return _linear(x, weight.flipped(), bias)
+    return _product(x, weight, bias.expand(x.shape[0], weight.shape[1]).clone())
+
+
+def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.dim() != 2 or isinstance(x, StoredWeight):
+        return NotImplemented
+    if weight.is_flipped:
+        return _linear(x, weight.flipped())
+    x_MK = x.reshape(-1, x.shape[-1])
+    return _product(x_MK, weight, x.new_zeros(len(x_MK), weight.shape[1])).view(*x.shape[:-1], weight.shape[1])
+
+
+def _flip(weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.dim() != 2:
+        return NotImplemented
+    return weight.flipped()
+
+
+def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
+    """DBRX keeps its experts one below the other in a matrix and sees them as a stack."""
+    shape = [n for size in sizes for n in (size if isinstance(size, Sequence) else [size])]
+    if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_flipped or len(shape) != 3:
+        return NotImplemented
+    height, width = shape[1:]
+    plain = [block for block in weight.entries[0] if isinstance(block, torch.Tensor) and not block.shape[0] % height]
+    if width != weight.shape[1] or len(plain) < len(weight.entries[0]):
+        return NotImplemented
+    entries = [[rows] for block in plain for rows in block.split(height)]
+    return StoredWeight(entries, (len(entries), height, width), weight.dtype, is_stacked=True)
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    if not isinstance(weight, StoredWeight) or len(weight.entries[0]) != 1:
+    if not isinstance(weight, StoredWeight) or weight.is_flipped or len(weight.entries[0]) != 1:
         return NotImplemented
-    return F.embedding(ids, weight.entries[0][0]).to(weight.dtype)
+    rows = plain_rows(weight.entries[0][0], weight.dtype, ids.flatten())
+    return rows.view(*ids.shape, weight.shape[1])
 
 
 def _getitem(weight: torch.Tensor, index: object) -> object:
@@ -170,5 +188,12 @@ _HANDLERS: dict[object, Callable[..., object]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.t: _flip,
+    torch.Tensor.t: _flip,
+    torch.Tensor.T.__get__: _flip,  # pyright: ignore[reportAttributeAccessIssue] - a property to Python
+    torch.Tensor.view: _view,
     torch.Tensor.__getitem__: _getitem,
 }

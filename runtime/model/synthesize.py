@@ -19,7 +19,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ..errors import CheckpointError, ConfigError, OutputError
 from ..store.writer import plan_shards, write_checkpoint
 from ..units import GIB
-from .meta import build_meta_model
+from .foreign import deepseek_moe
+from .meta import build_meta_model, untie_head
 from .random_weights import RandomWeights
 from .tokenizer import byte_level_tokenizer, tokenizer_from
 
@@ -72,6 +73,8 @@ def synthesize_checkpoint(
     tokenizer = _fitting_tokenizer(config, tokenizer_path)
     _adopt_token_ids(config, tokenizer, keep=frozenset(overrides))
     meta_model = _build(config, dtype)
+    if overrides.get("tie_word_embeddings") is False:
+        untie_head(meta_model)
     weights = RandomWeights(meta_model, seed)
     shards = plan_shards(weights.specs, max_shard_bytes)
     with _as_output_error(directory):
@@ -115,6 +118,7 @@ def tiny_checkpoint(cache: Path, seed: int = 0) -> Path:
 
 def config_for(model_type: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
     """The default config of a transformers model type with some keys changed; ConfigError names what is wrong."""
+    deepseek_moe.register()
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"model type {model_type!r} is unknown{_did_you_mean(model_type, list(CONFIG_MAPPING))}")
     known = CONFIG_MAPPING[model_type]()
@@ -152,6 +156,8 @@ def _adopt_token_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBas
         is_inside = isinstance(wanted, int) and wanted < text.vocab_size
         if key not in keep or (wanted is not None and not isinstance(wanted, list) and not is_inside):
             setattr(text, key, getattr(tokenizer, key))
+    if config.is_encoder_decoder and getattr(text, "decoder_start_token_id", None) is None:
+        setattr(text, "decoder_start_token_id", tokenizer.pad_token_id)  # noqa: B010 - not every config declares it
 
 
 def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

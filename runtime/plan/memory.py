@@ -33,19 +33,41 @@ MicroBatch = Sequence[SequenceSize]
 
 
 def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> int:
-    """KV positions of a block. A padded lane holds a rectangle as long as its longest sequence."""
+    """KV positions of a block. A padded lane holds a rectangle as wide as its longest prompt and longest answer; of an
+    encoder-decoder's, the decoder's own positions are those of the answer."""
     if shape.is_packed:
         return sum(size.capacity_tokens for lane in micro_batches for size in lane)
-    return sum(len(lane) * max(size.capacity_tokens for size in lane) for lane in micro_batches if lane)
+    return sum(len(lane) * _longest(shape, lane) for lane in micro_batches if lane)
+
+
+def _longest(shape: ModelShape, lane: MicroBatch) -> int:
+    """KV positions of a lane's longest row."""
+    if shape.is_packed:
+        return max(size.capacity_tokens for size in lane)
+    num_before = 0 if shape.has_encoder else _prompt_width(lane)
+    return round_up(num_before + max(size.max_new_tokens for size in lane), KV_GRANULE_TOKENS)
+
+
+def _prompt_width(lane: MicroBatch) -> int:
+    return max(size.num_prompt_tokens for size in lane)
+
+
+def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
+    """Columns of a padded rectangle that one pass prefills. At least two: recurrent layers take a single column for a
+    decode step, which has no padding."""
+    return min(width, max(2, chunk_tokens // num_rows))
 
 
 def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
-    """Most tokens that a lane carries in one pass. Padded lanes are prefilled whole."""
+    """Most tokens that a lane carries in one pass."""
     if not lane:
         return 0
     if shape.is_packed:
         return max(len(lane), min(prefill_chunk_tokens, sum(size.num_prompt_tokens for size in lane)))
-    return len(lane) * max(size.num_prompt_tokens for size in lane)
+    width = _prompt_width(lane)
+    if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
+        return len(lane) * width
+    return len(lane) * chunk_columns(len(lane), width, prefill_chunk_tokens)
 
 
 def block_entries(
@@ -63,12 +85,15 @@ def block_entries(
     lane_rows = max((len(lane) for lane in micro_batches), default=0)
     between = shape.hidden_size + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
+    states = sum(map(len, micro_batches)) * shape.state_bytes_per_sequence
     return (
         Entry(
             name="KV cache",
-            num_bytes=positions * shape.kv_bytes_per_token,
-            equation=f"{positions:,} positions x {shape.kv_bytes_per_token:,} B",
+            num_bytes=positions * shape.kv_bytes_per_token + states,
+            equation=f"{positions:,} positions x {shape.kv_bytes_per_token:,} B"
+            + (f" + states {states:,} B" if states else ""),
         ),
+        *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
         Entry(
             name="hidden states",
             num_bytes=sum(tokens) * between * size,
@@ -92,14 +117,41 @@ def block_entries(
     )
 
 
+def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
+    """What the encoder leaves behind, and what a lane carries from layer to layer beside its hidden states: a bias for
+    each pair of positions, and the mask."""
+    size = shape.compute_dtype_bytes
+    rectangles = [(len(lane), _prompt_width(lane)) for lane in micro_batches if lane]
+    positions = sum(rows * width for rows, width in rectangles)
+    per_position = shape.cross_kv_bytes_per_token + shape.hidden_size * size
+    pairs = sum((shape.num_heads * size + rows) * width**2 for rows, width in rectangles)
+    return (
+        Entry(
+            name="encoder output",
+            num_bytes=positions * per_position,
+            equation=f"{positions:,} positions x ({shape.cross_kv_bytes_per_token:,} B of keys and values + "
+            f"{shape.hidden_size:,} x {size} B)",
+        ),
+        Entry(
+            name="position bias",
+            num_bytes=pairs,
+            equation=f"{shape.num_heads} heads x {size} B and a mask, of each lane's pairs of positions",
+        ),
+    )
+
+
 def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
-    """Scores of a decode step over a lane; for padded lanes the mask and scores of a prefill as well."""
+    """Scores of a decode step over a lane, mask and scores of a prefill chunk, and latents expanded to keys and
+    values."""
     size = shape.compute_dtype_bytes
     worst = 0
     for lane in filter(None, micro_batches):
-        longest = max(s.capacity_tokens for s in lane)
-        rows = len(lane) if shape.is_packed else len(lane) * max(s.num_prompt_tokens for s in lane)
-        worst = max(worst, 2 * rows * shape.num_heads * longest * size)
+        longest = max(_longest(shape, lane), _prompt_width(lane) if shape.has_encoder else 0)
+        rows = len(lane) if shape.is_packed else pass_tokens(shape, lane, chunk_tokens)
+        decode = 2 * rows * shape.num_heads * longest * size
+        prefill = 0
         if shape.is_packed:
-            worst = max(worst, min(chunk_tokens, longest) * longest * (1 + size))
+            prefill = min(chunk_tokens, longest) * longest * (1 + size * (1 + 3 * shape.score_heads))
+        expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size
+        worst = max(worst, decode + expanded, prefill + expanded)
     return worst

@@ -25,10 +25,12 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """`resident` stages stay in compute memory; the others follow `walk` through slots of `slot_bytes`."""
+    """`resident` stages stay in compute memory; the others follow `walk` through slots of `slot_bytes`. Decode passes
+    follow `decode_walk`, which is the same one unless there is an encoder to leave out."""
 
     resident: frozenset[int]
     walk: Walk
+    decode_walk: Walk
     slot_bytes: int
     ledgers: tuple[Ledger, ...]
 
@@ -47,6 +49,16 @@ class Placement:
 def spread(num_layers: int, num_resident: int) -> tuple[int, ...]:
     """Positions of resident layers, evenly over the depth: each buys time to read the next one."""
     return tuple(int((turn + 0.5) * num_layers / num_resident) for turn in range(num_resident))
+
+
+def _kept_layers(shape: ModelShape, num_resident: int) -> list[int]:
+    """The decoder's layers first, which every pass needs; an encoder's are needed once per block."""
+    kept: list[int] = []
+    for kind in (StageKind.layer, StageKind.encoder):
+        stages = shape.of_kind(kind)
+        num_kept = min(num_resident - len(kept), len(stages))
+        kept += [stages[place].index for place in spread(len(stages), num_kept)]
+    return kept
 
 
 def num_slots_for(prefetch: PrefetchConfig) -> int:
@@ -72,8 +84,8 @@ def place(
     Embeddings and head stay resident where they fit and are streamed like layers where they don't.
     """
     entries = block_entries(shape, block, prefill_chunk_tokens)
-    layers = [stage.index for stage in shape.layers]
-    outer = [stage.index for stage in shape.stages if stage.kind is not StageKind.layer]
+    layers = [stage.index for stage in shape.stages if stage.kind.is_layer]
+    outer = [stage.index for stage in shape.stages if not stage.kind.is_layer]
 
     def attempt(resident: Sequence[int]) -> Placement:
         return _placement(shape, offload.tier, prefetch, budgets, frozenset(resident), entries)
@@ -85,11 +97,11 @@ def place(
     )
     placement = None
     for num_resident in wanted:
-        placement = attempt([*outer, *(layers[i] for i in spread(len(layers), num_resident))])
+        placement = attempt([*outer, *_kept_layers(shape, num_resident)])
         if placement.fits:
             return placement
     assert placement is not None, "there is always a last number to try"
-    streamed_outer = attempt([layers[i] for i in spread(len(layers), wanted[-1])])
+    streamed_outer = attempt(_kept_layers(shape, wanted[-1]))
     return streamed_outer if streamed_outer.fits else placement
 
 
@@ -102,19 +114,9 @@ def _placement(
     entries: tuple[Entry, ...],
 ) -> Placement:
     streamed = tuple(stage.index for stage in shape.stages if stage.index not in resident)
-    slots = min(num_slots_for(prefetch), len(streamed))
-    block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(streamed) > prefetch.block_layers else 1
-    copies = budgets.has_device and bool(streamed)
-    reads = tier is Tier.nvme
-    staging = (2 if block == 1 else block) if copies and reads else 0
-    walk = Walk(
-        num_stages=len(shape.stages),
-        streamed=streamed,
-        num_slots=slots,
-        num_staging_slots=min(staging, len(streamed)),
-        reads=reads,
-        copies=copies,
-        block=block,
+    walk, decode_walk = (
+        _walk(len(shape.stages), first, streamed, tier, prefetch, has_device=budgets.has_device)
+        for first in (0, shape.first_decode_stage)
     )
     slot_bytes = max((slot_layout(shape.stages[s]).num_bytes for s in streamed), default=0)
     weights = (
@@ -123,13 +125,35 @@ def _placement(
             num_bytes=_resident_bytes([shape.stages[s] for s in sorted(resident)]),
             equation=f"{len(resident)} of {len(shape.stages)} stages",
         ),
-        Entry(name="slots", num_bytes=slots * slot_bytes, equation=f"{slots} x {slot_bytes:,} B"),
+        Entry(name="slots", num_bytes=walk.num_slots * slot_bytes, equation=f"{walk.num_slots} x {slot_bytes:,} B"),
     )
     return Placement(
         resident=resident,
         walk=walk,
+        decode_walk=decode_walk,
         slot_bytes=slot_bytes,
         ledgers=_ledgers(shape, tier, budgets, walk, slot_bytes, weights + entries),
+    )
+
+
+def _walk(
+    num_stages: int, first: int, streamed: Sequence[int], tier: Tier, prefetch: PrefetchConfig, *, has_device: bool
+) -> Walk:
+    """A walk that begins later needs no more slots of either kind than the whole one."""
+    passed = tuple(stage for stage in streamed if stage >= first)
+    block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(passed) > prefetch.block_layers else 1
+    copies = has_device and bool(passed)
+    reads = tier is Tier.nvme
+    staging = (2 if block == 1 else block) if copies and reads else 0
+    return Walk(
+        num_stages=num_stages,
+        first_stage=first,
+        streamed=passed,
+        num_slots=min(num_slots_for(prefetch), len(passed)),
+        num_staging_slots=min(staging, len(passed)),
+        reads=reads,
+        copies=copies,
+        block=block,
     )
 
 

@@ -12,7 +12,7 @@ from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
 from .cost import MachineRates, lane_seconds, simulate
 from .memory import MicroBatch, SequenceSize, block_entries, pass_tokens
 from .placement import Budgets, Placement, place
-from .schedule import make_schedule
+from .schedule import Walk, make_schedule
 from .shapes import ModelShape
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
@@ -127,7 +127,7 @@ def _cost_aware(
     for depth in range(1, MAX_DEPTH + 1):
         prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
         placement = place(shape, config.offload, prefetch, budgets, lanes, config.policy.prefill_chunk_tokens)
-        seconds = _pass_seconds(shape, placement, [len(lane) for lane in lanes], rates).seconds
+        seconds = _pass_seconds(shape, placement.decode_walk, [len(lane) for lane in lanes], rates).seconds
         if best is None or (placement.fits and seconds < 0.99 * best[0]):
             best = (seconds, prefetch, placement)
     assert best is not None
@@ -140,13 +140,11 @@ class _PassTime:
     stall_seconds: float
 
 
-def _pass_seconds(
-    shape: ModelShape, placement: Placement, lane_tokens: Sequence[int], rates: MachineRates
-) -> _PassTime:
+def _pass_seconds(shape: ModelShape, walk: Walk, lane_tokens: Sequence[int], rates: MachineRates) -> _PassTime:
     """Of one pass in the steady state: what the second and third of three passes take on average."""
     if not any(lane_tokens):
         return _PassTime(0.0, 0.0)
-    schedule = make_schedule(placement.walk, len(lane_tokens))
+    schedule = make_schedule(walk, len(lane_tokens))
 
     def play(num_passes: int) -> tuple[float, float]:
         result = simulate(
@@ -176,8 +174,8 @@ def _predict(
     lanes = micro_batches_of(blocks[0], sizes)
     tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in lanes]
     prompt = [sum(size.num_prompt_tokens for size in lane) for lane in lanes]
-    prefill = _pass_seconds(shape, placement, tokens, rates)
-    decode = _pass_seconds(shape, placement, [len(lane) for lane in lanes], rates)
+    prefill = _pass_seconds(shape, placement.walk, tokens, rates)
+    decode = _pass_seconds(shape, placement.decode_walk, [len(lane) for lane in lanes], rates)
     full_passes = max(p / t for p, t in zip(prompt, tokens, strict=True) if t) if any(tokens) else 0.0
     num_decode = max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0)
     share = sum(size.num_prompt_tokens for size in sizes) / max(1, sum(prompt))

@@ -5,8 +5,9 @@
     run 7.3     lane 3 passes stage 7, once the stage is ready
     free 7      the stage's slot may be reused when its compute has finished
 
-A block runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
-stages of the next one: the walk over the stages is cyclic and the disk never waits for the turn of a pass.
+A walk runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
+stages of the next one: the walk over the stages is cyclic and the disk never waits for the turn of a pass. Only where
+decode passes leave out an encoder do they walk another way than prefill passes; at such a turn slots begin anew.
 """
 
 from collections.abc import Sequence
@@ -56,6 +57,11 @@ class Walk:
     reads: bool = True  # False: the weights are in host memory already
     copies: bool = False
     block: int = 1
+    first_stage: int = 0  # where a pass begins
+
+    @property
+    def stages(self) -> range:
+        return range(self.first_stage, self.num_stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,7 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     feed = _Feed(walk)
     prologue = feed.fill()
     cycle: list[Action] = []
-    for stage in range(walk.num_stages):
+    for stage in walk.stages:
         cycle += _runs(stage, num_lanes)
         if stage in walk.streamed:
             cycle.append(Action(Op.free, stage))
@@ -104,7 +110,7 @@ def _sequential_schedule(walk: Walk, num_lanes: int) -> Schedule:
     """Nothing overlaps: the plain version that every other schedule is measured and tested against."""
     hops = [Op.read] * walk.reads + [Op.copy] * walk.copies
     cycle: list[Action] = []
-    for stage in range(walk.num_stages):
+    for stage in walk.stages:
         is_streamed = stage in walk.streamed
         cycle += [Action(op, stage) for op in hops] if is_streamed else []
         cycle += _runs(stage, num_lanes)
@@ -176,7 +182,7 @@ def _block_schedule(walk: Walk, num_lanes: int) -> Schedule:
         return [Action(op, stage) for stage in groups[turn % len(groups)]]
 
     cycle: list[Action] = []
-    for stage in range(walk.num_stages):
+    for stage in walk.stages:
         if stage in first_of:
             cycle += bring(first_of[stage] + 1, Op.read) if walk.reads else []
             cycle += bring(first_of[stage] + 1, Op.copy) if walk.copies and not walk.reads else []
@@ -201,7 +207,7 @@ def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: i
         actions: Sequence[Action] = schedule.prologue * (turn == 0) + schedule.cycle
         for action in actions:
             _play(action, walk, staged, present, done)
-        expected = [(stage, lane) for stage in range(walk.num_stages) for lane in range(num_lanes)]
+        expected = [(stage, lane) for stage in walk.stages for lane in range(num_lanes)]
         if done != expected:
             missing = sorted(set(expected) - set(done))
             raise ValueError(

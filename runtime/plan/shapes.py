@@ -1,10 +1,11 @@
 """What a model is made of, in bytes and FLOPs: plain values, no torch. Everything planned is computed from these.
 
 A **stage** is what the weights of one step of the forward pass are called: 0 is the embeddings, 1..L the decoder
-layers, the last one the norm and head. A stage's **parameters** say which bytes of which file they are.
+layers, the last one the norm and head. An encoder's layers and a **bridge**, its norm and what the decoder begins with,
+come between the embeddings and the decoder layers. A stage's **parameters** say which bytes of which file they are.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -12,20 +13,70 @@ from math import prod
 
 class StageKind(Enum):
     embedding = "embedding"
+    encoder = "encoder"
+    bridge = "bridge"
     layer = "layer"
     head = "head"
+
+    @property
+    def is_layer(self) -> bool:
+        return self in (StageKind.layer, StageKind.encoder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlice:
-    """The bytes of one checkpoint tensor: `num_bytes` from `offset` of `file`, holding `shape` of `dtype`."""
+    """The bytes of one checkpoint tensor: `num_bytes` from `offset` of `file`, holding `shape` of `dtype`.
+
+    `shape` counts numbers, of which a quantised tensor may hold several in a byte. Where a parameter's rows lie in
+    another order, `row_order` names them as runs of the stored ones; where they lie as its columns, it `is_transposed`.
+    """
 
     name: str
     file: str
     offset: int
     num_bytes: int
-    dtype: str  # safetensors' name: F32, BF16, F16, I64 ...
+    dtype: str  # safetensors' name: F32, BF16, F8_E4M3, F4, I64 ...; or that of a GGUF block: Q8_0, Q4_K ...
     shape: tuple[int, ...]
+    scales: "Scales | None" = None
+    row_order: tuple[range, ...] = ()  # empty: as stored
+    is_transposed: bool = False
+
+    def expert(self, index: int) -> "TensorSlice":
+        """One matrix of a stack."""
+        part = self._run(index, self.shape[0])
+        scales = self.scales
+        if scales is not None:
+            scales = replace(scales, tensor=scales.tensor.expert(index))
+        return replace(part, shape=self.shape[1:], scales=scales)
+
+    def rows(self, turn: int, num_parts: int) -> "TensorSlice | None":
+        """The `turn`-th of equal runs of a matrix's rows; None where a run would end inside a block with one scale."""
+        part, scales = self._run(turn, num_parts), self.scales
+        if scales is not None and scales.tensor.shape[0] > 1:
+            if part.shape[0] % scales.block_rows:
+                return None
+            scales = replace(scales, tensor=scales.tensor._run(turn, num_parts))
+        return replace(part, scales=scales)
+
+    def _run(self, turn: int, num_parts: int) -> "TensorSlice":
+        num_bytes = self.num_bytes // num_parts
+        return replace(
+            self,
+            name=f"{self.name}[{turn}/{num_parts}]",
+            offset=self.offset + turn * num_bytes,
+            num_bytes=num_bytes,
+            shape=(self.shape[0] // num_parts, *self.shape[1:]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """The factors of a quantised matrix: number (r, c) times `tensor`'s (r // block_rows, c // block_columns). Blocks
+    at the lower and right edge may be smaller."""
+
+    tensor: TensorSlice
+    block_rows: int
+    block_columns: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +94,13 @@ class Parameter:
 
     @property
     def slices(self) -> tuple[TensorSlice, ...]:
-        return tuple(piece for entry in self.pieces for piece in entry)
+        """All that must be read, scales included."""
+        pieces = [piece for entry in self.pieces for piece in entry]
+        return (*pieces, *(piece.scales.tensor for piece in pieces if piece.scales is not None))
+
+    @property
+    def is_transposed(self) -> bool:
+        return any(piece.is_transposed for entry in self.pieces for piece in entry)
 
     @property
     def num_elements(self) -> int:
@@ -70,7 +127,7 @@ class Stage:
     @cached_property
     def flops_per_token(self) -> float:
         """Two per weight that a token is multiplied with; of stacked experts only the share that a token visits."""
-        if self.kind is StageKind.embedding:
+        if self.kind in (StageKind.embedding, StageKind.bridge):
             return 0.0
         dense = sum(p.num_elements for p in self.parameters if len(p.shape) == 2)
         experts = sum(p.num_elements for p in self.parameters if p.is_stacked or len(p.shape) == 3)
@@ -91,9 +148,13 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     context_tokens: int
-    num_kv_layers: int
+    kv_bytes_per_token: int
     compute_dtype_bytes: int
     is_packed: bool  # lanes without padding
+    state_bytes_per_sequence: int = 0  # recurrent layers
+    expanded_kv_width: int = 0  # elements that a layer makes of one position's latents (MLA), while it attends
+    cross_kv_bytes_per_token: int = 0  # of one encoder position, which every decoder layer looks at
+    score_heads: int = 0  # heads whose prefill scores lie in memory at a time, where no fused kernel can make them
     weight_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -102,8 +163,16 @@ class ModelShape:
 
     @property
     def layers(self) -> tuple[Stage, ...]:
-        return tuple(stage for stage in self.stages if stage.kind is StageKind.layer)
+        return self.of_kind(StageKind.layer)
+
+    def of_kind(self, kind: StageKind) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if stage.kind is kind)
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * self.compute_dtype_bytes
+    def has_encoder(self) -> bool:
+        return bool(self.of_kind(StageKind.encoder))
+
+    @property
+    def first_decode_stage(self) -> int:
+        """Where a decode pass begins: an encoder runs in the prefill pass alone."""
+        return self.of_kind(StageKind.bridge)[0].index if self.has_encoder else 0

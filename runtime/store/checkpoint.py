@@ -1,4 +1,6 @@
-"""A checkpoint directory: which tensors it holds and where their bytes lie. No weight is read here."""
+"""A checkpoint, which is a directory of safetensors or a GGUF file: which tensors it holds and where their bytes lie.
+
+No weight is read here."""
 
 import hashlib
 import json
@@ -8,6 +10,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..plan.shapes import TensorSlice
+from .gguf import GgufHeader, read_gguf
 from .header import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -18,8 +21,9 @@ NUM_SAMPLES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    directory: Path
+    path: Path
     tensors: Mapping[str, TensorSlice]
+    gguf: GgufHeader | None = None
 
     @property
     def files(self) -> list[str]:
@@ -29,33 +33,49 @@ class Checkpoint:
         """sha256 over each shard's name, size, header and some spread samples of its data: cheap, and independent of
         where the files lie. It tells checkpoints apart; it does not prove that no bit has flipped."""
         digest = hashlib.sha256()
+        header_bytes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            header_bytes[tensor.file] = min(tensor.offset, header_bytes.get(tensor.file, tensor.offset))
         for file in map(Path, self.files):
             size = file.stat().st_size
             digest.update(f"{file.name}:{size};".encode())
             with file.open("rb") as handle:
-                digest.update(handle.read(8 + int.from_bytes(handle.read(8), "little")))
+                digest.update(handle.read(header_bytes[str(file)]))
                 for turn in range(NUM_SAMPLES):
                     handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
                     digest.update(handle.read(SAMPLE_BYTES))
         return digest.hexdigest()
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Headers of all shards, checked against the index. Raises CheckpointError naming the file and the disagreement."""
-    index = directory / INDEX
+    if is_gguf(path):
+        header = read_gguf(path)
+        return Checkpoint(path=path, tensors=header.tensors, gguf=header)
+    index, single = path / INDEX, path / SINGLE
     if index.exists():
-        return Checkpoint(directory=directory, tensors=_sharded(directory, index))
-    single = directory / SINGLE
+        return Checkpoint(path=path, tensors=_sharded(path, index))
     if single.exists():
-        return Checkpoint(directory=directory, tensors=read_header(single))
+        return Checkpoint(path=path, tensors=read_header(single))
+    raise _unreadable(path)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def _unreadable(directory: Path) -> CheckpointError:
     pickles = sorted(p.name for p in directory.glob("*.bin"))
     if pickles:
-        raise CheckpointError(
+        return CheckpointError(
             f"{directory}: only pickled weights ({pickles[0]} ...), which run code when read; convert them once:\n"
             f'  python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\""
         )
-    raise CheckpointError(f"{directory}: holds neither {SINGLE} nor {INDEX}")
+    ggufs = sorted(p.name for p in directory.glob("*.gguf"))
+    if ggufs:
+        return CheckpointError(f"{directory}: holds GGUF files; name one: model.path={directory / ggufs[0]}")
+    return CheckpointError(f"{directory}: holds neither {SINGLE} nor {INDEX}")
 
 
 def _sharded(directory: Path, index: Path) -> dict[str, TensorSlice]:

@@ -135,6 +135,15 @@ class WeightStream:
         slot.free.record(self._device.compute_stream())
         self._free_slots.append(slot)
 
+    def drop(self) -> None:
+        """Frees what was brought in ahead, for a pass that begins at another stage. Waits for reads in flight."""
+        for stage in list(self._present):
+            self.free(stage)
+        for slot in self._staged.values():
+            self._settle(slot)
+            self._free_staging.append(slot)
+        self._staged.clear()
+
     def take_counters(self) -> StreamCounters:
         counters, self._counters = self._counters, StreamCounters()
         return counters

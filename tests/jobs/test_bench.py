@@ -7,7 +7,7 @@ from jobs.io.bench.measure import Result, Task, measure, prompts
 from jobs.io.bench.report import markdown
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
-from runtime.model.loading import find_checkpoint
+from runtime.model.origin import find_checkpoint
 
 GENERATING = [Contender.nvme, Contender.cpu, Contender.none, Contender.transformers, Contender.accelerate]
 READING = [Contender.read, Contender.plain_read]

@@ -84,7 +84,7 @@ def test_job_ends_with_its_own_code_and_at_most_one_line(
         ("+sampling.max_tokens=3", "unknown key sampling.max_tokens: did you mean sampling.max_new_tokens?"),
         ("ofload=cpu", "unknown key ofload: did you mean offload?"),
         ("hydra.nothing=1", "unknown key hydra.nothing: --cfg hydra shows those of Hydra"),
-        ("model=gtp2", "model=gtp2 does not exist: model is one of gpt2, hf, "),
+        ("model=gtp2", "model=gtp2 does not exist: did you mean gpt2? model is one of bloom, "),
         ("+model=gpt2", "model is chosen already: write model=<option> without the +"),
         ("sampling=3", "a group takes the name of one of its options"),
         ("sampling.max_new_tokens=many", "sampling.max_new_tokens must be a whole number, got 'many'"),
@@ -160,11 +160,12 @@ def test_control_characters_of_a_message_never_reach_the_terminal(capfd: pytest.
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("model=hf", "architecture=hf does not exist: architecture is one of gpt2, "),
+        ("model=hf", "architecture=hf does not exist: architecture is one of bloom, "),
         (
             "architecture.num_layers=2",
             "unknown key architecture.num_layers: if architecture shall have it, write +arch",
         ),
+        ("model.dtype=float16", "model.dtype has no effect in this job: leave it out"),
         ("seed=1", "out is not set"),
     ],
 )

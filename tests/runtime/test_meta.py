@@ -4,34 +4,18 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel
+from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
 
-from runtime.model.meta import build_meta_model
+from runtime.model.families import FAMILIES
+from runtime.model.meta import auto_class, build_meta_model
 from runtime.model.synthesize import config_for
-from tests.support import FAMILIES, LLAMA_SIZES
 
-GPT_SIZES = {"vocab_size": 640, "n_embd": 64, "n_layer": 2, "n_head": 4}
-MORE: dict[str, dict[str, object]] = {
-    "gptj": GPT_SIZES | {"rotary_dim": 8},
-    "gpt_neo": {
-        "vocab_size": 640, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-    },
-    "gemma2": LLAMA_SIZES | {"head_dim": 16},
-    "gpt_oss": LLAMA_SIZES | {"head_dim": 16, "num_local_experts": 4},
-    "deepseek_v3": {
-        "vocab_size": 640, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2,
-        "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1,
-    },
-}  # fmt: skip
+LLAMA_SIZES = FAMILIES["llama"].overrides
 CONFIGS = {name: (family.model_type, dict(family.overrides)) for name, family in FAMILIES.items()}
-CONFIGS |= {name: (name, overrides) for name, overrides in MORE.items()}
 
 
 def real_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    return auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -60,10 +44,10 @@ def test_parameters_are_on_meta_with_the_real_shapes_and_ties(name: str) -> None
 
 
 def test_what_a_class_keeps_in_float32_is_float32() -> None:
-    meta = build_meta_model(config_for(*CONFIGS["deepseek_v3"]), torch.bfloat16)
+    meta = build_meta_model(config_for(*CONFIGS["deepseek-v3"]), torch.bfloat16)
     dtypes = {key: tensor.dtype for key, tensor in meta.state_dict().items()}
     kept = {key for key, dtype in dtypes.items() if dtype == torch.float32}
-    assert kept == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    assert kept == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
 
 
 def test_the_config_is_not_changed() -> None:
@@ -91,6 +75,8 @@ def test_large_zero_filled_weights_and_large_masks_end_where_they_belong() -> No
     sizes = LLAMA_SIZES | {"intermediate_size": 4096, "num_local_experts": 4}
     experts = build_meta_model(config_for("llama4_text", sizes), torch.float32)
     assert all(parameter.is_meta for parameter in experts.parameters())
-    masks = build_meta_model(config_for("gpt_neo", MORE["gpt_neo"] | {"max_position_embeddings": 1024}), torch.float32)
+    masks = build_meta_model(
+        config_for("gpt_neo", {**FAMILIES["gpt-neo"].overrides, "max_position_embeddings": 1024}), torch.float32
+    )
     mask = next(buffer for key, buffer in masks.named_buffers() if key.endswith("attention.bias"))
     assert torch.equal(mask[0, 0], torch.ones(1024, 1024).tril().bool())

@@ -55,6 +55,38 @@ def test_streamed_and_resident_are_all_stages_and_the_walk_can_be_scheduled(
     check_schedule(make_schedule(walk, 2), walk, 2)
 
 
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("budgets", [HOST, DEVICE], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize("prefetch", PREFETCHES, ids=lambda p: f"{p.kind.value} {p.depth} {p.block_layers}")
+@pytest.mark.parametrize("resident_layers", [0, 2, 4, 5, 6, 7])
+def test_decode_passes_leave_out_the_encoder_and_need_no_more_slots(
+    resident_layers: int, prefetch: PrefetchConfig, budgets: Budgets, tier: Tier
+) -> None:
+    """Stages: embeddings, encoder layers 1 to 3, bridge 4, decoder layers 5 to 8, head 9."""
+    shape = toy_shape(4, num_encoder_layers=3, is_packed=False)
+    placement = placed(shape, budgets, tier=tier, prefetch=prefetch, resident_layers=resident_layers)
+    walk, decode = placement.walk, placement.decode_walk
+    assert list(decode.stages) == list(range(4, 10))
+    assert decode.streamed == tuple(stage for stage in walk.streamed if stage >= 4)
+    assert decode.num_slots <= walk.num_slots
+    assert decode.num_staging_slots <= walk.num_staging_slots
+    for each in (walk, decode):
+        check_schedule(make_schedule(each, 2), each, 2)
+
+
+def test_decoder_layers_stay_resident_before_those_of_an_encoder() -> None:
+    shape = toy_shape(4, num_encoder_layers=3, is_packed=False)
+    kept = [placed(shape, HOST, resident_layers=n).resident & set(range(1, 9)) - {4} for n in range(8)]
+    assert [len(layers) for layers in kept] == list(range(8))
+    assert all(layers <= {5, 6, 7, 8} for layers in kept[:5])
+    assert all(layers >= {5, 6, 7, 8} for layers in kept[4:])
+
+
+def test_without_an_encoder_every_pass_walks_alike() -> None:
+    placement = placed(toy_shape(), HOST, resident_layers=3)
+    assert placement.decode_walk == placement.walk
+
+
 def test_more_budget_never_means_fewer_resident_layers() -> None:
     counts = []
     for budget in range(60 * MIB, 260 * MIB, 2 * MIB):

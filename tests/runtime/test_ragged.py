@@ -1,12 +1,15 @@
 """Ragged attention over a packed lane equals plain attention of each sequence alone, whatever the passes were."""
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from runtime.cache.ragged import RaggedKV
+from runtime.errors import ConfigError
 from runtime.model.attention import ragged_attention
 from runtime.model.events import LaneRun
 from runtime.stream.device import ComputeDevice
@@ -16,34 +19,89 @@ DEVICE = ComputeDevice("cpu")
 LAYERS = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What attention a layer wants, as transformers tells an attention function; `expand` makes keys or values of
+    latents."""
+
+    sliding_window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    num_sinks: int = 0
+    expand: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        return torch.linspace(-1, 2, self.num_sinks) if self.num_sinks else None
+
+    def plain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """(H, S, D) each to (S, H, D), by a mask over all scores."""
+        if self.expand is not None:
+            k, v = self.expand(k), self.expand(v)
+        k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
+        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        query, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])[None]
+        seen = key <= query
+        if self.sliding_window is not None:
+            seen &= key > query - self.sliding_window
+        if self.chunk is not None:
+            seen &= key // self.chunk == query // self.chunk
+        exponents = scores.masked_fill(~seen, float("-inf")).exp()
+        total = exponents.sum(-1, keepdim=True)
+        if self.sinks is not None:
+            total = total + self.sinks.exp()[:, None, None]
+        return (exponents / total @ v).transpose(0, 1)
+
+
+PLAIN = Kind()
+KINDS = {
+    "plain": PLAIN,
+    "window": Kind(sliding_window=5),
+    "window of one": Kind(sliding_window=1),
+    "chunks": Kind(chunk=4),
+    "softcap": Kind(softcap=0.7),
+    "sinks": Kind(num_sinks=4),
+    "window, softcap and sinks": Kind(sliding_window=6, softcap=2.0, num_sinks=4),
+    "latents": Kind(expand=lambda latents: torch.cat([latents, 1 - latents], 0)),
+    "latents, window": Kind(sliding_window=7, expand=lambda latents: torch.cat([latents, 1 - latents], 0)),
+}
+
+
 class Row:
     """A sequence with all the queries, keys and values it will ever have, (H, S, D) per layer."""
 
-    def __init__(self, num_prompt: int, num_new: int, heads: tuple[int, int], dims: tuple[int, int], seed: int):
+    def __init__(
+        self, num_prompt: int, num_new: int, heads: tuple[int, int], dims: tuple[int, int], seed: int, kind: Kind
+    ):
         generator = torch.Generator().manual_seed(seed)
         self.num_prompt, self.capacity, self.past = num_prompt, num_prompt + num_new, 0
         shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
         self.qkv = [[torch.randn(h, self.capacity, d, generator=generator) for h, d in shapes] for _ in range(LAYERS)]
-
-        self.full = [self._plain(*qkv) for qkv in self.qkv]
-
-    def _plain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """(S, H, D) by causal attention over the whole sequence."""
-        k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], 0) for t in (k, v))
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0].transpose(0, 1)
+        self.full = [kind.plain(*qkv) for qkv in self.qkv]
 
     def expected(self, layer: int, new: int) -> torch.Tensor:
         return self.full[layer][self.past : self.past + new]
 
 
-def attend(cache: RaggedKV, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(cache: RaggedKV, layer: int, kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     module = torch.nn.Module()
     module.layer_idx = layer
-    lane = LaneRun(lambda: ragged_attention(module, q, *cache.update(k, v, layer), None)[0][0], cache)
-    return lane.switch()
+    if kind.chunk is not None:
+        module.config = SimpleNamespace(layer_types=["chunked_attention"] * LAYERS, attention_chunk_size=kind.chunk)
+
+    def forward() -> torch.Tensor:
+        keys, values = cache.update(k, v, layer)
+        if kind.expand is not None:
+            keys, values = (kind.expand(t[0])[None] for t in (keys, values))
+        settings = {"sliding_window": kind.sliding_window, "softcap": kind.softcap, "s_aux": kind.sinks}
+        return ragged_attention(module, q, keys, values, None, **settings)[0][0]
+
+    return LaneRun(forward, cache).switch()
 
 
-def run_pass(cache: RaggedKV, rows: list[Row], new: list[int]) -> None:
+def run_pass(cache: RaggedKV, rows: list[Row], new: list[int], kind: Kind = PLAIN) -> None:
     cache.begin_pass(new)
     for layer in range(LAYERS):
         q, k, v = (
@@ -52,7 +110,7 @@ def run_pass(cache: RaggedKV, rows: list[Row], new: list[int]) -> None:
             ]
             for i in range(3)
         )
-        out = attend(cache, layer, q, k, v)
+        out = attend(cache, layer, kind, q, k, v)
         expected = torch.cat([row.expected(layer, n) for row, n in zip(rows, new, strict=True)])
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     cache.end_pass()
@@ -62,12 +120,16 @@ def run_pass(cache: RaggedKV, rows: list[Row], new: list[int]) -> None:
 
 
 def make(
-    num_rows: int, seed: int, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (8, 8)
+    num_rows: int,
+    seed: int,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (8, 8),
+    kind: Kind = PLAIN,
 ) -> tuple[RaggedKV, list[Row]]:
     rng = random.Random(seed)
-    rows = [Row(rng.randint(1, 24), rng.randint(1, 12), heads, dims, seed * 100 + n) for n in range(num_rows)]
+    rows = [Row(rng.randint(1, 24), rng.randint(1, 12), heads, dims, seed * 100 + n, kind) for n in range(num_rows)]
     rows.sort(key=lambda row: -row.capacity)
-    return RaggedKV([row.capacity for row in rows], DEVICE), rows
+    return RaggedKV([row.capacity for row in rows], DEVICE, expands=kind.expand is not None), rows
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (12, 8)], ids=["K = V", "K wider"])
@@ -94,14 +156,16 @@ def test_prefill_in_chunks_decode_and_removal_equal_plain_attention(
         assert cache.past == [row.past for row in rows]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(8))
-def test_passes_may_mix_prefill_and_decode(seed: int) -> None:
-    cache, rows = make(6, seed)
+def test_passes_may_mix_prefill_and_decode(seed: int, kind: str) -> None:
+    heads = (4, 1) if KINDS[kind].expand is not None else (4, 2)
+    cache, rows = make(6, seed, heads, kind=KINDS[kind])
     rng = random.Random(seed)
     while any(row.past < row.capacity for row in rows):
         new = [min(rng.choice([0, 1, 1, 3, 9]), row.capacity - row.past) for row in rows]
         if any(new):
-            run_pass(cache, rows, new)
+            run_pass(cache, rows, new, KINDS[kind])
 
 
 def test_rows_of_one_rounded_capacity_share_a_tensor() -> None:
@@ -116,7 +180,7 @@ def test_capacities_must_be_sorted() -> None:
 
 
 def prefilled_group(num_prompts: tuple[int, ...]) -> tuple[RaggedKV, list[Row]]:
-    rows = [Row(n, 32 - n, (4, 2), (8, 8), n) for n in num_prompts]
+    rows = [Row(n, 32 - n, (4, 2), (8, 8), n, PLAIN) for n in num_prompts]
     cache = RaggedKV([row.capacity for row in rows], DEVICE)
     run_pass(cache, rows, [row.num_prompt for row in rows])
     return cache, rows
@@ -151,8 +215,8 @@ def test_attention_outside_a_packed_lane_says_so() -> None:
         ragged_attention(torch.nn.Module(), q, q, q, None)
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "sliding_window", "position_bias"])
+@pytest.mark.parametrize("name", ["position_bias", "indices"])
 def test_what_packed_lanes_do_not_offer_is_refused_and_not_ignored(name: str) -> None:
     q = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(AssertionError, match=name):
+    with pytest.raises(ConfigError, match=f"{name}.*model.lanes=padded"):
         ragged_attention(torch.nn.Module(), q, q, q, None, **{name: 1.0})

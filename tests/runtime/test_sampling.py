@@ -1,20 +1,26 @@
 """Sampled tokens are those of transformers' own `generate` for each prompt alone, wherever a request lands."""
 
-from collections.abc import Callable, Sequence
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import DType, PolicyKind, Tier
+from runtime import Rejected, SamplingConfig, SamplingOverrides
+from runtime.config import PolicyKind
+from runtime.engine import sampling as sampling_module
 from runtime.engine.sampling import Sampler
 from runtime.engine.sequence import Completion, FinishReason, Request
-from runtime.engine.sequence import Sequence as Running
-from runtime.model.tokenizer import byte_level_tokenizer
+from runtime.errors import ConfigError
+from tests.runtime.sampling_support import (
+    References,
+    complete,
+    logits_for,
+    request_of,
+    running,
+    runtime_for,
+    transformers_answer,
+)
 from tests.support import Reference
 
-References = Callable[[str], Reference]
 SETTINGS = [
     {"temperature": 1.0},
     {"temperature": 0.6, "seed": 3},
@@ -22,7 +28,6 @@ SETTINGS = [
     {"temperature": 0.9, "top_p": 0.7},
     {"temperature": 1.2, "min_p": 0.1, "repetition_penalty": 1.3},
     {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1, "seed": 11},
-    {"repetition_penalty": 1.4},
 ]
 
 
@@ -32,34 +37,13 @@ def model(reference: References) -> PreTrainedModel:
 
 
 def run(reference: Reference, sampling: SamplingConfig, kind: PolicyKind) -> list[list[int]]:
-    config = RuntimeConfig(
-        model=ModelConfig(name="test", path=str(reference.directory), dtype=DType.float32),
-        offload=OffloadConfig(tier=Tier.nvme, resident_layers=2, host_memory_gib=1),
-        policy=PolicyConfig(kind=kind, micro_batch_size=3, num_micro_batches=2),
-        sampling=sampling,
-    )
-    results = Runtime(config).generate(reference.prompts)
+    results = runtime_for(reference, sampling, kind=kind).generate(reference.prompts)
     return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 
 
-def expected(model: PreTrainedModel, prompt: list[int], seed: int, sampling: SamplingConfig) -> list[int]:
-    torch.manual_seed(seed)
-    ids = torch.tensor([prompt])
-    warping = {} if sampling.is_greedy else {
-        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
-        "min_p": sampling.min_p or None,
-    }  # fmt: skip
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=not sampling.is_greedy,
-        repetition_penalty=sampling.repetition_penalty,
-        max_new_tokens=sampling.max_new_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        **warping,
-    )
-    return out[0, len(prompt) :].tolist()
+def alone(model: PreTrainedModel, prompt: list[int], id: str, sampling: SamplingConfig, sample: int = 0) -> list[int]:
+    request = Request(id=id, prompt_ids=tuple(prompt), max_new_tokens=sampling.max_new_tokens, sample_index=sample)
+    return transformers_answer(model, prompt, request.seed(sampling.seed), sampling)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -67,12 +51,50 @@ def test_tokens_equal_transformers_for_each_prompt_alone(
     settings: dict[str, float], reference: References, model: PreTrainedModel
 ) -> None:
     ref, sampling = reference("llama"), SamplingConfig(max_new_tokens=6, ignore_eos=True, **settings)
-    requests = [Request(id=str(n), prompt_ids=tuple(prompt), max_new_tokens=6) for n, prompt in enumerate(ref.prompts)]
-    alone = [
-        expected(model, prompt, r.seed(sampling.seed), sampling)
-        for prompt, r in zip(ref.prompts, requests, strict=True)
+    expected = [alone(model, prompt, str(n), sampling) for n, prompt in enumerate(ref.prompts)]
+    assert run(ref, sampling, PolicyKind.fixed) == expected
+
+
+def test_samples_come_prompt_by_prompt_and_each_equals_transformers_with_its_own_seed(
+    reference: References, model: PreTrainedModel
+) -> None:
+    ref, sampling = reference("llama"), SamplingConfig(n=3, temperature=1.0, max_new_tokens=4, ignore_eos=True)
+    results = runtime_for(ref, sampling).generate([*ref.prompts[:2], [], ref.prompts[2]])
+    assert [item.sample_index if isinstance(item, Rejected) else item.request.sample_index for item in results] == (
+        [0, 1, 2] * 4
+    )
+    assert all(isinstance(result, Rejected) and result.id == "2" for result in results[6:9])
+    for place, prompt in ((0, ref.prompts[0]), (1, ref.prompts[1]), (3, ref.prompts[2])):
+        samples = [list(r.token_ids) for r in results[3 * place : 3 * place + 3] if isinstance(r, Completion)]
+        assert samples == [alone(model, prompt, str(place), sampling, sample) for sample in range(3)]
+        assert len(set(map(tuple, samples))) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_rows_of_any_temperature_side_by_side_get_what_they_would_get_alone(family: str, reference: References) -> None:
+    """Three sequences share a lane: greedy, the run's own temperature, and others."""
+    ref = reference(family)
+    model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.float32).eval()
+    default = SamplingConfig(max_new_tokens=5, temperature=0.8, top_p=0.95, ignore_eos=True)
+    runtime = runtime_for(ref, default)
+    temperatures = [0.0, 1.3, None, 0.0, 0.8, 2.0, None]
+    requests = [
+        request_of(runtime, str(n), prompt, temperature=temperature)
+        for n, (prompt, temperature) in enumerate(zip(ref.prompts, temperatures, strict=True))
     ]
-    assert run(ref, sampling, PolicyKind.fixed) == alone
+    expected = [
+        alone(model, prompt, str(n), default.overridden(SamplingOverrides(temperature=temperature)))
+        for n, (prompt, temperature) in enumerate(zip(ref.prompts, temperatures, strict=True))
+    ]
+    assert [list(completion.token_ids) for completion in complete(runtime, requests)] == expected
+
+
+def test_slices_of_a_big_batch_do_not_change_tokens(reference: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = reference("llama")
+    sampling = SamplingConfig(max_new_tokens=4, temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=2)
+    whole = runtime_for(ref, sampling).generate(ref.prompts)
+    monkeypatch.setattr(sampling_module, "SLICE_BYTES", 2 * 640 * 4)
+    assert runtime_for(ref, sampling).generate(ref.prompts) == whole
 
 
 def test_what_a_trial_pass_drew_is_not_missing_from_the_run(reference: References) -> None:
@@ -82,16 +104,34 @@ def test_what_a_trial_pass_drew_is_not_missing_from_the_run(reference: Reference
     assert fixed == auto
 
 
-def running(
-    prompt: Sequence[int] = (1, 2), *, max_new_tokens: int = 50, id: str = "0", sample_index: int = 0
-) -> Running:
-    return Running(
-        request=Request(id=id, prompt_ids=tuple(prompt), max_new_tokens=max_new_tokens, sample_index=sample_index)
-    )
+def test_a_request_may_have_its_own_limit(reference: References) -> None:
+    ref = reference("llama")
+    runtime = runtime_for(ref, SamplingConfig(max_new_tokens=4, ignore_eos=True))
+    limits = [0, 1, 12, None, 7, 2, 3]
+    requests = [
+        request_of(runtime, str(n), prompt, max_new_tokens=limit)
+        for n, (prompt, limit) in enumerate(zip(ref.prompts, limits, strict=True))
+    ]
+    for completion, full, limit in zip(complete(runtime, requests), ref.expected, limits, strict=True):
+        assert list(completion.token_ids) == full[: 4 if limit is None else limit]
+        assert completion.finish is FinishReason.length
 
 
-def logits_for(*tokens: int, size: int = 300) -> torch.Tensor:
-    return torch.stack([torch.zeros(size).index_fill_(0, torch.tensor(token), 9.0) for token in tokens])
+@pytest.mark.parametrize(
+    ("settings", "overrides", "message"),
+    [
+        ({"n": 2, "temperature": 1.0}, {"temperature": 0.0}, "sampling.n=2 needs sampling.temperature above 0"),
+        ({"min_new_tokens": 5}, {"max_new_tokens": 4}, "sampling.min_new_tokens=5 is above sampling.max_new_tokens=4"),
+    ],
+)
+def test_what_cannot_go_together_for_one_request_rejects_that_request(
+    settings: dict[str, float], overrides: dict[str, float], message: str, reference: References
+) -> None:
+    runtime = runtime_for(reference("llama"), SamplingConfig(**settings))  # pyright: ignore[reportArgumentType]
+    made = runtime.request("a", [5, 6], overrides=SamplingOverrides(**overrides))  # pyright: ignore[reportArgumentType]
+    assert isinstance(made, Rejected)
+    assert message in made.error
+    assert isinstance(runtime.request("a", [5, 6]), Request)
 
 
 def test_seeds_differ_by_request_sample_and_run() -> None:
@@ -104,14 +144,26 @@ def test_seeds_differ_by_request_sample_and_run() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_of_broken_logits_becomes_an_error_row_and_the_others_go_on(value: float, temperature: float) -> None:
-    config = SamplingConfig(temperature=temperature, top_k=5, top_p=0.9, repetition_penalty=1.2)
-    sampler, rows = Sampler(config, frozenset(), None), [running(id=str(n)) for n in range(3)]
+    config = SamplingConfig(top_k=5, top_p=0.9, repetition_penalty=1.2, logprobs=1)
+    sampler = Sampler(config, vocab_size=300)
+    rows = [running(id=str(n), temperature=temperature) for n in range(3)]
     logits = logits_for(7, 8, 9) * 10
     logits[1, 4] = value
     sampler.step(rows, logits, 5)
     assert [row.finish for row in rows] == [None, FinishReason.error, None]
     assert [row.generated for row in rows] == [[7], [], [9]]
+    assert [len(row.logprobs) for row in rows] == [1, 0, 1]
     assert rows[1].error == "the model gave NaN or infinite logits at new token 0 (pass 5)"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_every_token_banned_becomes_an_error_row(temperature: float) -> None:
+    sampler = Sampler(SamplingConfig(no_repeat_ngram_size=1), vocab_size=4)
+    rows = [running((0, 1, 2, 3), temperature=temperature), running((0, 1, 2), temperature=temperature)]
+    sampler.step(rows, torch.zeros(2, 4), 0)
+    assert (rows[0].finish, rows[1].generated) == (FinishReason.error, [3])
+    assert rows[0].error is not None
+    assert "no_repeat_ngram_size" in rows[0].error
 
 
 @pytest.mark.parametrize(
@@ -119,34 +171,19 @@ def test_a_row_of_broken_logits_becomes_an_error_row_and_the_others_go_on(value:
     [(False, 50, FinishReason.eos), (False, 1, FinishReason.eos), (True, 50, None), (True, 1, FinishReason.length)],
 )
 def test_eos_ends_a_sequence_unless_ignored(ignore_eos: bool, limit: int, finish: FinishReason | None) -> None:
-    sampler = Sampler(SamplingConfig(ignore_eos=ignore_eos), frozenset([3, 4]), None)
+    sampler = Sampler(SamplingConfig(ignore_eos=ignore_eos), vocab_size=300, eos_token_ids=frozenset([3, 4]))
     row = running(max_new_tokens=limit)
     sampler.step([row], logits_for(4), 0)
     assert (row.generated, row.finish) == ([4], finish)
 
 
-TEXT = "one two END of it — ÄÖ."
-
-
 @pytest.mark.parametrize(
-    ("stop", "text"),
+    ("settings", "message"),
     [
-        (["END"], "one two "), ([" of", "END"], "one two "), (["two END of"], "one "),
-        (["Ö."], "one two END of it — Ä"), (["one"], ""), (["absent"], None),
-        (["—"], "one two END of it "),
+        ({"bad_words": ["a"]}, r"sampling\.bad_words needs a tokenizer"),
+        ({"logprobs": 301}, r"sampling\.logprobs=301 is above the vocabulary's 300"),
     ],
-)  # fmt: skip
-def test_a_stop_string_that_straddles_tokens_ends_the_text_before_it(stop: list[str], text: str | None) -> None:
-    """The tokenizer has one token per byte, so every stop string straddles several, umlauts in themselves."""
-    tokenizer = byte_level_tokenizer(300)
-    sampler, row = Sampler(SamplingConfig(stop=stop), frozenset(), tokenizer), running()
-    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    for token in ids:
-        if row.finish is None:
-            sampler.step([row], logits_for(token, size=512), 0)
-    if text is None:
-        assert (row.finish, row.text_end, row.generated) == (None, None, ids)
-    else:
-        assert row.finish is FinishReason.stop
-        assert tokenizer.decode(row.generated)[: row.text_end] == text
-        assert not any(s in tokenizer.decode(row.generated[:-1]) for s in stop), "it stopped later than it could"
+)
+def test_what_model_or_tokenizer_cannot_give_is_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Sampler(SamplingConfig(**settings), vocab_size=300)  # pyright: ignore[reportArgumentType]

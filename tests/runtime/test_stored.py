@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.model import stored
+from runtime.model import panels
 from runtime.model.stored import StoredWeight
 
 STORED = (torch.bfloat16, torch.float16, torch.float32)
@@ -15,7 +15,7 @@ K, N = 48, 80
 @pytest.fixture(autouse=True)
 def small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several panels even for tiny weights, the last one shorter."""
-    monkeypatch.setattr(stored, "PANEL_BYTES", 7 * K * 4)
+    monkeypatch.setattr(panels, "PANEL_BYTES", 7 * K * 4)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -123,6 +123,19 @@ def test_a_stage_freed_without_use_is_waited_for_first(shape: ModelShape, reader
         assert pending.is_done
 
 
+def test_what_is_dropped_is_waited_for_and_leaves_its_slots_free(shape: ModelShape, reader: CountingReader) -> None:
+    placement = placement_of(shape, resident_layers=0, depth=1)
+    first, second, third = placement.walk.streamed[:3]
+    with WeightStream(shape, placement, DEVICE, reader) as stream:
+        stream.read(first)
+        stream.read(second)
+        pending = [stream._present[stage].pending for stage in (first, second)]
+        stream.drop()
+        assert all(read is not None and read.is_done for read in pending)
+        stream.read(third)
+        stream.read(first)
+
+
 def test_counters_count_each_read_once_and_start_again(shape: ModelShape, reader: CountingReader) -> None:
     placement = placement_of(shape, resident_layers=0)
     stage = placement.walk.streamed[0]

@@ -4,6 +4,7 @@ config.py               what to read, validated
 sources.py              `read_rows`: kind -> reader, then limit, repeat, duplicates
 rows.py                 the row and what is done to a list of them: repeat, dedupe, shard, digest
 records.py              one record of an input -> one row, or the reason why not
+overrides.py            what one row asks otherwise than the run
 files.py jsonl.py tables.py     files, strict JSON read tolerantly, Parquet / CSV / hub
 helm.py helm_reasoning.py helm_summarization.py     HELM's scenarios as MoE-Lightning runs them
 """

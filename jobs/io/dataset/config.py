@@ -42,12 +42,17 @@ _TABLES = {_K.parquet, _K.csv, _K.hub}
 _HELM = {_K.helm_synthetic_reasoning, _K.helm_summarization}
 _PATH = {_K.mtbench, _K.helm_summarization, _K.jsonl, *_TABLES}
 
+OVERRIDE_FIELDS = ("max_new_tokens_field", "temperature_field", "stop_field")  # of what a row may ask for itself
+
 # A key missing here means something to every kind.
 _MEANT_FOR: dict[str, set[DatasetKind]] = {
     "path": _PATH,
     "prompt_field": {_K.jsonl, *_TABLES},
     "messages_field": {_K.jsonl, _K.parquet, _K.hub},
     "id_field": {_K.jsonl, _K.helm_summarization, *_TABLES},
+    "max_new_tokens_field": {_K.jsonl, *_TABLES},
+    "temperature_field": {_K.jsonl, *_TABLES},
+    "stop_field": {_K.jsonl, *_TABLES},
     "json_field": {_K.jsonl, _K.helm_summarization},
     "csv_delimiter": {_K.csv},
     "hub_config": {_K.hub},
@@ -80,6 +85,9 @@ class DatasetConfig:
     prompt_field: str = "prompt"
     messages_field: str | None = None  # instead of prompt_field: a list of {role, content}
     id_field: str | None = None  # null: the row's number in the input, counted from 0
+    max_new_tokens_field: str | None = None  # a row's own sampling.max_new_tokens; where it is null: the run's
+    temperature_field: str | None = None  # a row's own sampling.temperature
+    stop_field: str | None = None  # a row's own sampling.stop: a text, or a list of texts
     json_field: str | None = None  # where the list of rows lies in a .json document, dotted: `data.examples`
     csv_delimiter: str = ","
     hub_config: str | None = None
@@ -119,7 +127,8 @@ class DatasetConfig:
     def _check_fields(self) -> None:
         for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
             require(bool(getattr(self, key)), f"dataset.{key} is empty")
-        for key in ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path"):
+        optional = ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path")
+        for key in (*optional, *OVERRIDE_FIELDS):
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
         for key in ("messages_field", "system_prompt"):
             needs_template = getattr(self, key) is not None

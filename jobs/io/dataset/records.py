@@ -6,13 +6,13 @@ from typing import TypeAlias
 
 from runtime.errors import DatasetError
 
-from .config import DatasetConfig
+from .config import OVERRIDE_FIELDS, DatasetConfig
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Fields: TypeAlias = dict[str, Json]
 Message: TypeAlias = dict[str, str]
 
-_TYPE_NAMES = {
+TYPE_NAMES = {
     type(None): "null",
     bool: "a boolean",
     int: "a number",
@@ -68,7 +68,7 @@ def read_field(fields: Fields, name: str, key: str) -> Json:
 def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:
     """`value` if a tokenizer can take it: text, not empty, no NUL, no lone surrogate. Raises BadRecord."""
     if not isinstance(value, str):
-        raise BadRecord(f"{what} is {_TYPE_NAMES[type(value)]}, not text")
+        raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not text")
     if not value and not may_be_empty:
         raise BadRecord(f"{what} is empty")
     if "\0" in value:
@@ -129,14 +129,18 @@ def add_chat(content: Content, config: DatasetConfig) -> Content:
     return Content(prompt=content.prompt, messages=messages, reference=content.reference)
 
 
+def named_fields(config: DatasetConfig) -> dict[str, str]:
+    """The fields that the config names, by key: text, id and what a row asks otherwise than the run."""
+    text = "prompt_field" if config.messages_field is None else "messages_field"
+    keys = ("id_field", text, *OVERRIDE_FIELDS)
+    return {key: name for key in keys if (name := getattr(config, key)) is not None}
+
+
 def check_columns(names: list[str], config: DatasetConfig, place: str) -> None:
     """Refuse a table that lacks a column the config names, or has a name twice. Raises DatasetError."""
     if len(set(names)) != len(names):
         raise DatasetError(f"{place} has two columns of the same name: {', '.join(map(shorten, names))}")
-    wanted = {"id_field": config.id_field, "messages_field": config.messages_field}
-    if config.messages_field is None:
-        wanted["prompt_field"] = config.prompt_field
-    for key, name in wanted.items():
-        if name is not None and name not in names:
+    for key, name in named_fields(config).items():
+        if name not in names:
             listed = ", ".join(map(shorten, names))
             raise DatasetError(f"{place} has no column {shorten(name)} (dataset.{key}); its columns: {listed}")

@@ -4,11 +4,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from runtime.config import SamplingOverrides
 from runtime.errors import DatasetError
 
-from .config import BadRowPolicy, DuplicatePolicy, ShardConfig
+from .config import OVERRIDE_FIELDS, BadRowPolicy, DatasetConfig, DuplicatePolicy, ShardConfig
 from .records import Json, Message, shorten
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Row:
     messages: list[Message] | None
     columns: dict[str, Json]
     error: str | None
+    overrides: SamplingOverrides = field(default_factory=SamplingOverrides)
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
@@ -42,6 +44,14 @@ def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
     if policy is BadRowPolicy.fail:
         raise DatasetError(f"{report}. dataset.on_bad_row=error_row turns them into error rows of the output")
     logger.warning("%s", report)
+
+
+def warn_of_empty_fields(rows: Sequence[Row], config: DatasetConfig) -> None:
+    """A mistyped `dataset.*_field` of JSON lines is no error, since any row may lack the field: all rows do."""
+    for key in OVERRIDE_FIELDS:
+        name = getattr(config, key)
+        if name is not None and all(getattr(row.overrides, key.removesuffix("_field")) is None for row in rows):
+            logger.warning("dataset.%s=%s has no effect: no row has a value there", key, name)
 
 
 def repeat_rows(rows: Sequence[Row], times: int) -> list[Row]:
@@ -82,12 +92,14 @@ def shard_rows(rows: Sequence[Row], shard: ShardConfig) -> list[Row]:
 
 
 def input_digest(rows: Sequence[Row]) -> str:
-    """SHA-256 over what can change generated text: each row's id, prompt, messages, and whether it is an error row.
+    """SHA-256 over what can change generated text: each row's id, prompt, messages, whether it is an error row, and
+    what it asks otherwise than the run.
 
     The wording of an error is left out: it quotes the JSON parser, which differs between Python versions.
     """
     digest = hashlib.sha256()
     for row in rows:
         content = [row.id, row.prompt, row.messages, row.error is not None]
+        content += [row.overrides.given] if row.overrides.given else []
         digest.update(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
     return digest.hexdigest()

@@ -1,6 +1,7 @@
 """`read_rows`: from a data set's config to the rows of a run."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ from . import helm_reasoning, helm_summarization
 from .config import DatasetConfig, DatasetKind
 from .helm_summarization import CountTokens
 from .jsonl import read_jsonl
+from .overrides import read_overrides
 from .records import (
     BadRecord,
     Content,
@@ -22,7 +24,7 @@ from .records import (
     read_first_turn,
     read_id,
 )
-from .rows import Row, number_rows, refuse_bad_rows, repeat_rows, resolve_duplicates
+from .rows import Row, number_rows, refuse_bad_rows, repeat_rows, resolve_duplicates, warn_of_empty_fields
 from .tables import read_csv, read_hub, read_parquet
 
 SAMPLE_PATH = Path(__file__).parents[2] / "data" / "sample.jsonl"
@@ -49,6 +51,7 @@ def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None)
     if not rows:
         raise DatasetError(f"dataset.path={config.path} holds no rows (dataset.kind={config.kind.value})")
     refuse_bad_rows(rows, config.on_bad_row)
+    warn_of_empty_fields(rows, config)
     return number_rows(resolve_duplicates(repeat_rows(rows, config.repeat), config.dedupe))
 
 
@@ -107,7 +110,8 @@ def _row_of(record: Record, index: int, config: DatasetConfig, content_of: ReadC
     passed = {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}
     try:
         row_id = row_id if id_field is None else read_id(fields, id_field)
-        return _make_row(index, row_id, content_of(fields), passed, config)
+        made = _make_row(index, row_id, content_of(fields), passed, config)
+        return replace(made, overrides=read_overrides(fields, config))
     except BadRecord as error:
         return _error_row(index, row_id, passed, f"{record.place}: {error}")
 

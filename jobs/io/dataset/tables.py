@@ -23,7 +23,7 @@ from runtime.errors import DatasetError
 
 from .config import DatasetConfig
 from .files import list_files, reading
-from .records import Fields, Json, Record, check_columns
+from .records import Fields, Json, Record, check_columns, named_fields
 
 NUM_ROWS_PER_BATCH = 1024
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
@@ -91,8 +91,7 @@ def as_json(value: object) -> Json:
 
 
 def _needed_columns(config: DatasetConfig) -> list[str]:
-    text = config.messages_field or config.prompt_field
-    return [text] if config.id_field in (None, text) else [text, config.id_field]
+    return list(dict.fromkeys(named_fields(config).values()))
 
 
 def _rows_of(batches: Iterable[pa.Table]) -> Iterator[dict[str, object]]:

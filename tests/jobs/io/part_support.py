@@ -4,12 +4,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from jobs.io.output_rows import GenerationRow, infer_column_schema
 from jobs.io.parts import PartStore
-from jobs.io.plan_file import (
-    GenerationRow,
-    PlannedRequest,
-    infer_column_schema,
-)
+from jobs.io.plan_file import PlannedRequest
 from jobs.io.run_dir import RunDirectory, RunManifest
 from jobs.io.summary import PassRow
 

@@ -59,7 +59,7 @@ def test_interpolations_are_resolved() -> None:
     ("overrides", "message"),
     [
         (["sampling.max_new_tokns=3"], "unknown key sampling.max_new_tokns: did you mean sampling.max_new_tokens?"),
-        (["sampling.tokens=3"], "unknown key sampling.tokens: did you mean sampling.max_new_tokens?"),
+        (["sampling.max_token=3"], "unknown key sampling.max_token: did you mean sampling.max_new_tokens?"),
         (["shard.zzz=3"], "unknown key shard.zzz: known here are shard.index, shard.count"),
         (["max_new_tokens=3"], "unknown key max_new_tokens: did you mean sampling.max_new_tokens?"),
         (["ofload.tier=cpu"], "unknown key ofload: did you mean offload?"),
@@ -86,6 +86,13 @@ def test_interpolations_are_resolved() -> None:
         (["model.path=some/where"], "model=tiny is built on the spot and takes no model.path, got 'some/where'"),
         (["shard.index=4", "shard.count=4"], "shard.index must be 0 to 3"),
         (["sampling.top_p=0"], "sampling.top_p must be in (0, 1], got 0.0"),
+        (["sampling.n=0", "sampling.temperature=1"], "sampling.n must be 1 or more samples, got 0"),
+        (["sampling.n=4"], "sampling.n=4 needs sampling.temperature above 0"),
+        (["sampling.min_new_tokens=-1"], "sampling.min_new_tokens must be 0 or more, got -1"),
+        (["sampling.min_new_tokens=33"], "sampling.min_new_tokens=33 is above sampling.max_new_tokens=32"),
+        (["sampling.no_repeat_ngram_size=-1"], "sampling.no_repeat_ngram_size must be 0 (off) or more, got -1"),
+        (["sampling.logprobs=-1"], "sampling.logprobs must be 0 (off) or more, got -1"),
+        (["sampling.bad_words=['']"], "sampling.bad_words holds an empty string"),
     ],
 )
 def test_refusal_is_one_line_that_names_the_key(overrides: list[str], message: str) -> None:
@@ -112,6 +119,8 @@ def test_every_key_is_either_semantic_or_operational() -> None:
         "dataset.limit=3",
         "sampling.seed=1",
         "sampling.stop=[x]",
+        "sampling.logprobs=1",
+        "dataset={kind: jsonl, path: x, stop_field: s}",
         "policy.micro_batch_size=8",
     ],
 )
@@ -163,6 +172,9 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
         ([], []),
         (["sampling.temperature=1", "sampling.top_k=4"], []),
         (["sampling.top_k=4", "sampling.top_p=0.5", "sampling.min_p=0.1"], ["top_k", "top_p", "min_p"]),
+        (["sampling.top_k=4", "dataset={kind: jsonl, path: x, temperature_field: t}"], []),
+        (["sampling.min_new_tokens=4"], []),
+        (["sampling.min_new_tokens=4", "sampling.ignore_eos=true"], ["sampling.min_new_tokens"]),
         (["offload.resident_layers=2"], ["offload.resident_layers"]),
         (["offload.resident_layers=2", "offload.tier=nvme"], []),
         (["machine.device=cpu", "offload.device_memory_gib=4"], ["offload.device_memory_gib"]),

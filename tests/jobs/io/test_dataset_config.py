@@ -27,6 +27,7 @@ WITHOUT_PATH = {DatasetKind.sample, DatasetKind.helm_synthetic_reasoning}
         ("dataset.messages_field", {"kind": DatasetKind.jsonl, "path": "a", "messages_field": "chat"}),
         ("dataset.messages_field", {"kind": DatasetKind.csv, "path": "a", "messages_field": "chat"}),
         ("dataset.id_field", {"kind": DatasetKind.jsonl, "path": "a", "id_field": ""}),
+        ("dataset.stop_field", {"kind": DatasetKind.mtbench, "path": "a", "stop_field": "stop"}),
         ("dataset.system_prompt", {"system_prompt": "Be brief."}),
         ("dataset.csv_delimiter", {"kind": DatasetKind.csv, "path": "a", "csv_delimiter": "::"}),
         ("dataset.limit", {"limit": 0}),

@@ -8,10 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.io.output_rows import GenerationRow
 from jobs.io.parts import is_finished, read_generations
-from jobs.io.plan_file import (
-    GenerationRow,
-)
 from tests.jobs.io.part_support import (
     MANIFEST,
     PASSES,

@@ -1,0 +1,171 @@
+"""The rows of the output: the columns that each has, those that it brought along, and those that were asked for.
+
+What a row brought along is typed by all rows of a run together, on each start anew, so that every part has one schema.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import pyarrow as pa
+
+from .plan_file import PlannedRequest
+from .summary import Status
+
+FinishReason: TypeAlias = Literal["stop", "eos", "length"]
+INT64_RANGE = range(-(2**63), 2**63)
+EXACT_FLOAT_RANGE = range(-(2**53), 2**53 + 1)  # integers that a float64 holds exactly
+
+GENERATION_SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("completion", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("finish_reason", pa.string()),
+        pa.field("num_prompt_tokens", pa.int32(), nullable=False),
+        pa.field("num_completion_tokens", pa.int32(), nullable=False),
+        pa.field("error", pa.string()),
+        pa.field("block", pa.int32(), nullable=False),
+        pa.field("micro_batch", pa.int32(), nullable=False),
+    ]
+)
+
+
+LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution, see runtime/engine/logprobs.py
+    pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+    pa.field("top_token_ids", pa.list_(pa.list_(pa.int32())), nullable=False),
+    pa.field("top_logprobs", pa.list_(pa.list_(pa.float32())), nullable=False),
+)
+
+
+def generation_schema(*, has_logprobs: bool) -> pa.Schema:
+    """The columns that every row has, whatever it brought along."""
+    return pa.schema([*GENERATION_SCHEMA, *LOGPROB_FIELDS]) if has_logprobs else GENERATION_SCHEMA
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRow:
+    """What became of one planned request; its block, micro-batch and prompt length come from the plan.
+
+    `columns`: the input row's own. `error` says what went wrong where the status is not `ok`. Log-probabilities are
+    empty where they were not asked for.
+    """
+
+    id: str
+    sample_index: int
+    status: Status
+    completion: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    top_token_ids: Sequence[Sequence[int]] = ()
+    top_logprobs: Sequence[Sequence[float]] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    columns: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.id, self.sample_index
+
+    def values(self, request: PlannedRequest, columns: pa.Schema) -> dict[str, object]:
+        """The row as it is published: by the names of GENERATION_SCHEMA, LOGPROB_FIELDS and `columns`."""
+        return {
+            "id": self.id,
+            "sample_index": self.sample_index,
+            "status": self.status,
+            "completion": clean_text(self.completion),
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_completion_tokens": len(self.token_ids),
+            "error": None if self.error is None else clean_text(self.error),
+            "block": request.block,
+            "micro_batch": request.micro_batch,
+            "logprobs": list(self.logprobs),
+            "top_token_ids": list(self.top_token_ids),
+            "top_logprobs": list(self.top_logprobs),
+            **encode_columns(columns, self.columns),
+        }
+
+
+def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed: pa.Schema = GENERATION_SCHEMA) -> pa.Schema:
+    """The schema of the passed-through columns, over all rows of a run so that every part has the same.
+
+    A column becomes string, int64, float64 or bool where all its values agree, and a string of JSON otherwise. A name
+    of `fixed` gets the prefix `row_`. Each field's metadata holds the input's own name and the encoding.
+    """
+    kinds: dict[str, set[str]] = {}
+    for row in rows:
+        for name, value in row.items():
+            kinds.setdefault(name, set()).update(() if value is None else (_kind(value),))
+    taken = {*fixed.names, *kinds}
+    columns: list[pa.Field] = []
+    for name, kind in kinds.items():
+        column_type = _column_type(kind)
+        encoding = b"json" if column_type is None else b"plain"
+        metadata = {b"column": name.encode("utf-8", "surrogatepass"), b"encoding": encoding}
+        final = _free_name(name, taken) if name in fixed.names else name
+        taken.add(final)
+        columns.append(pa.field(clean_text(final), column_type or pa.string(), metadata=metadata))
+    return pa.schema(columns)
+
+
+def encode_columns(schema: pa.Schema, columns: Mapping[str, object]) -> dict[str, object]:
+    """One row's own columns as values of `schema`; a column that the row lacks is null."""
+    return {column.name: _encode(column.metadata, columns) for column in schema}
+
+
+def clean_text(text: str) -> str:
+    """A lone surrogate has no UTF-8 form: it is written as its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int" if value in EXACT_FLOAT_RANGE else "wide int" if value in INT64_RANGE else "other"
+    return "float" if isinstance(value, float) else "string" if isinstance(value, str) else "other"
+
+
+def _column_type(kinds: set[str]) -> pa.DataType | None:
+    """None where the values agree on no simple type."""
+    agreements = (
+        ({"string"}, pa.string()),
+        ({"bool"}, pa.bool_()),
+        ({"int", "wide int"}, pa.int64()),
+        ({"int", "float"}, pa.float64()),
+    )
+    return next((column_type for allowed, column_type in agreements if kinds <= allowed), None)
+
+
+def _free_name(name: str, taken: AbstractSet[str]) -> str:
+    final = f"row_{name}"
+    while final in taken:
+        final = f"row_{final}"
+    return final
+
+
+def _encode(metadata: Mapping[bytes, bytes], columns: Mapping[str, object]) -> object:
+    value = columns.get(metadata[b"column"].decode("utf-8", "surrogatepass"))
+    if value is None:
+        return None
+    if metadata[b"encoding"] == b"plain":
+        return clean_text(value) if isinstance(value, str) else value
+    try:
+        return clean_text(json.dumps(value, ensure_ascii=False, allow_nan=False, default=str))
+    except (TypeError, ValueError):
+        return clean_text(json.dumps(_plain(value), ensure_ascii=False, default=str))
+
+
+def _plain(value: object) -> object:
+    """What JSON can hold: NaN and infinities become null, keys become strings."""
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

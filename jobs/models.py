@@ -1,0 +1,24 @@
+"""python -m jobs.models: the support table, read off the code: each proven family, its lanes, experts and cache."""
+
+import hydra
+
+from jobs.io.cli import as_job, run_job
+from jobs.io.config import Composed, ModelsConfig, load
+
+
+@hydra.main(config_path="../conf", config_name="models", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(ModelsConfig, composed)
+
+    from transformers.utils.logging import set_verbosity_error
+
+    from jobs.io.support import families_named, support_table
+    from runtime.model.support import describe
+
+    set_verbosity_error()  # its warnings are about the tiny sizes, not about the families
+    print(support_table([describe(family) for family in families_named(config.family)], config.format))
+
+
+if __name__ == "__main__":
+    run_job(main, ModelsConfig)

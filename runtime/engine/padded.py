@@ -1,0 +1,95 @@
+"""Lanes with padding: a left-padded rectangle for which the model keeps its own masks.
+
+For classes that will not take a foreign attention function, or that keep recurrent state, whose boundaries no class
+but a CUDA kernel's knows in a packed row.
+"""
+
+from collections.abc import Sequence as Rows
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.rectangle import rectangle_cache
+from ..model.traits import cache_argument
+from ..plan.memory import chunk_columns
+from ..stream.device import ComputeDevice
+from .lane import Lane, LanePass
+from .sampling import Sampler
+from .sequence import Sequence
+
+
+class PaddedLane(Lane):
+    """Prefilled in chunks of columns. Rows of finished sequences leave the rectangle."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sequences: Rows[Sequence],
+        sampler: Sampler,
+        device: ComputeDevice,
+        prefill_chunk_tokens: int,
+    ):
+        super().__init__(model, sequences, sampler, device)
+        self._width = max(len(s.request.prompt_ids) for s in self.sequences)
+        self._columns = chunk_columns(len(self.sequences), self._width, prefill_chunk_tokens)
+        self._done = 0  # columns that the cache holds
+        capacity = self._width + max(s.request.max_new_tokens for s in self.sequences)
+        self._cache = rectangle_cache(model.config, capacity, device)
+        self._cache_argument = cache_argument(model)
+        self._mask_BS = torch.zeros(len(self.sequences), self._width, dtype=torch.long, device=self._device)
+        self._prompts_BS = torch.zeros_like(self._mask_BS)
+        for row, sequence in enumerate(self.sequences):
+            prompt = torch.tensor(sequence.request.prompt_ids, device=self._device)
+            self._prompts_BS[row, self._width - len(prompt) :] = prompt
+            self._mask_BS[row, self._width - len(prompt) :] = 1
+
+    @property
+    def cache(self) -> object:
+        return self._cache
+
+    def _prepare(self) -> None:
+        if self.is_prefilled:
+            self._ids_BT = torch.tensor([s.generated[-1] for s in self.sequences], device=self._device)[:, None]
+            self._mask_BS = torch.cat([self._mask_BS, torch.ones_like(self._ids_BT)], 1)
+        else:
+            self._ids_BT = self._prompts_BS[:, self._done : self._done + self._columns]
+        self._end = self._done + self._ids_BT.shape[1]
+        self._positions_BT = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)[:, self._done : self._end]
+
+    def _forward(self) -> None:
+        out = self._model(
+            input_ids=self._ids_BT,
+            attention_mask=self._mask_BS[:, : self._end],
+            position_ids=self._positions_BT,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_argument: self._cache},
+        )
+        self._logits_BV = out.logits[:, -1]
+
+    def _finish(self) -> LanePass:
+        assert self._logits_BV is not None
+        real = int(self._mask_BS[:, self._done : self._end].sum())
+        for sequence in self.sequences:
+            num_pads = self._width - len(sequence.request.prompt_ids)
+            sequence.num_prefilled = max(0, min(self._end, self._width) - num_pads)
+        self._done = self._end
+        asking = self.sequences if self.is_prefilled else []
+        useful = self._sample(asking, self._logits_BV) if asking else 0
+        counts = LanePass(
+            num_sequences=len(self.sequences),
+            real_tokens=real,
+            padded_tokens=self._ids_BT.numel(),
+            issued_tokens=len(asking),
+            useful_tokens=useful,
+        )
+        self._drop_finished_rows()
+        return counts
+
+    def _drop_finished_rows(self) -> None:
+        kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
+        if kept and len(kept) < len(self.sequences):
+            indices = torch.tensor(kept, device=self._device)
+            self._cache.reorder_cache(indices)  # pyright: ignore[reportArgumentType] - a legacy type
+            self._mask_BS = self._mask_BS[indices]
+        self.sequences = [self.sequences[row] for row in kept]

@@ -1,0 +1,67 @@
+"""From a prompt to a request, or to the reason why there is none."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from ..config import SamplingConfig, SamplingOverrides, require
+from ..errors import CheckpointError, ConfigError
+from ..model.loading import LoadedModel
+from .sequence import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A prompt that cannot be generated from, and why."""
+
+    id: str
+    error: str
+    num_prompt_tokens: int = 0
+    sample_index: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.id, self.sample_index
+
+
+def make_request(
+    model: LoadedModel, sampling: SamplingConfig, id: str, prompt: str | Rows[int], overrides: SamplingOverrides
+) -> Request | Rejected:
+    """The first sample's. Raises ConfigError where the run, rather than the prompt, is at fault."""
+    try:
+        own = sampling.overridden(overrides)
+    except ConfigError as error:
+        return Rejected(id=id, error=f"its own {overrides.given}: {error}")
+    require(
+        not own.stop or model.tokenizer is not None, "stop strings need a tokenizer to see text; set model.tokenizer"
+    )
+    if prompt == "":
+        return Rejected(id=id, error="the prompt is empty")
+    ids = tuple(tokenize(model, prompt) if isinstance(prompt, str) else prompt)
+    room = model.shape.context_tokens - len(ids)
+    error = _problem(model, ids, needs_room=own.max_new_tokens > 0)
+    if error is not None:
+        return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
+    return Request(
+        id=id,
+        prompt_ids=ids,
+        max_new_tokens=max(0, min(own.max_new_tokens, room)),
+        temperature=own.temperature,
+        stop=tuple(own.stop),
+    )
+
+
+def _problem(model: LoadedModel, ids: tuple[int, ...], *, needs_room: bool) -> str | None:
+    context, vocab_size = model.shape.context_tokens, model.shape.vocab_size
+    if not ids:
+        return "the prompt has no tokens"
+    if needs_room and len(ids) >= context:
+        return f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    return None if outside is None else f"token id {outside} is outside the model's vocabulary of {vocab_size:,}"
+
+
+def tokenize(model: LoadedModel, text: str, *, is_rendered: bool = False) -> list[int]:
+    """With the tokenizer's own special tokens, which a text out of a chat template has already (`is_rendered`)."""
+    if model.tokenizer is None:
+        raise CheckpointError(f"{model.checkpoint.path} has no tokenizer; set model.tokenizer, or give token ids")
+    return model.tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]

@@ -1,0 +1,126 @@
+"""The first DeepSeek-MoE (16B, model type "deepseek"), which transformers knows only as code on the hub: Llama's layers
+with Qwen2-MoE's router and experts in them. Its sizes and tensor names are those of the published checkpoint, its
+routing that of arXiv 2401.06066: softmax over all routed experts, the best of them weighted by their own score, shared
+experts beside them for every token.
+"""
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeMLP, Qwen2MoeTopKRouter
+
+MODEL_TYPE = "deepseek"
+EXPERTS_LIKE = "qwen2_moe"  # the model type whose checkpoints hold experts under the same names
+
+
+class DeepseekConfig(LlamaConfig):
+    """Names as in the published config.json, defaults those of the 16B model."""
+
+    model_type = MODEL_TYPE
+    attribute_map = {"num_experts": "n_routed_experts"}  # noqa: RUF012 - as transformers declares it
+
+    vocab_size: int = 102400
+    hidden_size: int = 2048
+    intermediate_size: int = 10944  # of dense layers
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    max_position_embeddings: int = 4096
+    bos_token_id: int | None = 100000
+    eos_token_id: int | list[int] | None = 100001
+    moe_intermediate_size: int = 1408
+    n_routed_experts: int = 64
+    n_shared_experts: int = 2
+    num_experts_per_tok: int = 6
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    norm_topk_prob: bool = False
+    scoring_func: str = "softmax"
+
+    def __post_init__(self, **kwargs: object) -> None:
+        if self.scoring_func != "softmax":
+            raise ValueError(f"scoring_func={self.scoring_func!r}: a deepseek model routes by 'softmax'")
+        super().__post_init__(**kwargs)
+
+    def is_sparse(self, layer_idx: int) -> bool:
+        return layer_idx >= self.first_k_dense_replace and layer_idx % self.moe_layer_freq == 0
+
+
+class DeepseekMoE(nn.Module):
+    """The shared experts are stored as one MLP as wide as all of them."""
+
+    def __init__(self, config: DeepseekConfig):
+        super().__init__()
+        self.gate = Qwen2MoeTopKRouter(config)
+        self.experts = Qwen2MoeExperts(config)
+        self.shared_experts = Qwen2MoeMLP(config, config.n_shared_experts * config.moe_intermediate_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, chosen = self.gate(tokens)
+        return self.experts(tokens, chosen, weights).view_as(hidden_states) + self.shared_experts(hidden_states)
+
+
+class DeepseekDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config: DeepseekConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        if config.is_sparse(layer_idx):
+            self.mlp = DeepseekMoE(config)
+
+
+class DeepseekPreTrainedModel(LlamaPreTrainedModel):
+    config_class = DeepseekConfig
+    _no_split_modules = ["DeepseekDecoderLayer"]  # noqa: RUF012 - as transformers declares it
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for a decorator in the module of the class, and the experts' is in another; it also keeps
+        its answer on the class, so that a Llama built before would answer for this one."""
+        return True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (Qwen2MoeExperts, Qwen2MoeTopKRouter)):
+            for parameter in module.parameters(recurse=False):
+                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
+
+
+class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
+    """Llama's own forward; its constructor is passed over, which would build dense layers first."""
+
+    def __init__(self, config: DeepseekConfig):
+        LlamaPreTrainedModel.__init__(self, config)
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([DeepseekDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
+    def __init__(self, config: DeepseekConfig):
+        LlamaPreTrainedModel.__init__(self, config)
+        self.vocab_size = config.vocab_size
+        self.model = DeepseekModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+def register() -> None:
+    """Makes transformers' auto classes know the model type, and its loader the layout of the checkpoint. May be called
+    again. Raises ValueError, from transformers, once it has a model of this type itself."""
+    AutoConfig.register(MODEL_TYPE, DeepseekConfig)
+    AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
+    experts = get_checkpoint_conversion_mapping(EXPERTS_LIKE)
+    assert experts is not None, f"transformers no longer converts the experts of {EXPERTS_LIKE}"
+    register_checkpoint_conversion_mapping(MODEL_TYPE, experts, overwrite=True)

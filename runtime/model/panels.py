@@ -1,0 +1,69 @@
+"""Row blocks of a stored matrix as numbers of the compute dtype, a panel at a time in one small reused buffer."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from .rows import Rows
+
+PANEL_BYTES = 4 * 1024 * 1024
+Block = torch.Tensor | Rows
+
+
+class _Buffers:
+    """Reused memory for widened weights, one piece for each (device, dtype). Owned by the engine's one thread."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Valid until the next call."""
+        size = torch.Size(shape).numel()
+        piece = self._pieces.get((device, dtype))
+        if piece is None or piece.numel() < size:
+            with torch.inference_mode(False):  # so that it may be written inside and outside of it
+                piece = torch.empty(max(size, PANEL_BYTES // dtype.itemsize), dtype=dtype, device=device)
+            self._pieces[device, dtype] = piece
+        return piece[:size].view(*shape)
+
+
+_buffers = _Buffers()
+
+
+def panels(blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows); each is valid until the next is taken. Plain blocks of that dtype come as they are."""
+    row = 0
+    for block in blocks:
+        if isinstance(block, torch.Tensor) and block.dtype == dtype:
+            yield row, block
+        else:
+            height = max(1, PANEL_BYTES // (block.shape[1] * _working_bytes(block, dtype)))
+            for start in range(0, block.shape[0], height):
+                stop = min(start + height, block.shape[0])
+                yield row + start, _panel(block, slice(start, stop), dtype)
+        row += block.shape[0]
+
+
+def _working_bytes(block: Block, dtype: torch.dtype) -> int:
+    """For each number that is widened. Quantised ones become float32 first."""
+    return dtype.itemsize if isinstance(block, torch.Tensor) else torch.float32.itemsize
+
+
+def _panel(block: Block, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    shape = (rows.stop - rows.start, block.shape[1])
+    if isinstance(block, torch.Tensor):
+        return _buffers.take(shape, dtype, block.device).copy_(block[rows])
+    panel = _buffers.take(shape, torch.float32, block.device)
+    block.widen(rows, panel)
+    return panel if dtype == torch.float32 else _buffers.take(shape, dtype, block.device).copy_(panel)
+
+
+def plain_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    """All of them, or those with these numbers; freshly allocated, unless all of a plain block of that dtype."""
+    if isinstance(block, torch.Tensor):
+        return block.to(dtype) if numbers is None else F.embedding(numbers, block).to(dtype)
+    height = block.shape[0] if numbers is None else numbers.numel()
+    rows = torch.empty(height, block.shape[1], device=block.device)
+    block.widen(slice(None) if numbers is None else numbers, rows)
+    return rows.to(dtype)

@@ -1,0 +1,158 @@
+"""What a class lets the runtime do, read off the model itself: the kind of its lanes, experts and cache, and why."""
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from ..config import Lanes
+from ..errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class ExpertKind(Enum):
+    none = "-"
+    sorted = "sorted"  # our function over stacked weights, through transformers' experts interface
+    own = "own loop"  # the class's own code
+
+
+class CacheKind(Enum):
+    kv = "KV"
+    sliding = "KV, sliding"
+    latent = "latents (MLA)"
+    recurrent = "state"
+    hybrid = "KV + state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """Bytes over all layers: of one position, and of one sequence however long. `is_latent`: layers cache compressed
+    keys and values (MLA) and expand all of them themselves whenever they attend. A decoder with an encoder also keeps
+    `cross_bytes_per_token` of each encoder position."""
+
+    bytes_per_token: int
+    bytes_per_sequence: int
+    is_latent: bool
+    cross_bytes_per_token: int = 0
+
+
+def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
+    """Whether lanes are packed, and why not. Raises ConfigError when packed ones are wanted and impossible."""
+    reason = _why_padded(model)
+    if wanted is Lanes.padded:
+        return False, reason or "model.lanes=padded"
+    if wanted is Lanes.packed and reason:
+        raise ConfigError(f"model.lanes=packed: {type(model).__name__} cannot: {reason}")
+    return not reason, reason
+
+
+def _why_padded(model: PreTrainedModel) -> str:
+    """Empty when nothing speaks against packed lanes."""
+    types = set(layer_types(model))
+    if "linear_attention" in types or "conv" in types or any(kind.startswith("hybrid") for kind in types):
+        return "recurrent state"
+    if model.config.is_encoder_decoder:
+        return "encoder and decoder"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "own attention code"
+    return f"layers of type {min(types - PACKED_LAYER_TYPES)}" if types - PACKED_LAYER_TYPES else ""
+
+
+def layer_types(model: PreTrainedModel) -> list[str]:
+    return get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0]
+
+
+def cache_kind(model: PreTrainedModel, *, is_latent: bool) -> CacheKind:
+    types = set(layer_types(model))
+    recurrent = {kind for kind in types if kind in ("linear_attention", "conv") or kind.startswith("hybrid")}
+    if recurrent:
+        return CacheKind.recurrent if types <= {"linear_attention", "conv"} else CacheKind.hybrid
+    if is_latent:
+        return CacheKind.latent
+    return CacheKind.sliding if types & {"sliding_attention", "chunked_attention"} else CacheKind.kv
+
+
+def expert_kind(model: PreTrainedModel) -> ExpertKind:
+    if any(hasattr(module, "has_gate") for module in model.modules()):  # set by transformers' decorator
+        return ExpertKind.sorted
+    is_mixture = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    return ExpertKind.own if is_mixture else ExpertKind.none
+
+
+def expanded_width(model: PreTrainedModel) -> int:
+    """Elements of keys and values that a layer makes of the latents of one position, its own temporaries included."""
+    config = model.config.get_text_config()
+    return config.num_attention_heads * (2 * (config.qk_nope_head_dim + config.v_head_dim) + config.qk_rope_head_dim)
+
+
+def measure_cache(model: PreTrainedModel) -> CacheShape:
+    """Runs the model on the meta device, which computes shapes alone, and looks at what its cache then holds.
+
+    Parameters must be on the meta device. Where the class's code needs values, and behind an encoder, sizes are those
+    of the attention heads.
+    """
+    if model.config.is_encoder_decoder:
+        own = _estimated_cache(model.get_decoder())
+        return replace(own, cross_bytes_per_token=own.bytes_per_token)
+    probe = copy.deepcopy(model).to("meta")  # pyright: ignore[reportArgumentType] - transformers hides the signature
+    for name in [name for name, _ in probe.named_modules() if name.rpartition(".")[2] == "experts"]:
+        probe.set_submodule(name, _NoExperts())  # they choose by values
+    try:
+        two, three = (_filled_cache(probe, num_tokens) for num_tokens in (2, 3))
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        log.debug("%s computes no shapes on the meta device (%s)", type(model).__name__, error)
+        return _estimated_cache(model)
+    bytes_of_two, bytes_of_three = (sum(tensor.nbytes for tensor in _tensors(cache)) for cache in (two, three))
+    per_token = bytes_of_three - bytes_of_two
+    rank = getattr(model.config.get_text_config(), "kv_lora_rank", None)
+    return CacheShape(
+        bytes_per_token=per_token,
+        bytes_per_sequence=bytes_of_two - 2 * per_token,
+        is_latent=rank is not None
+        and any(tensor.shape[1] == 1 and tensor.shape[-1] == rank for tensor in _tensors(two)),
+    )
+
+
+def _estimated_cache(model: PreTrainedModel) -> CacheShape:
+    config = model.config.get_text_config()
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * num_heads * head_dim * model.dtype.itemsize
+    return CacheShape(bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False)
+
+
+class _NoExperts(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, *args: object) -> torch.Tensor:
+        return torch.empty_like(hidden_states)
+
+
+@torch.inference_mode()
+def _filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
+    model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+    return cache
+
+
+def _tensors(cache: Cache) -> Iterator[torch.Tensor]:
+    """Keys and values (B, H, S, D), and recurrent states; sliding layers also keep a scalar."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
+                    yield tensor
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the class calls its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -1,0 +1,166 @@
+"""Reads the header of a GGUF file, trusting nothing in it: metadata, and where each tensor's blocks lie.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little-endian.
+"""
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import CheckpointError
+from ..plan.shapes import TensorSlice
+from ..units import round_up
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+Value = int | float | bool | str
+
+
+class Block(NamedTuple):
+    """The unit of a tensor's data: `num_bytes` hold `num_numbers` of a row."""
+
+    num_numbers: int
+    num_bytes: int
+
+
+# By ggml's number of the type: its name, and its block.
+TYPES: Mapping[int, tuple[str, Block]] = {
+    0: ("F32", Block(1, 4)), 1: ("F16", Block(1, 2)), 30: ("BF16", Block(1, 2)), 28: ("F64", Block(1, 8)),
+    24: ("I8", Block(1, 1)), 25: ("I16", Block(1, 2)), 26: ("I32", Block(1, 4)), 27: ("I64", Block(1, 8)),
+    2: ("Q4_0", Block(32, 18)), 3: ("Q4_1", Block(32, 20)), 6: ("Q5_0", Block(32, 22)), 7: ("Q5_1", Block(32, 24)),
+    8: ("Q8_0", Block(32, 34)), 10: ("Q2_K", Block(256, 84)), 11: ("Q3_K", Block(256, 110)),
+    12: ("Q4_K", Block(256, 144)), 13: ("Q5_K", Block(256, 176)), 14: ("Q6_K", Block(256, 210)),
+    16: ("IQ2_XXS", Block(256, 66)), 17: ("IQ2_XS", Block(256, 74)), 18: ("IQ3_XXS", Block(256, 98)),
+    19: ("IQ1_S", Block(256, 50)), 20: ("IQ4_NL", Block(32, 18)), 21: ("IQ3_S", Block(256, 110)),
+    22: ("IQ2_S", Block(256, 82)), 23: ("IQ4_XS", Block(256, 136)), 29: ("IQ1_M", Block(256, 56)),
+    34: ("TQ1_0", Block(256, 54)), 35: ("TQ2_0", Block(256, 66)), 39: ("MXFP4", Block(32, 17)),
+}  # fmt: skip
+BLOCKS: Mapping[str, Block] = dict(TYPES.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHeader:
+    """`metadata` holds the length of an array in the place of the array."""
+
+    tensors: Mapping[str, TensorSlice]
+    metadata: Mapping[str, Value]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", "unknown"))
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """Raises CheckpointError naming the file and what is wrong with it."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Parser(path, data).header()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (struct.error, ValueError, OverflowError) as error:  # a header that ends too early; no UTF-8; an empty file
+        raise CheckpointError(f"{path}: truncated, or not a GGUF file: {error}") from error
+
+
+class _Parser:
+    """Walks once through the header of one mapped file."""
+
+    def __init__(self, path: Path, data: mmap.mmap):
+        self._path, self._data, self._at = path, data, 0
+
+    def header(self) -> GgufHeader:
+        if self._data[:4] != MAGIC:
+            raise CheckpointError(f"{self._path}: not a GGUF file: it begins with {self._data[:4]!r}")
+        self._at = 4
+        version = self._number("I")
+        if version not in VERSIONS:
+            raise CheckpointError(f"{self._path}: GGUF version {version}; 2 and 3, little-endian, can be read")
+        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        metadata: dict[str, Value] = {}
+        for _ in range(num_entries):
+            key = self._string()
+            metadata[key] = self._value(self._number("I"))
+        if int(metadata.get("split.count", 1)) > 1:
+            raise CheckpointError(
+                f"{self._path}: one of {metadata['split.count']} parts; join them once: "
+                f"llama-gguf-split --merge {self._path} WHOLE.gguf"
+            )
+        return GgufHeader(tensors=self._tensors(num_tensors, metadata), metadata=metadata)
+
+    def _tensors(self, num_tensors: int, metadata: Mapping[str, Value]) -> dict[str, TensorSlice]:
+        entries: dict[str, TensorSlice] = {}
+        for _ in range(num_tensors):
+            entry = self._tensor()
+            if entry.name in entries:
+                raise CheckpointError(f"{self._path}: holds two tensors {entry.name!r}")
+            entries[entry.name] = entry
+        start = round_up(self._at, int(metadata.get("general.alignment", DEFAULT_ALIGNMENT)) or 1)
+        tensors = {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
+        needed = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
+        if needed > len(self._data):
+            raise CheckpointError(
+                f"{self._path}: {len(self._data):,} bytes on disk but its header describes {needed:,}: truncated; "
+                "fetch the file again"
+            )
+        return tensors
+
+    def _tensor(self) -> TensorSlice:
+        """Its offset counted from the start of the data, which is not known yet."""
+        name, num_dimensions = self._string(), self._number("I")
+        if num_dimensions > MAX_DIMENSIONS:
+            raise CheckpointError(f"{self._path}: tensor {name!r} claims {num_dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]  # the file has rows last
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in TYPES:
+            raise CheckpointError(f"{self._path}: tensor {name!r} is of ggml type {kind}, which cannot be read")
+        dtype, block = TYPES[kind]
+        if not shape or shape[-1] % block.num_numbers:
+            raise CheckpointError(
+                f"{self._path}: tensor {name!r} of shape {shape} has no whole {dtype} blocks of {block.num_numbers}"
+            )
+        num_bytes = prod(shape) // block.num_numbers * block.num_bytes
+        return TensorSlice(
+            name=name, file=str(self._path), offset=offset, num_bytes=num_bytes, dtype=dtype, shape=shape
+        )
+
+    def _value(self, kind: int) -> Value:
+        if kind == STRING:
+            return self._string()
+        if kind == ARRAY:
+            return self._skip_array()
+        if kind not in SCALARS:
+            raise CheckpointError(f"{self._path}: metadata of unknown type {kind}")
+        return self._scalar(SCALARS[kind])
+
+    def _skip_array(self) -> int:
+        kind, length = self._number("I"), self._number("Q")
+        if kind in SCALARS:
+            self._at += length * struct.calcsize(SCALARS[kind])
+        elif kind == STRING:
+            for _ in range(length):
+                num_bytes = self._number("Q")
+                self._at += num_bytes
+        else:
+            raise CheckpointError(f"{self._path}: metadata holds an array of type {kind}, which cannot be read")
+        return length
+
+    def _scalar(self, letter: str) -> int | float | bool:
+        (value,) = struct.unpack_from(f"<{letter}", self._data, self._at)
+        self._at += struct.calcsize(letter)
+        return value
+
+    def _number(self, letter: str) -> int:
+        return int(self._scalar(letter))
+
+    def _string(self) -> str:
+        length = self._number("Q")
+        if self._at + length > len(self._data):
+            raise CheckpointError(f"{self._path}: truncated: a string of {length:,} bytes at {self._at:,}")
+        self._at += length
+        return self._data[self._at - length : self._at].decode()

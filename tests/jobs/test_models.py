@@ -1,0 +1,74 @@
+"""The support table as text: a line for each family that was asked for, in columns or in Markdown."""
+
+import sys
+
+import pytest
+
+from jobs import models
+from jobs.io.cli import run_job
+from jobs.io.config import ModelsConfig, TableFormat
+from jobs.io.support import families_named, support_table
+from runtime.config import Lanes
+from runtime.errors import ConfigError
+from runtime.model.families import FAMILIES
+from runtime.model.support import FamilyTraits
+from runtime.model.traits import CacheKind, ExpertKind
+
+ROWS = [
+    FamilyTraits(
+        name="mixtral",
+        model_type="mixtral",
+        lanes=Lanes.packed,
+        experts=ExpertKind.sorted,
+        cache=CacheKind.kv,
+        note="",
+    ),
+    FamilyTraits(
+        name="bloom",
+        model_type="bloom",
+        lanes=Lanes.padded,
+        experts=ExpertKind.none,
+        cache=CacheKind.kv,
+        note="own attention code",
+    ),
+    FamilyTraits(name="new", model_type="nowhere", lanes=None, experts=None, cache=None, note="not in transformers 1"),
+]
+
+
+def test_columns_are_aligned() -> None:
+    assert support_table(ROWS, TableFormat.text).splitlines()[:4] == [
+        "family   model_type  lanes                       experts  cache  tested",
+        "mixtral  mixtral     packed                      sorted   KV     greedy, sampled",
+        "bloom    bloom       padded: own attention code  -        KV     greedy, sampled",
+        "new      nowhere     not in transformers 1                       no",
+    ]
+
+
+def test_markdown_has_the_same_cells() -> None:
+    assert support_table(ROWS, TableFormat.markdown).splitlines()[:5] == [
+        "| family | model_type | lanes | experts | cache | tested |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| mixtral | mixtral | packed | sorted | KV | greedy, sampled |",
+        "| bloom | bloom | padded: own attention code | - | KV | greedy, sampled |",
+        "| new | nowhere | not in transformers 1 |  |  | no |",
+    ]
+
+
+def test_families_are_chosen_by_part_of_a_name_or_type() -> None:
+    assert families_named(None) == list(FAMILIES.values())
+    assert [family.name for family in families_named("gemma")] == ["gemma-2", "gemma-3"]
+    assert [family.name for family in families_named("gptj")] == ["gpt-j"]
+    with pytest.raises(ConfigError, match=r"family=nothing .*llama"):
+        families_named("nothing")
+
+
+def test_program_prints_a_line_for_each_family_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # run_job sets it; this puts it back
+    monkeypatch.setattr(sys, "argv", ["models", "family=falcon"])
+    with pytest.raises(SystemExit) as ended:
+        run_job(models.main, ModelsConfig)
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert [line.split("  ")[0] for line in lines[1:4]] == ["falcon, first", "falcon, alibi", "falcon, new"]

@@ -1,0 +1,118 @@
+"""Each family in the support table equals `transformers.generate`, token for token, in every tier."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
+from runtime.config import DType, ModelConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.engine.sampling import Sampler
+from runtime.engine.sequence import Completion, FinishReason
+from runtime.engine.sequence import Sequence as Running
+from runtime.model.families import FAMILIES
+from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
+
+References = Callable[[str], Reference]
+
+KINDS = {
+    "packed": "llama",
+    "latents": "deepseek-v3",
+    "sliding": "gemma-3",
+    "recurrent": "qwen3-next",
+    "own": "bloom",
+    "encoder": "t5",
+}
+GREEDY = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+
+
+def runtime_for(
+    reference: Reference,
+    tier: Tier = Tier.nvme,
+    sampling: SamplingConfig = GREEDY,
+    dtype: DType = DType.float32,
+    **policy: int,
+) -> Runtime:
+    """3 lanes of 3 sequences at most, unless told otherwise; nothing resident where weights are streamed."""
+    sizes = {"micro_batch_size": 3, "num_micro_batches": 3} | policy
+    return Runtime(
+        RuntimeConfig(
+            model=ModelConfig(name="test", path=str(reference.directory), dtype=dtype),
+            offload=OffloadConfig(tier=tier, resident_layers=0, read_chunk_mib=1),
+            policy=PolicyConfig(kind=PolicyKind.fixed, **sizes),
+            sampling=sampling,
+        )
+    )
+
+
+def tokens(runtime: Runtime, prompts: list[list[int]]) -> list[list[int]]:
+    results = runtime.generate(prompts)
+    assert all(isinstance(result, Completion) for result in results), results
+    return [list(result.token_ids) for result in results if isinstance(result, Completion)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_in_every_tier(family: str, reference: References) -> None:
+    ref = reference(family)
+    for tier in Tier:
+        assert tokens(runtime_for(ref, tier), ref.prompts) == ref.expected, tier
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_tokens_equal_transformers_with_the_same_seeds(family: str, reference: References) -> None:
+    ref = reference(family)
+    sampling = SamplingConfig(
+        max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True, temperature=TEMPERATURE, top_p=TOP_P, seed=0
+    )
+    assert tokens(runtime_for(ref, sampling=sampling), ref.prompts)[:NUM_SAMPLED] == ref.sampled
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_a_prefill_do_not_change_tokens(kind: str, chunk: int, reference: References) -> None:
+    ref = reference(KINDS[kind])
+    assert tokens(runtime_for(ref, prefill_chunk_tokens=chunk), ref.prompts) == ref.expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lanes_that_are_filled_again_do_not_change_tokens(kind: str, reference: References) -> None:
+    ref = reference(KINDS[kind])
+    again = runtime_for(ref, micro_batch_size=2, num_micro_batches=1)
+    assert tokens(again, ref.prompts) == ref.expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_that_finish_early_leave_the_others_unchanged(kind: str, reference: References) -> None:
+    """An EOS that really occurs ends its sequence where transformers would; all others go on as before."""
+    ref = reference(KINDS[kind])
+    eos = ref.expected[1][4]
+    runtime = runtime_for(ref, sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS))
+    object.__setattr__(runtime.model, "eos_token_ids", frozenset([eos]))
+    for result, full in zip(runtime.generate(ref.prompts), ref.expected, strict=True):
+        assert isinstance(result, Completion)
+        length = full.index(eos) + 1 if eos in full else len(full)
+        assert list(result.token_ids) == full[:length]
+        assert result.finish.value == ("eos" if eos in full else "length")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma-2", "deepseek-v3", "qwen3-next", "bloom"])
+def test_logits_in_bfloat16_are_those_of_transformers(
+    family: str, reference: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 3 % of their deviation: products are summed in another order, and bfloat16 keeps 8 bits of each sum."""
+    ref = reference(family)
+    model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        theirs = torch.stack([model(torch.tensor([prompt])).logits[0, -1].float() for prompt in ref.prompts])
+    ours: dict[str, torch.Tensor] = {}
+
+    def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor, step: int) -> None:
+        ours.update({s.request.id: row.float() for s, row in zip(sequences, logits_BV, strict=True)})
+        for sequence in sequences:
+            sequence.finish = FinishReason.length
+
+    monkeypatch.setattr(Sampler, "step", keep)
+    runtime_for(ref, dtype=DType.bfloat16).generate(ref.prompts)
+    found = torch.stack([ours[str(index)] for index in range(len(ref.prompts))])
+    assert (found - theirs).norm() <= 0.03 * theirs.norm()

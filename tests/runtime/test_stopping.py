@@ -1,0 +1,185 @@
+"""A stop string ends a completion with the token that completes it, as in transformers, and the text before it."""
+
+import random
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, StopStringCriteria
+
+from runtime import SamplingConfig
+from runtime.engine.sampling import Sampler
+from runtime.engine.sequence import Completion, FinishReason
+from runtime.engine.sequence import Sequence as Running
+from runtime.engine.stopping import StopStrings
+from runtime.model.tokenizer import BOS, byte_level_tokenizer
+from tests.runtime.sampling_support import (
+    References,
+    complete,
+    logits_for,
+    request_of,
+    running,
+    runtime_for,
+    transformers_answer,
+)
+
+VOCAB_SIZE = 512
+TEXT = "one two END of it — ÄÖ."
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and made-up words of several letters."""
+    return byte_level_tokenizer(VOCAB_SIZE)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def fed(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequence[str], prompt: str = "x") -> Running:
+    """A sequence that was given these tokens, up to the one that finished it."""
+    sampler = Sampler(SamplingConfig(), vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
+    row = running(ids_of(tokenizer, prompt), max_new_tokens=1000, stop=stop)
+    for token in ids:
+        if row.finish is None:
+            sampler.step([row], logits_for(token, size=VOCAB_SIZE), 0)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (["END"], "one two "), ([" of", "END"], "one two "), (["two END of"], "one "),
+        (["Ö."], "one two END of it — Ä"), (["one"], ""), (["o"], ""), (["absent"], None),
+        (["—"], "one two END of it "), (["END of", "ND"], "one two E"), (["ND", "END"], "one two "),
+        (["o END", "wo END of"], "one tw"),
+    ],
+)  # fmt: skip
+def test_the_text_ends_before_the_stop_string_and_all_tokens_are_kept(
+    stop: list[str], text: str | None, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Every stop string straddles tokens here, umlauts in themselves. Of several, the first one completed counts."""
+    ids = ids_of(tokenizer, TEXT)
+    row = fed(tokenizer, ids, stop)
+    if text is None:
+        assert (row.finish, row.text_end, row.generated) == (None, None, ids)
+    else:
+        assert row.finish is FinishReason.stop
+        assert tokenizer.decode(row.generated)[: row.text_end] == text
+        assert row.generated == ids[: len(row.generated)]
+        assert not any(s in tokenizer.decode(row.generated[:-1]) for s in stop), "it stopped later than it could"
+
+
+def words(tokenizer: PreTrainedTokenizerFast, *texts: str) -> list[int]:
+    """Tokens of more than a byte, by what they decode to."""
+    ids = [tokenizer.convert_tokens_to_ids(text.replace(" ", "Ġ")) for text in texts]
+    assert all(isinstance(token, int) and token > 258 for token in ids)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_tokens", "text"),
+    [
+        ("bada", 1, " "), (" baba", 3, " bada bebe"), ("a be", 2, " bad"), ("a bebe ba", 3, " bad"),
+        ("da bebe bab", 3, " ba"), ("ada bebe baba", 3, " b"),
+    ],
+)  # fmt: skip
+def test_a_stop_string_may_begin_and_end_within_tokens(
+    stop: str, num_tokens: int, text: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    row = fed(tokenizer, words(tokenizer, " bada", " bebe", " baba"), [stop])
+    assert len(row.generated) == num_tokens
+    assert tokenizer.decode(row.generated)[: row.text_end] == text
+    assert row.finish is FinishReason.stop
+
+
+def test_of_two_stop_strings_that_one_token_completes_the_text_ends_before_both(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    row = fed(tokenizer, words(tokenizer, " bada", " bebe"), ["e", "da be"])
+    assert tokenizer.decode(row.generated)[: row.text_end] == " ba"
+
+
+@pytest.mark.parametrize("stop", ["東京" * 6, "—" * 9, "👩‍👩‍👧"])
+def test_a_stop_string_of_many_more_bytes_than_characters_is_found(
+    stop: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    row = fed(tokenizer, ids_of(tokenizer, f"before{stop}after"), [stop])
+    assert tokenizer.decode(row.generated) == f"before{stop}"
+    assert row.text_end == len("before")
+
+
+def test_special_tokens_have_no_text_for_a_stop_string_to_miss(tokenizer: PreTrainedTokenizerFast) -> None:
+    bos = tokenizer.convert_tokens_to_ids(BOS)
+    first, second = ids_of(tokenizer, "st"), ids_of(tokenizer, "op")
+    assert isinstance(bos, int)
+    assert fed(tokenizer, [*first, *[bos] * 30, *second], ["stop"]).text_end == 0
+
+
+@pytest.mark.parametrize("prompt", ["END", "It is the EN", "one END two"])
+def test_only_the_completions_own_text_counts(prompt: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """transformers also stops at `EN` + `D`, where the completion has no text that could end before the stop string."""
+    ids = ids_of(tokenizer, "D, or not?")
+    row = fed(tokenizer, ids, ["END"], prompt)
+    assert (row.finish, row.generated) == (None, ids)
+    whole = torch.tensor([[*ids_of(tokenizer, prompt), ids[0]]])
+    stops_there = bool(StopStringCriteria(tokenizer, ["END"])(whole, None)[0])  # pyright: ignore[reportArgumentType]
+    assert stops_there == prompt.endswith("EN")
+
+
+def test_it_stops_at_the_token_at_which_transformers_stops(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Any piece of any text, over tokens of one byte and of several."""
+    choose = random.Random(5)
+    pieces = [[token] for token in range(259, 300)] + [ids_of(tokenizer, text) for text in ("é", "東", "👧", "st", " ")]
+    stops = StopStrings(tokenizer)
+    num_stopped = 0
+    for _ in range(60):
+        ids = [token for piece in choose.choices(pieces, k=12) for token in piece]
+        text = tokenizer.decode(ids)
+        begin = choose.randrange(len(text) - 1)
+        stop = [text[begin : begin + choose.randint(1, 9)], text[choose.randrange(len(text)) :]]
+        criteria = StopStringCriteria(tokenizer, stop)
+        theirs = [
+            bool(criteria(torch.tensor([ids[:end]]), None)[0])  # pyright: ignore[reportArgumentType]
+            for end in range(1, len(ids) + 1)
+        ]
+        ours = [stops.find(ids[:end], stop) is not None for end in range(1, len(ids) + 1)]
+        assert ours.index(True) == theirs.index(True), (ids, stop)
+        num_stopped += ours.index(True) < len(ids) - 1
+    assert num_stopped > 20
+
+
+def test_a_run_stops_where_generate_stops_each_row_at_its_own_strings(reference: References) -> None:
+    ref = reference("llama")
+    model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.float32).eval()
+    sampling = SamplingConfig(max_new_tokens=12, ignore_eos=True)
+    runtime = runtime_for(ref, sampling)
+    own = runtime.model.tokenizer
+    assert own is not None
+    texts = [own.decode(row, skip_special_tokens=True) for row in ref.expected]
+    readable = [re.findall(r"[a-z ]{3,}", text) for text in texts]  # random bytes seldom decode to anything
+    stops = [[pieces[-1][-3:], pieces[0][1:]] if n % 3 and pieces else [] for n, pieces in enumerate(readable)]
+    assert sum(map(bool, stops)) > 2
+    requests = [
+        request_of(runtime, str(n), prompt, stop=stop)
+        for n, (prompt, stop) in enumerate(zip(ref.prompts, stops, strict=True))
+    ]
+    for completion, prompt, stop, text in zip(complete(runtime, requests), ref.prompts, stops, texts, strict=True):
+        given = {"stop_strings": stop, "tokenizer": own} if stop else {}
+        assert list(completion.token_ids) == transformers_answer(model, prompt, 0, sampling, **given)
+        place = min((text.find(s) for s in stop), default=len(text))
+        assert completion.text == text[:place]
+        assert (completion.finish is FinishReason.stop) == bool(stop)
+
+
+def test_stop_strings_of_the_run_are_those_of_every_request_without_its_own(reference: References) -> None:
+    ref = reference("llama")
+    plain = runtime_for(ref, SamplingConfig(max_new_tokens=8, ignore_eos=True)).generate(ref.prompts[:1])[0]
+    assert isinstance(plain, Completion)
+    runtime = runtime_for(ref, SamplingConfig(max_new_tokens=8, ignore_eos=True, stop=[plain.text[3:5]]))
+    requests = [request_of(runtime, "a", ref.prompts[0]), request_of(runtime, "b", ref.prompts[0], stop=[])]
+    stopped, whole = complete(runtime, requests)
+    assert (stopped.text, stopped.finish) == (plain.text[: plain.text.find(plain.text[3:5])], FinishReason.stop)
+    assert (whole.token_ids, whole.finish) == (plain.token_ids, FinishReason.length)
