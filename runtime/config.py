@@ -57,7 +57,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint. `path` is a directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot."""
+    """Which checkpoint. `path`: a local directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot."""
 
     name: str = "tiny"
     path: str | None = None

@@ -117,7 +117,7 @@ ARCHITECTURES = {
         undo=_experts,
     ),
     "gemma2": Architecture(
-        name="gemma2", keys=_KEY_LENGTH | {"sliding_window": "attention.sliding_window"}, undo=_gemma
+        name="gemma2", keys=_KEY_LENGTH | {"sliding_window": "attention.sliding_window"}, undo=_gemma,
     ),
     "gpt2": Architecture(
         name="gpt2",

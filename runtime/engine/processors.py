@@ -5,6 +5,7 @@ history.
 from collections.abc import Sequence as Rows
 
 import torch
+import torch.nn.functional as F
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -54,21 +55,21 @@ class Processors:
         """Scores, a tensor of their own where anything is applied: `logits_BV` is left as it is."""
         scores_BV = logits_BV
         if self._by_history:
-            scores_BV = process(self._by_history, self._history(sequences, logits_BV), scores_BV)
-        short = [row for row, s in enumerate(sequences) if len(s.generated) < self._min_new_tokens]
-        if short:
-            rows = torch.tensor(short, device=logits_BV.device)
-            no_ids = rows.new_empty(len(short), 0)  # as short as can be
-            scores_BV = scores_BV.index_copy(0, rows, process(self._before_end, no_ids, scores_BV[rows]))
+            ids_BT = self._history(sequences, pad=logits_BV.shape[-1]).to(logits_BV.device)
+            scores_BV = process(self._by_history, ids_BT, F.pad(scores_BV, (0, 1)))[:, :-1]  # the pad has a column too
+        short_B1 = torch.tensor([[len(s.generated) < self._min_new_tokens] for s in sequences])
+        if short_B1.any():
+            endless_BV = process(self._before_end, no_history(scores_BV), scores_BV)
+            scores_BV = torch.where(short_B1.to(scores_BV.device), endless_BV, scores_BV)
         return scores_BV
 
-    def _history(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """What each row's decoder has seen and generated, padded on the left with an id just outside the vocabulary,
-        which the processors pass over. Behind an encoder the prompt is not among it."""
+    def _history(self, sequences: Rows[Sequence], pad: int) -> torch.Tensor:
+        """What each row's decoder has seen and generated, padded on the left with `pad`, which no row contains. Behind
+        an encoder the prompt is not among it."""
         start = self._start_token_id
         rows = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
-        width, pad = max(map(len, rows)), logits_BV.shape[-1]
-        return torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=logits_BV.device)
+        width = max(map(len, rows))
+        return torch.tensor([[pad] * (width - len(row)) + row for row in rows])
 
 
 def warpers(config: SamplingConfig, temperature: float) -> LogitsProcessorList:
@@ -83,6 +84,11 @@ def warpers(config: SamplingConfig, temperature: float) -> LogitsProcessorList:
     if config.min_p:
         made.append(MinPLogitsWarper(min_p=float(config.min_p)))
     return made
+
+
+def no_history(scores_BV: torch.Tensor) -> torch.Tensor:
+    """For processors that do not look at it, or only at its length."""
+    return torch.empty(len(scores_BV), 0, dtype=torch.long, device=scores_BV.device)
 
 
 def process(processors: LogitsProcessorList, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:

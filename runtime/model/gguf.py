@@ -52,12 +52,9 @@ def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
 
 def _tags(number: int, tensor: TensorSlice) -> np.ndarray:
     """One column with a tag for each row; of a stack of matrices, a single tag."""
-    tag = np.int64(number) << ROW_BITS
-    num_rows, *rest = tensor.shape
-    if len(rest) > 1:
-        return np.full((1,) * len(tensor.shape), tag)
-    rows = tag + np.arange(num_rows)
-    return rows[:, None] if rest else rows
+    tag, num_dimensions = np.int64(number) << ROW_BITS, len(tensor.shape)
+    num_rows = tensor.shape[0] if num_dimensions < 3 else 1
+    return (tag + np.arange(num_rows)).reshape(-1, *(1,) * (num_dimensions - 1))
 
 
 def _sources(tags: np.ndarray, tensors: Sequence[TensorSlice]) -> list[TensorSlice]:

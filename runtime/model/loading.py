@@ -95,6 +95,9 @@ def _register(model: PreTrainedModel, *, is_packed: bool) -> None:
     if expert_kind(model) is ExpertKind.sorted:
         experts.register()
         model.set_experts_implementation(experts.NAME)
+        assert model.config.get_text_config()._experts_implementation == experts.NAME, (
+            "experts run without our function"
+        )
     if is_packed:
         attention.register()
         model.set_attn_implementation(attention.NAME)

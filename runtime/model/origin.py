@@ -1,4 +1,4 @@
-"""Where a model comes from, a directory of safetensors, a GGUF file or a hub id; its config, tokenizer and stop ids."""
+"""Where a model comes from: a directory of safetensors, a GGUF file or a hub id; its config, tokenizer and stop ids."""
 
 from contextlib import suppress
 from importlib.util import find_spec

@@ -10,6 +10,7 @@ Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import getattr_static
 
 import torch
 import torch.nn.functional as F
@@ -157,7 +158,7 @@ def _flip(weight: torch.Tensor) -> torch.Tensor:
 
 def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
     """DBRX keeps its experts one below the other in a matrix and sees them as a stack."""
-    shape = [n for size in sizes for n in (size if isinstance(size, Sequence) else [size])]
+    shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_flipped or len(shape) != 3:
         return NotImplemented
     height, width = shape[1:]
@@ -176,12 +177,17 @@ def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs:
 
 
 def _getitem(weight: torch.Tensor, index: object) -> object:
-    if isinstance(weight, StoredWeight) and weight.is_stacked:
-        if isinstance(index, int):
-            return weight.expert(index)
-        if isinstance(index, torch.Tensor) and index.dim() == 0:
-            return weight.expert(int(index))
-    return NotImplemented
+    """An expert of a stack; a row of a matrix, such as an expert's bias."""
+    if isinstance(index, torch.Tensor) and index.dim() == 0:
+        index = int(index)
+    if not isinstance(weight, StoredWeight) or type(index) is not int:
+        return NotImplemented
+    if weight.is_stacked:
+        return weight.expert(index)
+    if weight.is_flipped or len(weight.entries[0]) != 1:
+        return NotImplemented
+    row = torch.tensor([range(weight.shape[0])[index]], device=weight.device)
+    return plain_rows(weight.entries[0][0], weight.dtype, row)[0]
 
 
 _HANDLERS: dict[object, Callable[..., object]] = {
@@ -193,7 +199,7 @@ _HANDLERS: dict[object, Callable[..., object]] = {
     torch.Tensor.__matmul__: _matmul,
     torch.t: _flip,
     torch.Tensor.t: _flip,
-    torch.Tensor.T.__get__: _flip,  # pyright: ignore[reportAttributeAccessIssue] - a property to Python
+    getattr_static(torch.Tensor, "T").__get__: _flip,
     torch.Tensor.view: _view,
     torch.Tensor.__getitem__: _getitem,
 }

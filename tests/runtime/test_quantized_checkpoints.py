@@ -1,4 +1,4 @@
-"""Quantised checkpoints stay quantised, and give the tokens that transformers gives with the same numbers."""
+"""Quantised checkpoints give the tokens that transformers gives with the same numbers unquantised."""
 
 from collections.abc import Callable
 from pathlib import Path

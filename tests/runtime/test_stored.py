@@ -90,6 +90,15 @@ def test_experts_of_several_blocks(num_rows: int, index: int | torch.Tensor) -> 
     close(F.linear(x, expert), F.linear(x, weight.widened()[index]))
 
 
+@pytest.mark.parametrize("index", [0, 79, -80, torch.tensor(3)], ids=str)
+@pytest.mark.parametrize("heights", [(N,), (32, 48)], ids=str)
+def test_a_row(heights: tuple[int, ...], index: int | torch.Tensor) -> None:
+    weight = weight_of(torch.bfloat16, heights)
+    close(weight[index], weight.widened()[index])
+    with pytest.raises(IndexError):
+        weight[N]
+
+
 OTHER = {
     "matmul": lambda w: rand(3, K) @ w.t(), "sum": lambda w: w.sum(0), "mul": lambda w: w * 2.0,
     "slice": lambda w: w[1:3],
