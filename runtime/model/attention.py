@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
-from ..cache.ragged import DecodeSpan, RaggedKV, Reach, Segment
+from ..cache.ragged import RaggedKV
+from ..cache.views import DecodeSpan, Reach, Segment
 from ..errors import ConfigError
 from .events import LaneRun
 
