@@ -5,8 +5,8 @@ head size.
 
 Sequences whose capacity rounds up to the same number share a **group**, one tensor (B, H, S, D) per layer for keys
 and one for values, so that a decode step attends over a whole group at once. A sequence that finishes gives its row to
-the group's last one. Where layers cache latents that they expand themselves (MLA), `update` hands back all that is cached of the pass's
-sequences, one behind the other.
+the group's last one. Where layers cache latents that they expand themselves (MLA), `update` hands back all that is
+cached of the pass's sequences, one behind the other.
 """
 
 from collections.abc import Sequence
