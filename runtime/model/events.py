@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -14,6 +15,31 @@ class NeedStage:
     stage: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NeedAttention:
+    """A layer's attention is due; the answer is what `compute` returns. It may be called on any thread, and reads
+    nothing that the lane changes before it has the answer."""
+
+    compute: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeedExperts:
+    """A layer's experts are due; the answer is (T, hidden).
+
+    `module` is transformers' experts module, whose parameters are bound while the lane is inside the stage.
+    """
+
+    module: torch.nn.Module
+    hidden_TD: torch.Tensor
+    top_k_index_TK: torch.Tensor
+    top_k_weights_TK: torch.Tensor
+
+
+Event: TypeAlias = NeedStage | NeedAttention | NeedExperts
+Weights = Mapping[str, torch.Tensor]
+
+
 class LaneRun(greenlet):
     """One forward pass of a lane. The attention function finds the lane's KV cache here, as the pass's own greenlet."""
 
@@ -22,11 +48,17 @@ class LaneRun(greenlet):
         self.cache = cache
 
 
-Weights = Mapping[str, torch.Tensor]
-
-
 def need_stage(stage: int) -> Weights:
     """Called inside a lane: parks it until the engine hands in the stage's weights."""
+    return _ask(NeedStage(stage))
+
+
+def need_tensor(event: NeedAttention | NeedExperts) -> torch.Tensor:
+    """Called inside a lane: parks it until the engine hands in what the event asks for."""
+    return _ask(event)
+
+
+def _ask(event: Event):  # noqa: ANN202 - the callers say what their event is answered with
     parent = getcurrent().parent
-    assert parent is not None, "a streamed module was called outside a lane"
-    return parent.switch(NeedStage(stage))
+    assert parent is not None, f"{type(event).__name__} was asked outside a lane"
+    return parent.switch(event)
