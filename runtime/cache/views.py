@@ -1,9 +1,10 @@
-"""What attention over a packed lane looks at: the tokens of a pass, by sequence or by group, and which cached positions
-each of them may see.
+"""What attention over a packed lane looks at: the tokens of a pass, by sequence, and which cached positions each may
+see.
 
-Letters as in ragged.py.
+Letters as in paged.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +41,6 @@ class Segment:
     new tokens (T, S); it is None when it is plainly causal from position 0.
     """
 
-    group: int
     row: int
     past: int
     new: int
@@ -75,36 +75,40 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class DecodeSpan:
-    """Tokens [start, start + B) of the pass are one new token for each row of a group; `past` counts what each row has
-    cached. Views are of rows (B, S)."""
+class DecodeRows:
+    """Rows that carry one new token each: token `tokens_B[b]` of the pass, behind `past[b]` cached positions.
 
-    group: int
-    start: int
-    kv_start: int
+    In what `update` returns for layers that expand them, their positions come first, `longest` of each.
+    """
+
+    rows: tuple[int, ...]
     past: tuple[int, ...]
-    past_B: torch.Tensor
-    _views: dict[Reach, View] = field(default_factory=dict, compare=False)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.past)
+    tokens_B: torch.Tensor
+    _begins: dict[Reach, torch.Tensor] = field(default_factory=dict, compare=False)
+    _hidden: dict[Reach, torch.Tensor | None] = field(default_factory=dict, compare=False)
 
     @property
     def longest(self) -> int:
-        """Positions to attend over, the new one included."""
+        """Positions of the longest row, the new one included."""
         return max(self.past) + 1
 
-    def view(self, reach: Reach) -> View:
-        if reach not in self._views:
-            self._views[reach] = self._look(reach)
-        return self._views[reach]
+    def begins(self, reach: Reach) -> torch.Tensor:
+        """The first position that each row looks at (B), int32."""
+        if reach not in self._begins:
+            self._begins[reach] = self._tensor([reach.first(past) for past in self.past])
+        return self._begins[reach]
 
-    def _look(self, reach: Reach) -> View:
-        begins = [reach.first(past) for past in self.past]
-        first, longest = min(begins), self.longest
-        if max(begins) == first and min(self.past) == max(self.past):
-            return View(first, longest, None)
-        places = torch.arange(first, longest, device=self.past_B.device)[None]
-        begin_B = torch.tensor(begins, device=self.past_B.device)
-        return View(first, longest, (places > self.past_B[:, None]) | (places < begin_B[:, None]))
+    def ends(self) -> torch.Tensor:
+        """One behind the last position of each row (B), int32."""
+        return self._tensor([past + 1 for past in self.past])
+
+    def hidden(self, reach: Reach) -> torch.Tensor | None:
+        """Which of `longest` positions each row does not see (B, S); None where all see all."""
+        if reach not in self._hidden:
+            places = torch.arange(self.longest, device=self.tokens_B.device)[None]
+            hidden = (places >= self.ends()[:, None]) | (places < self.begins(reach)[:, None])
+            self._hidden[reach] = hidden if bool(hidden.any()) else None
+        return self._hidden[reach]
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.tokens_B.device)

@@ -9,8 +9,10 @@ from functools import lru_cache
 
 import torch
 
+from ..cache.paged import PagedKV
+from ..cache.pages import KVPages
 from ..errors import Interrupted
-from ..model.events import NeedStage, Weights
+from ..model.events import Event, NeedAttention, NeedStage, Weights
 from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
 from ..plan.placement import Placement
@@ -27,8 +29,11 @@ from .sequence import Sequence
 
 
 class Phase(Enum):
+    """`mixed`: prompts and tokens that are decoded in one pass."""
+
     prefill = "prefill"
     decode = "decode"
+    mixed = "mixed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,7 @@ class PassRecord:
     num_sequences: int
     real_tokens: int
     padded_tokens: int
+    prompt_tokens: int
     issued_tokens: int
     useful_tokens: int
     seconds: float
@@ -71,6 +77,7 @@ class Engine:
     ):
         self._loaded, self._placement, self._stream, self._device = loaded, placement, stream, device
         self._sampler, self._chunk_tokens, self._should_stop = sampler, prefill_chunk_tokens, should_stop
+        self._pages = KVPages(placement.num_kv_pages, device)
         self._views: dict[tuple[int, int], Weights] = {}
         self._walk: Walk | None = None  # whose next stages lie in the slots
         self._schedule = lru_cache(self._checked_schedule)
@@ -94,8 +101,8 @@ class Engine:
     def _lane(self, sequences: Rows[Sequence]) -> Lane:
         model, device = self._loaded.staged.model, self._device
         if self._loaded.shape.is_packed:
-            expands = self._loaded.expands_latents
-            return PackedLane(model, sequences, self._sampler, device, self._chunk_tokens, expands_latents=expands)
+            cache = PagedKV(self._pages, expands=self._loaded.expands_latents)
+            return PackedLane(model, sequences, self._sampler, device, cache, self._chunk_tokens)
         if self._loaded.start_token_id is not None:
             return Seq2SeqLane(model, sequences, self._sampler, device, self._loaded.start_token_id)
         return PaddedLane(model, sequences, self._sampler, device, self._chunk_tokens)
@@ -109,7 +116,7 @@ class Engine:
             self._walk = walk
             self._stream.drop()
             self._play(schedule.prologue, lanes, [])
-        waiting: list[NeedStage | None] = [lane.begin_pass() for lane in lanes]
+        waiting: list[Event | None] = [lane.begin_pass() for lane in lanes]
         compute_seconds = self._play(schedule.cycle, lanes, waiting)
         assert not any(waiting), f"lanes still wait for {waiting} after the last stage"
         counts = [lane.end_pass() for lane in lanes]
@@ -122,6 +129,7 @@ class Engine:
             num_sequences=sum(c.num_sequences for c in counts),
             real_tokens=sum(c.real_tokens for c in counts),
             padded_tokens=sum(c.padded_tokens for c in counts),
+            prompt_tokens=sum(c.prompt_tokens for c in counts),
             issued_tokens=sum(c.issued_tokens for c in counts),
             useful_tokens=sum(c.useful_tokens for c in counts),
             seconds=time.monotonic() - begin,
@@ -134,7 +142,7 @@ class Engine:
             peak_device_bytes=self._device.peak_bytes(),
         )
 
-    def _play(self, actions: Rows[Action], lanes: Rows[Lane], waiting: list[NeedStage | None]) -> float:
+    def _play(self, actions: Rows[Action], lanes: Rows[Lane], waiting: list[Event | None]) -> float:
         """Carries out the actions; returns the seconds spent inside lanes."""
         seconds = 0.0
         for action in actions:
@@ -152,14 +160,19 @@ class Engine:
                 seconds += time.monotonic() - begin
         return seconds
 
-    def _advance(self, lane: Lane, event: NeedStage | None, stage: int, weights: Weights) -> NeedStage | None:
-        """A stage may be several modules: the lane runs on while it asks for the same one."""
+    def _advance(self, lane: Lane, event: Event | None, stage: int, weights: Weights) -> Event | None:
+        """Through the whole stage. It may be several modules: the lane runs on while it asks for the same one."""
         if self._should_stop():
             raise Interrupted("stopped on request; start the same command again to go on")
         assert event == NeedStage(stage), f"run {stage}: the lane waits for {event}"
-        while event is not None and event.stage == stage:
-            event = lane.advance(weights)
+        while event is not None and not (isinstance(event, NeedStage) and event.stage != stage):
+            event = lane.advance(self._answer(event, weights))
         return event
+
+    def _answer(self, event: Event, weights: Weights) -> Weights | torch.Tensor:
+        if isinstance(event, NeedAttention):
+            return event.compute()
+        return weights
 
     def _weights(self, stage: int) -> Weights:
         """Views are made once per place: a slot holds the same stages' bytes at the same offsets every time."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..model.events import LaneRun, NeedStage, Weights
+from ..model.events import Event, LaneRun, NeedStage, Weights
 from ..stream.device import ComputeDevice
 from .sampling import Sampler
 from .sequence import FinishReason, Sequence
@@ -23,6 +23,7 @@ class LanePass:
     num_sequences: int
     real_tokens: int
     padded_tokens: int
+    prompt_tokens: int  # of the real ones, those of prompts (or of what a sequence that was stopped knows already)
     issued_tokens: int  # new tokens computed, those of rows that had finished before included
     useful_tokens: int  # new tokens that are part of a completion
 
@@ -53,10 +54,10 @@ class Lane(ABC):
         assert isinstance(event, NeedStage), f"the lane asked for {event!r} instead of a stage"
         return event
 
-    def advance(self, weights: Weights) -> NeedStage | None:
-        """Runs on with the weights asked for, up to the next question; None when the forward has ended."""
+    def advance(self, answer: Weights | torch.Tensor) -> Event | None:
+        """Runs on with what was asked for, up to the next question; None when the forward has ended."""
         assert self._run is not None, "advance before begin_pass"
-        event = self._run.switch(weights)
+        event = self._run.switch(answer)
         return None if self._run.dead else event
 
     def end_pass(self) -> LanePass:

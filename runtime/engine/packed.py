@@ -1,11 +1,13 @@
 """Lanes without padding: the tokens of all sequences of a micro-batch side by side, as one row."""
 
 from collections.abc import Sequence as Rows
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedModel
 
-from ..cache.ragged import RaggedKV
+from ..cache.paged import PagedKV
+from ..model.events import NeedStage
 from ..stream.device import ComputeDevice
 from .lane import Lane, LanePass
 from .sampling import Sampler
@@ -13,51 +15,67 @@ from .sequence import Sequence
 
 
 class PackedLane(Lane):
+    """Sequences may enter and leave between passes, and a pass may carry prompts beside tokens that are decoded."""
+
     def __init__(
         self,
         model: PreTrainedModel,
         sequences: Rows[Sequence],
         sampler: Sampler,
         device: ComputeDevice,
+        cache: PagedKV,
         prefill_chunk_tokens: int,
-        *,
-        expands_latents: bool,
     ):
-        ordered = sorted(sequences, key=lambda s: -s.capacity_tokens)
-        super().__init__(model, ordered, sampler, device)
-        self._chunk_tokens = prefill_chunk_tokens
-        self._cache = RaggedKV([s.capacity_tokens for s in ordered], device, expands=expands_latents)
+        super().__init__(model, [], sampler, device)
+        self._chunk_tokens, self._cache = prefill_chunk_tokens, cache
         self._new: list[int] = []
+        for sequence in sequences:
+            self.enter(sequence)
 
     @property
-    def cache(self) -> RaggedKV:
+    def cache(self) -> PagedKV:
         return self._cache
 
-    def _prepare(self) -> None:
-        """Decode: one token each. Prefill: prompts in order until the chunk is full, the last one perhaps in part."""
+    def enter(self, sequence: Sequence) -> None:
+        """Whatever it has cached elsewhere is computed again."""
+        sequence.num_cached = 0
+        self.sequences.append(sequence)
+        self._cache.add()
+
+    def leave(self, sequence: Sequence) -> None:
+        """Gives its pages back."""
+        position = next(i for i, other in enumerate(self.sequences) if other is sequence)
+        self._cache.remove(position)
+        del self.sequences[position]
+
+    def choose_tokens(self) -> list[int]:
+        """Of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as prompts are
+        left, those in order until the chunk is full, the last one perhaps in part."""
         if self.is_prefilled:
-            self._new = [1] * len(self.sequences)
-            tokens = [s.generated[-1] for s in self.sequences]
-        else:
-            self._new, tokens, left = [], [], self._chunk_tokens
-            for s in self.sequences:
-                take = min(left, len(s.request.prompt_ids) - s.num_prefilled)
-                tokens += s.request.prompt_ids[s.num_prefilled : s.num_prefilled + take]
-                self._new.append(take)
-                left -= take
-        pasts = self._cache.past
-        places = [place for past, new in zip(pasts, self._new, strict=True) for place in range(past, past + new)]
-        ends = torch.tensor(self._new).cumsum(0) - 1
+            return [1] * len(self.sequences)
+        new, left = [], self._chunk_tokens
+        for s in self.sequences:
+            new.append(0 if s.is_prefilled else min(left, s.num_known - s.num_cached))
+            left -= new[-1]
+        return new
+
+    def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
+        """`new_tokens`: how many of each sequence's known tokens the pass carries; None: as `choose_tokens` says."""
+        self._new = list(new_tokens) if new_tokens is not None else self.choose_tokens()
+        return super().begin_pass()
+
+    def _prepare(self) -> None:
+        tokens = [token for s, new in zip(self.sequences, self._new, strict=True) for token in _next_tokens(s, new)]
+        pasts = zip(self._cache.past, self._new, strict=True)
+        places = [place for past, new in pasts for place in range(past, past + new)]
+        ends = list(accumulate(self._new))
         self._ids_1T = torch.tensor([tokens], device=self._device)
         self._positions_1T = torch.tensor([places], device=self._device)
-        self._asking = [row for row in range(len(self.sequences)) if self._new[row] and self._ends_prompt(row)]
-        kept = [int(ends[row]) for row in self._asking] or [len(tokens) - 1]  # the head wants at least one row
+        pairs = enumerate(zip(self.sequences, self._new, strict=True))
+        self._asking = [row for row, (s, new) in pairs if new and s.num_cached + new == s.num_known]
+        kept = [ends[row] - 1 for row in self._asking] or [len(tokens) - 1]  # the head wants at least one row
         self._kept_B = torch.tensor(kept, device=self._device)
         self._cache.begin_pass(self._new)
-
-    def _ends_prompt(self, row: int) -> bool:
-        sequence = self.sequences[row]
-        return sequence.is_prefilled or sequence.num_prefilled + self._new[row] == len(sequence.request.prompt_ids)
 
     def _forward(self) -> None:
         out = self._model(
@@ -72,22 +90,26 @@ class PackedLane(Lane):
     def _finish(self) -> LanePass:
         assert self._logits_BV is not None
         self._cache.end_pass()
-        was_decode = self.is_prefilled
-        if not was_decode:
-            for sequence, new in zip(self.sequences, self._new, strict=True):
-                sequence.num_prefilled += new
+        num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
+        for sequence, new in zip(self.sequences, self._new, strict=True):
+            sequence.num_cached += new
         asking = [self.sequences[row] for row in self._asking]
         useful = self._sample(asking, self._logits_BV) if asking else 0
         counts = LanePass(
             num_sequences=sum(1 for new in self._new if new),
             real_tokens=sum(self._new),
             padded_tokens=sum(self._new),
+            prompt_tokens=sum(self._new) - num_decoded,
             issued_tokens=len(asking),
             useful_tokens=useful,
         )
-        for position in reversed(range(len(self.sequences))):
-            if self.sequences[position].finish is not None:
-                moved = self._cache.remove(position)
-                self.sequences[position] = self.sequences[moved]
-                del self.sequences[moved]
+        for sequence in [s for s in self.sequences if s.finish is not None]:
+            self.leave(sequence)
         return counts
+
+
+def _next_tokens(sequence: Sequence, count: int) -> list[int]:
+    """Known and not cached yet. To decode, which is nearly always, no list of all is made."""
+    if sequence.is_prefilled:
+        return sequence.generated[-1:] if count else []
+    return sequence.known_ids[sequence.num_cached : sequence.num_cached + count]

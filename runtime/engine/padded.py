@@ -30,16 +30,17 @@ class PaddedLane(Lane):
         prefill_chunk_tokens: int,
     ):
         super().__init__(model, sequences, sampler, device)
-        self._width = max(len(s.request.prompt_ids) for s in self.sequences)
+        self._num_prompt = {s.request.key: s.num_known for s in self.sequences}  # with what was generated earlier
+        self._width = max(self._num_prompt.values())
         self._columns = chunk_columns(len(self.sequences), self._width, prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
-        capacity = self._width + max(s.request.max_new_tokens for s in self.sequences)
+        capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in self.sequences)
         self._cache = rectangle_cache(model.config, capacity, device)
         self._cache_argument = cache_argument(model)
         self._mask_BS = torch.zeros(len(self.sequences), self._width, dtype=torch.long, device=self._device)
         self._prompts_BS = torch.zeros_like(self._mask_BS)
         for row, sequence in enumerate(self.sequences):
-            prompt = torch.tensor(sequence.request.prompt_ids, device=self._device)
+            prompt = torch.tensor(sequence.known_ids, device=self._device)
             self._prompts_BS[row, self._width - len(prompt) :] = prompt
             self._mask_BS[row, self._width - len(prompt) :] = 1
 
@@ -48,7 +49,7 @@ class PaddedLane(Lane):
         return self._cache
 
     def _prepare(self) -> None:
-        if self.is_prefilled:
+        if self._done >= self._width:
             self._ids_BT = torch.tensor([s.generated[-1] for s in self.sequences], device=self._device)[:, None]
             self._mask_BS = torch.cat([self._mask_BS, torch.ones_like(self._ids_BT)], 1)
         else:
@@ -70,16 +71,18 @@ class PaddedLane(Lane):
     def _finish(self) -> LanePass:
         assert self._logits_BV is not None
         real = int(self._mask_BS[:, self._done : self._end].sum())
+        is_prefill = self._done < self._width
         for sequence in self.sequences:
-            num_pads = self._width - len(sequence.request.prompt_ids)
-            sequence.num_prefilled = max(0, min(self._end, self._width) - num_pads)
+            num_pads = self._width - self._num_prompt[sequence.request.key]
+            sequence.num_cached = max(0, self._end - num_pads)
         self._done = self._end
-        asking = self.sequences if self.is_prefilled else []
+        asking = self.sequences if self._done >= self._width else []
         useful = self._sample(asking, self._logits_BV) if asking else 0
         counts = LanePass(
             num_sequences=len(self.sequences),
             real_tokens=real,
             padded_tokens=self._ids_BT.numel(),
+            prompt_tokens=real if is_prefill else 0,
             issued_tokens=len(asking),
             useful_tokens=useful,
         )

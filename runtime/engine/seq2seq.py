@@ -62,14 +62,16 @@ class Seq2SeqLane(Lane):
 
     def _finish(self) -> LanePass:
         assert self._logits_BV is not None
-        tokens_BS = self._ids_B1 if self.is_prefilled else self._prompts_BS
-        real = tokens_BS.numel() if self.is_prefilled else int(self._mask_BS.sum())
+        is_prefill = not self.is_prefilled
+        tokens_BS = self._prompts_BS if is_prefill else self._ids_B1
+        real = int(self._mask_BS.sum()) if is_prefill else tokens_BS.numel()
         for sequence in self.sequences:
-            sequence.num_prefilled = len(sequence.request.prompt_ids)
+            sequence.num_cached = sequence.num_known
         counts = LanePass(
             num_sequences=len(self.sequences),
             real_tokens=real,
             padded_tokens=tokens_BS.numel(),
+            prompt_tokens=real if is_prefill else 0,
             issued_tokens=len(self.sequences),
             useful_tokens=self._sample(self.sequences, self._logits_BV),
         )

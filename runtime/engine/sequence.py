@@ -43,20 +43,29 @@ class Request:
 
 @dataclass(kw_only=True)
 class Sequence:
-    """Mutable; owned by one lane. `num_prefilled` counts prompt tokens whose KV is stored."""
+    """Mutable; owned by one lane. `num_cached` counts known tokens, prompt and generated, whose KV is stored."""
 
     request: Request
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per generated token, where they are asked for
-    num_prefilled: int = 0
+    num_cached: int = 0
     finish: FinishReason | None = None
     error: str | None = None
     text_end: int | None = None  # where a stop string begins in the decoded text
     generator: torch.Generator | None = None  # of its own draws; made at the first one
 
     @property
+    def num_known(self) -> int:
+        return len(self.request.prompt_ids) + len(self.generated)
+
+    @property
+    def known_ids(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.generated]
+
+    @property
     def is_prefilled(self) -> bool:
-        return self.num_prefilled == len(self.request.prompt_ids)
+        """All but the token that was sampled last is cached."""
+        return bool(self.generated) and self.num_cached == self.num_known - 1
 
     @property
     def capacity_tokens(self) -> int:

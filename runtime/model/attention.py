@@ -2,7 +2,7 @@
 
 Registered under its own name, which makes transformers build no mask at all. It knows what classes ask for beside
 scaled dot products: sliding windows, chunks, soft-capped scores (Gemma-2) and sinks (gpt-oss). Letters as in
-cache/ragged.py.
+cache/paged.py.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
-from ..cache.ragged import RaggedKV
-from ..cache.views import DecodeSpan, Reach, Segment
+from ..cache.paged import LayerKV, PagedKV
+from ..cache.views import DecodeRows, Reach, Segment
 from ..errors import ConfigError
-from .events import LaneRun
+from .events import LaneRun, NeedAttention, need_tensor
 
 NAME = "millrace_ragged"
 UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")  # classes that ask for these have padded lanes
@@ -66,19 +66,47 @@ def ragged_attention(
     run = getcurrent()
     assert isinstance(run, LaneRun), "ragged attention was called outside a lane"
     cache = run.cache
-    assert isinstance(cache, RaggedKV), "ragged attention was called in a padded lane"
+    assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
     layer = getattr(module, "layer_idx", None)
     assert isinstance(layer, int), f"{type(module).__name__} does not say which layer it is"
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     reach = Reach(sliding_window, _chunk(module, layer))
+
+    def compute() -> torch.Tensor:
+        with torch.inference_mode():
+            return _attend(cache, layer, (query, key, value), reach, rule)[None]
+
+    return need_tensor(NeedAttention(compute)), None
+
+
+def _attend(
+    cache: PagedKV, layer: int, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
+) -> torch.Tensor:
+    """(T, H*G, D) of the pass."""
+    query, key, value = qkv
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
-    for span in cache.spans:
-        k_BHSD, v_BHSD = cache.rows_of(span, layer, (key, value))
-        out[span.start : span.start + span.num_rows] = _decode(query, k_BHSD, v_BHSD, span, reach, rule)
+    kv = None if cache.expands else cache.layer(layer, key, value)  # else key and value are all that is cached
+    rows = cache.decoding
+    if rows is not None:
+        q_BHD = query[0, :, rows.tokens_B].transpose(0, 1)
+        if kv is None:
+            out[rows.tokens_B] = _decode_expanded(q_BHD, key, value, rows, reach, rule)
+        else:
+            out[rows.tokens_B] = _decode(q_BHD, kv, rows, reach, rule)
     for segment in cache.segments:
-        k_HSD, v_HSD = cache.row_of(segment, layer, (key, value))
-        out[segment.start : segment.start + segment.new] = _prefill(query, k_HSD, v_HSD, segment, reach, rule)
-    return out[None], None
+        k, v = _seen_by(segment, kv, key, value)
+        out[segment.start : segment.start + segment.new] = _prefill(query, k, v, segment, reach, rule)
+    return out
+
+
+def _seen_by(
+    segment: Segment, kv: LayerKV | None, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (H, S, D) of all positions of the segment's row."""
+    if kv is not None and segment.past:
+        return kv.row_of(segment)
+    start = segment.start if kv is not None else segment.kv_start
+    return key[0, :, start : start + segment.end], value[0, :, start : start + segment.end]
 
 
 def _chunk(module: torch.nn.Module, layer: int) -> int | None:
@@ -88,19 +116,34 @@ def _chunk(module: torch.nn.Module, layer: int) -> int | None:
     return getattr(config, "attention_chunk_size", None) if types and types[layer] == "chunked_attention" else None
 
 
-def _decode(
-    query: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, span: DecodeSpan, reach: Reach, rule: Rule
+def _decode(q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule) -> torch.Tensor:
+    """One new token per row, over pages."""
+    tables, hidden = kv.layout.tables_Bn, rows.hidden(reach)
+    k, v = (pages[tables].flatten(1, 2)[:, : rows.longest] for pages in (kv.k_NPHD, kv.v_NPHD))
+    if hidden is not None:
+        v.masked_fill_(hidden[..., None, None], 0)  # whatever nobody has written may be NaN, and 0 x NaN is NaN
+    return _decode_plain(q_BHD, k.transpose(1, 2), v.transpose(1, 2), hidden, rule)
+
+
+def _decode_expanded(
+    q_BHD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
-    """One new token per row. Queries are folded to (B, H, G, D) so that KV heads are never repeated."""
-    num_rows, num_kv_heads, head_dim = span.num_rows, k_BHSD.shape[1], query.shape[-1]
-    view = span.view(reach)
-    q = query[0, :, span.start : span.start + num_rows].transpose(0, 1)
-    q_BHGD = q.reshape(num_rows, num_kv_heads, -1, head_dim) * rule.scale
-    scores = torch.matmul(q_BHGD, k_BHSD[:, :, view.first : view.end].transpose(-1, -2))
+    """One new token per row, over what the layer made of its latents."""
+    shape = (len(rows.rows), rows.longest)
+    k, v = (t[0, :, : shape[0] * shape[1]].unflatten(1, shape).transpose(0, 1) for t in (key, value))
+    return _decode_plain(q_BHD, k, v, rows.hidden(reach), rule)
+
+
+def _decode_plain(
+    q_BHD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, hidden_BS: torch.Tensor | None, rule: Rule
+) -> torch.Tensor:
+    """Queries are folded to (B, H, G, D) so that KV heads are never repeated."""
+    num_rows, num_kv_heads = k_BHSD.shape[:2]
+    q_BHGD = q_BHD.reshape(num_rows, num_kv_heads, -1, q_BHD.shape[-1]) * rule.scale
     sinks = None if rule.sinks is None else rule.sinks.view(1, num_kv_heads, -1, 1)
-    hidden = None if view.hidden is None else view.hidden[:, None, None]
-    weights = rule.weights(scores, sinks, hidden)
-    return torch.matmul(weights, v_BHSD[:, :, view.first : view.end]).reshape(num_rows, query.shape[1], -1)
+    hidden = None if hidden_BS is None else hidden_BS[:, None, None]
+    weights = rule.weights(torch.matmul(q_BHGD, k_BHSD.transpose(-1, -2)), sinks, hidden)
+    return torch.matmul(weights, v_BHSD).reshape(num_rows, q_BHD.shape[1], -1)
 
 
 def _prefill(

@@ -58,7 +58,7 @@ def need_tensor(event: NeedAttention | NeedExperts) -> torch.Tensor:
     return _ask(event)
 
 
-def _ask(event: Event):  # noqa: ANN202 - the callers say what their event is answered with
+def _ask(event: Event):
     parent = getcurrent().parent
     assert parent is not None, f"{type(event).__name__} was asked outside a lane"
     return parent.switch(event)

@@ -11,7 +11,7 @@ from ..units import MIB, round_up
 from .ledger import Entry
 from .shapes import ModelShape
 
-KV_GRANULE_TOKENS = 16  # sequences of a lane with the same rounded capacity share one KV tensor
+PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
 PRODUCT_WORKSPACE_BYTES = 16 * MIB  # upcast panels, one per product in flight
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see ARCHITECTURE.md
 
@@ -26,18 +26,23 @@ class SequenceSize:
     @property
     def capacity_tokens(self) -> int:
         """KV positions reserved for the sequence."""
-        return round_up(self.num_prompt_tokens + self.max_new_tokens, KV_GRANULE_TOKENS)
+        return round_up(self.num_prompt_tokens + self.max_new_tokens, PAGE_TOKENS)
 
 
 MicroBatch = Sequence[SequenceSize]
 
 
-def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> int:
+def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], num_kv_pages: int | None = None) -> int:
     """KV positions of a block. A padded lane holds a rectangle as wide as its longest prompt and longest answer; of an
     encoder-decoder's, the decoder's own positions are those of the answer."""
     if shape.is_packed:
-        return sum(size.capacity_tokens for lane in micro_batches for size in lane)
+        return PAGE_TOKENS * (kv_pages(micro_batches) if num_kv_pages is None else num_kv_pages)
     return sum(len(lane) * _longest(shape, lane) for lane in micro_batches if lane)
+
+
+def kv_pages(micro_batches: Sequence[MicroBatch]) -> int:
+    """Pages of packed lanes, when every sequence has run to its limit."""
+    return sum(size.capacity_tokens // PAGE_TOKENS for lane in micro_batches for size in lane)
 
 
 def _longest(shape: ModelShape, lane: MicroBatch) -> int:
@@ -45,7 +50,7 @@ def _longest(shape: ModelShape, lane: MicroBatch) -> int:
     if shape.is_packed:
         return max(size.capacity_tokens for size in lane)
     num_before = 0 if shape.has_encoder else _prompt_width(lane)
-    return round_up(num_before + max(size.max_new_tokens for size in lane), KV_GRANULE_TOKENS)
+    return round_up(num_before + max(size.max_new_tokens for size in lane), PAGE_TOKENS)
 
 
 def _prompt_width(lane: MicroBatch) -> int:
@@ -71,11 +76,14 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
 
 
 def block_entries(
-    shape: ModelShape, micro_batches: Sequence[MicroBatch], prefill_chunk_tokens: int
+    shape: ModelShape,
+    micro_batches: Sequence[MicroBatch],
+    prefill_chunk_tokens: int,
+    num_kv_pages: int | None = None,
 ) -> tuple[Entry, ...]:
     """KV, hidden states, activations and logits of a block, in the compute device's memory."""
     size = shape.compute_dtype_bytes
-    positions = kv_tokens(shape, micro_batches)
+    positions = kv_tokens(shape, micro_batches, num_kv_pages)
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest = max(tokens, default=0)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim

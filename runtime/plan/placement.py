@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
 from .extents import ALIGNMENT_BYTES, group_layout, resident_groups, slot_layout
 from .ledger import Entry, Ledger
-from .memory import MicroBatch, block_entries
+from .memory import MicroBatch, block_entries, kv_pages
 from .schedule import Walk
 from .shapes import ModelShape, Stage, StageKind
 
@@ -33,6 +33,7 @@ class Placement:
     decode_walk: Walk
     slot_bytes: int
     ledgers: tuple[Ledger, ...]
+    num_kv_pages: int  # of packed lanes
 
     @property
     def fits(self) -> bool:
@@ -78,17 +79,21 @@ def place(
     budgets: Budgets,
     block: Sequence[MicroBatch],
     prefill_chunk_tokens: int,
+    num_kv_pages: int | None = None,
 ) -> Placement:
     """The placement with the most resident layers that fits; without any when nothing fits (its ledgers say why).
 
+    `num_kv_pages`: of packed lanes; None: what `block` comes to when every sequence has run to its limit.
+
     Embeddings and head stay resident where they fit and are streamed like layers where they don't.
     """
-    entries = block_entries(shape, block, prefill_chunk_tokens)
+    num_pages = kv_pages(block) if num_kv_pages is None else num_kv_pages
+    entries = block_entries(shape, block, prefill_chunk_tokens, num_pages)
     layers = [stage.index for stage in shape.stages if stage.kind.is_layer]
     outer = [stage.index for stage in shape.stages if not stage.kind.is_layer]
 
     def attempt(resident: Sequence[int]) -> Placement:
-        return _placement(shape, offload.tier, prefetch, budgets, frozenset(resident), entries)
+        return _placement(shape, offload.tier, prefetch, budgets, frozenset(resident), entries, num_pages)
 
     if offload.tier is Tier.none or (offload.tier is Tier.cpu and not budgets.has_device):
         return attempt([*outer, *layers])
@@ -112,6 +117,7 @@ def _placement(
     budgets: Budgets,
     resident: frozenset[int],
     entries: tuple[Entry, ...],
+    num_kv_pages: int,
 ) -> Placement:
     streamed = tuple(stage.index for stage in shape.stages if stage.index not in resident)
     walk, decode_walk = (
@@ -133,6 +139,7 @@ def _placement(
         decode_walk=decode_walk,
         slot_bytes=slot_bytes,
         ledgers=_ledgers(shape, tier, budgets, walk, slot_bytes, weights + entries),
+        num_kv_pages=num_kv_pages,
     )
 
 

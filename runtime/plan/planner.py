@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..batching.balance import Block, plan_blocks
 from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
 from .cost import MachineRates, lane_seconds, simulate
-from .memory import MicroBatch, SequenceSize, block_entries, pass_tokens
+from .memory import MicroBatch, SequenceSize, block_entries, kv_pages, pass_tokens
 from .placement import Budgets, Placement, place
 from .schedule import Walk, make_schedule
 from .shapes import ModelShape
@@ -54,11 +54,12 @@ def plan_run(
     blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
     chunk = config.policy.prefill_chunk_tokens
     lanes = _heaviest(shape, blocks, sizes, chunk)
+    num_pages = max((kv_pages(micro_batches_of(block, sizes)) for block in blocks), default=0)
     if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
-        prefetch, placement = _cost_aware(shape, config, budgets, lanes, rates)
+        prefetch, placement = _cost_aware(shape, config, budgets, lanes, num_pages, rates)
     else:
         prefetch = config.prefetch
-        placement = place(shape, config.offload, prefetch, budgets, lanes, chunk)
+        placement = place(shape, config.offload, prefetch, budgets, lanes, chunk, num_pages)
     placement.require_fit()
     prediction = _predict(shape, placement, blocks, sizes, chunk, rates) if rates else None
     return RunPlan(blocks=blocks, placement=placement, prefetch=prefetch, prediction=prediction)
@@ -120,13 +121,19 @@ def _heaviest(
 
 
 def _cost_aware(
-    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, lanes: Sequence[MicroBatch], rates: MachineRates
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    lanes: Sequence[MicroBatch],
+    num_kv_pages: int,
+    rates: MachineRates,
 ) -> tuple[PrefetchConfig, Placement]:
     """Of each depth, with as many resident layers as then fit, the one whose simulated decode pass is the shortest."""
     best: tuple[float, PrefetchConfig, Placement] | None = None
     for depth in range(1, MAX_DEPTH + 1):
         prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
-        placement = place(shape, config.offload, prefetch, budgets, lanes, config.policy.prefill_chunk_tokens)
+        chunk = config.policy.prefill_chunk_tokens
+        placement = place(shape, config.offload, prefetch, budgets, lanes, chunk, num_kv_pages)
         seconds = _pass_seconds(shape, placement.decode_walk, [len(lane) for lane in lanes], rates).seconds
         if best is None or (placement.fits and seconds < 0.99 * best[0]):
             best = (seconds, prefetch, placement)

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.cache.ragged import RaggedKV
+from runtime.cache.paged import PagedKV
+from runtime.cache.pages import KVPages, PagePool
 from runtime.errors import ConfigError
 from runtime.model.attention import ragged_attention
-from runtime.model.events import LaneRun
+from runtime.model.events import LaneRun, NeedAttention
+from runtime.plan.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice
-from runtime.units import round_up
 
 DEVICE = ComputeDevice("cpu")
 LAYERS = 2
@@ -85,7 +86,7 @@ class Row:
         return self.full[layer][self.past : self.past + new]
 
 
-def attend(cache: RaggedKV, layer: int, kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(cache: PagedKV, layer: int, kind: Kind, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     module = torch.nn.Module()
     module.layer_idx = layer
     if kind.chunk is not None:
@@ -98,10 +99,13 @@ def attend(cache: RaggedKV, layer: int, kind: Kind, q: torch.Tensor, k: torch.Te
         settings = {"sliding_window": kind.sliding_window, "softcap": kind.softcap, "s_aux": kind.sinks}
         return ragged_attention(module, q, keys, values, None, **settings)[0][0]
 
-    return LaneRun(forward, cache).switch()
+    run = LaneRun(forward, cache)
+    event = run.switch()
+    assert isinstance(event, NeedAttention)
+    return run.switch(event.compute())
 
 
-def run_pass(cache: RaggedKV, rows: list[Row], new: list[int], kind: Kind = PLAIN) -> None:
+def run_pass(cache: PagedKV, rows: list[Row], new: list[int], kind: Kind = PLAIN) -> None:
     cache.begin_pass(new)
     for layer in range(LAYERS):
         q, k, v = (
@@ -125,11 +129,23 @@ def make(
     heads: tuple[int, int] = (4, 2),
     dims: tuple[int, int] = (8, 8),
     kind: Kind = PLAIN,
-) -> tuple[RaggedKV, list[Row]]:
+) -> tuple[PagedKV, list[Row]]:
     rng = random.Random(seed)
     rows = [Row(rng.randint(1, 24), rng.randint(1, 12), heads, dims, seed * 100 + n, kind) for n in range(num_rows)]
-    rows.sort(key=lambda row: -row.capacity)
-    return RaggedKV([row.capacity for row in rows], DEVICE, expands=kind.expand is not None), rows
+    return cache_for(rows, expands=kind.expand is not None), rows
+
+
+def cache_for(rows: list[Row], *, expands: bool = False, num_pages: int = 64) -> PagedKV:
+    """Pages begin as NaN: what no token has written must not be looked at."""
+    cache = PagedKV(PoisonedPages(num_pages, DEVICE), expands=expands)
+    for _ in rows:
+        cache.add()
+    return cache
+
+
+class PoisonedPages(KVPages):
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return super()._allocate(like).fill_(float("nan"))
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (12, 8)], ids=["K = V", "K wider"])
@@ -150,9 +166,8 @@ def test_prefill_in_chunks_decode_and_removal_equal_plain_attention(
         run_pass(cache, rows, [1] * len(rows))
         for position in reversed(range(len(rows))):
             if rows[position].past == rows[position].capacity or rng.random() < 0.1:
-                moved = cache.remove(position)
-                rows[position] = rows[moved]
-                del rows[moved]
+                cache.remove(position)
+                del rows[position]
         assert cache.past == [row.past for row in rows]
 
 
@@ -168,45 +183,102 @@ def test_passes_may_mix_prefill_and_decode(seed: int, kind: str) -> None:
             run_pass(cache, rows, new, KINDS[kind])
 
 
-def test_rows_of_one_rounded_capacity_share_a_tensor() -> None:
-    cache = RaggedKV([40, 33, 32, 17, 5], DEVICE)
-    assert [(group.capacity, len(group.past)) for group in cache.groups] == [(48, 2), (32, 2), (16, 1)]
-    assert all(group.capacity == round_up(group.capacity, 16) for group in cache.groups)
-
-
-def test_capacities_must_be_sorted() -> None:
-    with pytest.raises(AssertionError, match="neighbours"):
-        RaggedKV([5, 40], DEVICE)
-
-
-def prefilled_group(num_prompts: tuple[int, ...]) -> tuple[RaggedKV, list[Row]]:
-    rows = [Row(n, 32 - n, (4, 2), (8, 8), n, PLAIN) for n in num_prompts]
-    cache = RaggedKV([row.capacity for row in rows], DEVICE)
+def test_rows_may_enter_beside_others_that_decode() -> None:
+    cache, rows = make(3, 1)
     run_pass(cache, rows, [row.num_prompt for row in rows])
-    return cache, rows
+    rows += make(2, 2)[1]
+    cache.add()
+    cache.add()
+    run_pass(cache, rows, [1, 1, 1, rows[3].num_prompt, rows[4].num_prompt])
+    run_pass(cache, rows, [1] * 5)
 
 
-def test_nan_in_keys_that_no_token_has_written_does_not_leak() -> None:
-    cache, rows = prefilled_group((20, 3, 9))
-    for tensor in cache.groups[0].keys.values():
-        for row, past in enumerate(cache.past):
-            tensor[row, :, past:] = float("nan")
-    run_pass(cache, rows, [1, 1, 1])
-
-
-def test_fresh_values_are_zeros_so_that_hidden_positions_add_nothing() -> None:
-    cache, _ = prefilled_group((20, 3, 9))
-    for tensor in cache.groups[0].values.values():
-        assert all(not tensor[row, :, past:].any() for row, past in enumerate(cache.past))
-
-
-def test_a_row_that_failed_with_nan_does_not_harm_the_row_that_takes_its_place() -> None:
-    cache, rows = prefilled_group((25, 20, 3))
-    for tensor in (*cache.groups[0].keys.values(), *cache.groups[0].values.values()):
-        tensor[0] = float("nan")
-    moved = cache.remove(0)
-    rows = [rows[moved], rows[1]]
+def test_a_row_takes_a_page_when_it_grows_into_it_and_gives_all_back_when_it_leaves() -> None:
+    rows = [Row(PAGE_TOKENS - 1, 20, (4, 2), (8, 8), seed, PLAIN) for seed in (1, 2)]
+    cache = cache_for(rows, num_pages=4)
+    pool = cache._pages.pool
+    run_pass(cache, rows, [PAGE_TOKENS - 1, PAGE_TOKENS - 1])
+    assert pool.num_free == 2
+    run_pass(cache, rows, [1, 0])
+    assert pool.num_free == 2
     run_pass(cache, rows, [1, 1])
+    assert pool.num_free == 1
+    cache.remove(0)
+    assert pool.num_free == 3
+
+
+def test_pages_that_are_used_again_hold_nothing_of_their_last_owner() -> None:
+    """A row that failed may leave NaN behind."""
+    rows = [Row(20, 4, (4, 2), (8, 8), seed, PLAIN) for seed in (1, 2)]
+    cache = cache_for(rows, num_pages=4)
+    run_pass(cache, rows, [20, 20])
+    for tensor in cache._pages.layer(0, rows[0].qkv[0][1][None], rows[0].qkv[0][2][None]):
+        tensor[cache._rows[0].pages] = float("nan")
+    cache.remove(0)
+    fresh = Row(17, 4, (4, 2), (8, 8), 3, PLAIN)
+    cache.add()
+    run_pass(cache, [rows[1], fresh], [1, 17])
+    run_pass(cache, [rows[1], fresh], [1, 1])
+
+
+def test_changed_pages_are_those_that_the_pass_writes_to() -> None:
+    rows = [Row(n, 40, (4, 2), (8, 8), n, PLAIN) for n in (20, 3, 16)]
+    cache = cache_for(rows)
+    cache.begin_pass([20, 3, 16])
+    assert (len(cache.pages), cache.changed) == (4, [0, 1, 2, 3])
+    cache.end_pass()
+    cache.begin_pass([1, 0, 1])
+    assert (len(cache.pages), cache.changed) == (5, [1, 4])
+
+
+def test_a_pool_hands_out_each_page_once() -> None:
+    pool = PagePool(5)
+    first = pool.take(3)
+    pool.give(first[:1])
+    second = pool.take(3)
+    assert len({*first[1:], *second}) == 5
+    with pytest.raises(AssertionError, match="1 KV pages are wanted and 0 of 5 are free"):
+        pool.take(1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window, softcap and sinks", "latents, window"])
+def test_layers_that_travel_attend_over_the_memory_they_were_brought_to(kind: str) -> None:
+    heads = (4, 1) if KINDS[kind].expand is not None else (4, 2)
+    home, rows = make(5, 3, heads, kind=KINDS[kind])
+    cache = PagedKV(home._pages, expands=home.expands, travels=frozenset(range(LAYERS)))
+    for _ in rows:
+        cache.add()
+    page_bytes = PAGE_TOKENS * heads[1] * 16 * 4
+    tiers = [torch.zeros(64, page_bytes, dtype=torch.uint8) for _ in range(LAYERS)]
+    rng = random.Random(3)
+    while any(row.past < row.capacity for row in rows):
+        new = [min(rng.choice([0, 1, 1, 3, 9]), row.capacity - row.past) for row in rows]
+        if any(new):
+            run_travelling_pass(cache, rows, new, KINDS[kind], tiers)
+
+
+def run_travelling_pass(cache: PagedKV, rows: list[Row], new: list[int], kind: Kind, tiers: list[torch.Tensor]) -> None:
+    """Only changed pages are carried back."""
+    begin_pass = cache.begin_pass
+
+    def begin_and_bring(new_tokens: list[int]) -> None:
+        begin_pass(new_tokens)
+        for layer, tier in enumerate(tiers):
+            cache.bind(layer, tier[cache.pages].clone())
+
+    cache.begin_pass = begin_and_bring
+    end_pass = cache.end_pass
+
+    def carry_back_and_end() -> None:
+        for layer, tier in enumerate(tiers):
+            for position in cache.changed:
+                tier[cache.pages[position]] = cache._bound[layer][position]
+            cache.unbind(layer)
+        end_pass()
+
+    cache.end_pass = carry_back_and_end
+    run_pass(cache, rows, new, kind)
+    cache.begin_pass, cache.end_pass = begin_pass, end_pass
 
 
 def test_attention_outside_a_packed_lane_says_so() -> None:

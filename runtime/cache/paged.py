@@ -1,0 +1,161 @@
+"""KV cache of one packed lane: every sequence has its own length and its own pages, and nothing is padded.
+
+Letters: B rows that decode, T tokens of the pass, S positions, N pages, P positions of a page, n pages of a row, H KV
+heads, D head size.
+
+Where layers cache latents that they expand themselves (MLA), `update` hands back all that is cached of the pass's rows,
+one behind the other. Layers in `travels` keep their pages in another tier: the engine binds the memory that those of
+this lane have been brought to, in row order, before the lane enters the layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from transformers import Cache
+
+from .layout import PassLayout
+from .pages import KVPages, num_pages_for, split_pages
+from .views import DecodeRows, Segment
+
+
+@dataclass
+class Row:
+    """One sequence: `past` positions are cached, in `pages`."""
+
+    past: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Keys and values (N, P, H, D) of a layer, and where the pass's rows lie in them."""
+
+    k_NPHD: torch.Tensor
+    v_NPHD: torch.Tensor
+    layout: PassLayout
+
+    def row_of(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        """All positions of the segment's row, (H, S, D) each, copied out of their pages."""
+        numbers = self.layout.numbers(segment.row)
+        k, v = (pages[numbers].flatten(0, 1)[: segment.end].transpose(0, 1) for pages in (self.k_NPHD, self.v_NPHD))
+        return k, v
+
+
+class PagedKV(Cache):
+    """Rows are in the order of the lane's sequences. Pages are taken in `begin_pass` and given back by `remove`.
+
+    `expands`: the layers cache latents and want all of them back.
+    """
+
+    def __init__(self, pages: KVPages, *, expands: bool = False, travels: frozenset[int] = frozenset()):
+        super().__init__(layers=[])
+        self.expands, self.travels = expands, travels
+        self._pages = pages
+        self._device = pages.device.torch_device
+        self._rows: list[Row] = []
+        self._new: list[int] = []
+        self._bound: dict[int, torch.Tensor] = {}
+        self.decoding: DecodeRows | None = None
+        self.segments: list[Segment] = []
+
+    @property
+    def past(self) -> list[int]:
+        return [row.past for row in self._rows]
+
+    @property
+    def pages(self) -> list[int]:
+        """Of all rows, in row order: what a layer that travels brings along."""
+        return [page for row in self._rows for page in row.pages]
+
+    @property
+    def changed(self) -> list[int]:
+        """Positions in `pages` of those that the pass writes to."""
+        firsts = accumulate((len(row.pages) for row in self._rows), initial=0)
+        return [
+            first + index
+            for first, row, new in zip(firsts, self._rows, self._new, strict=False)
+            for index in range(num_pages_for(row.past + 1) - 1, num_pages_for(row.past + new) if new else 0)
+        ]
+
+    def add(self) -> None:
+        """A row for a new sequence, behind the others."""
+        self._rows.append(Row())
+
+    def remove(self, position: int) -> None:
+        """Takes a row out; those behind it move up."""
+        self._pages.pool.give(self._rows.pop(position).pages)
+
+    def bind(self, layer: int, pages: torch.Tensor) -> None:
+        """`pages` (len(self.pages), bytes of a page), uint8: where the layer's keys and values lie until `unbind`."""
+        self._bound[layer] = pages
+
+    def unbind(self, layer: int) -> None:
+        del self._bound[layer]
+
+    def begin_pass(self, new_tokens: Sequence[int]) -> None:
+        """Says how many tokens of each row the coming pass carries, in row order; the tokens lie in the same order."""
+        self._new = list(new_tokens)
+        for row, new in zip(self._rows, self._new, strict=True):
+            row.pages += self._pages.pool.take(num_pages_for(row.past + new) - len(row.pages)) if new else []
+        self._look()
+        self._here = self._layout([row.pages for row in self._rows])
+        if self.travels:
+            ends = list(accumulate(len(row.pages) for row in self._rows))
+            self._there = self._layout(
+                [list(range(end - len(row.pages), end)) for row, end in zip(self._rows, ends, strict=True)]
+            )
+
+    def _look(self) -> None:
+        starts = list(accumulate(self._new, initial=0))
+        is_decoding = [new == 1 and row.past > 0 for row, new in zip(self._rows, self._new, strict=True)]
+        rows = [i for i, decodes in enumerate(is_decoding) if decodes]
+        tokens = torch.tensor([starts[i] for i in rows], device=self._device)
+        self.decoding = DecodeRows(tuple(rows), tuple(self._rows[i].past for i in rows), tokens) if rows else None
+        begin = len(rows) * self.decoding.longest if self.decoding else 0
+        self.segments = []
+        for i, (row, new) in enumerate(zip(self._rows, self._new, strict=True)):
+            if new and not is_decoding[i]:
+                self.segments.append(Segment(i, row.past, new, starts[i], begin, self._device))
+                begin += row.past + new
+
+    def _layout(self, pages: Sequence[Sequence[int]]) -> PassLayout:
+        new = [(i, row.past, row.past + n) for i, (row, n) in enumerate(zip(self._rows, self._new, strict=True))]
+        return PassLayout(pages, new, self.decoding, self.segments, self._device, expands=self.expands)
+
+    def end_pass(self) -> None:
+        """Counts the pass's tokens as cached."""
+        for row, new in zip(self._rows, self._new, strict=True):
+            row.past += new
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores k, v (1, H, T, D) of the pass. Returns them unchanged, as attention reads the pages itself; for layers
+        that expand latents, all positions of the pass's rows (1, H, sum of S, D)."""
+        kv = self.layer(layer_idx, key_states, value_states)
+        kv.k_NPHD[kv.layout.new_T] = key_states[0].transpose(0, 1)
+        kv.v_NPHD[kv.layout.new_T] = value_states[0].transpose(0, 1)
+        if kv.layout.cached_S is None:
+            return key_states, value_states
+        k, v = (pages[kv.layout.cached_S].transpose(0, 1)[None] for pages in (kv.k_NPHD, kv.v_NPHD))
+        return k, v
+
+    def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
+        """For tokens (1, H, T, D) such as these."""
+        if index not in self.travels:
+            return LayerKV(*self._pages.layer(index, like_k, like_v), self._here)
+        return LayerKV(*split_pages(self._bound[index], like_k, like_v), self._there)
+
+    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, to the layers that ask
+        self, layer_idx: int | None = None
+    ) -> int | torch.Tensor:
+        """Zero to the model: positions are given explicitly and no mask is built, so it needs no length. A layer that
+        asks for its own adds it to 0, 1, 2 ... to get the positions of the pass's tokens: it gets what then gives them.
+        """
+        if layer_idx is None:
+            return 0
+        offsets = [past - start for past, start in zip(self.past, accumulate(self._new, initial=0), strict=False)]
+        repeats = torch.tensor(self._new, device=self._device)
+        return torch.tensor(offsets, device=self._device).repeat_interleave(repeats)

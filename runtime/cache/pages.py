@@ -1,0 +1,71 @@
+"""Keys and values in pages: a page holds `PAGE_TOKENS` positions of one sequence, under the same number in every layer.
+
+Letters: N pages, P positions of a page, H KV heads, D head size.
+
+Sequences take pages as they grow and give them back when they end, as PagedAttention does (Kwon et al. 2023), so that
+nobody holds memory for the longest answer that there might be.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from ..plan.memory import PAGE_TOKENS
+from ..stream.device import ComputeDevice
+
+
+class PagePool:
+    """Hands out page numbers, the one that was given back last first. `num_free` are left."""
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= self.num_free, f"{count} KV pages are wanted and {self.num_free} of {self.num_pages} are free"
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, pages: Iterable[int]) -> None:
+        self._free.extend(reversed(list(pages)))
+
+
+class KVPages:
+    """The pages of a run in compute memory; its lanes share them. A layer's memory is taken at its first use.
+
+    On a CPU the kernel gives a page of memory when it is first written, and gives it zeroed.
+    """
+
+    def __init__(self, num_pages: int, device: ComputeDevice):
+        self.pool = PagePool(num_pages)
+        self.device = device
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (N, P, H, Dk) and values (N, P, H, Dv), for tokens (1, H, T, D) such as these."""
+        if index not in self._layers:
+            self._layers[index] = self._allocate(like_k), self._allocate(like_v)
+        return self._layers[index]
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        shape = torch.Size((self.pool.num_pages, PAGE_TOKENS, like.shape[1], like.shape[3]))
+        num_bytes = shape.numel() * like.itemsize
+        return self.device.zeros(num_bytes)[:num_bytes].view(like.dtype).view(shape)
+
+
+def split_pages(pages: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of pages (N, bytes) that hold keys and then values, as (N, P, H, Dk) and (N, P, H, Dv)."""
+    views, begin = [], 0
+    for like in (like_k, like_v):
+        shape = (PAGE_TOKENS, like.shape[1], like.shape[3])
+        num_bytes = torch.Size(shape).numel() * like.itemsize
+        views.append(pages[:, begin : begin + num_bytes].view(like.dtype).unflatten(1, shape))
+        begin += num_bytes
+    return views[0], views[1]
+
+
+def num_pages_for(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_TOKENS)
