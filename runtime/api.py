@@ -10,12 +10,14 @@ import torch
 from .batching.balance import Block
 from .config import PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
-from .engine.engine import Engine, PassRecord
+from .engine.engine import Engine
+from .engine.records import PassRecord
 from .engine.requests import Rejected, make_request, tokenize
 from .engine.sampling import Sampler
 from .engine.sequence import Completion, FinishReason, Request
 from .engine.sequence import Sequence as Running
 from .engine.stopping import decode_text
+from .engine.wave import run_block
 from .errors import BudgetError
 from .model.loading import LoadedModel, load_model
 from .plan.cost import MachineRates
@@ -206,7 +208,7 @@ class Session:
             [Running(request=requests[i]) for i in group if requests[i].max_new_tokens]
             for group in heaviest.micro_batches
         ]
-        next(self._engine.run_block(heaviest.index, lanes), None)
+        next(run_block(self._engine, heaviest.index, lanes), None)
         self._runtime.require_within_budget(plan)
 
     def run(
@@ -218,7 +220,7 @@ class Session:
             if not sequence.request.max_new_tokens:
                 sequence.finish = FinishReason.length
         lanes = [[running[i] for i in group if running[i].finish is None] for group in block.micro_batches]
-        for record in self._engine.run_block(block.index, lanes):
+        for record in run_block(self._engine, block.index, lanes):
             on_pass(record)
         return [self._completion(running[i]) for i in block.members]
 

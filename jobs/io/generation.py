@@ -11,7 +11,7 @@ import transformers
 
 from runtime.api import Runtime, Session
 from runtime.batching.balance import Block
-from runtime.engine.engine import PassRecord
+from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.plan.planner import RunPlan
 

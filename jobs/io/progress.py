@@ -8,7 +8,7 @@ from typing import Self
 
 from tqdm import tqdm
 
-from runtime.engine.engine import PassRecord
+from runtime.engine.records import PassRecord
 
 log = logging.getLogger(__name__)
 SECONDS_PER_LINE = 60.0

@@ -1,68 +1,36 @@
-"""Plays schedules on real lanes: the one interpreter of the actions, and the one loop over a block's passes."""
+"""Runs passes: makes lanes, chooses the schedule of a pass, has it played, and says what it came to."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 
 import torch
 
 from ..cache.paged import PagedKV
 from ..cache.pages import KVPages
-from ..errors import Interrupted
-from ..model.events import Event, NeedAttention, NeedStage, Weights
+from ..model.events import Weights
 from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
 from ..plan.placement import Placement
-from ..plan.schedule import Action, Op, Schedule, Walk, check_schedule, make_schedule
+from ..plan.schedule import Schedule, Walk, check_schedule, make_schedule
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import peak_resident_bytes
 from ..stream.weights import WeightStream
 from .lane import Lane
 from .packed import PackedLane
 from .padded import PaddedLane
+from .player import PassPlayer
+from .records import PassRecord, Phase
 from .sampling import Sampler
 from .seq2seq import Seq2SeqLane
 from .sequence import Sequence
 
 
-class Phase(Enum):
-    """`mixed`: prompts and tokens that are decoded in one pass."""
-
-    prefill = "prefill"
-    decode = "decode"
-    mixed = "mixed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassRecord:
-    """One pass of one block. Seconds are monotonic; `compute` and `stall` are the engine's, `load` the disk's own."""
-
-    block: int
-    index: int
-    phase: Phase
-    num_sequences: int
-    real_tokens: int
-    padded_tokens: int
-    prompt_tokens: int
-    issued_tokens: int
-    useful_tokens: int
-    seconds: float
-    compute_seconds: float
-    load_seconds: float
-    stall_seconds: float
-    bytes_read_disk: int
-    bytes_copied_device: int
-    peak_host_bytes: int
-    peak_device_bytes: int
-
-
 class Engine:
     """Owns order and residency; the model owns the mathematics. Single-threaded; `stream` must be open.
 
-    `should_stop` is asked before every stage; when it says yes, `Interrupted` is raised and the block is lost.
+    `should_stop` is asked before every stage; when it says yes, `Interrupted` is raised and the pass is lost.
     """
 
     def __init__(
@@ -79,46 +47,50 @@ class Engine:
         self._sampler, self._chunk_tokens, self._should_stop = sampler, prefill_chunk_tokens, should_stop
         self._pages = KVPages(placement.num_kv_pages, device)
         self._views: dict[tuple[int, int], Weights] = {}
-        self._walk: Walk | None = None  # whose next stages lie in the slots
+        self._played: Schedule | None = None
         self._schedule = lru_cache(self._checked_schedule)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pages.pool.num_free
 
     def _checked_schedule(self, walk: Walk, num_lanes: int) -> Schedule:
         schedule = make_schedule(walk, num_lanes)
         check_schedule(schedule, walk, num_lanes)
         return schedule
 
-    def run_block(self, block: int, micro_batches: Rows[Rows[Sequence]]) -> Iterator[PassRecord]:
-        """Generates until every sequence is finished, yielding after each pass. Mutates the sequences."""
-        lanes = [self._lane(micro_batch) for micro_batch in micro_batches if micro_batch]
-        index = 0
-        while lanes:
-            unfilled = [lane for lane in lanes if not lane.is_prefilled]
-            phase = Phase.prefill if unfilled else Phase.decode
-            yield self._run_pass(block, index, phase, unfilled or lanes)
-            lanes = [lane for lane in lanes if not lane.is_done]
-            index += 1
+    def packed_lane(self, sequences: Rows[Sequence]) -> PackedLane:
+        cache = PagedKV(self._pages, expands=self._loaded.expands_latents)
+        return PackedLane(self._loaded.staged.model, sequences, self._sampler, self._device, cache, self._chunk_tokens)
 
-    def _lane(self, sequences: Rows[Sequence]) -> Lane:
+    def lane(self, sequences: Rows[Sequence]) -> Lane:
+        """Of the kind that the model's class allows."""
         model, device = self._loaded.staged.model, self._device
         if self._loaded.shape.is_packed:
-            cache = PagedKV(self._pages, expands=self._loaded.expands_latents)
-            return PackedLane(model, sequences, self._sampler, device, cache, self._chunk_tokens)
+            return self.packed_lane(sequences)
         if self._loaded.start_token_id is not None:
             return Seq2SeqLane(model, sequences, self._sampler, device, self._loaded.start_token_id)
         return PaddedLane(model, sequences, self._sampler, device, self._chunk_tokens)
 
     @torch.inference_mode()
-    def _run_pass(self, block: int, index: int, phase: Phase, lanes: Rows[Lane]) -> PassRecord:
+    def run_pass(
+        self, block: int, index: int, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None] | None = None
+    ) -> PassRecord:
+        """Every lane passes every stage once. Mutates the lanes' sequences.
+
+        `new_tokens`: of each lane, how many tokens of each of its sequences the pass carries; None: the lane's choice.
+        """
         begin = time.monotonic()
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         schedule = self._schedule(walk, len(lanes))
-        if walk != self._walk:
-            self._walk = walk
+        events = [lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)]
+        player = PassPlayer(lanes, events, self._stream, self._weights, self._should_stop)
+        if not self._flows_on(schedule):
             self._stream.drop()
-            self._play(schedule.prologue, lanes, [])
-        waiting: list[Event | None] = [lane.begin_pass() for lane in lanes]
-        compute_seconds = self._play(schedule.cycle, lanes, waiting)
-        assert not any(waiting), f"lanes still wait for {waiting} after the last stage"
+            player.play(schedule.prologue)
+        self._played = schedule
+        player.play(schedule.cycle)
+        player.finish()
         counts = [lane.end_pass() for lane in lanes]
         self._device.finish()
         counters = self._stream.take_counters()
@@ -133,7 +105,7 @@ class Engine:
             issued_tokens=sum(c.issued_tokens for c in counts),
             useful_tokens=sum(c.useful_tokens for c in counts),
             seconds=time.monotonic() - begin,
-            compute_seconds=compute_seconds,
+            compute_seconds=player.compute_seconds,
             load_seconds=counters.read_seconds,
             stall_seconds=counters.stall_seconds,
             bytes_read_disk=counters.bytes_read,
@@ -142,37 +114,9 @@ class Engine:
             peak_device_bytes=self._device.peak_bytes(),
         )
 
-    def _play(self, actions: Rows[Action], lanes: Rows[Lane], waiting: list[Event | None]) -> float:
-        """Carries out the actions; returns the seconds spent inside lanes."""
-        seconds = 0.0
-        for action in actions:
-            if action.op is Op.read:
-                self._stream.read(action.stage)
-            elif action.op is Op.copy:
-                self._stream.copy(action.stage)
-            elif action.op is Op.free:
-                self._stream.free(action.stage)
-            else:
-                assert action.lane is not None
-                weights = self._weights(action.stage)
-                begin = time.monotonic()
-                waiting[action.lane] = self._advance(lanes[action.lane], waiting[action.lane], action.stage, weights)
-                seconds += time.monotonic() - begin
-        return seconds
-
-    def _advance(self, lane: Lane, event: Event | None, stage: int, weights: Weights) -> Event | None:
-        """Through the whole stage. It may be several modules: the lane runs on while it asks for the same one."""
-        if self._should_stop():
-            raise Interrupted("stopped on request; start the same command again to go on")
-        assert event == NeedStage(stage), f"run {stage}: the lane waits for {event}"
-        while event is not None and not (isinstance(event, NeedStage) and event.stage != stage):
-            event = lane.advance(self._answer(event, weights))
-        return event
-
-    def _answer(self, event: Event, weights: Weights) -> Weights | torch.Tensor:
-        if isinstance(event, NeedAttention):
-            return event.compute()
-        return weights
+    def _flows_on(self, schedule: Schedule) -> bool:
+        """Whether the slots hold what the schedule expects, because the last pass has left it there."""
+        return self._played is not None and self._played.prologue == schedule.prologue
 
     def _weights(self, stage: int) -> Weights:
         """Views are made once per place: a slot holds the same stages' bytes at the same offsets every time."""

@@ -46,8 +46,8 @@ class Lane(ABC):
     def is_done(self) -> bool:
         return not self.sequences
 
-    def begin_pass(self) -> NeedStage:
-        """Starts the forward; returns the first stage that it asks for."""
+    def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
+        """Starts the forward; returns the first stage that it asks for. `new_tokens`: see `PackedLane`."""
         self._prepare()
         self._run = LaneRun(self._forward, self.cache)
         event = self._run.switch()
@@ -67,6 +67,9 @@ class Lane(ABC):
         self._logits_BV, self._run = None, None
         self._num_passes += 1
         return counts
+
+    def close(self) -> None:  # noqa: B027 - most lanes hold nothing that others wait for
+        """Gives back what a lane holds that does not run to its end."""
 
     def _sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> int:
         self._sampler.step(sequences, logits_BV, self._num_passes)

@@ -48,6 +48,10 @@ class PackedLane(Lane):
         self._cache.remove(position)
         del self.sequences[position]
 
+    def close(self) -> None:
+        for sequence in list(self.sequences):
+            self.leave(sequence)
+
     def choose_tokens(self) -> list[int]:
         """Of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as prompts are
         left, those in order until the chunk is full, the last one perhaps in part."""
@@ -62,7 +66,7 @@ class PackedLane(Lane):
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
         """`new_tokens`: how many of each sequence's known tokens the pass carries; None: as `choose_tokens` says."""
         self._new = list(new_tokens) if new_tokens is not None else self.choose_tokens()
-        return super().begin_pass()
+        return super().begin_pass(new_tokens)
 
     def _prepare(self) -> None:
         tokens = [token for s, new in zip(self.sequences, self._new, strict=True) for token in _next_tokens(s, new)]

@@ -10,7 +10,7 @@ import torch
 
 from runtime import ModelConfig, Runtime, SamplingConfig
 from runtime.config import DType, Prefetch, PrefetchConfig
-from runtime.engine.engine import PassRecord, Phase
+from runtime.engine.records import PassRecord, Phase
 from runtime.engine.sequence import Request
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel, load_model
