@@ -7,17 +7,7 @@ import pytest
 
 from runtime.config import KVTier
 from runtime.plan.extents import ALIGNMENT_BYTES
-from runtime.plan.kv import (
-    PAGE_TOKENS,
-    SEGMENT_BYTES,
-    KVCost,
-    KVLayout,
-    kv_cost,
-    kv_layout,
-    lane_pages,
-    travelling_layers,
-)
-from runtime.plan.memory import kv_tokens
+from runtime.plan.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, travelling_layers
 from runtime.plan.memory import PAGE_TOKENS
 from runtime.plan.shapes import ModelShape
 from runtime.units import KIB
