@@ -4,6 +4,7 @@ first use."""
 from typing import TYPE_CHECKING
 
 from .config import (
+    KVConfig,
     MachineConfig,
     ModelConfig,
     OffloadConfig,
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from .engine.sequence import Completion, Request
 
 __all__ = [
-    "Completion", "MachineConfig", "ModelConfig", "OffloadConfig", "PolicyConfig", "PrefetchConfig", "Rejected",
-    "Request", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides",
+    "Completion", "KVConfig", "MachineConfig", "ModelConfig", "OffloadConfig", "PolicyConfig", "PrefetchConfig",
+    "Rejected", "Request", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides",
 ]  # fmt: skip
 
 

@@ -17,6 +17,15 @@ class Tier(Enum):
     nvme = "nvme"
 
 
+class KVTier(Enum):
+    """Where keys and values live between the passes. `auto`: where they fit, the fastest first."""
+
+    auto = "auto"
+    device = "device"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
 class Prefetch(Enum):
     off = "off"
     lookahead = "lookahead"
@@ -93,6 +102,23 @@ class OffloadConfig:
         )
         require(1 <= self.reader_threads <= 64, f"offload.reader_threads must be 1 to 64, got {self.reader_threads}")
         require(1 <= self.read_chunk_mib <= 64, f"offload.read_chunk_mib must be 1 to 64, got {self.read_chunk_mib}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig:
+    """Where keys and values live. Off the device, those of a layer pass through `num_slots` slots, a lane at a time:
+    three let one be computed on while the next is fetched and the one before is stored."""
+
+    tier: KVTier = KVTier.auto
+    device_fraction: float | None = None  # of the layers that have any; null: as many as fit beside the weights
+    num_slots: int = 3
+    directory: str | None = None  # of the unnamed file of the nvme tier; null: the system's directory for such files
+
+    def __post_init__(self) -> None:
+        fraction = self.device_fraction
+        require(fraction is None or 0 <= fraction <= 1, f"kv.device_fraction must be 0 to 1, got {fraction}")
+        require(1 <= self.num_slots <= 64, f"kv.num_slots must be 1 to 64, got {self.num_slots}")
+        require(self.directory is None or bool(self.directory.strip()), "kv.directory is empty: name one, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +235,7 @@ class RuntimeConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -34,6 +34,13 @@ class OutputError(MillraceError):
     exit_code = 75
 
 
+class KVFileError(MillraceError):
+    """Keys and values on disk cannot be written, or are not read back as they were written. What is committed stays
+    good and the run can resume."""
+
+    exit_code = 75
+
+
 class DamagedRunError(MillraceError):
     """The run directory holds state that a person must look at."""
 

@@ -13,6 +13,8 @@ from jobs.io.config import GenerateConfig, SynthesizeConfig, load
 from jobs.io.dataset.config import DatasetConfig, DatasetKind
 from jobs.io.typed import build
 from runtime.config import (
+    KVConfig,
+    KVTier,
     MachineConfig,
     ModelConfig,
     OffloadConfig,
@@ -31,6 +33,7 @@ MAX_LINES = 300
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "offload": OffloadConfig,
+    "kv": KVConfig,
     "prefetch": PrefetchConfig,
     "policy": PolicyConfig,
     "dataset": DatasetConfig,
@@ -39,6 +42,7 @@ GROUPS: dict[str, type] = {
 }
 SELECTORS: dict[str, tuple[str, type[Enum]]] = {
     "offload": ("tier", Tier),
+    "kv": ("tier", KVTier),
     "prefetch": ("kind", Prefetch),
     "policy": ("kind", PolicyKind),
     "dataset": ("kind", DatasetKind),

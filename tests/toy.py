@@ -38,7 +38,7 @@ def toy_shape(
         head_dim=64,
         vocab_size=VOCAB,
         context_tokens=2048,
-        kv_bytes_per_token=2 * num_layers * 2 * 64 * 4,
+        kv_layer_bytes=(2 * 2 * 64 * 4,) * num_layers,
         compute_dtype_bytes=4,
         is_packed=is_packed,
         cross_kv_bytes_per_token=2 * num_layers * 2 * 64 * 4 if num_encoder_layers else 0,

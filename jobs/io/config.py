@@ -11,6 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config import (
     DType,
+    KVConfig,
+    KVTier,
     MachineConfig,
     ModelConfig,
     OffloadConfig,
@@ -51,6 +53,7 @@ class GenerateConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -75,6 +78,7 @@ class GenerateConfig:
         return RuntimeConfig(
             model=self.model,
             offload=self.offload,
+            kv=self.kv,
             prefetch=self.prefetch,
             policy=self.policy,
             sampling=self.sampling,
@@ -179,6 +183,10 @@ def ignored_settings(config: GenerateConfig) -> list[str]:
     if offload.device_memory_gib is not None and config.machine.device == "cpu":
         gib = offload.device_memory_gib
         ignored.append(f"offload.device_memory_gib={gib} has no effect: machine.device=cpu computes in host memory")
+    if config.kv.directory is not None and config.kv.tier in (KVTier.device, KVTier.cpu):
+        ignored.append(f"kv.directory={config.kv.directory} has no effect: kv={config.kv.tier.value} needs no file")
+    if config.kv.device_fraction is not None and config.kv.tier is KVTier.device:
+        ignored.append(f"kv.device_fraction={config.kv.device_fraction} has no effect: kv=device keeps every layer's")
     return ignored
 
 

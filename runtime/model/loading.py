@@ -138,7 +138,7 @@ def _shape(
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         vocab_size=config.vocab_size,
         context_tokens=getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS,
-        kv_bytes_per_token=cache.bytes_per_token,
+        kv_layer_bytes=cache.layer_bytes_per_token,
         compute_dtype_bytes=model.dtype.itemsize,
         is_packed=is_packed,
         state_bytes_per_sequence=cache.bytes_per_sequence,

@@ -36,14 +36,18 @@ class CacheKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """Bytes over all layers: of one position, and of one sequence however long. `is_latent`: layers cache compressed
-    keys and values (MLA) and expand all of them themselves whenever they attend. A decoder with an encoder also keeps
-    `cross_bytes_per_token` of each encoder position."""
+    """Bytes of one position in each layer, and over all layers of one sequence however long. `is_latent`: layers cache
+    compressed keys and values (MLA) and expand all of them themselves whenever they attend. A decoder with an encoder
+    also keeps `cross_bytes_per_token` of each encoder position."""
 
-    bytes_per_token: int
+    layer_bytes_per_token: tuple[int, ...]
     bytes_per_sequence: int
     is_latent: bool
     cross_bytes_per_token: int = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(self.layer_bytes_per_token)
 
 
 def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
@@ -112,14 +116,14 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         log.debug("%s computes no shapes on the meta device (%s)", type(model).__name__, error)
         return _estimated_cache(model)
-    bytes_of_two, bytes_of_three = (sum(tensor.nbytes for tensor in _tensors(cache)) for cache in (two, three))
-    per_token = bytes_of_three - bytes_of_two
+    of_two, of_three = ([sum(t.nbytes for t in _tensors(layer)) for layer in cache.layers] for cache in (two, three))
+    per_token = tuple(three - two for two, three in zip(of_two, of_three, strict=True))
     rank = getattr(model.config.get_text_config(), "kv_lora_rank", None)
     return CacheShape(
-        bytes_per_token=per_token,
-        bytes_per_sequence=bytes_of_two - 2 * per_token,
+        layer_bytes_per_token=per_token,
+        bytes_per_sequence=sum(of_two) - 2 * sum(per_token),
         is_latent=rank is not None
-        and any(tensor.shape[1] == 1 and tensor.shape[-1] == rank for tensor in _tensors(two)),
+        and any(t.shape[1] == 1 and t.shape[-1] == rank for layer in two.layers for t in _tensors(layer)),
     )
 
 
@@ -127,8 +131,8 @@ def _estimated_cache(model: PreTrainedModel) -> CacheShape:
     config = model.config.get_text_config()
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * num_heads * head_dim * model.dtype.itemsize
-    return CacheShape(bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False)
+    per_token = (2 * num_heads * head_dim * model.dtype.itemsize,) * config.num_hidden_layers
+    return CacheShape(layer_bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False)
 
 
 class _NoExperts(nn.Module):
@@ -144,13 +148,12 @@ def _filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
     return cache
 
 
-def _tensors(cache: Cache) -> Iterator[torch.Tensor]:
-    """Keys and values (B, H, S, D), and recurrent states; sliding layers also keep a scalar."""
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            for tensor in value.values() if isinstance(value, dict) else [value]:
-                if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
-                    yield tensor
+def _tensors(layer: object) -> Iterator[torch.Tensor]:
+    """Of a cache's layer: keys and values (B, H, S, D), and recurrent states; sliding layers also keep a scalar."""
+    for value in vars(layer).values():
+        for tensor in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
+                yield tensor
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..units import MIB, round_up
+from .extents import ALIGNMENT_BYTES
 from .ledger import Entry
 from .shapes import ModelShape
 
@@ -30,6 +31,12 @@ class SequenceSize:
 
 
 MicroBatch = Sequence[SequenceSize]
+
+
+def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
+    """torch's pinned allocator rounds up to a power of two. To align a buffer by hand, a page more is asked for."""
+    asked = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
+    return 1 << (asked - 1).bit_length() if num_bytes else 0
 
 
 def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], num_kv_pages: int | None = None) -> int:

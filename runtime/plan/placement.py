@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
-from .extents import ALIGNMENT_BYTES, group_layout, resident_groups, slot_layout
+from .extents import group_layout, resident_groups, slot_layout
 from .ledger import Entry, Ledger
-from .memory import MicroBatch, block_entries, kv_pages
+from .memory import MicroBatch, block_entries, kv_pages, pinned_bytes
 from .schedule import Walk
 from .shapes import ModelShape, Stage, StageKind
+from .spread import spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,6 @@ class Placement:
                 f"raise {ledger.budget_key}, or lower policy.micro_batch_size, policy.num_micro_batches, "
                 "policy.prefill_chunk_tokens, sampling.max_new_tokens or prefetch.depth, or use offload=nvme"
             )
-
-
-def spread(num_layers: int, num_resident: int) -> tuple[int, ...]:
-    """Positions of resident layers, evenly over the depth: each buys time to read the next one."""
-    return tuple(int((turn + 0.5) * num_layers / num_resident) for turn in range(num_resident))
 
 
 def _kept_layers(shape: ModelShape, num_resident: int) -> list[int]:
@@ -170,14 +166,14 @@ def _ledgers(
     host_key, device_key = "offload.host_memory_gib", "offload.device_memory_gib"
     if budgets.device_bytes is None:
         return (Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=compute_entries),)
-    staging, pinned = walk.num_staging_slots, _pinned_bytes(slot_bytes)
+    staging, pinned = walk.num_staging_slots, pinned_bytes(slot_bytes)
     host = [Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")]
     if tier is Tier.cpu:
         stages = [shape.stages[s] for s in walk.streamed]
         host.append(
             Entry(
                 name="weights",
-                num_bytes=sum(_pinned_bytes(slot_layout(stage).num_bytes) for stage in stages),
+                num_bytes=sum(pinned_bytes(slot_layout(stage).num_bytes) for stage in stages),
                 equation=f"{len(stages)} stages, pinned",
             )
         )
@@ -185,11 +181,6 @@ def _ledgers(
         Ledger(memory="device", budget_bytes=budgets.device_bytes, budget_key=device_key, entries=compute_entries),
         Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=tuple(host)),
     )
-
-
-def _pinned_bytes(num_bytes: int) -> int:
-    """torch's pinned allocator rounds up to a power of two; a page more is asked for, to align the buffer by hand."""
-    return 1 << (num_bytes + ALIGNMENT_BYTES - 1).bit_length() if num_bytes else 0
 
 
 def _resident_bytes(stages: Sequence[Stage]) -> int:

@@ -137,7 +137,8 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes that memory and time follow from. `*_bytes_per_token` are for one sequence position over all layers."""
+    """Sizes that memory and time follow from. `*_bytes_per_token` are for one sequence position over all layers;
+    `kv_layer_bytes` for each decoder layer by itself, 0 where it keeps no keys and values."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -148,7 +149,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     context_tokens: int
-    kv_bytes_per_token: int
+    kv_layer_bytes: tuple[int, ...]
     compute_dtype_bytes: int
     is_packed: bool  # lanes without padding
     state_bytes_per_sequence: int = 0  # recurrent layers
@@ -160,6 +161,10 @@ class ModelShape:
     def __post_init__(self) -> None:
         slices = {piece.name: piece.num_bytes for s in self.stages for p in s.parameters for piece in p.slices}
         object.__setattr__(self, "weight_bytes", sum(slices.values()))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(self.kv_layer_bytes)
 
     @property
     def layers(self) -> tuple[Stage, ...]:

@@ -10,49 +10,15 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from ..errors import CheckpointError
-from ..plan.extents import ALIGNMENT_BYTES, Extent
+from ..plan.extents import Extent
 from ..units import MIB
+from .transfer import ChunkTiming, PendingTransfer, transfer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkTiming:
-    begin: float
-    end: float
-    num_bytes: int
-
-
-class PendingRead:
-    """A stage's read in flight. `wait` returns when all bytes are in the buffer and raises what a reader thread
-    raised."""
-
-    def __init__(self, chunks: Sequence[Future[ChunkTiming]]):
-        self._chunks = chunks
-
-    @property
-    def is_done(self) -> bool:
-        return all(chunk.done() for chunk in self._chunks)
-
-    def wait(self) -> None:
-        wait(self._chunks)
-        for chunk in self._chunks:
-            chunk.result()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(chunk.result().num_bytes for chunk in self._chunks)
-
-    @property
-    def seconds(self) -> float:
-        """From the first chunk's begin to the last one's end, without the time spent in the queue."""
-        timings = [chunk.result() for chunk in self._chunks]
-        return max(t.end for t in timings) - min(t.begin for t in timings) if timings else 0.0
 
 
 class Reader:
@@ -79,7 +45,7 @@ class Reader:
             os.close(descriptor)
         self._files.clear()
 
-    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingRead:
+    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
         """Fills `target` (page-aligned, writable) at each extent's slot_offset. `target` must live until the read is
         done."""
         chunks = []
@@ -89,7 +55,7 @@ class Reader:
                 view = target[extent.slot_offset + start : extent.slot_offset + start + length]
                 needed = min(length, extent.used_bytes - start)
                 chunks.append(self._pool.submit(self._read, extent.file, extent.offset + start, view, needed))
-        return PendingRead(chunks)
+        return PendingTransfer(chunks)
 
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         """Fills `view`, of which the file may lack what lies behind the `needed` bytes."""
@@ -97,21 +63,10 @@ class Reader:
         descriptor, is_direct = self._open(path)
         size = os.fstat(descriptor).st_size
         wanted = min(len(view), size - offset)
-        done = 0
-        while done < wanted:
-            try:
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{path}: reading {wanted:,} bytes at {offset:,} failed: {error.strerror}"
-                ) from error
-            if is_direct and done + count < wanted:
-                count -= (
-                    count % ALIGNMENT_BYTES
-                )  # a short direct read may end between blocks: go on from the last whole one
-            if count == 0:
-                break
-            done += count
+        try:
+            done = transfer(os.preadv, descriptor, [view], offset, wanted, is_direct=is_direct)
+        except OSError as error:
+            raise CheckpointError(f"{path}: reading {wanted:,} bytes at {offset:,} failed: {error.strerror}") from error
         if done < needed:
             raise CheckpointError(
                 f"{path}: changed while in use: expected {offset + needed:,} bytes or more, found {size:,}; "

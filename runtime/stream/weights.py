@@ -16,7 +16,8 @@ from ..errors import CheckpointError
 from ..plan.extents import SlotLayout, group_layout, resident_groups, slot_layout
 from ..plan.placement import Placement
 from ..plan.shapes import ModelShape
-from ..store.reader import PendingRead, Reader
+from ..store.reader import Reader
+from ..store.transfer import PendingTransfer
 from .device import ComputeDevice, Event
 
 
@@ -37,7 +38,7 @@ class Slot:
         self.buffer = buffer
         self.free: Event = device.new_event()
         self.ready: Event = device.new_event()
-        self.pending: PendingRead | None = None
+        self.pending: PendingTransfer | None = None
 
     def wait_read(self) -> float:
         """Returns the seconds waited."""

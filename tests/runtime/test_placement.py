@@ -6,9 +6,10 @@ import pytest
 
 from runtime.config import OffloadConfig, Prefetch, PrefetchConfig, Tier
 from runtime.errors import BudgetError
-from runtime.plan.placement import Budgets, Placement, num_slots_for, place, spread
+from runtime.plan.placement import Budgets, Placement, num_slots_for, place
 from runtime.plan.schedule import check_schedule, make_schedule
 from runtime.plan.shapes import ModelShape
+from runtime.plan.spread import spread
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 

@@ -13,7 +13,8 @@ from runtime.plan.extents import Extent
 from runtime.plan.placement import Budgets, Placement, place
 from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
 from runtime.store.header import read_header
-from runtime.store.reader import PendingRead, Reader
+from runtime.store.reader import Reader
+from runtime.store.transfer import PendingTransfer
 from runtime.stream.device import ComputeDevice
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
@@ -57,7 +58,7 @@ class CountingReader(Reader):
         super().__init__(num_threads=2)
         self.targets: list[int] = []
 
-    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingRead:
+    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
         self.targets.append(torch.frombuffer(target, dtype=torch.uint8).data_ptr())
         return super().submit(extents, target)
 

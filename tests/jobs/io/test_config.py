@@ -86,6 +86,10 @@ def test_interpolations_are_resolved() -> None:
         (["model.path=some/where"], "model=tiny is built on the spot and takes no model.path, got 'some/where'"),
         (["shard.index=4", "shard.count=4"], "shard.index must be 0 to 3"),
         (["sampling.top_p=0"], "sampling.top_p must be in (0, 1], got 0.0"),
+        (["kv.tier=disk"], "kv.tier must be one of auto, device, cpu, nvme, got 'disk'"),
+        (["kv.device_fraction=1.5"], "kv.device_fraction must be 0 to 1, got 1.5"),
+        (["kv.num_slots=0"], "kv.num_slots must be 1 to 64, got 0"),
+        (["kv.directory=' '"], "kv.directory is empty"),
         (["sampling.n=0", "sampling.temperature=1"], "sampling.n must be 1 or more samples, got 0"),
         (["sampling.n=4"], "sampling.n=4 needs sampling.temperature above 0"),
         (["sampling.min_new_tokens=-1"], "sampling.min_new_tokens must be 0 or more, got -1"),
@@ -134,6 +138,7 @@ def test_what_can_change_the_text_changes_the_run(override: str) -> None:
     [
         "offload={tier: nvme, host_memory_gib: 1}",
         "prefetch.kind=block",
+        "kv={tier: nvme, device_fraction: 0.5, num_slots: 2, directory: elsewhere}",
         "machine={name: cpu, device: cpu, num_threads: 2}",
         "output_root=elsewhere",
         "log_level=debug",
@@ -177,6 +182,9 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
         (["sampling.min_new_tokens=4", "sampling.ignore_eos=true"], ["sampling.min_new_tokens"]),
         (["offload.resident_layers=2"], ["offload.resident_layers"]),
         (["offload.resident_layers=2", "offload.tier=nvme"], []),
+        (["kv={tier: cpu, directory: x}"], ["kv.directory"]),
+        (["kv={tier: device, device_fraction: 0.5}"], ["kv.device_fraction"]),
+        (["kv={tier: nvme, directory: x, device_fraction: 0.5}"], []),
         (["machine.device=cpu", "offload.device_memory_gib=4"], ["offload.device_memory_gib"]),
     ],
 )

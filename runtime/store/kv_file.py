@@ -1,0 +1,177 @@
+"""Pages of keys and values in a file without a name: written and read at their positions by several threads, O_DIRECT
+where the file system allows, a checksum for each page.
+
+The file has no name from the start, so nothing is left of it however the process ends.
+"""
+
+import errno
+import logging
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+from ..errors import BudgetError, KVFileError
+from ..plan.kv import KVLayout
+from ..units import MIB, format_bytes
+from .transfer import ChunkTiming, PendingTransfer, transfer
+from .unnamed_file import free_bytes, make_direct, open_unnamed
+
+log = logging.getLogger(__name__)
+
+MAX_VIEWS = 1024  # of one request: the kernel's IOV_MAX
+ADVICE = "make room, name another directory by kv.directory, or lower policy.num_micro_batches or micro_batch_size"
+
+
+class KVFile:
+    """Owns the file and its threads; a context manager. Pages in flight must not be asked for again before they are
+    done; otherwise any thread may call. Raises ConfigError or BudgetError when there is no room for `layout`.
+
+    `directory`: None is the system's for such files (TMPDIR): the one place that every machine has for what nobody
+    needs after the process; checkpoints and results often lie on a network or may not be written to.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        directory: str | None = None,
+        num_threads: int = 4,
+        chunk_bytes: int = 4 * MIB,
+        direct: bool = True,
+    ):
+        self._layout, self._chunk_bytes = layout, chunk_bytes
+        self.directory = directory or tempfile.gettempdir()
+        _require_room(self.directory, layout.tier_bytes)
+        self._file = open_unnamed(self.directory)
+        self._is_direct = direct and make_direct(self._file, self.directory)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-file")
+        self._checksums: dict[tuple[int, int], int] = {}  # (layer, page), of what was written
+        self._zeros = memoryview(bytes(max(map(layout.stride_bytes, layout.page_bytes), default=0)))
+
+    def __enter__(self) -> "KVFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._file.close()
+
+    def read(self, layer: int, places: Mapping[int, int], slot: memoryview) -> PendingTransfer:
+        """Fills place `places[page]` of the page-aligned slot with each page; one that was never written with zeros,
+        at once. The slot must live until the read is done, which raises KVFileError for a page that has changed."""
+        stride = self._layout.stride_bytes(layer)
+        written = [page for page in sorted(places) if (layer, page) in self._checksums]
+        for page in places.keys() - set(written):
+            slot[places[page] * stride : (places[page] + 1) * stride] = self._zeros[:stride]
+        return PendingTransfer(
+            [
+                self._pool.submit(self._read, layer, run, [_place(slot, places[page], stride) for page in run])
+                for run in self._runs(written, stride)
+            ]
+        )
+
+    def write(self, layer: int, places: Mapping[int, int], slot: memoryview) -> PendingTransfer:
+        """Carries each page from its place. The slot must not change until the write is done, which raises
+        KVFileError."""
+        stride = self._layout.stride_bytes(layer)
+        return PendingTransfer(
+            [
+                self._pool.submit(self._write, layer, run, [_place(slot, places[page], stride) for page in run])
+                for run in self._runs(sorted(places), stride)
+            ]
+        )
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """These pages, in every layer, were never written."""
+        for layer in self._layout.page_bytes:
+            for page in pages:
+                self._checksums.pop((layer, page), None)
+
+    def _runs(self, pages: Sequence[int], stride: int) -> Iterator[list[int]]:
+        """Neighbours in the file, as many as one request takes."""
+        most = min(MAX_VIEWS, max(1, self._chunk_bytes // stride))
+        run: list[int] = []
+        for page in pages:
+            if run and (page != run[-1] + 1 or len(run) == most):
+                yield run
+                run = []
+            run.append(page)
+        if run:
+            yield run
+
+    def _read(self, layer: int, run: list[int], views: list[memoryview]) -> ChunkTiming:
+        begin, offset = time.monotonic(), self._offset(layer, run[0])
+        wanted = sum(map(len, views))
+        try:
+            done = transfer(os.preadv, self._file.fileno(), views, offset, wanted, is_direct=self._is_direct)
+        except OSError as error:
+            raise self._failed("reading", layer, run, error) from error
+        self._forget_cached(offset, wanted)
+        for page, view in zip(run, views, strict=True):
+            if done < wanted or self._checksum(layer, view) != self._checksums[layer, page]:
+                raise KVFileError(
+                    f"{self.directory}: page {page} of layer {layer}, {self._layout.page_bytes[layer]:,} bytes at "
+                    f"{self._offset(layer, page):,} of the file of keys and values, is not what was written there; "
+                    "see whether the disk is sound, or name another place by kv.directory"
+                )
+        return ChunkTiming(begin=begin, end=time.monotonic(), num_bytes=done)
+
+    def _write(self, layer: int, run: list[int], views: list[memoryview]) -> ChunkTiming:
+        begin, offset = time.monotonic(), self._offset(layer, run[0])
+        wanted = sum(map(len, views))
+        checksums = [self._checksum(layer, view) for view in views]
+        try:
+            done = transfer(os.pwritev, self._file.fileno(), views, offset, wanted, is_direct=self._is_direct)
+            if done < wanted:
+                raise OSError(errno.EIO, f"only {done:,} bytes were taken")
+        except OSError as error:
+            raise self._failed("writing", layer, run, error) from error
+        self._forget_cached(offset, wanted)
+        self._checksums.update({(layer, page): checksum for page, checksum in zip(run, checksums, strict=True)})
+        return ChunkTiming(begin=begin, end=time.monotonic(), num_bytes=done)
+
+    def _checksum(self, layer: int, view: memoryview) -> int:
+        return zlib.crc32(view[: self._layout.page_bytes[layer]])
+
+    def _offset(self, layer: int, page: int) -> int:
+        return self._layout.offset_bytes(layer) + page * self._layout.stride_bytes(layer)
+
+    def _forget_cached(self, offset: int, num_bytes: int) -> None:
+        """Of a write this begins the write-back; what is clean leaves the page cache, which is for others."""
+        if not self._is_direct:
+            os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _failed(self, doing: str, layer: int, run: list[int], error: OSError) -> KVFileError:
+        num_bytes = len(run) * self._layout.stride_bytes(layer)
+        message = (
+            f"{self.directory}: {doing} {num_bytes:,} bytes at {self._offset(layer, run[0]):,} of the file of keys and "
+            f"values (layer {layer}, pages {run[0]} to {run[-1]}) failed: {error.strerror}"
+        )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message += f"; {_room(self.directory, self._layout.tier_bytes)}: {ADVICE}"
+        return KVFileError(message)
+
+
+def _place(slot: memoryview, place: int, stride: int) -> memoryview:
+    return slot[place * stride : (place + 1) * stride]
+
+
+def _require_room(directory: str, num_bytes: int) -> None:
+    room = _room(directory, num_bytes)
+    if num_bytes > free_bytes(directory):
+        raise BudgetError(f"{directory}: {room}: {ADVICE}")
+    log.info("%s: %s", directory, room)
+
+
+def _room(directory: str, num_bytes: int) -> str:
+    return (
+        f"keys and values need up to {format_bytes(num_bytes)} on disk, {format_bytes(free_bytes(directory))} are free"
+    )

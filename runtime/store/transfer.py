@@ -1,0 +1,73 @@
+"""What reading and writing at a position have in common: the whole of it or an error, in threads, timed."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from ..plan.extents import ALIGNMENT_BYTES
+from ..units import round_down
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkTiming:
+    begin: float
+    end: float
+    num_bytes: int
+
+
+class PendingTransfer:
+    """Chunks in flight between a file and memory. `wait` returns when all have arrived and raises what a thread
+    raised."""
+
+    def __init__(self, chunks: Sequence[Future[ChunkTiming]]):
+        self._chunks = chunks
+
+    @property
+    def is_done(self) -> bool:
+        return all(chunk.done() for chunk in self._chunks)
+
+    def wait(self) -> None:
+        wait(self._chunks)
+        for chunk in self._chunks:
+            chunk.result()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.result().num_bytes for chunk in self._chunks)
+
+    @property
+    def seconds(self) -> float:
+        """From the first chunk's begin to the last one's end, without the time spent in the queue."""
+        timings = [chunk.result() for chunk in self._chunks]
+        return max(t.end for t in timings) - min(t.begin for t in timings) if timings else 0.0
+
+
+def transfer(
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    views: Sequence[memoryview],
+    offset: int,
+    num_bytes: int,
+    *,
+    is_direct: bool,
+) -> int:
+    """Calls `os.preadv` or `os.pwritev` until `num_bytes` of the views have gone, or no more go. Returns how many did.
+    Raises OSError."""
+    done = 0
+    while done < num_bytes:
+        count = call(descriptor, _behind(views, done), offset + done)
+        if is_direct and done + count < num_bytes:
+            # A short direct transfer may end between blocks: go on from the last whole one.
+            count = round_down(count, ALIGNMENT_BYTES)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    for index, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
+    return []
