@@ -8,22 +8,19 @@ from dataclasses import replace
 import torch
 
 from .batching.balance import Block
-from .config import PolicyKind, RuntimeConfig, SamplingOverrides
+from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
 from .engine.engine import Engine
-from .engine.records import PassRecord
 from .engine.requests import Rejected, make_request, tokenize
 from .engine.sampling import Sampler
-from .engine.sequence import Completion, FinishReason, Request
-from .engine.sequence import Sequence as Running
-from .engine.stopping import decode_text
-from .engine.wave import run_block
+from .engine.sequence import Completion, Request
 from .errors import BudgetError
 from .model.loading import LoadedModel, load_model
 from .plan.cost import MachineRates
 from .plan.memory import SequenceSize
 from .plan.placement import Budgets
 from .plan.planner import RunPlan, plan_run
+from .session import Session
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import (
@@ -106,7 +103,7 @@ class Runtime:
             raise MemoryError(f"{format_bytes(used)} used, {host.budget_key} allows {format_bytes(host.budget_bytes)}")
 
     @contextmanager
-    def session(self, plan: RunPlan) -> Iterator["Session"]:
+    def session(self, plan: RunPlan) -> Iterator[Session]:
         """Holds the weights, the slots and the reader threads."""
         sampler = Sampler(
             self.config.sampling,
@@ -129,12 +126,12 @@ class Runtime:
                 self.config.policy.prefill_chunk_tokens,
                 self._should_stop,
             )
-            yield Session(self, engine)
+            yield Session(self.model, engine, self.config.policy)
 
     @contextmanager
     def confirmed_session(
         self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None
-    ) -> Iterator[tuple[RunPlan, "Session"]]:
+    ) -> Iterator[tuple[RunPlan, Session]]:
         """Plans and opens a session. With `policy=auto` and no `blocks` of an earlier start, the first pass of the
         heaviest block is tried; if memory runs out or the host budget is passed, once more with blocks of half the
         size.
@@ -147,6 +144,7 @@ class Runtime:
                     session = stack.enter_context(self.session(plan))
                     if may_back_off and plan.blocks:
                         session.probe(plan, requests)
+                        self.require_within_budget(plan)
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
@@ -170,9 +168,16 @@ class Runtime:
         results: dict[tuple[str, int], Completion | Rejected] = {i.key: i for i in made if isinstance(i, Rejected)}
         if requests:
             with self.confirmed_session(requests) as (plan, session):
-                for block in plan.blocks:
-                    results |= {c.request.key: c for c in session.run(block, requests)}
+                results |= {c.request.key: c for c in self._completions(plan, session, requests)}
         return [results[item.key] for item in made]
+
+    def _completions(self, plan: RunPlan, session: Session, requests: Sequence[Request]) -> Iterator[Completion]:
+        if self.config.policy.admission is Admission.continuous:
+            order = [i for block in plan.blocks for i in block.members]
+            yield from (completion for _, completion in session.stream(order, requests, {}))
+        else:
+            for block in plan.blocks:
+                yield from session.run(block, requests)
 
     def reader(self) -> Reader:
         offload = self.config.offload
@@ -192,48 +197,3 @@ def out_of_memory(plan: RunPlan) -> BudgetError:
         f"memory ran out although the plan fits its budget:\n{ledgers}\n"
         "lower offload.host_memory_gib / offload.device_memory_gib or policy.micro_batch_size"
     )
-
-
-class Session:
-    """A model whose weights are held. Valid inside `Runtime.session`."""
-
-    def __init__(self, runtime: Runtime, engine: Engine):
-        self._runtime, self._engine = runtime, engine
-
-    def probe(self, plan: RunPlan, requests: Sequence[Request]) -> None:
-        """Runs the first pass of the heaviest block and forgets it. Raises MemoryError when the host budget was
-        passed."""
-        heaviest = max(plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
-        lanes = [
-            [Running(request=requests[i]) for i in group if requests[i].max_new_tokens]
-            for group in heaviest.micro_batches
-        ]
-        next(run_block(self._engine, heaviest.index, lanes), None)
-        self._runtime.require_within_budget(plan)
-
-    def run(
-        self, block: Block, requests: Sequence[Request], on_pass: Callable[[PassRecord], None] = lambda record: None
-    ) -> list[Completion]:
-        """Generates one block. Completions are in the order of `block.members`; `on_pass` is called after each pass."""
-        running = {i: Running(request=requests[i]) for i in block.members}
-        for sequence in running.values():
-            if not sequence.request.max_new_tokens:
-                sequence.finish = FinishReason.length
-        lanes = [[running[i] for i in group if running[i].finish is None] for group in block.micro_batches]
-        for record in run_block(self._engine, block.index, lanes):
-            on_pass(record)
-        return [self._completion(running[i]) for i in block.members]
-
-    def _completion(self, sequence: Running) -> Completion:
-        assert sequence.finish is not None, "the block ended before its sequences"
-        ids = sequence.generated
-        tokenizer = self._runtime.model.tokenizer
-        text = decode_text(tokenizer, ids) if tokenizer is not None else ""
-        return Completion(
-            request=sequence.request,
-            token_ids=tuple(ids),
-            text=text[: sequence.text_end],
-            finish=sequence.finish,
-            error=sequence.error,
-            logprobs=tuple(sequence.logprobs),
-        )

@@ -47,7 +47,26 @@ class PolicyKind(Enum):
 
 
 class Admission(Enum):
+    """When waiting requests enter. `wave`: a block runs to its end; `continuous`: as soon as others have finished."""
+
     wave = "wave"
+    continuous = "continuous"
+
+
+class Order(Enum):
+    """In which order lanes pass the stages, see `runtime/plan/orders.py`."""
+
+    zigzag = "zigzag"
+    flexgen = "flexgen"
+    cgopipe = "cgopipe"
+    module_batched = "module_batched"
+
+
+class Attention(Enum):
+    """Where decode attention runs: where the model computes, or on the CPU's workers, beside the keys and values."""
+
+    device = "device"
+    cpu = "cpu"
 
 
 class DType(Enum):

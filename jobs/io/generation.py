@@ -9,11 +9,12 @@ import pyarrow
 import torch
 import transformers
 
-from runtime.api import Runtime, Session
+from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.plan.planner import RunPlan
+from runtime.session import Session
 
 from .chat import require_template
 from .config import GenerateConfig, operational, run_name, semantic

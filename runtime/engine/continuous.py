@@ -6,7 +6,7 @@ beside tokens that are decoded.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from itertools import islice
 
@@ -28,8 +28,12 @@ class Continuous(ABC):
         self._num_passes = 0
 
     @abstractmethod
-    def run(self) -> Iterator[PassRecord]:
-        """Until every sequence is finished, yielding after each pass. Mutates the sequences."""
+    def run(self) -> Iterator[tuple[PassRecord, list[int]]]:
+        """Until every sequence is finished; after each pass, what it came to and who has finished in it. Mutates the
+        sequences."""
+
+    def _finished(self, indices: Iterable[int]) -> list[int]:
+        return [i for i in indices if self._sequences[i].finish is not None]
 
     def _pass(self, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None]) -> PassRecord:
         index, self._num_passes = self._num_passes, self._num_passes + 1
@@ -50,13 +54,20 @@ class ContinuousPacked(Continuous):
         self._lanes: list[PackedLane] = [engine.packed_lane([]) for _ in range(limits.num_lanes)]
         self._lane_of: dict[int, int] = {}  # seated requests, in the order of admission
 
-    def run(self) -> Iterator[PassRecord]:
-        while self._line or self._lane_of:
-            new_tokens = self._seat()
-            news = [[new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes]
-            busy = [(lane, new) for lane, new in zip(self._lanes, news, strict=True) if any(new)]
-            yield self._pass([lane for lane, _ in busy], [new for _, new in busy])
-            self._lane_of = {i: lane for i, lane in self._lane_of.items() if self._sequences[i].finish is None}
+    def run(self) -> Iterator[tuple[PassRecord, list[int]]]:
+        try:
+            while self._line or self._lane_of:
+                new_tokens = self._seat()
+                news = [[new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes]
+                busy = [(lane, new) for lane, new in zip(self._lanes, news, strict=True) if any(new)]
+                record = self._pass([lane for lane, _ in busy], [new for _, new in busy])
+                finished = self._finished(self._lane_of)
+                for i in finished:
+                    del self._lane_of[i]
+                yield record, finished
+        finally:
+            for lane in self._lanes:
+                lane.close()
 
     def _seat(self) -> dict[int, int]:
         """Moves sequences in and out; returns how many tokens each (by `id`) brings into the pass."""
@@ -95,11 +106,16 @@ class ContinuousPadded(Continuous):
         super().__init__(engine, sequences)
         self._num_lanes, self._lane_size = num_lanes, lane_size
 
-    def run(self) -> Iterator[PassRecord]:
+    def run(self) -> Iterator[tuple[PassRecord, list[int]]]:
         lanes: list[Lane] = []
+        seated: list[int] = []
         while self._line or lanes:
             while self._line and len(lanes) < self._num_lanes:
                 entering = [self._line.popleft() for _ in range(min(self._lane_size, len(self._line)))]
                 lanes.append(self._engine.lane([self._sequences[i] for i in entering]))
-            yield self._pass(lanes, [None] * len(lanes))
+                seated += entering
+            record = self._pass(lanes, [None] * len(lanes))
             lanes = [lane for lane in lanes if not lane.is_done]
+            finished = self._finished(seated)
+            seated = [i for i in seated if self._sequences[i].finish is None]
+            yield record, finished

@@ -51,6 +51,10 @@ class Engine:
         self._schedule = lru_cache(self._checked_schedule)
 
     @property
+    def torch_device(self) -> torch.device:
+        return self._device.torch_device
+
+    @property
     def num_free_pages(self) -> int:
         return self._pages.pool.num_free
 

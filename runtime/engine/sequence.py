@@ -74,6 +74,28 @@ class Sequence:
     def fail(self, error: str) -> None:
         self.finish, self.error = FinishReason.error, error
 
+    def snapshot(self) -> "Unfinished":
+        generator = self.generator
+        return Unfinished(
+            token_ids=tuple(self.generated),
+            logprobs=tuple(self.logprobs),
+            generator_state=None if generator is None else generator.get_state().numpy().tobytes(),
+        )
+
+    @staticmethod
+    def restored(request: Request, unfinished: "Unfinished", device: torch.device) -> "Sequence":
+        """Goes on where the snapshot was taken: the same tokens, and the same draws to come."""
+        generator = None
+        if unfinished.generator_state is not None:
+            generator = torch.Generator(device)
+            generator.set_state(torch.frombuffer(bytearray(unfinished.generator_state), dtype=torch.uint8))
+        return Sequence(
+            request=request,
+            generated=list(unfinished.token_ids),
+            logprobs=list(unfinished.logprobs),
+            generator=generator,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -88,3 +110,15 @@ class Completion:
     finish: FinishReason
     error: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """What a sequence has come to so far: enough to go on with it in another process.
+
+    `generator_state` is torch's, None where nothing has been drawn yet; `logprobs` as in `Completion`.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    generator_state: bytes | None

@@ -1,0 +1,116 @@
+"""A model whose weights are held: blocks of requests go in, completions come out."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from .batching.admission import AdmissionLimits
+from .batching.balance import Block
+from .config import Admission, PolicyConfig
+from .engine.continuous import Continuous, ContinuousPacked, ContinuousPadded
+from .engine.engine import Engine
+from .engine.records import PassRecord
+from .engine.sequence import Completion, FinishReason, Request, Unfinished
+from .engine.sequence import Sequence as Running
+from .engine.stopping import decode_text
+from .engine.wave import run_block
+from .model.loading import LoadedModel
+from .plan.memory import PAGE_TOKENS
+from .plan.planner import RunPlan
+
+OnPass = Callable[[PassRecord], None]
+
+
+def ignore(record: PassRecord) -> None:
+    """What is done after a pass where nobody asks."""
+
+
+class Session:
+    """Valid inside `Runtime.session`. Not thread-safe."""
+
+    def __init__(self, model: LoadedModel, engine: Engine, policy: PolicyConfig):
+        self._model, self._engine, self._policy = model, engine, policy
+        self._streaming: dict[int, Running] = {}
+
+    def probe(self, plan: RunPlan, requests: Sequence[Request]) -> None:
+        """Runs a first pass, that of the heaviest block, and forgets it."""
+        if self._policy.admission is Admission.continuous:
+            running = {i: _begun(requests[i]) for block in plan.blocks for i in block.members}
+            next(self._continuous({i: s for i, s in running.items() if s.finish is None}).run(), None)
+            return
+        heaviest = max(plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
+        lanes = [
+            [Running(request=requests[i]) for i in group if requests[i].max_new_tokens]
+            for group in heaviest.micro_batches
+        ]
+        next(run_block(self._engine, heaviest.index, lanes), None)
+
+    def run(self, block: Block, requests: Sequence[Request], on_pass: OnPass = ignore) -> list[Completion]:
+        """Generates one block. Completions are in the order of `block.members`; `on_pass` is called after each pass."""
+        running = {i: _begun(requests[i]) for i in block.members}
+        lanes = [[running[i] for i in group if running[i].finish is None] for group in block.micro_batches]
+        for record in run_block(self._engine, block.index, lanes):
+            on_pass(record)
+        return [self._completion(running[i]) for i in block.members]
+
+    def stream(
+        self,
+        order: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass = ignore,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Continuous admission: requests enter in `order` as others finish, and come out as they finish.
+
+        `unfinished`: those that an earlier process has begun, from where they go on.
+        """
+        self._streaming = {i: self._resumed(requests[i], unfinished.get(i)) for i in order}
+        yield from self._take([i for i, sequence in self._streaming.items() if sequence.finish is not None])
+        for record, finished in self._continuous(self._streaming).run():
+            on_pass(record)
+            yield from self._take(finished)
+
+    def snapshot(self) -> dict[int, Unfinished]:
+        """Of the sequences of `stream` that have begun and not finished."""
+        return {i: s.snapshot() for i, s in self._streaming.items() if s.generated}
+
+    def _resumed(self, request: Request, unfinished: Unfinished | None) -> Running:
+        """Behind an encoder a sequence begins again: what was decoded cannot be prefilled there."""
+        if unfinished is None or self._model.start_token_id is not None:
+            return _begun(request)
+        return Running.restored(request, unfinished, self._engine.torch_device)
+
+    def _continuous(self, sequences: Mapping[int, Running]) -> Continuous:
+        policy, sequences = self._policy, dict(sequences)
+        num_lanes, lane_size = policy.num_micro_batches, policy.micro_batch_size
+        if not self._model.shape.is_packed:
+            return ContinuousPadded(self._engine, sequences, num_lanes=num_lanes, lane_size=lane_size)
+        limits = AdmissionLimits(
+            num_lanes=num_lanes,
+            lane_size=lane_size,
+            lane_tokens=max(lane_size, policy.prefill_chunk_tokens),
+            page_tokens=PAGE_TOKENS,
+        )
+        return ContinuousPacked(self._engine, sequences, limits)
+
+    def _take(self, finished: Sequence[int]) -> list[tuple[int, Completion]]:
+        return [(i, self._completion(self._streaming.pop(i))) for i in finished]
+
+    def _completion(self, sequence: Running) -> Completion:
+        assert sequence.finish is not None, "the block ended before its sequences"
+        ids = sequence.generated
+        tokenizer = self._model.tokenizer
+        text = decode_text(tokenizer, ids) if tokenizer is not None else ""
+        return Completion(
+            request=sequence.request,
+            token_ids=tuple(ids),
+            text=text[: sequence.text_end],
+            finish=sequence.finish,
+            error=sequence.error,
+            logprobs=tuple(sequence.logprobs),
+        )
+
+
+def _begun(request: Request) -> Running:
+    sequence = Running(request=request)
+    if not request.max_new_tokens:
+        sequence.finish = FinishReason.length
+    return sequence
