@@ -7,8 +7,8 @@ from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
 from .extents import ALIGNMENT_BYTES, group_layout, resident_groups, slot_layout
 from .ledger import Entry, Ledger
 from .memory import MicroBatch, block_entries
-from .schedule import Walk
 from .shapes import ModelShape, Stage, StageKind
+from .walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)
