@@ -12,8 +12,10 @@ from ..cache.pages import KVPages
 from ..model.events import Weights
 from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
+from ..plan.check import check_schedule
 from ..plan.placement import Placement
-from ..plan.schedule import Schedule, Walk, check_schedule, make_schedule
+from ..plan.schedule import Schedule, make_schedule
+from ..plan.walk import Walk
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import peak_resident_bytes
 from ..stream.weights import WeightStream

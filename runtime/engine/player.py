@@ -8,7 +8,7 @@ import torch
 
 from ..errors import Interrupted
 from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
-from ..plan.schedule import Action, Op
+from ..plan.actions import Action, Op
 from ..stream.weights import WeightStream
 from .lane import Lane
 

@@ -7,9 +7,9 @@ from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
 from .extents import group_layout, resident_groups, slot_layout
 from .ledger import Entry, Ledger
 from .memory import MicroBatch, block_entries, kv_pages, pinned_bytes
-from .schedule import Walk
 from .shapes import ModelShape, Stage, StageKind
 from .spread import spread
+from .walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)

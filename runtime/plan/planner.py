@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 from ..batching.balance import Block, plan_blocks
 from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
-from .cost import MachineRates, lane_seconds, simulate
+from .cost import Durations, MachineRates, lane_seconds, simulate
 from .memory import MicroBatch, SequenceSize, block_entries, kv_pages, pass_tokens
 from .placement import Budgets, Placement, place
-from .schedule import Walk, make_schedule
+from .schedule import make_schedule
 from .shapes import ModelShape
+from .walk import Walk
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
 
@@ -152,15 +153,15 @@ def _pass_seconds(shape: ModelShape, walk: Walk, lane_tokens: Sequence[int], rat
     if not any(lane_tokens):
         return _PassTime(0.0, 0.0)
     schedule = make_schedule(walk, len(lane_tokens))
+    durations = Durations(
+        read=lambda stage: shape.stages[stage].num_bytes / rates.disk_bytes_per_second,
+        copy=lambda stage: shape.stages[stage].num_bytes / rates.link_bytes_per_second,
+        run=lane_seconds(rates, [stage.flops_per_token for stage in shape.stages], lane_tokens),
+        num_pages=walk.num_pages,
+    )
 
     def play(num_passes: int) -> tuple[float, float]:
-        result = simulate(
-            schedule,
-            num_passes,
-            read_seconds=lambda stage: shape.stages[stage].num_bytes / rates.disk_bytes_per_second,
-            copy_seconds=lambda stage: shape.stages[stage].num_bytes / rates.link_bytes_per_second,
-            run_seconds=lane_seconds(rates, [stage.flops_per_token for stage in shape.stages], lane_tokens),
-        )
+        result = simulate(schedule, num_passes, durations)
         return result.seconds, result.stall_seconds
 
     (first, first_stall), (third, third_stall) = play(1), play(3)

@@ -1,21 +1,26 @@
 """The simulator's time, against cases worked out by hand."""
 
+from itertools import pairwise
+
 import pytest
 
-from runtime.plan.cost import MachineRates, lane_seconds, simulate
-from runtime.plan.schedule import Walk, make_schedule
+from runtime.config import Order
+from runtime.plan.check import check_schedule
+from runtime.plan.cost import Durations, MachineRates, Resource, SimulatedPasses, lane_seconds, simulate
+from runtime.plan.schedule import make_schedule
+from runtime.plan.walk import Walk
 
 NUM_STAGES = 4
 
 
-def play(walk: Walk, num_passes: int, *, read: float = 0.0, copy: float = 0.0, run: float = 0.0, num_lanes: int = 2):
-    return simulate(
-        make_schedule(walk, num_lanes),
-        num_passes,
-        read_seconds=lambda stage: read,
-        copy_seconds=lambda stage: copy,
-        run_seconds=lambda stage, lane: run / num_lanes,
-    )
+def play(
+    walk: Walk, num_passes: int, *, read: float = 0.0, copy: float = 0.0, run: float = 0.0, num_lanes: int = 2
+) -> SimulatedPasses:
+    durations = Durations(
+        read=lambda stage: read, copy=lambda stage: copy, run=lambda stage, lane: run / num_lanes,
+        num_pages=walk.num_pages,
+    )  # fmt: skip
+    return simulate(make_schedule(walk, num_lanes), num_passes, durations)
 
 
 def disk_walk(num_slots: int, block: int = 1) -> Walk:
@@ -25,7 +30,7 @@ def disk_walk(num_slots: int, block: int = 1) -> Walk:
 def test_without_prefetch_reads_and_compute_add_up() -> None:
     result = play(disk_walk(1), 3, read=2.0, run=3.0)
     assert result.seconds == pytest.approx(3 * NUM_STAGES * (2 + 3))
-    assert result.stall_seconds == result.disk_seconds == pytest.approx(3 * NUM_STAGES * 2)
+    assert result.stall_seconds == result.busy_seconds[Resource.disk] == pytest.approx(3 * NUM_STAGES * 2)
 
 
 @pytest.mark.parametrize(("read", "run"), [(2.0, 3.0), (3.0, 2.0), (2.0, 2.0)])
@@ -57,7 +62,8 @@ def test_disk_link_and_device_work_side_by_side(read: float, copy: float, run: f
 
 def test_resident_stages_are_never_waited_for() -> None:
     result = play(Walk(num_stages=NUM_STAGES, streamed=(), num_slots=0), 5, read=9.0, run=1.0)
-    assert (result.seconds, result.stall_seconds, result.disk_seconds) == (pytest.approx(5 * NUM_STAGES), 0.0, 0.0)
+    assert (result.seconds, result.stall_seconds) == (pytest.approx(5 * NUM_STAGES), 0.0)
+    assert result.busy_seconds[Resource.disk] == 0.0
 
 
 def test_a_resident_stage_buys_time_to_read() -> None:
@@ -65,6 +71,79 @@ def test_a_resident_stage_buys_time_to_read() -> None:
     walk = Walk(num_stages=NUM_STAGES, streamed=(0, 2), num_slots=2)
     added = play(walk, 6, read=4.0, run=2.0).seconds - play(walk, 5, read=4.0, run=2.0).seconds
     assert added == pytest.approx(NUM_STAGES * 2)
+
+
+def test_a_page_takes_its_share_of_a_stage() -> None:
+    """Pages of the next stage come beside the first lanes; reading and computing take the longer of the two."""
+    walk = Walk(num_stages=4, streamed=(0, 1, 2, 3), num_slots=3, num_pages=2, order=Order.cgopipe)
+    added = play(walk, 6, read=4.0, run=3.0).seconds - play(walk, 5, read=4.0, run=3.0).seconds
+    assert added == pytest.approx(NUM_STAGES * 4)
+    one_pass = play(walk, 1, read=4.0, run=3.0).busy_seconds[Resource.disk]
+    assert one_pass == pytest.approx(4 * (NUM_STAGES + 3))  # three stages lie ready as the pass ends
+
+
+LAYERS = tuple(range(8))
+
+
+def unit(stage: int, lane: int) -> float:
+    return 1.0
+
+
+def bubbles(order: Order, num_slots: int, num_lanes: int) -> SimulatedPasses:
+    """Every lane's `pre`, `attend` and `post` takes a second; so does every page of weights, over disk and link."""
+    walk = Walk(
+        num_stages=len(LAYERS), streamed=LAYERS, num_slots=num_slots, num_staging_slots=2, copies=True,
+        num_pages=num_lanes, attending=LAYERS, order=order,
+    )  # fmt: skip
+    schedule = make_schedule(walk, num_lanes)
+    check_schedule(schedule, walk, num_lanes)
+    weights = Durations(
+        read=lambda stage: num_lanes, copy=lambda stage: num_lanes, pre=unit, attend=unit, post=unit,
+        num_pages=num_lanes,
+    )  # fmt: skip
+    return simulate(schedule, 4, weights)
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3, 4, 8])
+def test_compute_stalls_less_from_zigzag_without_overlap_to_flexgen_to_cgopipe(num_lanes: int) -> None:
+    results = [
+        bubbles(Order.zigzag, 1, num_lanes), bubbles(Order.flexgen, 2, num_lanes), bubbles(Order.cgopipe, 3, num_lanes)
+    ]  # fmt: skip
+    busy = [result.busy_seconds[Resource.compute] for result in results]
+    assert busy == [4 * len(LAYERS) * num_lanes * 2] * 3
+    assert all(b.stall_seconds < a.stall_seconds for a, b in pairwise(results))
+    assert [r.seconds for r in results] == [
+        pytest.approx(b + r.stall_seconds) for b, r in zip(busy, results, strict=True)
+    ]
+
+
+def test_flexgen_waits_for_every_attention_and_cgopipe_only_for_the_first_of_a_pass() -> None:
+    """With nothing to bring in: a second for each of 32 turns of 4 passes, or 1 where a pass begins."""
+
+    def stalls(order: Order) -> float:
+        walk = Walk(num_stages=8, streamed=(), num_slots=0, attending=LAYERS, order=order)
+        return simulate(make_schedule(walk, 4), 4, Durations(pre=unit, attend=unit, post=unit)).stall_seconds
+
+    assert stalls(Order.flexgen) == 4 * 32
+    assert stalls(Order.zigzag) == 4 * 8  # the last lane of each layer has nobody to hide it
+    assert stalls(Order.cgopipe) == 4
+
+
+@pytest.mark.parametrize(("is_kv_on_disk", "seconds"), [(False, 2 + 4 * 3), (True, 2 + 4 * 4)])
+def test_kv_goes_over_the_link_both_ways_at_once_or_over_one_disk(is_kv_on_disk: bool, seconds: float) -> None:
+    """Four turns of 3 s, whose KV takes 2 s each way: hidden by a link of two directions, not by a disk."""
+    walk = Walk(num_stages=1, streamed=(), num_slots=0, travelling=(0,), num_kv_slots=2)
+    durations = Durations(
+        run=lambda *turn: 3.0, fetch=lambda *turn: 2.0, store=lambda *turn: 2.0, is_kv_on_disk=is_kv_on_disk
+    )
+    result = simulate(make_schedule(walk, 4), 1, durations)
+    assert result.seconds == pytest.approx(seconds)
+
+
+def test_experts_run_once_for_all_lanes() -> None:
+    walk = Walk(num_stages=2, streamed=(), num_slots=0, routing=(0, 1), order=Order.module_batched)
+    durations = Durations(route=lambda *turn: 1.0, experts=lambda stage: 5.0, end=lambda *turn: 0.5)
+    assert simulate(make_schedule(walk, 3), 1, durations).seconds == pytest.approx(2 * (3 * 1 + 5 + 3 * 0.5))
 
 
 RATES = MachineRates(

@@ -6,8 +6,9 @@ import pytest
 
 from runtime.config import OffloadConfig, Prefetch, PrefetchConfig, Tier
 from runtime.errors import BudgetError
+from runtime.plan.check import check_schedule
 from runtime.plan.placement import Budgets, Placement, num_slots_for, place
-from runtime.plan.schedule import check_schedule, make_schedule
+from runtime.plan.schedule import make_schedule
 from runtime.plan.shapes import ModelShape
 from runtime.plan.spread import spread
 from runtime.units import GIB, MIB

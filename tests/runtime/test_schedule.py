@@ -1,25 +1,24 @@
-"""Schedules print and parse back, never overfill a ring, and all lanes pass a stage before any enters the next."""
+"""Schedules of every order over every kind of walk pass the checker, print and parse back, and are those of the papers
+that the orders come from."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from runtime.config import Order
 from runtime.errors import ConfigError
-from runtime.plan.schedule import (
-    Action,
-    Op,
-    Schedule,
-    Walk,
-    check_schedule,
-    make_schedule,
-    parse_action,
-    parse_schedule,
-)
+from runtime.plan.actions import Action, Op
+from runtime.plan.check import check_schedule
+from runtime.plan.schedule import Schedule, make_schedule, parse_schedule
+from runtime.plan.walk import Walk
 
 NUM_STAGES = 9
+LAYERS = tuple(range(1, 8))
 STREAMED = {
     "all": tuple(range(NUM_STAGES)),
-    "layers": tuple(range(1, 8)),
+    "layers": LAYERS,
     "spread": (1, 2, 4, 5, 7),
     "one": (4,),
     "none": (),
@@ -28,6 +27,14 @@ STREAMED = {
 FIRST = {"behind the encoder": 4}  # where a pass begins, if not at stage 0
 SLOTS = {"off": (1, 1), "lookahead 1": (2, 1), "lookahead 3": (4, 1), "block 2": (4, 2), "block 3": (6, 3)}
 ROADS = {"disk": (True, False), "disk, link": (True, True), "link": (False, True)}
+STOPS: dict[str, dict[str, tuple[int, ...]]] = {
+    "nothing stops": {},
+    "attending": {"attending": LAYERS},
+    "some attending, some routing": {"attending": (1, 2, 4, 6, 7), "routing": (2, 3, 6)},
+    "travelling": {"travelling": (1, 3, 4, 7)},
+    "all": {"attending": LAYERS, "routing": LAYERS, "travelling": LAYERS},
+}
+MIN_SLOTS = {Order.flexgen: 2, Order.cgopipe: 2}
 
 
 def walk_of(streamed: str, slots: str, road: str) -> Walk:
@@ -46,35 +53,56 @@ def walk_of(streamed: str, slots: str, road: str) -> Walk:
     )
 
 
-WALKS = [pytest.param(walk_of(*keys), id=" - ".join(keys)) for keys in product(STREAMED, SLOTS, ROADS)]
-PLAIN = Walk(num_stages=3, streamed=(1,), num_slots=1)
-RING = Walk(num_stages=3, streamed=(0, 1, 2), num_slots=2)
-STAGED = Walk(num_stages=2, streamed=(0, 1), num_slots=1, num_staging_slots=1, copies=True)
+def walks(order: Order, stops: str, streamed: str) -> Iterator[tuple[Walk, int]]:
+    for slots, road, num_pages, num_lanes in product(SLOTS, ROADS, (1, 3), range(1, 6)):
+        walk = walk_of(streamed, slots, road)
+        if walk.num_slots >= min(MIN_SLOTS.get(order, 0), len(walk.streamed)):
+            num_kv_slots = min(2, num_lanes) + num_lanes % 2
+            pages = replace(walk, order=order, num_pages=num_pages, num_kv_slots=num_kv_slots)
+            yield replace(pages, **STOPS[stops]), num_lanes
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 5])
-@pytest.mark.parametrize("walk", WALKS)
-def test_every_generated_schedule_obeys_the_rules(walk: Walk, num_lanes: int) -> None:
-    check_schedule(make_schedule(walk, num_lanes), walk, num_lanes, num_passes=4)
+def computed(schedule: Schedule) -> list[Action]:
+    others = {Op.read, Op.copy, Op.free, Op.fetch, Op.store, Op.sync}
+    return [action for action in schedule.cycle if action.op not in others]
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_a_schedule_prints_and_parses_back(walk: Walk) -> None:
-    schedule = make_schedule(walk, 3)
-    assert parse_schedule(str(schedule)) == schedule
+@pytest.mark.parametrize("streamed", STREAMED)
+@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("order", Order)
+def test_every_order_over_every_walk_is_legal_and_parses_back(order: Order, stops: str, streamed: str) -> None:
+    for walk, num_lanes in walks(order, stops, streamed):
+        schedule = make_schedule(walk, num_lanes)
+        check_schedule(schedule, walk, num_lanes, num_passes=4)
+        assert parse_schedule(str(schedule)) == schedule
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_every_hop_of_a_stage_happens_once_a_pass_and_none_without_need(walk: Walk) -> None:
-    cycle = make_schedule(walk, 2).cycle
-    for op, exists in ((Op.read, walk.reads), (Op.copy, walk.copies), (Op.free, True)):
-        assert sorted(a.stage for a in cycle if a.op is op) == (list(walk.streamed) if exists else [])
+@pytest.mark.parametrize("streamed", STREAMED)
+@pytest.mark.parametrize("order", Order)
+def test_every_page_takes_every_hop_once_a_pass_and_none_without_need(order: Order, streamed: str) -> None:
+    for walk, num_lanes in walks(order, "all", streamed):
+        cycle = make_schedule(walk, num_lanes).cycle
+        pages = [None] if walk.num_pages == 1 else list(range(walk.num_pages))
+        for op, exists in ((Op.read, walk.reads), (Op.copy, walk.copies)):
+            taken = {(a.stage, a.page) for a in cycle if a.op is op}
+            assert taken == (set(product(walk.streamed, pages)) if exists else set())
+            assert len(taken) == sum(a.op is op for a in cycle)
+        assert [a.stage for a in cycle if a.op is Op.free] == list(walk.streamed)
 
 
-@pytest.mark.parametrize("walk", WALKS)
-def test_all_lanes_pass_a_stage_before_any_enters_the_next(walk: Walk) -> None:
-    runs = [(a.stage, a.lane) for a in make_schedule(walk, 3).cycle if a.op is Op.run]
-    assert runs == [(stage, lane) for stage in range(walk.first_stage, NUM_STAGES) for lane in range(3)]
+@pytest.mark.parametrize("streamed", STREAMED)
+@pytest.mark.parametrize("order", Order)
+def test_without_stops_every_order_runs_all_lanes_through_a_stage_before_the_next(order: Order, streamed: str) -> None:
+    for walk, num_lanes in walks(order, "nothing stops", streamed):
+        runs = [Action(Op.run, stage, lane) for stage in walk.stages for lane in range(num_lanes)]
+        assert computed(make_schedule(walk, num_lanes)) == runs
+
+
+def test_with_one_slot_nothing_is_read_ahead() -> None:
+    walk = Walk(num_stages=3, streamed=(0, 2), num_slots=1, num_staging_slots=1, copies=True)
+    schedule = make_schedule(walk, 1)
+    assert schedule.prologue == ()
+    assert lines(schedule) == "read 0, copy 0, run 0.0, free 0, run 1.0, read 2, copy 2, run 2.0, free 2"
 
 
 @pytest.mark.parametrize(("slots", "ahead"), [("lookahead 1", 1), ("lookahead 3", 3)])
@@ -84,52 +112,190 @@ def test_lookahead_runs_its_depth_ahead(slots: str, ahead: int) -> None:
     begun = len(schedule.prologue)
     for action in schedule.cycle:
         if action.op is Op.run:
+            assert action.stage is not None
             assert begun == action.stage + 1 + ahead
         begun += action.op is Op.read
 
 
-@pytest.mark.parametrize(
-    "action",
-    [Action(Op.read, 0), Action(Op.copy, 12), Action(Op.run, 7, 3), Action(Op.run, 0, 0), Action(Op.free, 7)],
-    ids=str,
-)
-def test_an_action_prints_and_parses_back(action: Action) -> None:
-    assert parse_action(str(action)) == action
+def test_a_block_is_read_while_the_one_before_it_is_computed_and_copied_behind_that() -> None:
+    walk = Walk(num_stages=4, streamed=(0, 1, 2, 3), num_slots=4, num_staging_slots=2, copies=True, block=2)
+    schedule = make_schedule(walk, 1)
+    assert ", ".join(map(str, schedule.prologue)) == "read 0, read 1, copy 0, copy 1, read 2, read 3"
+    assert lines(schedule) == (
+        "run 0.0, free 0, run 1.0, free 1, copy 2, copy 3, read 0, read 1, "
+        "run 2.0, free 2, run 3.0, free 3, copy 0, copy 1, read 2, read 3"
+    )
 
 
-@pytest.mark.parametrize(
-    "text", ["", "read", "run 7", "read 7.3", "run 7.", "run .3", "run -1.0", "fly 7", "read seven", "free 1 2"]
-)
-def test_what_is_no_action_is_refused_with_its_text(text: str) -> None:
-    with pytest.raises(ValueError, match="not an action") as error:
-        parse_action(text)
-    assert repr(text) in str(error.value)
+def lines(schedule: Schedule) -> str:
+    return ", ".join(map(str, schedule.cycle))
 
 
-BROKEN = {
-    "read into a full ring": (RING, "read 0; read 1; read 2", "", "'read 2'.*no free slot, all 2"),
-    "run before read": (PLAIN, "", "run 0.0; run 1.0; read 1; free 1; run 2.0", "'run 1.0'.*before its weights"),
-    "freed twice": (PLAIN, "", "run 0.0; read 1; run 1.0; free 1; free 1; run 2.0", "'free 1'.*not present"),
-    "missing run": (PLAIN, "", "run 0.0; read 1; free 1; run 2.0", r"pass 0.*missing runs: \[\(1, 0\)\]"),
-    "wrong order": (PLAIN, "", "read 1; run 1.0; run 0.0; free 1; run 2.0", "pass 0.*out of order"),
-    "run twice": (PLAIN, "", "run 0.0; read 1; run 1.0; run 1.0; free 1; run 2.0", "pass 0.*out of order"),
-    "never freed": (PLAIN, "", "run 0.0; read 1; run 1.0; run 2.0", "'read 1'.*no free slot"),
-    "copied before it was read": (STAGED, "", "copy 0", "'copy 0'.*before it was read"),
-    "staging overflows": (STAGED, "read 0; read 1", "", "'read 1'.*no free slot, all 1"),
-    "device slots overflow": (STAGED, "read 0; copy 0; read 1; copy 1", "", "'copy 1'.*no free device slot, all 1"),
-}
+CGOPIPE = """
+# prologue
+read 0#0
+read 0#1
+read 0#2
+read 1#0
+# cycle
+pre 0.0
+attend 0.0
+pre 0.1
+attend 0.1
+post 0.0
+read 1#1
+pre 0.2
+attend 0.2
+post 0.1
+read 1#2
+pre 1.0
+attend 1.0
+post 0.2
+free 0
+read 0#0
+pre 1.1
+attend 1.1
+post 1.0
+read 0#1
+pre 1.2
+attend 1.2
+post 1.1
+read 0#2
+post 1.2
+free 1
+read 1#0
+"""
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_schedule_is_refused_naming_the_action_and_the_rule(name: str) -> None:
-    walk, prologue, cycle, message = BROKEN[name]
-    actions = [tuple(parse_action(text) for text in part.split("; ") if text) for part in (prologue, cycle)]
-    with pytest.raises(ValueError, match=message):
-        check_schedule(Schedule(prologue=actions[0], cycle=actions[1]), walk, 1)
+def test_cgopipe_is_algorithm_1_of_its_paper() -> None:
+    """Two layers, three lanes: turns 0.0 0.1 0.2 1.0 1.1 1.2, written down from the algorithm. The first two turns
+    begin; then each turn is finished, one page of the next layer's weights sets out, and the turn after next begins."""
+    walk = Walk(num_stages=2, streamed=(0, 1), num_slots=2, num_pages=3, attending=(0, 1), order=Order.cgopipe)
+    assert str(make_schedule(walk, 3)) == CGOPIPE.strip()
 
 
-def test_more_slots_than_streamed_stages_are_refused_with_the_keys() -> None:
-    with pytest.raises(
-        ConfigError, match=r"3 slots for 2 streamed stages: lower prefetch\.depth or prefetch\.block_layers"
-    ):
-        make_schedule(Walk(num_stages=4, streamed=(1, 2), num_slots=3), 1)
+def test_cgopipe_with_one_lane_has_nothing_to_overlap() -> None:
+    walk = Walk(num_stages=3, streamed=(), num_slots=0, attending=(1, 2), order=Order.cgopipe)
+    assert lines(make_schedule(walk, 1)) == "run 0.0, pre 1.0, attend 1.0, post 1.0, pre 2.0, attend 2.0, post 2.0"
+
+
+@pytest.mark.parametrize("num_lanes", range(2, 6))
+def test_cgopipe_has_two_attentions_begun_whenever_a_turn_goes_on_from_its_own(num_lanes: int) -> None:
+    """Its own and the next turn's, but for the last of the pass; and a third is begun before the next one goes on."""
+    walk = Walk(num_stages=4, streamed=(), num_slots=0, attending=(0, 1, 2, 3), order=Order.cgopipe)
+    begun = ended = 0
+    for action in make_schedule(walk, num_lanes).cycle:
+        begun += action.op is Op.attend
+        if action.op is Op.post:
+            assert begun == min(ended + 2, 4 * num_lanes)
+            ended += 1
+
+
+@pytest.mark.parametrize(("num_pages", "num_lanes"), [(2, 4), (4, 4), (8, 4), (7, 3), (3, 5)])
+def test_no_turn_of_cgopipe_begins_more_pages_than_its_share(num_pages: int, num_lanes: int) -> None:
+    walk = Walk(num_stages=6, streamed=tuple(range(6)), num_slots=2, num_pages=num_pages, order=Order.cgopipe)
+    waiting, most = 0, -(-num_pages // num_lanes)
+    for action in make_schedule(walk, num_lanes).cycle:
+        waiting = waiting + 1 if action.op is Op.read else 0 if action.op is Op.run else waiting
+        assert waiting <= most
+
+
+FLEXGEN = """
+# prologue
+read 0#0
+read 0#1
+read 1#0
+# cycle
+fetch 0.0
+fetch 0.1
+run 0.0
+sync
+store 0.0
+fetch 1.0
+read 1#1
+run 0.1
+sync
+store 0.1
+fetch 1.1
+free 0
+read 0#0
+run 1.0
+sync
+store 1.0
+read 0#1
+run 1.1
+sync
+store 1.1
+free 1
+read 1#0
+"""
+
+
+def test_flexgen_overlaps_six_activities_in_each_step_and_waits_for_all_behind_it() -> None:
+    """Between two barriers: a part of the next layer's weights, KV of the turn before stored and of the next fetched,
+    and the turn at hand."""
+    walk = Walk(
+        num_stages=2, streamed=(0, 1), num_slots=2, num_pages=2, travelling=(0, 1), num_kv_slots=2, order=Order.flexgen
+    )
+    assert str(make_schedule(walk, 2)) == FLEXGEN.strip()
+
+
+def test_flexgen_waits_for_each_attention() -> None:
+    walk = Walk(num_stages=1, streamed=(), num_slots=0, attending=(0,), order=Order.flexgen)
+    assert lines(make_schedule(walk, 2)) == "pre 0.0, attend 0.0, post 0.0, sync, pre 0.1, attend 0.1, post 0.1, sync"
+
+
+def test_zigzag_computes_beside_attention_but_stays_in_its_stage() -> None:
+    walk = Walk(num_stages=2, streamed=(), num_slots=0, attending=(0,))
+    assert lines(make_schedule(walk, 3)) == (
+        "pre 0.0, attend 0.0, pre 0.1, attend 0.1, post 0.0, pre 0.2, attend 0.2, post 0.1, post 0.2, "
+        "run 1.0, run 1.1, run 1.2"
+    )
+
+
+def test_module_batched_runs_experts_once_behind_all_lanes() -> None:
+    walk = Walk(num_stages=2, streamed=(), num_slots=0, attending=(1,), routing=(0, 1), order=Order.module_batched)
+    assert lines(make_schedule(walk, 2)) == (
+        "route 0.0, route 0.1, experts 0, end 0.0, end 0.1, "
+        "pre 1.0, attend 1.0, pre 1.1, attend 1.1, route 1.0, route 1.1, experts 1, end 1.0, end 1.1"
+    )
+
+
+@pytest.mark.parametrize("order", Order)
+def test_kv_is_fetched_in_the_order_of_turns_as_far_ahead_as_there_are_slots(order: Order) -> None:
+    walk = Walk(num_stages=3, streamed=(), num_slots=0, travelling=(0, 2), num_kv_slots=3, order=order)
+    kv = [str(a) for a in make_schedule(walk, 2).cycle if a.op in (Op.fetch, Op.store)]
+    assert kv == [
+        "fetch 0.0", "fetch 0.1", "fetch 2.0", "store 0.0", "fetch 2.1", "store 0.1", "store 2.0", "store 2.1"
+    ]  # fmt: skip
+
+
+REFUSED = {
+    "more slots than streamed stages": (
+        Walk(num_stages=4, streamed=(1, 2), num_slots=3),
+        r"3 slots for 2 streamed stages: lower prefetch\.depth or prefetch\.block_layers",
+    ),
+    "cgopipe without a slot to read ahead": (
+        Walk(num_stages=4, streamed=(1, 2), num_slots=1, order=Order.cgopipe),
+        r"1 slots, but policy\.schedule=cgopipe .* takes 2: .*prefetch\.depth",
+    ),
+    "flexgen without a slot to read ahead": (
+        Walk(num_stages=4, streamed=(1, 2), num_slots=1, order=Order.flexgen),
+        r"1 slots, but policy\.schedule=flexgen .* takes 2: .*prefetch\.depth",
+    ),
+    "no slot for KV": (
+        Walk(num_stages=4, streamed=(), num_slots=0, travelling=(1,)),
+        r"0 KV slots, .*policy\.schedule=zigzag has 1 .*raise kv\.num_slots to 1",
+    ),
+    "one slot for KV of two lanes": (
+        Walk(num_stages=4, streamed=(), num_slots=0, travelling=(1,), attending=(1,), num_kv_slots=1),
+        r"1 KV slots, .*policy\.schedule=zigzag has 2 .*raise kv\.num_slots to 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_too_many_or_too_few_slots_are_refused_with_the_key(name: str) -> None:
+    walk, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        make_schedule(walk, 2)

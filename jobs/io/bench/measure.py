@@ -33,9 +33,10 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.sequence import Request
+from runtime.plan.actions import WEIGHT_OPS
 from runtime.plan.extents import Extent, slot_layout
 from runtime.plan.memory import SequenceSize
-from runtime.plan.schedule import Op, make_schedule
+from runtime.plan.schedule import make_schedule
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
@@ -213,7 +214,7 @@ def _read(task: Task) -> Result:
             seconds, num_bytes = _read_plainly(extents, runtime.config.offload)
         else:
             schedule = make_schedule(walk, 1)
-            cycle_ = [action for action in schedule.cycle if action.op is not Op.run]
+            cycle_ = [action for action in schedule.cycle if action.op in WEIGHT_OPS]
             with WeightStream(shape, plan.placement, runtime.device, reader) as stream:
                 begin = time.monotonic()
                 for action in [*schedule.prologue, *cycle_ * READ_PASSES]:

@@ -1,0 +1,157 @@
+"""Plays a schedule on counters and refuses what would go wrong on lanes: for the engine, before it plays it on them."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from .actions import Action, Op
+from .check_slots import KVSlots, WeightSlots, broken
+from .schedule import Schedule
+from .walk import Walk
+
+
+def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: int = 3) -> None:
+    """Plays at most `num_passes` passes; fewer when slots hold at the end of one what they held at its beginning, since
+    every further pass then goes the same way.
+
+    Raises ValueError that begins with the action in quotes and says which rule it breaks: slots never overflow and are
+    not freed while a lane needs them, nothing is used before it is brought in, nothing is missing or done twice.
+    """
+    play = _Play(walk, num_lanes)
+    play.play(schedule.prologue)
+    for _ in range(num_passes):
+        before = play.weights.contents()
+        play.play_pass(schedule.cycle)
+        if play.weights.contents() == before:
+            return
+
+
+class _Place(Enum):
+    """Where in its stage a lane stands."""
+
+    entrance = "before"
+    attention = "at the attention of"
+    attending = "at the attention, which has begun, of"
+    experts = "at the experts of"
+    answered = "behind the experts of"
+    exit = "behind"
+
+
+_MOVES: dict[Op, tuple[set[_Place], _Place]] = {
+    Op.run: ({_Place.entrance}, _Place.exit),
+    Op.pre: ({_Place.entrance}, _Place.attention),
+    Op.attend: ({_Place.attention}, _Place.attending),
+    Op.post: ({_Place.attending}, _Place.exit),
+    Op.route: ({_Place.entrance, _Place.attending}, _Place.experts),
+    Op.end: ({_Place.answered}, _Place.exit),
+}
+_STOPS_AT_ATTENTION = {Op.pre, Op.attend, Op.post}
+_STOPS_AT_EXPERTS = {Op.route, Op.experts, Op.end}
+
+
+class _Lane:
+    """`stage` is the one that the lane is in or comes to next."""
+
+    __slots__ = ("place", "stage")
+
+    def __init__(self, stage: int):
+        self.stage, self.place = stage, _Place.entrance
+
+    def __str__(self) -> str:
+        return f"{self.place.value} stage {self.stage}"
+
+    @property
+    def passed_attention(self) -> bool:
+        return self.place in (_Place.experts, _Place.answered)
+
+
+class _Play:
+    """Weights in slots go on from pass to pass; lanes begin each anew."""
+
+    def __init__(self, walk: Walk, num_lanes: int):
+        self.weights, self._kv = WeightSlots(walk), KVSlots(walk)
+        self._walk, self._num_lanes, self._lanes = walk, num_lanes, list[_Lane]()
+        self._attending, self._routing = frozenset(walk.attending), frozenset(walk.routing)
+        self._rules: dict[Op, Callable[[Action], None]] = {
+            **dict.fromkeys(_MOVES, self._move),
+            Op.read: self.weights.read,
+            Op.copy: self.weights.copy,
+            Op.free: self._free,
+            Op.experts: self._experts,
+            Op.fetch: self._fetch,
+            Op.store: self._store,
+            Op.sync: lambda action: None,
+        }
+
+    def play(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._rules[action.op](action)
+
+    def play_pass(self, actions: Sequence[Action]) -> None:
+        self._lanes = [_Lane(self._walk.first_stage) for _ in range(self._num_lanes)]
+        self.weights.begin_pass()
+        self._kv.begin_pass()
+        self.play(actions)
+        for index, lane in enumerate(self._lanes):
+            if lane.stage < self._walk.num_stages:
+                raise broken(self._missing(index, lane), f"missing: at the end of the pass lane {index} stands {lane}")
+        self.weights.end_pass()
+        self._kv.end_pass()
+
+    def _move(self, action: Action) -> None:
+        stage, index, lane = self._lane(action)
+        origins, target = _MOVES[action.op]
+        self._require_stop(action, stage)
+        if lane.stage != stage or lane.place not in origins:
+            raise broken(action, f"out of order, lane {index} stands {lane}")
+        if lane.place is _Place.entrance:
+            self.weights.use(action)
+            self._kv.use(action, (stage, index))
+        lane.place = target
+        if target is _Place.exit:
+            lane.stage, lane.place = stage + 1, _Place.entrance
+
+    def _experts(self, action: Action) -> None:
+        assert action.stage is not None, "experts are of a stage"
+        self._require_stop(action, action.stage)
+        for index, lane in enumerate(self._lanes):
+            if lane.stage != action.stage or lane.place is not _Place.experts:
+                raise broken(action, f"run before all lanes have come there, lane {index} stands {lane}")
+        for lane in self._lanes:
+            lane.place = _Place.answered
+
+    def _free(self, action: Action) -> None:
+        assert action.stage is not None, "a stage is freed"
+        for index, lane in enumerate(self._lanes):
+            if lane.stage <= action.stage:
+                raise broken(action, f"freed before all lanes have left it, lane {index} stands {lane}")
+        self.weights.free(action)
+
+    def _fetch(self, action: Action) -> None:
+        stage, index, _ = self._lane(action)
+        self._kv.fetch(action, (stage, index))
+
+    def _store(self, action: Action) -> None:
+        stage, index, lane = self._lane(action)
+        if lane.stage < stage or (lane.stage == stage and not lane.passed_attention):
+            raise broken(action, f"stored before its attention is over, lane {index} stands {lane}")
+        self._kv.store(action, (stage, index))
+
+    def _lane(self, action: Action) -> tuple[int, int, _Lane]:
+        assert action.stage is not None, f"{action.op} without a stage"
+        assert action.lane is not None, f"{action.op} without a lane"
+        if action.lane >= len(self._lanes):
+            raise broken(action, f"no such lane, there are {len(self._lanes)}; a prologue has none")
+        return action.stage, action.lane, self._lanes[action.lane]
+
+    def _require_stop(self, action: Action, stage: int) -> None:
+        if action.op in _STOPS_AT_ATTENTION and stage not in self._attending:
+            raise broken(action, f"lanes do not stop at the attention of stage {stage}")
+        if action.op in _STOPS_AT_EXPERTS and stage not in self._routing:
+            raise broken(action, f"lanes do not stop at the experts of stage {stage}")
+
+    def _missing(self, index: int, lane: _Lane) -> Action:
+        if lane.place is _Place.experts:
+            return Action(Op.experts, lane.stage)
+        enters = Op.pre if lane.stage in self._attending else Op.route if lane.stage in self._routing else Op.run
+        leaves = {_Place.entrance: enters, _Place.attention: Op.attend, _Place.attending: Op.post}
+        return Action(leaves.get(lane.place, Op.end), lane.stage, index)

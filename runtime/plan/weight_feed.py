@@ -1,0 +1,152 @@
+"""How the weights of streamed stages are brought in ahead of the lanes, whole or in pages, as early as slots are free.
+
+The walk over the streamed stages is cyclic: **visit** v is to `streamed[v % n]` in pass `v // n`. Times are **gaps**:
+gap g lies before step g of a pass; gaps from 0 down lie in the pass before it, whose last reads are for the next one.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .actions import Action, Op
+from .orders import STYLES
+from .walk import Walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """What is begun before the first pass, and at each gap of every pass, from 0 to its number of steps."""
+
+    prologue: list[Action]
+    gaps: dict[int, list[Action]]
+
+
+def weight_feed(walk: Walk, num_lanes: int) -> Feed:
+    if not walk.streamed:
+        return Feed(prologue=[], gaps={})
+    if walk.num_slots == 1:
+        return _sequential_feed(walk, num_lanes)
+    num_steps = len(walk.stages) * num_lanes
+    if walk.block > 1 and walk.num_slots > walk.block:
+        return _cyclic([], _block_deliveries(walk, num_lanes), num_steps)
+    return _cyclic(_stock(walk), _ring_deliveries(walk, num_lanes), num_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """`gap` is of pass 0; in pass p the same is begun p passes later."""
+
+    gap: int
+    actions: list[Action]
+
+
+def _cyclic(stock: list[Action], deliveries: Iterable[_Delivery], num_steps: int) -> Feed:
+    """At one gap, what is for the pass at hand comes before what is for the next one."""
+    ordered = sorted(deliveries, key=lambda delivery: delivery.gap)
+    ahead = [delivery for delivery in ordered if delivery.gap <= 0]
+    gaps: dict[int, list[Action]] = {}
+    for delivery in [*ordered[len(ahead) :], *ahead]:
+        gap = delivery.gap if delivery.gap > 0 else delivery.gap + num_steps
+        gaps.setdefault(gap, []).extend(delivery.actions)
+    return Feed(prologue=[*stock, *(action for each in ahead for action in each.actions)], gaps=gaps)
+
+
+class _Timetable:
+    """When lanes enter and leave what is visited."""
+
+    def __init__(self, walk: Walk, num_lanes: int):
+        self._streamed, self._first_stage, self._num_lanes = walk.streamed, walk.first_stage, num_lanes
+        self._num_steps = len(walk.stages) * num_lanes
+        self._steps_early = 1 if STYLES[walk.order].crosses_stages else 0
+
+    def enters(self, visit: int) -> int:
+        """The last gap before any lane enters."""
+        return self._first_step(visit) - self._steps_early
+
+    def leaves(self, visit: int) -> int:
+        """The gap behind the last lane."""
+        return self._first_step(visit) + self._num_lanes
+
+    def _first_step(self, visit: int) -> int:
+        pass_index, place = divmod(visit, len(self._streamed))
+        return pass_index * self._num_steps + (self._streamed[place] - self._first_stage) * self._num_lanes
+
+
+def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
+    """One slot: nothing overlaps. The plain version that every other feed is measured and tested against."""
+    times = _Timetable(walk, num_lanes)
+    gaps: dict[int, list[Action]] = {}
+    for visit in range(len(walk.streamed)):
+        actions = [action for op in _hops(walk) for action in _bring(walk, op, visit)]
+        gaps.setdefault(max(0, times.enters(visit)), []).extend(actions)
+    return Feed(prologue=[], gaps=gaps)
+
+
+def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
+    """Look-ahead: with k+1 slots, weights run k stages ahead.
+
+    Where the order spreads pages, the n pages of a stage come one per turn as far as turns go round, so that what is
+    small and urgent (hidden states, KV) never waits behind a whole stage.
+    """
+    times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
+    is_spread = STYLES[walk.order].spreads_pages
+    for visit in range(len(walk.streamed)):
+        begin, limit = times.leaves(visit - walk.num_slots), times.enters(visit)
+        for page in range(num_pages):
+            gap = min(begin + page * num_lanes // num_pages, limit) if is_spread else begin
+            yield _Delivery(gap, _ring_unit(walk, visit, page))
+
+
+def _ring_unit(walk: Walk, visit: int, page: int) -> list[Action]:
+    """One page into a compute slot, and into staging what then has room there."""
+    if not walk.copies:
+        return [_paged(walk, Op.read, visit, page)]
+    copy = [_paged(walk, Op.copy, visit, page)]
+    if not walk.reads:
+        return copy
+    if _reads_by_page(walk):
+        return [*copy, _paged(walk, Op.read, visit + walk.num_staging_slots - 1, page)]
+    is_last = page + 1 == walk.num_pages
+    return copy + (_bring(walk, Op.read, visit + walk.num_staging_slots) if is_last else [])
+
+
+def _stock(walk: Walk) -> list[Action]:
+    """What lies in staging before the first copy."""
+    num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
+    return [action for visit in range(num_ahead) for action in _bring(walk, Op.read, visit)]
+
+
+def _reads_by_page(walk: Walk) -> bool:
+    """While one staging slot empties page by page, another fills."""
+    return STYLES[walk.order].spreads_pages and walk.num_pages > 1 and walk.num_staging_slots > 1
+
+
+def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
+    """Groups of `walk.block` streamed stages; a group is brought in while the one before it is computed.
+
+    Reads begin before that group's compute. A copy that must wait for its read is issued after it has been queued, so
+    that waiting for the disk never holds up the device.
+    """
+    times, num_streamed = _Timetable(walk, num_lanes), len(walk.streamed)
+    starts = range(0, num_streamed, walk.block)
+    first, *others = _hops(walk)
+    for group, start in enumerate(starts):
+        visits = range(start, min(start + walk.block, num_streamed))
+        ended = start - 1  # the last visit of the group before
+        freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)  # and of the one before that
+        yield _Delivery(times.leaves(freed), [action for v in visits for action in _bring(walk, first, v)])
+        for op in others:
+            gap = min(times.leaves(ended), times.enters(start))
+            yield _Delivery(gap, [action for v in visits for action in _bring(walk, op, v)])
+
+
+def _hops(walk: Walk) -> list[Op]:
+    return [Op.read] * walk.reads + [Op.copy] * walk.copies
+
+
+def _bring(walk: Walk, op: Op, visit: int) -> list[Action]:
+    return [_paged(walk, op, visit, page) for page in range(walk.num_pages)]
+
+
+def _paged(walk: Walk, op: Op, visit: int, page: int) -> Action:
+    stage = walk.streamed[visit % len(walk.streamed)]
+    return Action(op, stage, page=page if walk.num_pages > 1 else None)
