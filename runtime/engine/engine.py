@@ -12,7 +12,8 @@ import torch
 from ..cache.paged import PagedKV
 from ..cache.pages import KVPages
 from ..errors import Interrupted
-from ..model.events import Event, NeedAttention, NeedStage, Weights
+from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
+from ..model.experts import sorted_experts
 from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
 from ..plan.placement import Placement
@@ -172,6 +173,8 @@ class Engine:
     def _answer(self, event: Event, weights: Weights) -> Weights | torch.Tensor:
         if isinstance(event, NeedAttention):
             return event.compute()
+        if isinstance(event, NeedExperts):
+            return sorted_experts(event)
         return weights
 
     def _weights(self, stage: int) -> Weights:
