@@ -88,3 +88,9 @@ def _neighbours(slices: list[TensorSlice]) -> Iterable[list[TensorSlice]]:
 
 def _end(group: list[TensorSlice]) -> int:
     return group[-1].offset + group[-1].num_bytes
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Of a host buffer. torch's pinned allocator rounds up to a power of two; a page more is asked for, to align the
+    buffer by hand."""
+    return 1 << (num_bytes + ALIGNMENT_BYTES - 1).bit_length() if num_bytes else 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
-from .extents import ALIGNMENT_BYTES, group_layout, resident_groups, slot_layout
+from .extents import group_layout, pinned_bytes, resident_groups, slot_layout
 from .ledger import Entry, Ledger
 from .memory import MicroBatch, block_entries, kv_pages
 from .schedule import Walk
@@ -26,7 +26,8 @@ class Budgets:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """`resident` stages stay in compute memory; the others follow `walk` through slots of `slot_bytes`. Decode passes
-    follow `decode_walk`, which is the same one unless there is an encoder to leave out."""
+    follow `decode_walk`, which is the same one unless there is an encoder to leave out. Of `paged` stages, all
+    streamed, only the dense part follows the walk; their experts have slots of their own."""
 
     resident: frozenset[int]
     walk: Walk
@@ -34,6 +35,7 @@ class Placement:
     slot_bytes: int
     ledgers: tuple[Ledger, ...]
     num_kv_pages: int  # of packed lanes
+    paged: frozenset[int] = frozenset()
 
     @property
     def fits(self) -> bool:
@@ -170,14 +172,14 @@ def _ledgers(
     host_key, device_key = "offload.host_memory_gib", "offload.device_memory_gib"
     if budgets.device_bytes is None:
         return (Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=compute_entries),)
-    staging, pinned = walk.num_staging_slots, _pinned_bytes(slot_bytes)
+    staging, pinned = walk.num_staging_slots, pinned_bytes(slot_bytes)
     host = [Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")]
     if tier is Tier.cpu:
         stages = [shape.stages[s] for s in walk.streamed]
         host.append(
             Entry(
                 name="weights",
-                num_bytes=sum(_pinned_bytes(slot_layout(stage).num_bytes) for stage in stages),
+                num_bytes=sum(pinned_bytes(slot_layout(stage).num_bytes) for stage in stages),
                 equation=f"{len(stages)} stages, pinned",
             )
         )
@@ -185,11 +187,6 @@ def _ledgers(
         Ledger(memory="device", budget_bytes=budgets.device_bytes, budget_key=device_key, entries=compute_entries),
         Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=tuple(host)),
     )
-
-
-def _pinned_bytes(num_bytes: int) -> int:
-    """torch's pinned allocator rounds up to a power of two; a page more is asked for, to align the buffer by hand."""
-    return 1 << (num_bytes + ALIGNMENT_BYTES - 1).bit_length() if num_bytes else 0
 
 
 def _resident_bytes(stages: Sequence[Stage]) -> int:
