@@ -33,6 +33,16 @@ class Prefetch(Enum):
     cost_aware = "cost_aware"
 
 
+class ExpertPaging(Enum):
+    """Whether experts are read one by one: `hit` those that a token visits, once that is known; `all` every one,
+    whether visited or not, before it is known; `auto` the one that reads least within the budget."""
+
+    auto = "auto"
+    off = "off"
+    hit = "hit"
+    all = "all"
+
+
 class Lanes(Enum):
     """How a micro-batch goes through the model. `auto`: packed where the class allows it."""
 
@@ -109,6 +119,7 @@ class OffloadConfig:
     direct_io: bool = True
     reader_threads: int = 4
     read_chunk_mib: int = 4
+    expert_paging: ExpertPaging = ExpertPaging.auto
     cache_dir: str | None = None  # converted weights, only where a checkpoint's layout cannot be read in place
 
     def __post_init__(self) -> None:
@@ -162,11 +173,17 @@ class PolicyConfig:
     micro_batch_size: int = 64
     num_micro_batches: int = 4
     admission: Admission = Admission.wave
+    schedule: Order = Order.zigzag
+    attention: Attention = Attention.device
     prefill_chunk_tokens: int = 512
 
     def __post_init__(self) -> None:
         for key in ("micro_batch_size", "num_micro_batches", "prefill_chunk_tokens"):
             require(getattr(self, key) >= 1, f"policy.{key} must be 1 or more, got {getattr(self, key)}")
+        require(
+            self.schedule is not Order.cgopipe or self.attention is Attention.cpu,
+            "policy.schedule=cgopipe is about attention on the CPU: policy.attention=cpu",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,3 +88,9 @@ def _neighbours(slices: list[TensorSlice]) -> Iterable[list[TensorSlice]]:
 
 def _end(group: list[TensorSlice]) -> int:
     return group[-1].offset + group[-1].num_bytes
+
+
+def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
+    """torch's pinned allocator rounds up to a power of two. To align a buffer by hand, a page more is asked for."""
+    asked = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
+    return 1 << (asked - 1).bit_length() if num_bytes else 0

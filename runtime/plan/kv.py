@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ..config import KVTier
 from ..units import MIB, round_up
-from .extents import ALIGNMENT_BYTES
+from .extents import ALIGNMENT_BYTES, pinned_bytes
 from .ledger import Entry
-from .memory import PAGE_TOKENS, pinned_bytes
+from .memory import PAGE_TOKENS
 from .shapes import ModelShape
 from .spread import spread
 

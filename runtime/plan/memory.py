@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..units import MIB, round_up
-from .extents import ALIGNMENT_BYTES
 from .ledger import Entry
 from .shapes import ModelShape
 
@@ -33,23 +32,12 @@ class SequenceSize:
 MicroBatch = Sequence[SequenceSize]
 
 
-def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
-    """torch's pinned allocator rounds up to a power of two. To align a buffer by hand, a page more is asked for."""
-    asked = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
-    return 1 << (asked - 1).bit_length() if num_bytes else 0
-
-
-def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], num_kv_pages: int | None = None) -> int:
-    """KV positions of a block. A padded lane holds a rectangle as wide as its longest prompt and longest answer; of an
-    encoder-decoder's, the decoder's own positions are those of the answer."""
+def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> int:
+    """KV positions of a block, when every sequence has run to its limit. A padded lane holds a rectangle as wide as its
+    longest prompt and longest answer; of an encoder-decoder's, the decoder's own positions are those of the answer."""
     if shape.is_packed:
-        return PAGE_TOKENS * (kv_pages(micro_batches) if num_kv_pages is None else num_kv_pages)
+        return sum(size.capacity_tokens for lane in micro_batches for size in lane)
     return sum(len(lane) * _longest(shape, lane) for lane in micro_batches if lane)
-
-
-def kv_pages(micro_batches: Sequence[MicroBatch]) -> int:
-    """Pages of packed lanes, when every sequence has run to its limit."""
-    return sum(size.capacity_tokens // PAGE_TOKENS for lane in micro_batches for size in lane)
 
 
 def _longest(shape: ModelShape, lane: MicroBatch) -> int:
@@ -82,15 +70,11 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
     return len(lane) * chunk_columns(len(lane), width, prefill_chunk_tokens)
 
 
-def block_entries(
-    shape: ModelShape,
-    micro_batches: Sequence[MicroBatch],
-    prefill_chunk_tokens: int,
-    num_kv_pages: int | None = None,
+def lane_entries(
+    shape: ModelShape, micro_batches: Sequence[MicroBatch], prefill_chunk_tokens: int
 ) -> tuple[Entry, ...]:
-    """KV, hidden states, activations and logits of a block, in the compute device's memory."""
+    """States, hidden states, activations and logits of lanes side by side, in the compute device's memory."""
     size = shape.compute_dtype_bytes
-    positions = kv_tokens(shape, micro_batches, num_kv_pages)
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest = max(tokens, default=0)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
@@ -100,14 +84,8 @@ def block_entries(
     lane_rows = max((len(lane) for lane in micro_batches), default=0)
     between = shape.hidden_size + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
-    states = sum(map(len, micro_batches)) * shape.state_bytes_per_sequence
     return (
-        Entry(
-            name="KV cache",
-            num_bytes=positions * shape.kv_bytes_per_token + states,
-            equation=f"{positions:,} positions x {shape.kv_bytes_per_token:,} B"
-            + (f" + states {states:,} B" if states else ""),
-        ),
+        *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
         *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
         Entry(
             name="hidden states",
@@ -130,6 +108,11 @@ def block_entries(
             equation=f"panels {PRODUCT_WORKSPACE_BYTES // MIB} MiB + slack {ALLOCATOR_SLACK_BYTES // MIB} MiB",
         ),
     )
+
+
+def _state_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
+    rows, per_row = sum(map(len, micro_batches)), shape.state_bytes_per_sequence
+    return (Entry(name="states", num_bytes=rows * per_row, equation=f"{rows:,} sequences x {per_row:,} B"),)
 
 
 def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:

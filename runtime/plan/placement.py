@@ -1,15 +1,23 @@
-"""Where each stage's weights live, how many slots the others pass through, and whether all of it fits."""
+"""Where each stage's weights and each layer's keys and values live, how many slots the others pass through, and whether
+all of it fits.
+"""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from ..config import OffloadConfig, Prefetch, PrefetchConfig, Tier
-from .extents import group_layout, resident_groups, slot_layout
+from ..config import Attention, ExpertPaging, KVTier, Order, RuntimeConfig, Tier, require
+from .experts import ExpertPages, batch_entries, choose_paging, dense_shape, host_entries, pageable_stages, slot_entry
+from .extents import group_layout, pinned_bytes, resident_groups, slot_layout
+from .kv import KVLayout, kv_cost, kv_layout, travelling_layers
 from .ledger import Entry, Ledger
-from .memory import MicroBatch, block_entries, kv_pages, pinned_bytes
+from .load import Load
+from .memory import lane_entries
 from .shapes import ModelShape, Stage, StageKind
 from .spread import spread
 from .walk import Walk
+from .walks import make_walks
+
+KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is left open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +34,20 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """`resident` stages stay in compute memory; the others follow `walk` through slots of `slot_bytes`. Decode passes
-    follow `decode_walk`, which is the same one unless there is an encoder to leave out."""
+    """`resident` stages stay in compute memory; the others follow `walk`, or in decode passes `decode_walk`, through
+    slots of `slot_bytes`. Of `paged` stages, all streamed, only the dense part follows the walk; their experts have
+    `num_expert_slots` of their own. `host_layers` keep their KV in host memory, where the CPU attends to it."""
 
     resident: frozenset[int]
     walk: Walk
     decode_walk: Walk
     slot_bytes: int
     ledgers: tuple[Ledger, ...]
-    num_kv_pages: int  # of packed lanes
+    kv: KVLayout
+    host_layers: frozenset[int] = frozenset()
+    paged: frozenset[int] = frozenset()
+    paging: ExpertPaging = ExpertPaging.off
+    num_expert_slots: int = 0
 
     @property
     def fits(self) -> bool:
@@ -44,8 +57,174 @@ class Placement:
         for ledger in self.ledgers:
             ledger.require_fit(
                 f"raise {ledger.budget_key}, or lower policy.micro_batch_size, policy.num_micro_batches, "
-                "policy.prefill_chunk_tokens, sampling.max_new_tokens or prefetch.depth, or use offload=nvme"
+                "policy.prefill_chunk_tokens, sampling.max_new_tokens or prefetch.depth, or use offload=nvme or kv=nvme"
             )
+
+
+def kv_tiers(config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
+    """To be tried, the fastest first. Raises ConfigError where the CPU is to attend to what lies elsewhere."""
+    tier = config.kv.tier
+    if config.policy.attention is Attention.cpu and has_device:
+        require(
+            tier in (KVTier.auto, KVTier.cpu),
+            f"policy.attention=cpu wants keys and values in host memory, kv={tier.value} keeps them elsewhere: kv=cpu",
+        )
+        return (KVTier.cpu,)
+    if tier is not KVTier.auto:
+        return (tier,)
+    return (KVTier.device, KVTier.cpu, KVTier.nvme) if has_device else (KVTier.device, KVTier.nvme)
+
+
+def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
+    """The first that fits, of what keeps most in compute memory: keys and values before layers. Where nothing fits, the
+    ledgers of the smallest say why.
+
+    Embeddings and head stay resident where they fit and are streamed like layers where they don't.
+    """
+    placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
+    placement = None
+    for placement in placer.attempts():
+        if placement.fits:
+            return placement
+    assert placement is not None, "there is always something to try"
+    return placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Placer:
+    shape: ModelShape
+    config: RuntimeConfig
+    budgets: Budgets
+    load: Load
+
+    def attempts(self) -> Iterator[Placement]:
+        for kv in self._kv_layouts():
+            for paging in self._pagings(kv):
+                for resident in self._residents(paging):
+                    yield self._attempt(frozenset(resident), kv, paging)
+
+    def _kv_layouts(self) -> Iterator[KVLayout]:
+        fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
+        beside_cpu = self.config.policy.attention is Attention.cpu and has_device
+        seen: list[tuple[int, ...]] = []
+        for tier in kv_tiers(self.config, has_device=has_device):
+            for share in [0.0] if beside_cpu else KV_FRACTIONS if fraction is None else [fraction]:
+                layers = travelling_layers(self.shape, tier, share, has_device=has_device)
+                if not layers or layers not in seen:
+                    yield kv_layout(
+                        self.shape,
+                        tier,
+                        layers,
+                        num_pages=self.load.num_kv_pages,
+                        slot_pages=self.load.lane_pages,
+                        num_slots=0 if beside_cpu else self.config.kv.num_slots,
+                    )
+                seen.append(layers)
+
+    def _pagings(self, kv: KVLayout) -> list[ExpertPaging]:
+        """What to try. `auto` pages where that reads less, and where a whole layer has no room."""
+        paging = self.config.offload.expert_paging
+        if not pageable_stages(self.shape) or self._keeps_all:
+            return [ExpertPaging.off]
+        if paging is not ExpertPaging.auto:
+            return [paging]
+        if_it_fits, if_not = (self._best_paging(layer_fits=layer_fits) for layer_fits in (True, False))
+        return [if_it_fits, if_not]
+
+    def _best_paging(self, *, layer_fits: bool) -> ExpertPaging:
+        stage = self.shape.stages[min(pageable_stages(self.shape))]
+        is_batched = self.config.policy.schedule is Order.module_batched
+        rows = sum(map(len, self.load.lanes)) if is_batched else self.load.lane_rows
+        return choose_paging(
+            num_experts=stage.num_experts,
+            num_experts_per_token=stage.num_experts_per_token,
+            num_tokens=rows,
+            num_requests=1 if is_batched else len(self.load.lanes),
+            layer_fits=layer_fits,
+        )
+
+    @property
+    def _keeps_all(self) -> bool:
+        tier = self.config.offload.tier
+        return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
+
+    def _residents(self, paging: ExpertPaging) -> Iterator[list[int]]:
+        layers = [stage.index for stage in self.shape.stages if stage.kind.is_layer]
+        outer = [stage.index for stage in self.shape.stages if not stage.kind.is_layer]
+        if self._keeps_all:
+            yield [*outer, *layers]
+            return
+        wanted = self.config.offload.resident_layers
+        counts = range(len(layers), -1, -1) if wanted is None else [min(wanted, len(layers))]
+        for num_resident in counts:
+            yield [*outer, *_kept_layers(self.shape, num_resident)]
+        yield _kept_layers(self.shape, counts[-1])
+
+    def _attempt(self, resident: frozenset[int], kv: KVLayout, paging: ExpertPaging) -> Placement:
+        streamed = tuple(stage.index for stage in self.shape.stages if stage.index not in resident)
+        paged = pageable_stages(self.shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
+        has_device = self.budgets.has_device
+        walks = make_walks(self.shape, self.config, streamed, kv, len(self.load.lanes), has_device=has_device)
+        dense = dense_shape(self.shape, paged)
+        placement = Placement(
+            resident=resident,
+            walk=walks.prefill,
+            decode_walk=walks.decode,
+            slot_bytes=max((slot_layout(dense.stages[s]).num_bytes for s in streamed), default=0),
+            ledgers=(),
+            kv=kv,
+            host_layers=frozenset(kv.page_bytes) if not kv.num_slots else frozenset(),
+            paged=paged,
+            paging=paging if paged else ExpertPaging.off,
+            num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
+        )
+        return replace(placement, ledgers=self._ledgers(placement, dense))
+
+    def _ledgers(self, placement: Placement, dense: ModelShape) -> tuple[Ledger, ...]:
+        host_key, device_key = "offload.host_memory_gib", "offload.device_memory_gib"
+        compute, host = self._compute_entries(placement), self._host_entries(placement, dense)
+        host_bytes, device_bytes = self.budgets.host_bytes, self.budgets.device_bytes
+        if device_bytes is None:
+            return (Ledger(memory="host", budget_bytes=host_bytes, budget_key=host_key, entries=compute),)
+        return (
+            Ledger(memory="device", budget_bytes=device_bytes, budget_key=device_key, entries=compute),
+            Ledger(memory="host", budget_bytes=host_bytes, budget_key=host_key, entries=host),
+        )
+
+    def _compute_entries(self, placement: Placement) -> tuple[Entry, ...]:
+        resident, slots, size = placement.resident, placement.walk.num_slots, placement.slot_bytes
+        shape, load = self.shape, self.load
+        entries = [
+            Entry(
+                name="resident weights",
+                num_bytes=_resident_bytes([shape.stages[s] for s in sorted(resident)]),
+                equation=f"{len(resident)} of {len(shape.stages)} stages",
+            ),
+            Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B"),
+        ]
+        if placement.paged:
+            entries.append(slot_entry(ExpertPages.of(shape, placement.paged), placement.num_expert_slots))
+        entries += kv_cost(shape, placement.kv, has_device=self.budgets.has_device).compute
+        entries += lane_entries(shape, load.lanes, load.chunk_tokens)
+        if placement.walk.routing:
+            entries += batch_entries(shape, load.lane_tokens)
+        return tuple(entries)
+
+    def _host_entries(self, placement: Placement, dense: ModelShape) -> tuple[Entry, ...]:
+        """In front of an accelerator."""
+        walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
+        staging = walk.num_staging_slots
+        entries = [
+            Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
+        ]
+        if self.config.offload.tier is Tier.cpu:
+            stages = [dense.stages[s] for s in walk.streamed]
+            num_bytes = sum(pinned_bytes(slot_layout(stage).num_bytes) for stage in stages)
+            entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(stages)} stages, pinned"))
+        if placement.paged:
+            entries += host_entries(ExpertPages.of(self.shape, placement.paged), walk)
+        entries += kv_cost(self.shape, placement.kv, has_device=True).host
+        return tuple(entries)
 
 
 def _kept_layers(shape: ModelShape, num_resident: int) -> list[int]:
@@ -56,131 +235,6 @@ def _kept_layers(shape: ModelShape, num_resident: int) -> list[int]:
         num_kept = min(num_resident - len(kept), len(stages))
         kept += [stages[place].index for place in spread(len(stages), num_kept)]
     return kept
-
-
-def num_slots_for(prefetch: PrefetchConfig) -> int:
-    slots = {
-        Prefetch.off: 1,
-        Prefetch.lookahead: prefetch.depth + 1,
-        Prefetch.block: 2 * prefetch.block_layers,
-        Prefetch.cost_aware: prefetch.depth + 1,
-    }
-    return slots[prefetch.kind]
-
-
-def place(
-    shape: ModelShape,
-    offload: OffloadConfig,
-    prefetch: PrefetchConfig,
-    budgets: Budgets,
-    block: Sequence[MicroBatch],
-    prefill_chunk_tokens: int,
-    num_kv_pages: int | None = None,
-) -> Placement:
-    """The placement with the most resident layers that fits; without any when nothing fits (its ledgers say why).
-
-    `num_kv_pages`: of packed lanes; None: what `block` comes to when every sequence has run to its limit.
-
-    Embeddings and head stay resident where they fit and are streamed like layers where they don't.
-    """
-    num_pages = kv_pages(block) if num_kv_pages is None else num_kv_pages
-    entries = block_entries(shape, block, prefill_chunk_tokens, num_pages)
-    layers = [stage.index for stage in shape.stages if stage.kind.is_layer]
-    outer = [stage.index for stage in shape.stages if not stage.kind.is_layer]
-
-    def attempt(resident: Sequence[int]) -> Placement:
-        return _placement(shape, offload.tier, prefetch, budgets, frozenset(resident), entries, num_pages)
-
-    if offload.tier is Tier.none or (offload.tier is Tier.cpu and not budgets.has_device):
-        return attempt([*outer, *layers])
-    wanted = (
-        range(len(layers), -1, -1) if offload.resident_layers is None else [min(offload.resident_layers, len(layers))]
-    )
-    placement = None
-    for num_resident in wanted:
-        placement = attempt([*outer, *_kept_layers(shape, num_resident)])
-        if placement.fits:
-            return placement
-    assert placement is not None, "there is always a last number to try"
-    streamed_outer = attempt(_kept_layers(shape, wanted[-1]))
-    return streamed_outer if streamed_outer.fits else placement
-
-
-def _placement(
-    shape: ModelShape,
-    tier: Tier,
-    prefetch: PrefetchConfig,
-    budgets: Budgets,
-    resident: frozenset[int],
-    entries: tuple[Entry, ...],
-    num_kv_pages: int,
-) -> Placement:
-    streamed = tuple(stage.index for stage in shape.stages if stage.index not in resident)
-    walk, decode_walk = (
-        _walk(len(shape.stages), first, streamed, tier, prefetch, has_device=budgets.has_device)
-        for first in (0, shape.first_decode_stage)
-    )
-    slot_bytes = max((slot_layout(shape.stages[s]).num_bytes for s in streamed), default=0)
-    weights = (
-        Entry(
-            name="resident weights",
-            num_bytes=_resident_bytes([shape.stages[s] for s in sorted(resident)]),
-            equation=f"{len(resident)} of {len(shape.stages)} stages",
-        ),
-        Entry(name="slots", num_bytes=walk.num_slots * slot_bytes, equation=f"{walk.num_slots} x {slot_bytes:,} B"),
-    )
-    return Placement(
-        resident=resident,
-        walk=walk,
-        decode_walk=decode_walk,
-        slot_bytes=slot_bytes,
-        ledgers=_ledgers(shape, tier, budgets, walk, slot_bytes, weights + entries),
-        num_kv_pages=num_kv_pages,
-    )
-
-
-def _walk(
-    num_stages: int, first: int, streamed: Sequence[int], tier: Tier, prefetch: PrefetchConfig, *, has_device: bool
-) -> Walk:
-    """A walk that begins later needs no more slots of either kind than the whole one."""
-    passed = tuple(stage for stage in streamed if stage >= first)
-    block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(passed) > prefetch.block_layers else 1
-    copies = has_device and bool(passed)
-    reads = tier is Tier.nvme
-    staging = (2 if block == 1 else block) if copies and reads else 0
-    return Walk(
-        num_stages=num_stages,
-        first_stage=first,
-        streamed=passed,
-        num_slots=min(num_slots_for(prefetch), len(passed)),
-        num_staging_slots=min(staging, len(passed)),
-        reads=reads,
-        copies=copies,
-        block=block,
-    )
-
-
-def _ledgers(
-    shape: ModelShape, tier: Tier, budgets: Budgets, walk: Walk, slot_bytes: int, compute_entries: tuple[Entry, ...]
-) -> tuple[Ledger, ...]:
-    host_key, device_key = "offload.host_memory_gib", "offload.device_memory_gib"
-    if budgets.device_bytes is None:
-        return (Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=compute_entries),)
-    staging, pinned = walk.num_staging_slots, pinned_bytes(slot_bytes)
-    host = [Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")]
-    if tier is Tier.cpu:
-        stages = [shape.stages[s] for s in walk.streamed]
-        host.append(
-            Entry(
-                name="weights",
-                num_bytes=sum(pinned_bytes(slot_layout(stage).num_bytes) for stage in stages),
-                equation=f"{len(stages)} stages, pinned",
-            )
-        )
-    return (
-        Ledger(memory="device", budget_bytes=budgets.device_bytes, budget_key=device_key, entries=compute_entries),
-        Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=host_key, entries=tuple(host)),
-    )
 
 
 def _resident_bytes(stages: Sequence[Stage]) -> int:

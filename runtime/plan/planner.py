@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..batching.balance import Block, plan_blocks
-from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..config import Admission, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
 from .cost import Durations, MachineRates, lane_seconds, simulate
-from .memory import MicroBatch, SequenceSize, block_entries, kv_pages, pass_tokens
-from .placement import Budgets, Placement, place
+from .load import Load
+from .memory import PAGE_TOKENS, MicroBatch, SequenceSize, lane_entries, pass_tokens
+from .placement import Budgets, Placement, kv_tiers, place
 from .schedule import make_schedule
 from .shapes import ModelShape
 from .walk import Walk
@@ -54,13 +55,11 @@ def plan_run(
     """
     blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
     chunk = config.policy.prefill_chunk_tokens
-    lanes = _heaviest(shape, blocks, sizes, chunk)
-    num_pages = max((kv_pages(micro_batches_of(block, sizes)) for block in blocks), default=0)
+    load = _load(shape, config, budgets, blocks, sizes)
     if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
-        prefetch, placement = _cost_aware(shape, config, budgets, lanes, num_pages, rates)
+        prefetch, placement = _cost_aware(shape, config, budgets, load, rates)
     else:
-        prefetch = config.prefetch
-        placement = place(shape, config.offload, prefetch, budgets, lanes, chunk, num_pages)
+        prefetch, placement = config.prefetch, place(shape, config, budgets, load)
     placement.require_fit()
     prediction = _predict(shape, placement, blocks, sizes, chunk, rates) if rates else None
     return RunPlan(blocks=blocks, placement=placement, prefetch=prefetch, prediction=prediction)
@@ -79,16 +78,26 @@ def _choose_blocks(
     if policy.kind is PolicyKind.fixed:
         return _blocks(shape, sizes, policy.micro_batch_size, policy.num_micro_batches)
     most = min(policy.micro_batch_size * policy.num_micro_batches, max(1, len(sizes))) >> num_halvings
-    bare = replace(config.offload, resident_layers=0)
-    shallow = config.prefetch if config.prefetch.kind is not Prefetch.cost_aware else PrefetchConfig(depth=1)
+    bare = _bare(config)
     blocks: tuple[Block, ...] = ()
-    for num_sequences in _ladder(max(1, most)):
-        num_micro_batches = -(-num_sequences // policy.micro_batch_size)
-        blocks = _blocks(shape, sizes, -(-num_sequences // num_micro_batches), num_micro_batches)
-        lanes = _heaviest(shape, blocks, sizes, policy.prefill_chunk_tokens)
-        if place(shape, bare, shallow, budgets, lanes, policy.prefill_chunk_tokens).fits:
-            return blocks
+    for tier in kv_tiers(config, has_device=budgets.has_device):
+        in_tier = replace(bare, kv=replace(bare.kv, tier=tier))
+        for num_sequences in _ladder(max(1, most)):
+            num_micro_batches = -(-num_sequences // policy.micro_batch_size)
+            blocks = _blocks(shape, sizes, -(-num_sequences // num_micro_batches), num_micro_batches)
+            if place(shape, in_tier, budgets, _load(shape, in_tier, budgets, blocks, sizes)).fits:
+                return blocks
     return blocks
+
+
+def _bare(config: RuntimeConfig) -> RuntimeConfig:
+    """Without a resident layer, and as shallow as prefetching can be."""
+    is_open = config.prefetch.kind is Prefetch.cost_aware
+    return replace(
+        config,
+        offload=replace(config.offload, resident_layers=0),
+        prefetch=PrefetchConfig(depth=1) if is_open else config.prefetch,
+    )
 
 
 def _blocks(
@@ -110,32 +119,67 @@ def _ladder(most: int) -> list[int]:
     return sorted(steps - {0}, reverse=True)
 
 
-def _heaviest(
-    shape: ModelShape, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
-) -> list[MicroBatch]:
-    """The block that takes the most bytes decides what memory must hold."""
-
-    def num_bytes(lanes: list[MicroBatch]) -> int:
-        return sum(entry.num_bytes for entry in block_entries(shape, lanes, chunk_tokens))
-
-    return max((micro_batches_of(block, sizes) for block in blocks), key=num_bytes, default=[])
-
-
-def _cost_aware(
+def _load(
     shape: ModelShape,
     config: RuntimeConfig,
     budgets: Budgets,
-    lanes: Sequence[MicroBatch],
-    num_kv_pages: int,
-    rates: MachineRates,
+    blocks: Sequence[Block],
+    sizes: Sequence[SequenceSize],
+) -> Load:
+    """What memory must hold: the lanes of the block that takes the most bytes, and the pages of the one with most; or,
+    where sequences come and go, the longest ones side by side."""
+    chunk = config.policy.prefill_chunk_tokens
+    if config.policy.admission is Admission.continuous:
+        return _continuous_load(shape, config, budgets, blocks, sizes)
+    loads = [Load.of(shape, micro_batches_of(block, sizes), chunk) for block in blocks]
+
+    def num_bytes(load: Load) -> int:
+        entries = lane_entries(shape, load.lanes, chunk)
+        return load.num_kv_pages * PAGE_TOKENS * shape.kv_bytes_per_token + sum(entry.num_bytes for entry in entries)
+
+    heaviest = max(loads, key=num_bytes, default=Load.of(shape, [], chunk))
+    return replace(heaviest, num_kv_pages=max((load.num_kv_pages for load in loads), default=0))
+
+
+def _continuous_load(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    blocks: Sequence[Block],
+    sizes: Sequence[SequenceSize],
+) -> Load:
+    """As many seats as blocks have, and pages for all of them; fewer pages where the budget says so, but so many that
+    the longest sequence can run to its limit alone.
+
+    A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token.
+    """
+    policy, chunk = config.policy, config.policy.prefill_chunk_tokens
+    if shape.is_packed:
+        whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
+        longest = sorted(whole, key=lambda size: -size.capacity_tokens)
+    else:
+        longest = sorted(sizes, key=lambda size: -size.capacity_tokens)
+    seats = max((len(block.members) for block in blocks), default=0)
+    lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
+    lanes = [longest[i : i + lane_size] for i in range(0, min(seats, len(longest)), lane_size)]
+    full = Load.of(shape, lanes, chunk)
+    if not shape.is_packed or not lanes or place(shape, config, budgets, full).fits:
+        return full
+    least = longest[0].capacity_tokens // PAGE_TOKENS
+    empty = place(shape, _bare(config), budgets, replace(full, num_kv_pages=0)).ledgers[0]
+    affordable = max(0, empty.left_bytes) // (PAGE_TOKENS * shape.kv_bytes_per_token)
+    return replace(full, num_kv_pages=max(least, min(full.num_kv_pages, affordable)))
+
+
+def _cost_aware(
+    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load, rates: MachineRates
 ) -> tuple[PrefetchConfig, Placement]:
     """Of each depth, with as many resident layers as then fit, the one whose simulated decode pass is the shortest."""
     best: tuple[float, PrefetchConfig, Placement] | None = None
     for depth in range(1, MAX_DEPTH + 1):
         prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
-        chunk = config.policy.prefill_chunk_tokens
-        placement = place(shape, config.offload, prefetch, budgets, lanes, chunk, num_kv_pages)
-        seconds = _pass_seconds(shape, placement.decode_walk, [len(lane) for lane in lanes], rates).seconds
+        placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
+        seconds = _pass_seconds(shape, placement.decode_walk, [len(lane) for lane in load.lanes], rates).seconds
         if best is None or (placement.fits and seconds < 0.99 * best[0]):
             best = (seconds, prefetch, placement)
     assert best is not None
