@@ -4,7 +4,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -12,30 +11,9 @@ from ..stream.clock import Moment
 from ..stream.counters import StreamCounters
 from ..stream.device import ComputeDevice
 from ..trace import Row, Trace
+from .records import StageTimes
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """One pass. Seconds are by stage, the sum over its lanes.
-
-    read, copy: disk and link were busy. compute: inside lanes, attention that the engine answered at once included.
-    attention: wherever it ran, added up over workers. stall: compute waited for bytes, on an accelerator at most.
-    Bytes are those of weights, experts and KV together.
-    """
-
-    read_seconds: tuple[float, ...]
-    copy_seconds: tuple[float, ...]
-    compute_seconds: tuple[float, ...]
-    attention_seconds: tuple[float, ...]
-    stall_seconds: tuple[float, ...]
-    prefetch_hits: int  # streamed stages whose bytes were there when a lane first asked
-    prefetch_misses: int
-    bytes_read_disk: int
-    bytes_copied_device: int
-    bytes_copied_host: int
-    bytes_written_disk: int
 
 
 class PassMonitor:

@@ -6,7 +6,8 @@ import tracemalloc
 
 import pytest
 
-from runtime.engine.monitor import PassMonitor, StageTimes
+from runtime.engine.monitor import PassMonitor
+from runtime.engine.records import StageTimes
 from runtime.stream.counters import StreamCounters
 from runtime.stream.device import ComputeDevice
 from runtime.trace import Row, Trace
