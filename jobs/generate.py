@@ -30,7 +30,7 @@ def main(composed: Composed) -> int:
         generate,
     )  # torch and transformers are loaded only once the config is known to be good
     from jobs.io.signals import StopFlag
-    from jobs.io.summary import format_table
+    from jobs.io.summary_table import format_table
 
     with StopFlag() as stop:
         outcome = generate(config, stop)

@@ -31,6 +31,7 @@ from .stream.host_memory import (
     set_allocator,
 )
 from .stream.weights import WeightStream
+from .trace import Trace
 from .units import MIB, format_bytes, gib_to_bytes
 
 log = logging.getLogger(__name__)
@@ -41,12 +42,19 @@ FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is g
 class Runtime:
     """Opens a model without reading its weights. Weights are held only inside `session`.
 
-    Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
+    Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change. `trace` collects what ran
+    when; somebody must take it as the run goes on.
     """
 
-    def __init__(self, config: RuntimeConfig | None = None, *, should_stop: Callable[[], bool] = lambda: False):
+    def __init__(
+        self,
+        config: RuntimeConfig | None = None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        trace: Trace | None = None,
+    ):
         self.config = config or RuntimeConfig()
-        self._should_stop = should_stop
+        self._should_stop, self._trace = should_stop, trace
         self.device = ComputeDevice(self.config.machine.device)
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
@@ -115,7 +123,7 @@ class Runtime:
         )
         with (
             self.reader() as reader,
-            WeightStream(self.model.shape, plan.placement, self.device, reader) as stream,
+            WeightStream(self.model.shape, plan.placement, self.device, reader, self._trace) as stream,
         ):
             engine = Engine(
                 self.model,
@@ -125,6 +133,7 @@ class Runtime:
                 sampler,
                 self.config.policy.prefill_chunk_tokens,
                 self._should_stop,
+                self._trace,
             )
             yield Session(self.model, engine, self.config.policy)
 

@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {
     "plan": {"batching"},
     "batching": set[str](),
+    "trace": set[str](),
     "store": {"plan"},
-    "stream": {"plan", "store"},
+    "stream": {"plan", "store", "trace"},
     "cache": {"plan", "stream"},
     "model": {"plan", "store", "stream", "cache"},
-    "engine": {"plan", "store", "stream", "cache", "model", "batching"},
+    "engine": {"plan", "store", "stream", "cache", "model", "batching", "trace"},
 }
 FOR_ALL = {"config", "errors", "units"}
 PURE = ("plan", "batching")

@@ -63,6 +63,7 @@ class GenerateConfig:
     run: str | None = None
     output_root: str = "outputs"
     log_level: LogLevel = LogLevel.info
+    trace: bool = False
 
     def __post_init__(self) -> None:
         _require_path(self.model)
@@ -123,6 +124,21 @@ class ModelsConfig:
 
     family: str | None = None
     format: TableFormat = TableFormat.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """All settings of `jobs.trace`; mirrors conf/trace.yaml. The window is in seconds since the start of the run."""
+
+    path: str | None = None
+    begin: float = 0.0
+    end: float | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path is not set: a file below <run>/trace, which jobs.generate trace=true writes")
+        require(self.begin >= 0, f"begin must be 0 seconds or more, got {self.begin}")
+        require(self.end is None or self.end > self.begin, f"end must be after begin={self.begin} s, got {self.end}")
 
 
 def load(cls: type[T], composed: Composed) -> T:

@@ -129,10 +129,10 @@ def json_digest(value: JsonValue) -> str:
 def write_json(path: Path, value: JsonValue, *, exclusive: bool) -> bool:
     """Publish `value` as indented JSON; see `publish` for `exclusive` and the result."""
     text = json.dumps(value, sort_keys=True, indent=2, allow_nan=False) + "\n"
-    return publish(path, lambda file: _write_all(file, text.encode()), exclusive=exclusive, expected_bytes=len(text))
+    return publish(path, lambda file: write_all(file, text.encode()), exclusive=exclusive, expected_bytes=len(text))
 
 
-def _write_all(file: BinaryIO, data: bytes) -> None:
+def write_all(file: BinaryIO, data: bytes) -> None:
     file.write(data)
 
 

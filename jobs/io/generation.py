@@ -15,17 +15,20 @@ from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.plan.planner import RunPlan
 from runtime.session import Session
+from runtime.trace import Trace
 
 from .chat import require_template
 from .config import GenerateConfig, operational, run_name, semantic
 from .dataset import Row, input_digest, read_rows, shard_rows
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
+from .passes import pass_row
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .progress import Progress
 from .requests import Asked, ask, completed_row, rejected_rows, seat, tokenizer_fingerprint, unseat
 from .run_dir import RunManifest, RunState, open_run
 from .summary import MemoryUse, PassRow, Rates, Summary, summarize, write_summary
+from .trace_file import tracing
 
 log = logging.getLogger(__name__)
 PATHS = ("model.path", "model.tokenizer", "dataset.path")  # what lies there is known by its digest, wherever it is
@@ -50,7 +53,8 @@ def run_directory(config: GenerateConfig) -> Path:
 
 def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome:
     """Runs, or goes on with, the job that `config` describes. Raises the errors of runtime.errors."""
-    runtime = Runtime(config.runtime, should_stop=should_stop)
+    trace = Trace() if config.trace else None
+    runtime = Runtime(config.runtime, should_stop=should_stop, trace=trace)
     require_template(runtime.model.tokenizer, config.dataset)
     count_tokens = (lambda text: len(runtime.tokenize(text))) if runtime.model.tokenizer is not None else None
     all_rows = read_rows(config.dataset, count_tokens=count_tokens)
@@ -66,7 +70,7 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
 
         if is_finished(state.directory):
             return _outcome(store_for(read_plan(state.directory.plan)), None, runtime, was_finished=True)
-        return _Run(state, runtime, ask(runtime, rows), store_for).finish()
+        return _Run(state, runtime, ask(runtime, rows), store_for, trace).finish()
 
 
 def _manifest(config: GenerateConfig, runtime: Runtime, rows: list[Row]) -> RunManifest:
@@ -87,9 +91,15 @@ class _Run:
     """One start of a run that has blocks left."""
 
     def __init__(
-        self, state: RunState, runtime: Runtime, asked: Asked, store_for: Callable[[list[PlannedRequest]], PartStore]
+        self,
+        state: RunState,
+        runtime: Runtime,
+        asked: Asked,
+        store_for: Callable[[list[PlannedRequest]], PartStore],
+        trace: Trace | None,
     ):
         self._state, self._runtime, self._asked, self._store_for = state, runtime, asked, store_for
+        self._trace = trace
 
     def finish(self) -> Outcome:
         fixed = self._state.directory.plan
@@ -119,13 +129,17 @@ class _Run:
 
     def _generate(self, blocks: list[Block], session: Session, store: PartStore) -> None:
         requests = self._asked.requests
-        with Progress(sum(_limit(block, requests) for block in blocks), len(store.blocks)) as progress:
+        with (
+            tracing(self._state.directory.trace, self._trace) as write_trace,
+            Progress(sum(_limit(block, requests) for block in blocks), len(store.blocks)) as progress,
+        ):
             for block in blocks:
                 passes: list[PassRow] = []
 
                 def on_pass(record: PassRecord, passes: list[PassRow] = passes) -> None:
-                    passes.append(_pass_row(record))
+                    passes.append(pass_row(record, record.index))
                     progress.advance(record)
+                    write_trace()
 
                 completions = session.run(block, requests, on_pass)
                 rows = [
@@ -138,11 +152,6 @@ class _Run:
 
 def _limit(block: Block, requests: Sequence[Request]) -> int:
     return sum(requests[i].max_new_tokens for i in block.members)
-
-
-def _pass_row(record: PassRecord) -> PassRow:
-    values = {key: value for key, value in vars(record).items() if key not in ("block", "index", "phase")}
-    return PassRow(pass_index=record.index, phase=record.phase.value, **values)
 
 
 def _log_plan(plan: RunPlan) -> None:

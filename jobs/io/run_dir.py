@@ -59,6 +59,10 @@ class RunDirectory:
         return self.path / "quarantine"
 
     @property
+    def trace(self) -> Path:
+        return self.path / "trace"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

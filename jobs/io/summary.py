@@ -6,13 +6,11 @@ and including the end of a row. A run's time is the sum over its passes, never e
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import pyarrow as pa
-
-from runtime.units import format_bytes, format_seconds
 
 from .files import JsonValue, write_json
 
@@ -24,6 +22,7 @@ Status: TypeAlias = Literal["ok", "error", "skipped"]
 class PassRow:
     """What one pass over the model did and cost. Prefill passes issue the first token of each sequence they finish.
 
+    What seconds and hits mean: `StageTimes` in the engine. `stage_*` has a value for each stage, the others are sums.
     `padded_tokens` is the size of what was computed, padding included: equal to `real_tokens` where nothing is padded.
     """
 
@@ -32,21 +31,38 @@ class PassRow:
     num_sequences: int
     real_tokens: int
     padded_tokens: int
+    prompt_tokens: int
     issued_tokens: int
     useful_tokens: int
     seconds: float
     compute_seconds: float = 0.0
     load_seconds: float = 0.0
     stall_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    attention_seconds: float = 0.0
+    prefetch_hits: int = 0
+    prefetch_misses: int = 0
     bytes_read_disk: int = 0
     bytes_copied_device: int = 0
+    bytes_copied_host: int = 0
+    bytes_written_disk: int = 0
     peak_host_bytes: int = 0
     peak_device_bytes: int = 0
+    stage_read_seconds: list[float] = field(default_factory=list)
+    stage_copy_seconds: list[float] = field(default_factory=list)
+    stage_compute_seconds: list[float] = field(default_factory=list)
+    stage_attention_seconds: list[float] = field(default_factory=list)
+    stage_stall_seconds: list[float] = field(default_factory=list)
 
 
-PASS_COUNTS = ("num_sequences", "real_tokens", "padded_tokens", "issued_tokens", "useful_tokens")
-PASS_SECONDS = ("seconds", "compute_seconds", "load_seconds", "stall_seconds")
-PASS_BYTES = ("bytes_read_disk", "bytes_copied_device", "peak_host_bytes", "peak_device_bytes")
+PASS_COUNTS = ("num_sequences", "real_tokens", "padded_tokens", "prompt_tokens", "issued_tokens", "useful_tokens")
+PASS_SECONDS = ("seconds", "compute_seconds", "load_seconds", "stall_seconds", "copy_seconds", "attention_seconds")
+PASS_HITS = ("prefetch_hits", "prefetch_misses")
+PASS_BYTES = (
+    *("bytes_read_disk", "bytes_copied_device", "bytes_copied_host", "bytes_written_disk"),
+    *("peak_host_bytes", "peak_device_bytes"),
+)
+STAGE_SECONDS = tuple(f"stage_{name}_seconds" for name in ("read", "copy", "compute", "attention", "stall"))
 THROUGHPUT_SCHEMA = pa.schema(
     [
         pa.field("block", pa.int32(), nullable=False),
@@ -54,7 +70,8 @@ THROUGHPUT_SCHEMA = pa.schema(
         pa.field("phase", pa.string(), nullable=False),
         *(pa.field(name, pa.int64(), nullable=False) for name in PASS_COUNTS),
         *(pa.field(name, pa.float64(), nullable=False) for name in PASS_SECONDS),
-        *(pa.field(name, pa.int64(), nullable=False) for name in PASS_BYTES),
+        *(pa.field(name, pa.int64(), nullable=False) for name in (*PASS_HITS, *PASS_BYTES)),
+        *(pa.field(name, pa.list_(pa.float64()), nullable=False) for name in STAGE_SECONDS),
         pa.field("operational", pa.string(), nullable=False),
     ]
 )
@@ -92,12 +109,23 @@ class Summary:
     compute_seconds: float
     load_seconds: float
     stall_seconds: float
+    attention_seconds: float
+    prefetch_hits: int
+    prefetch_misses: int
     bytes_read_disk: int
     bytes_copied_device: int
+    bytes_copied_host: int
+    bytes_written_disk: int
     measured: Rates
     peak: MemoryUse
     predicted: Rates | None = None
     planned: MemoryUse | None = None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of streamed stages, how many were there when a lane first asked; None where nothing streamed."""
+        asked = self.prefetch_hits + self.prefetch_misses
+        return self.prefetch_hits / asked if asked else None
 
 
 def summarize(
@@ -122,8 +150,13 @@ def summarize(
         compute_seconds=sum(row.compute_seconds for row in passes),
         load_seconds=sum(row.load_seconds for row in passes),
         stall_seconds=sum(row.stall_seconds for row in passes),
+        attention_seconds=sum(row.attention_seconds for row in passes),
+        prefetch_hits=sum(row.prefetch_hits for row in passes),
+        prefetch_misses=sum(row.prefetch_misses for row in passes),
         bytes_read_disk=sum(row.bytes_read_disk for row in passes),
         bytes_copied_device=sum(row.bytes_copied_device for row in passes),
+        bytes_copied_host=sum(row.bytes_copied_host for row in passes),
+        bytes_written_disk=sum(row.bytes_written_disk for row in passes),
         measured=_rates(prefill, decode),
         peak=MemoryUse(
             host_bytes=max((row.peak_host_bytes for row in passes), default=0),
@@ -156,65 +189,5 @@ def _rate(tokens: int, seconds: float) -> float | None:
 
 def write_summary(path: Path, summary: Summary) -> None:
     """Publish `summary` as JSON, replacing an older one. Raises OutputError."""
-    value: dict[str, JsonValue] = asdict(summary)
+    value: dict[str, JsonValue] = {**asdict(summary), "hit_rate": summary.hit_rate}
     write_json(path, value, exclusive=False)
-
-
-def format_table(summary: Summary) -> str:
-    """The table a person reads at the end of a run: measured, and what was predicted or planned in its own column."""
-    has_claims = summary.predicted is not None or summary.planned is not None
-    head = ["", "measured", "predicted or planned"] if has_claims else ["", "measured", ""]
-    groups = (_counts(summary), _throughput(summary), _time(summary), _bytes(summary))
-    lines = [head, *(line for group in groups for line in ([""] * 3, *group))]
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    aligned = (f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in lines)
-    return "\n".join(aligned)
-
-
-def _counts(summary: Summary) -> list[list[str]]:
-    prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
-    return [
-        *([f"rows {status}", f"{count:,}", ""] for status, count in summary.rows.items()),
-        ["passes", f"{summary.num_passes:,}", ""],
-        ["prompt tokens", f"{prompt:,}", ""],
-        *([["prompt tokens, padding included", f"{padded:,}", ""]] if padded != prompt else []),
-        ["generated tokens, issued", f"{summary.issued_tokens:,}", ""],
-        ["generated tokens, useful", f"{summary.useful_tokens:,}", ""],
-    ]
-
-
-def _throughput(summary: Summary) -> list[list[str]]:
-    measured, claimed = summary.measured, summary.predicted or Rates()
-    pairs = (
-        ("prefill", measured.prefill, claimed.prefill),
-        ("decode, issued", measured.decode_issued, claimed.decode_issued),
-        ("decode, useful", measured.decode_useful, claimed.decode_useful),
-        ("total, issued", measured.total_issued, claimed.total_issued),
-        ("total, useful", measured.total_useful, claimed.total_useful),
-    )
-    return [[name, _rate_text(rate) or "-", _rate_text(claim)] for name, rate, claim in pairs]
-
-
-def _rate_text(rate: float | None) -> str:
-    return "" if rate is None else f"{rate:,.1f} tok/s"
-
-
-def _time(summary: Summary) -> list[list[str]]:
-    times = (
-        ("prefill time", summary.prefill_seconds),
-        ("decode time", summary.decode_seconds),
-        ("computing", summary.compute_seconds),
-        ("loading (beside compute)", summary.load_seconds),
-        ("stalled on loads", summary.stall_seconds),
-    )
-    return [[name, format_seconds(seconds), ""] for name, seconds in times]
-
-
-def _bytes(summary: Summary) -> list[list[str]]:
-    peak, planned = summary.peak, summary.planned
-    return [
-        ["read from disk", format_bytes(summary.bytes_read_disk), ""],
-        ["copied to the device", format_bytes(summary.bytes_copied_device), ""],
-        ["peak host memory", format_bytes(peak.host_bytes), format_bytes(planned.host_bytes) if planned else ""],
-        ["peak device memory", format_bytes(peak.device_bytes), format_bytes(planned.device_bytes) if planned else ""],
-    ]

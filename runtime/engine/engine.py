@@ -19,7 +19,9 @@ from ..plan.walk import Walk
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import peak_resident_bytes
 from ..stream.weights import WeightStream
+from ..trace import Trace
 from .lane import Lane
+from .monitor import PassMonitor
 from .packed import PackedLane
 from .padded import PaddedLane
 from .player import PassPlayer
@@ -44,9 +46,11 @@ class Engine:
         sampler: Sampler,
         prefill_chunk_tokens: int,
         should_stop: Callable[[], bool] = lambda: False,
+        trace: Trace | None = None,
     ):
         self._loaded, self._placement, self._stream, self._device = loaded, placement, stream, device
         self._sampler, self._chunk_tokens, self._should_stop = sampler, prefill_chunk_tokens, should_stop
+        self._monitor = PassMonitor(len(loaded.shape.stages), device, trace)
         self._pages = KVPages(placement.num_kv_pages, device)
         self._views: dict[tuple[int, int], Weights] = {}
         self._played: Schedule | None = None
@@ -90,7 +94,7 @@ class Engine:
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         schedule = self._schedule(walk, len(lanes))
         events = [lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)]
-        player = PassPlayer(lanes, events, self._stream, self._weights, self._should_stop)
+        player = PassPlayer(lanes, events, self._stream, self._weights, self._monitor, self._should_stop)
         if not self._flows_on(schedule):
             self._stream.drop()
             player.play(schedule.prologue)
@@ -99,7 +103,7 @@ class Engine:
         player.finish()
         counts = [lane.end_pass() for lane in lanes]
         self._device.finish()
-        counters = self._stream.take_counters()
+        times = self._monitor.take([self._stream.take_counters])
         return PassRecord(
             block=block,
             index=index,
@@ -111,11 +115,7 @@ class Engine:
             issued_tokens=sum(c.issued_tokens for c in counts),
             useful_tokens=sum(c.useful_tokens for c in counts),
             seconds=time.monotonic() - begin,
-            compute_seconds=player.compute_seconds,
-            load_seconds=counters.read_seconds,
-            stall_seconds=counters.stall_seconds,
-            bytes_read_disk=counters.bytes_read,
-            bytes_copied_device=counters.bytes_copied,
+            times=times,
             peak_host_bytes=peak_resident_bytes(),
             peak_device_bytes=self._device.peak_bytes(),
         )

@@ -1,6 +1,5 @@
 """Plays the actions of one pass on real lanes: the one interpreter of schedules."""
 
-import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 
@@ -11,10 +10,11 @@ from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..plan.actions import Action, Op
 from ..stream.weights import WeightStream
 from .lane import Lane
+from .monitor import PassMonitor
 
 
 class PassPlayer:
-    """One pass. `lanes` have begun it and wait for `events`. `compute_seconds` were spent inside lanes.
+    """One pass. `lanes` have begun it and wait for `events`. The monitor is told of each action of a lane.
 
     `weights_of` gives a stage's weights, once they are in compute memory. `should_stop` is asked whenever a lane enters
     a stage; when it says yes, `Interrupted` is raised.
@@ -26,11 +26,12 @@ class PassPlayer:
         events: Rows[NeedStage],
         stream: WeightStream,
         weights_of: Callable[[int], Weights],
+        monitor: PassMonitor,
         should_stop: Callable[[], bool],
     ):
         self._lanes, self._stream, self._weights_of, self._should_stop = lanes, stream, weights_of, should_stop
         self._events: list[Event | None] = list(events)
-        self.compute_seconds = 0.0
+        self._monitor = monitor
         self._do: dict[Op, Callable[[Action], None]] = {
             Op.read: lambda action: stream.read(action.stage),
             Op.copy: lambda action: stream.copy(action.stage),
@@ -58,16 +59,19 @@ class PassPlayer:
         for its weights again."""
         lane, stage = self._lanes[action.lane], NeedStage(action.stage)
         weights = self._weights_of(action.stage)
-        begin = time.monotonic()
+        begin = self._monitor.begin_compute()
         event = lane.advance(answer)
         while (
             event is not None and not isinstance(event, stops) and (event == stage or not isinstance(event, NeedStage))
         ):
-            event = lane.advance(weights if isinstance(event, NeedStage) else _answer(event))
+            event = lane.advance(weights if isinstance(event, NeedStage) else self._answer(action.stage, event))
         self._events[action.lane] = event
-        self.compute_seconds += time.monotonic() - begin
+        self._monitor.end_compute(action.stage, action, begin)
 
-
-def _answer(event: NeedAttention | NeedExperts) -> torch.Tensor:
-    """At once, in the lane's place."""
-    return event.compute()
+    def _answer(self, stage: int, event: NeedAttention | NeedExperts) -> torch.Tensor:
+        """At once, in the lane's place."""
+        begin = self._monitor.begin_compute()
+        answer = event.compute()
+        if isinstance(event, NeedAttention):
+            self._monitor.end_attention(stage, begin)
+        return answer

@@ -13,8 +13,30 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """One pass. Seconds are by stage, the sum over its lanes.
+
+    read, copy: disk and link were busy. compute: inside lanes, attention that the engine answered at once included.
+    attention: wherever it ran, added up over workers. stall: compute waited for bytes, on an accelerator at most.
+    Bytes are those of weights, experts and KV together.
+    """
+
+    read_seconds: tuple[float, ...]
+    copy_seconds: tuple[float, ...]
+    compute_seconds: tuple[float, ...]
+    attention_seconds: tuple[float, ...]
+    stall_seconds: tuple[float, ...]
+    prefetch_hits: int  # streamed stages whose bytes were there when a lane first asked
+    prefetch_misses: int
+    bytes_read_disk: int
+    bytes_copied_device: int
+    bytes_copied_host: int
+    bytes_written_disk: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """One pass of one block. Seconds are monotonic; `compute` and `stall` are the engine's, `load` the disk's own."""
+    """One pass of one block. `seconds` are monotonic; what they were spent on is in `times`."""
 
     block: int
     index: int
@@ -26,10 +48,6 @@ class PassRecord:
     issued_tokens: int
     useful_tokens: int
     seconds: float
-    compute_seconds: float
-    load_seconds: float
-    stall_seconds: float
-    bytes_read_disk: int
-    bytes_copied_device: int
+    times: StageTimes
     peak_host_bytes: int
     peak_device_bytes: int

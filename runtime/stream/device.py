@@ -10,6 +10,7 @@ import torch
 from ..errors import ConfigError
 from ..plan.extents import ALIGNMENT_BYTES
 from ..units import MIB, round_up
+from .clock import DeviceClock, Then
 
 
 class NullEvent:
@@ -34,9 +35,13 @@ class ComputeDevice:
         self.torch_device = resolve_device(name)
         self.is_accelerator = self.torch_device.type != "cpu"
         self.copy_stream = torch.Stream(device=self.torch_device) if self.is_accelerator else None
+        self.clock = DeviceClock(self._timed_event if self.is_accelerator else None)
 
     def new_event(self) -> Event:
         return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
+
+    def _timed_event(self) -> torch.Event:
+        return torch.Event(device=self.torch_device, enable_timing=True)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages
@@ -59,13 +64,17 @@ class ComputeDevice:
         touched, and never from the heap: between activations of the heap it would leave holes of their size."""
         return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else _anonymous(num_bytes, huge=False)
 
-    def copy_ahead(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> None:
-        """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once."""
+    def copy_ahead(self, source: torch.Tensor, target: torch.Tensor, *, after: Event, then: Then | None = None) -> None:
+        """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once; `then`
+        is told when it ran."""
         assert self.copy_stream is not None, "copies exist only where there is an accelerator"
         assert isinstance(after, torch.Event), "an accelerator's events are torch's"
         self.copy_stream.wait_event(after)
+        begin = self.clock.begin(self.copy_stream) if then is not None else 0.0
         with self.copy_stream:
             target.copy_(source, non_blocking=True)
+        if then is not None:
+            self.clock.end(begin, then, self.copy_stream)
 
     def compute_stream(self) -> torch.Stream | None:
         return torch.accelerator.current_stream(self.torch_device) if self.is_accelerator else None

@@ -7,6 +7,7 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -17,8 +18,12 @@ from ..plan.extents import SlotLayout, group_layout, resident_groups, slot_layou
 from ..plan.placement import Placement
 from ..plan.shapes import ModelShape
 from ..store.reader import Reader
-from ..store.transfer import PendingTransfer
-from .device import ComputeDevice, Event
+from ..trace import Row, Trace
+from .counters import StreamCounters
+from .device import ComputeDevice
+from .slot import Slot
+
+IN_TIME_SECONDS = 50e-6  # between two events of a stream, when what it waits for in between has happened
 
 
 @dataclass(frozen=True)
@@ -30,41 +35,20 @@ class StageBytes:
     key: int
 
 
-class Slot:
-    """A piece of memory that stages pass through. `free`: its last user has finished; `ready`: its bytes have
-    arrived."""
-
-    def __init__(self, buffer: torch.Tensor, device: ComputeDevice):
-        self.buffer = buffer
-        self.free: Event = device.new_event()
-        self.ready: Event = device.new_event()
-        self.pending: PendingTransfer | None = None
-
-    def wait_read(self) -> float:
-        """Returns the seconds waited."""
-        if self.pending is None:
-            return 0.0
-        begin = time.monotonic()
-        self.pending.wait()
-        return time.monotonic() - begin
-
-
-@dataclass
-class StreamCounters:
-    """Since the last `take_counters`. `read_seconds` is the disk's busy time, `stall_seconds` the engine's waiting."""
-
-    bytes_read: int = 0
-    bytes_copied: int = 0
-    read_seconds: float = 0.0
-    stall_seconds: float = 0.0
-
-
 class WeightStream:
     """One per run; a context manager. Not thread-safe: only the engine calls it."""
 
-    def __init__(self, shape: ModelShape, placement: Placement, device: ComputeDevice, reader: Reader):
+    def __init__(
+        self,
+        shape: ModelShape,
+        placement: Placement,
+        device: ComputeDevice,
+        reader: Reader,
+        trace: Trace | None = None,
+    ):
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
+        self._trace = trace
         self._layouts: dict[int, SlotLayout] = {s: slot_layout(shape.stages[s]) for s in placement.walk.streamed}
         self._staged: dict[int, Slot] = {}
         self._present: dict[int, Slot] = {}
@@ -102,6 +86,7 @@ class WeightStream:
         slot.free.synchronize()  # a staging slot is reused only when its copy has left it
         layout = self._layouts[stage]
         slot.pending = self._reader.submit(layout.extents, slot.buffer.numpy().data)
+        slot.is_fresh = not copies
         (self._staged if copies else self._present)[stage] = slot
 
     def copy(self, stage: int) -> None:
@@ -110,16 +95,18 @@ class WeightStream:
         num_bytes = self._layouts[stage].num_bytes
         if self._placement.walk.reads:
             staged = self._staged.pop(stage)
-            self._settle(staged)
+            self._settle(stage, staged)
             source = staged.buffer
         else:
             staged, source = None, self._in_host[stage]
-        self._device.copy_ahead(source[:num_bytes], target.buffer[:num_bytes], after=target.free)
+        told = partial(self._copied, stage)
+        self._device.copy_ahead(source[:num_bytes], target.buffer[:num_bytes], after=target.free, then=told)
         target.ready.record(self._device.copy_stream)
         if staged is not None:
             staged.free.record(self._device.copy_stream)
             self._free_staging.append(staged)
         self._counters.bytes_copied += num_bytes
+        target.is_fresh = True
         self._present[stage] = target
 
     def acquire(self, stage: int) -> StageBytes:
@@ -127,13 +114,14 @@ class WeightStream:
         if stage in self._resident:
             return self._resident[stage]
         slot = self._present[stage]
-        self._settle(slot)
-        self._device.compute_waits_for(slot.ready)
+        if slot.is_fresh:
+            slot.is_fresh = False
+            self._await(stage, slot)
         return StageBytes(slot.buffer, self._layouts[stage].tensor_offsets, id(slot))
 
     def free(self, stage: int) -> None:
         slot = self._present.pop(stage)
-        self._settle(slot)
+        self._settle(stage, slot)
         slot.free.record(self._device.compute_stream())
         self._free_slots.append(slot)
 
@@ -141,21 +129,49 @@ class WeightStream:
         """Frees what was brought in ahead, for a pass that begins at another stage. Waits for reads in flight."""
         for stage in list(self._present):
             self.free(stage)
-        for slot in self._staged.values():
-            self._settle(slot)
+        for stage, slot in self._staged.items():
+            self._settle(stage, slot)
             self._free_staging.append(slot)
         self._staged.clear()
 
     def take_counters(self) -> StreamCounters:
+        """Since the last call. What an accelerator did is in it once the device's clock has told of it."""
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
-    def _settle(self, slot: Slot) -> None:
+    def _await(self, stage: int, slot: Slot) -> None:
+        """Before the first lane in: on a CPU the host waits for the read, on an accelerator compute for the copy."""
         if slot.pending is not None:
-            self._counters.stall_seconds += slot.wait_read()
-            self._counters.bytes_read += slot.pending.num_bytes
-            self._counters.read_seconds += slot.pending.seconds
-            slot.pending = None
+            self._counters.count_ask(slot.pending.is_done)
+            self._settle(stage, slot)
+        else:
+            stream = self._device.compute_stream()
+            begin = self._device.clock.begin(stream)
+            self._device.compute_waits_for(slot.ready)
+            self._device.clock.end(begin, partial(self._awaited, stage), stream)
+
+    def _settle(self, stage: int, slot: Slot) -> None:
+        """Waits for the slot's read, if it has one, and counts it."""
+        if slot.pending is None:
+            return
+        begin = time.monotonic()
+        slot.pending.wait()
+        self._counters.stalls[stage] += time.monotonic() - begin
+        timing = slot.pending.timing
+        slot.pending = None
+        self._counters.bytes_read += timing.num_bytes
+        self._counters.reads[stage] += timing.end - timing.begin
+        if self._trace is not None:
+            self._trace.span(Row.disk, f"read {stage}", timing.begin, timing.end)
+
+    def _copied(self, stage: int, begin: float, end: float) -> None:
+        self._counters.copies[stage] += end - begin
+        if self._trace is not None:
+            self._trace.span(Row.host_to_device, f"copy {stage}", begin, end)
+
+    def _awaited(self, stage: int, begin: float, end: float) -> None:
+        self._counters.stalls[stage] += end - begin
+        self._counters.count_ask(end - begin < IN_TIME_SECONDS)
 
     def _load_resident(self) -> None:
         stages = [self._shape.stages[index] for index in sorted(self._placement.resident)]

@@ -1,5 +1,6 @@
 """On an accelerator: transformers' own tokens, copies that wait for their events, pinned and aligned memory."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -133,3 +134,20 @@ def test_a_copy_from_pinned_memory_returns_before_it_is_done(device: ComputeDevi
     assert not ready.query()
     ready.synchronize()
     assert free.query()
+
+
+def test_a_copy_is_told_of_in_the_hosts_seconds(device: ComputeDevice) -> None:
+    """It ran between the call and the end of the wait for it, one after the other, also across two passes."""
+    slot, source = device.compute_buffer(64 * MIB), device.host_buffer(64 * MIB)
+    told: list[tuple[float, float]] = []
+    for number in range(4):
+        before = time.monotonic()
+        free = device.new_event()
+        free.record(device.compute_stream())
+        device.copy_ahead(source, slot, after=free, then=lambda begin, end: told.append((begin, end)))
+        assert device.copy_stream is not None
+        device.copy_stream.synchronize()
+        device.clock.resolve()
+        begin, end = told[number]
+        assert before - 1e-3 < begin < end < time.monotonic() + 1e-3
+    assert len(told) == 4

@@ -1,5 +1,6 @@
 """Stages arrive with the file's bytes, and a slot is not handed to a new read before it is freed."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from runtime.plan.placement import Budgets, Placement, place
 from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
 from runtime.store.header import read_header
 from runtime.store.reader import Reader
-from runtime.store.transfer import PendingTransfer
+from runtime.store.transfer import ChunkTiming, PendingTransfer
 from runtime.stream.device import ComputeDevice
 from runtime.stream.weights import WeightStream
+from runtime.trace import Row, Trace
 from runtime.units import GIB
 from tests.toy import toy_shape
 
@@ -57,10 +59,23 @@ class CountingReader(Reader):
     def __init__(self) -> None:
         super().__init__(num_threads=2)
         self.targets: list[int] = []
+        self._may_read = threading.Event()
+        self.go_on()
 
     def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
         self.targets.append(torch.frombuffer(target, dtype=torch.uint8).data_ptr())
         return super().submit(extents, target)
+
+    def hold(self) -> None:
+        """Its threads read nothing until `go_on`."""
+        self._may_read.clear()
+
+    def go_on(self) -> None:
+        self._may_read.set()
+
+    def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
+        self._may_read.wait()
+        return super()._read(path, offset, view, needed)
 
 
 @pytest.fixture
@@ -148,9 +163,47 @@ def test_counters_count_each_read_once_and_start_again(shape: ModelShape, reader
         stream.free(stage)
         counters = stream.take_counters()
         assert shape.stages[stage].num_bytes <= counters.bytes_read <= placement.slot_bytes
-        assert counters.read_seconds > 0
+        assert set(counters.reads) == set(counters.stalls) == {stage}
+        assert counters.reads[stage] > 0
         assert counters.bytes_copied == 0
         assert stream.take_counters().bytes_read == 0
+
+
+def test_a_stage_is_a_hit_when_its_bytes_are_there_as_the_first_lane_asks(
+    shape: ModelShape, reader: CountingReader
+) -> None:
+    placement = placement_of(shape, resident_layers=0, depth=1)
+    early, late = placement.walk.streamed[:2]
+    with WeightStream(shape, placement, DEVICE, reader) as stream:
+        stream.read(early)
+        pending = stream._present[early].pending
+        assert pending is not None
+        pending.wait()
+        stream.acquire(early)
+        reader.hold()
+        stream.read(late)
+        threading.Timer(0.02, reader.go_on).start()
+        for _ in range(2):  # of two lanes only the first counts
+            stream.acquire(late)
+        stream.acquire(0)  # resident stages are neither
+        counters = stream.take_counters()
+    assert (counters.num_hits, counters.num_misses) == (1, 1)
+    assert counters.stalls[late] > counters.stalls[early]
+
+
+def test_each_read_is_a_span_of_the_seconds_that_are_counted(shape: ModelShape, reader: CountingReader) -> None:
+    placement, trace = placement_of(shape, resident_layers=0), Trace()
+    with WeightStream(shape, placement, DEVICE, reader, trace) as stream:
+        for stage in placement.walk.streamed:
+            stream.read(stage)
+            stream.acquire(stage)
+            stream.free(stage)
+        counters = stream.take_counters()
+    spans = {span.name: span for span in trace.take()}
+    assert list(spans) == [f"read {stage}" for stage in placement.walk.streamed]
+    assert {span.row for span in spans.values()} == {Row.disk}
+    assert all(spans[f"read {s}"].end - spans[f"read {s}"].begin == seconds for s, seconds in counters.reads.items())
+    assert all(trace.begin <= span.begin <= span.end for span in spans.values())
 
 
 def test_a_failed_read_reaches_the_engine_once_and_unchanged(

@@ -35,9 +35,15 @@ PASSES = [
         num_sequences=4,
         real_tokens=4,
         padded_tokens=4,
+        prompt_tokens=0 if index else 4,
         issued_tokens=4,
         useful_tokens=3,
         seconds=0.5,
+        prefetch_hits=3,
+        prefetch_misses=1,
+        bytes_written_disk=4096,
+        stage_read_seconds=[0.0, 0.25, 0.125],
+        stage_attention_seconds=[0.0, 0.5],
     )
     for index in range(2)
 ]

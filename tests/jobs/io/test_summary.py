@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.summary import MemoryUse, PassRow, Rates, Status, format_table, summarize, write_summary
+from jobs.io.summary import MemoryUse, PassRow, Rates, Status, summarize, write_summary
+from jobs.io.summary_table import format_table
 from runtime.units import GIB, MIB
 
 PREFILL = PassRow(
@@ -14,6 +15,7 @@ PREFILL = PassRow(
     num_sequences=4,
     real_tokens=1000,
     padded_tokens=1200,
+    prompt_tokens=1000,
     issued_tokens=4,
     useful_tokens=4,
     seconds=2.0,
@@ -31,6 +33,7 @@ DECODE = replace(
     phase="decode",
     real_tokens=4,
     padded_tokens=4,
+    prompt_tokens=0,
     useful_tokens=3,
     seconds=0.5,
     peak_host_bytes=2 * GIB,
@@ -113,3 +116,21 @@ def test_numbers_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_summary(tmp_path / "summary.json", summarize([replace(PREFILL, seconds=math.inf)], rows={}))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hit_rate_is_that_of_all_passes_and_missing_where_nothing_streams() -> None:
+    passes = [replace(PREFILL, prefetch_hits=1, prefetch_misses=3), replace(DECODE, prefetch_hits=5, prefetch_misses=1)]
+    streamed, resident = summarize(passes, rows=ROWS), summarize([PREFILL], rows=ROWS)
+    assert streamed.hit_rate == 0.6
+    assert ["prefetched", "in", "time", "60.0%"] in [line.split() for line in format_table(streamed).splitlines()]
+    assert resident.hit_rate is None
+    assert "prefetched" not in format_table(resident)
+
+
+def test_seconds_and_bytes_of_the_kv_are_shown_where_there_are_any() -> None:
+    passes = [replace(DECODE, attention_seconds=0.25, bytes_copied_host=MIB, bytes_written_disk=GIB)] * 2
+    lines = [line.split() for line in format_table(summarize(passes, rows=ROWS)).splitlines()]
+    assert ["attention", "0.5", "s"] in lines
+    assert ["copied", "to", "the", "host", "2", "MiB"] in lines
+    assert ["written", "to", "disk", "2", "GiB"] in lines
+    assert "written" not in format_table(summarize([DECODE], rows=ROWS))

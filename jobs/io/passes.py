@@ -1,0 +1,25 @@
+"""What the engine records of a pass, as a row of `throughput/`: seconds in lists by stage, and their sums."""
+
+from runtime.engine.records import PassRecord
+
+from .summary import PassRow
+
+APART = ("block", "index", "phase", "times")
+
+
+def pass_row(record: PassRecord, pass_index: int) -> PassRow:
+    times = record.times
+    lists = {f"stage_{name}": list(value) for name, value in vars(times).items() if isinstance(value, tuple)}
+    counts = {name: value for name, value in vars(times).items() if isinstance(value, int)}
+    return PassRow(
+        pass_index=pass_index,
+        phase=record.phase.value,
+        load_seconds=sum(times.read_seconds),
+        copy_seconds=sum(times.copy_seconds),
+        compute_seconds=sum(times.compute_seconds),
+        attention_seconds=sum(times.attention_seconds),
+        stall_seconds=sum(times.stall_seconds),
+        **counts,
+        **lists,
+        **{name: value for name, value in vars(record).items() if name not in APART},
+    )

@@ -1,0 +1,70 @@
+"""The table a person reads at the end of a run."""
+
+from runtime.units import format_bytes, format_seconds
+
+from .summary import Rates, Summary
+
+
+def format_table(summary: Summary) -> str:
+    """Measured, and what was predicted or planned in its own column."""
+    has_claims = summary.predicted is not None or summary.planned is not None
+    head = ["", "measured", "predicted or planned"] if has_claims else ["", "measured", ""]
+    groups = (_counts(summary), _throughput(summary), _time(summary), _bytes(summary))
+    lines = [head, *(line for group in groups for line in ([""] * 3, *group))]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    aligned = (f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in lines)
+    return "\n".join(aligned)
+
+
+def _counts(summary: Summary) -> list[list[str]]:
+    prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
+    return [
+        *([f"rows {status}", f"{count:,}", ""] for status, count in summary.rows.items()),
+        ["passes", f"{summary.num_passes:,}", ""],
+        ["prompt tokens", f"{prompt:,}", ""],
+        *([["prompt tokens, padding included", f"{padded:,}", ""]] if padded != prompt else []),
+        ["generated tokens, issued", f"{summary.issued_tokens:,}", ""],
+        ["generated tokens, useful", f"{summary.useful_tokens:,}", ""],
+    ]
+
+
+def _throughput(summary: Summary) -> list[list[str]]:
+    measured, claimed = summary.measured, summary.predicted or Rates()
+    pairs = (
+        ("prefill", measured.prefill, claimed.prefill),
+        ("decode, issued", measured.decode_issued, claimed.decode_issued),
+        ("decode, useful", measured.decode_useful, claimed.decode_useful),
+        ("total, issued", measured.total_issued, claimed.total_issued),
+        ("total, useful", measured.total_useful, claimed.total_useful),
+    )
+    return [[name, _rate_text(rate) or "-", _rate_text(claim)] for name, rate, claim in pairs]
+
+
+def _rate_text(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:,.1f} tok/s"
+
+
+def _time(summary: Summary) -> list[list[str]]:
+    times = (
+        ("prefill time", summary.prefill_seconds),
+        ("decode time", summary.decode_seconds),
+        ("computing", summary.compute_seconds),
+        ("loading (beside compute)", summary.load_seconds),
+        ("stalled on loads", summary.stall_seconds),
+        *([("attention", summary.attention_seconds)] if summary.attention_seconds else []),
+    )
+    rate = summary.hit_rate
+    hits = [["prefetched in time", f"{rate:.1%}", ""]] if rate is not None else []
+    return [*([name, format_seconds(seconds), ""] for name, seconds in times), *hits]
+
+
+def _bytes(summary: Summary) -> list[list[str]]:
+    peak, planned = summary.peak, summary.planned
+    return [
+        ["read from disk", format_bytes(summary.bytes_read_disk), ""],
+        ["copied to the device", format_bytes(summary.bytes_copied_device), ""],
+        *([["copied to the host", format_bytes(back), ""]] if (back := summary.bytes_copied_host) else []),
+        *([["written to disk", format_bytes(kept), ""]] if (kept := summary.bytes_written_disk) else []),
+        ["peak host memory", format_bytes(peak.host_bytes), format_bytes(planned.host_bytes) if planned else ""],
+        ["peak device memory", format_bytes(peak.device_bytes), format_bytes(planned.device_bytes) if planned else ""],
+    ]

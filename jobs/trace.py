@@ -1,0 +1,34 @@
+"""python -m jobs.trace: a picture of a window of a trace that jobs.generate wrote with trace=true."""
+
+from pathlib import Path
+
+import hydra
+
+from jobs.io.cli import as_job, run_job
+from jobs.io.config import Composed, TraceConfig, load
+from runtime.errors import ConfigError
+
+
+@hydra.main(config_path="../conf", config_name="trace", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(TraceConfig, composed)
+
+    from jobs.io.files import publish, write_all
+    from jobs.io.trace_file import read_trace
+    from jobs.io.trace_picture import draw
+
+    assert config.path is not None, "the config class has checked it"
+    spans = read_trace(Path(config.path))
+    last = max((span.end for span in spans), default=0.0)
+    end = last if config.end is None else config.end
+    if config.begin >= min(end, last):
+        raise ConfigError(f"begin={config.begin:g} s is not before the end of the window: the trace ends at {last:g} s")
+    out = Path(config.out) if config.out is not None else Path(config.path).with_suffix(".svg")
+    svg = draw(spans, begin=config.begin, end=end)
+    publish(out, lambda file: write_all(file, svg.encode()), exclusive=False)
+    print(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
+
+
+if __name__ == "__main__":
+    run_job(main, TraceConfig)

@@ -1,0 +1,96 @@
+"""What a pass cost, stage by stage: the engine and its streams report while it goes on, `take` sums it up."""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from functools import partial
+from typing import TypeVar
+
+from ..stream.clock import Moment
+from ..stream.counters import StreamCounters
+from ..stream.device import ComputeDevice
+from ..trace import Row, Trace
+from .records import StageTimes
+
+T = TypeVar("T")
+
+
+class PassMonitor:
+    """One per engine, whose thread calls it; only what `watched` returns runs on others.
+
+    The engine calls, for each action that goes through a lane or the experts (run, pre, post, route, experts, end)
+
+        begin = monitor.begin_compute()
+        ...                                       the lane advances
+        monitor.end_compute(stage, action, begin)
+
+    for each attention `workers.submit(monitor.watched(stage, action, event.compute))`, or where it answers at once
+    `begin_compute` and `end_attention`; and after a pass, when the device has finished,
+    `monitor.take([stream.take_counters, ...])`, which has the device's clock tell first what ran when. Reads and copies
+    make their spans in the streams. `action` is anything whose `str` the trace may show.
+    """
+
+    def __init__(self, num_stages: int, device: ComputeDevice, trace: Trace | None = None):
+        self._num_stages, self._device, self._trace = num_stages, device, trace
+        self._compute: defaultdict[int, float] = defaultdict(float)
+        self._attention: deque[tuple[int, float]] = deque()  # appended to by workers
+
+    def begin_compute(self) -> Moment:
+        """Behind all that compute waits for."""
+        return self._device.clock.begin(self._device.compute_stream())
+
+    def end_compute(self, stage: int, action: object, begin: Moment) -> None:
+        self._device.clock.end(begin, partial(self._computed, stage, action), self._device.compute_stream())
+
+    def end_attention(self, stage: int, begin: Moment) -> None:
+        """Of attention that runs where its lane runs. It is part of the lane's action, so it has no span of its own."""
+        self._device.clock.end(begin, partial(self._attended, stage), self._device.compute_stream())
+
+    def watched(self, stage: int, action: object, compute: Callable[[], T]) -> Callable[[], T]:
+        """`compute`, for a worker of the CPU: whoever calls it tells the monitor and the trace when it ran."""
+
+        def timed() -> T:
+            begin = time.monotonic()
+            result = compute()
+            end = time.monotonic()
+            self._attended(stage, begin, end)
+            if self._trace is not None:
+                self._trace.span(Row.cpu_attention, str(action), begin, end)
+            return result
+
+        return timed
+
+    def take(self, streams: Rows[Callable[[], StreamCounters]]) -> StageTimes:
+        """Since the last call, what each of the streams counted included."""
+        self._device.clock.resolve()
+        counters = [take() for take in streams]
+        attention: defaultdict[int, float] = defaultdict(float)
+        for _ in range(len(self._attention)):
+            stage, seconds = self._attention.popleft()
+            attention[stage] += seconds
+        compute, self._compute = self._compute, defaultdict(float)
+        return StageTimes(
+            read_seconds=self._by_stage(*(c.reads for c in counters)),
+            copy_seconds=self._by_stage(*(c.copies for c in counters)),
+            compute_seconds=self._by_stage(compute),
+            attention_seconds=self._by_stage(attention),
+            stall_seconds=self._by_stage(*(c.stalls for c in counters)),
+            prefetch_hits=sum(c.num_hits for c in counters),
+            prefetch_misses=sum(c.num_misses for c in counters),
+            bytes_read_disk=sum(c.bytes_read for c in counters),
+            bytes_copied_device=sum(c.bytes_copied for c in counters),
+            bytes_copied_host=sum(c.bytes_returned for c in counters),
+            bytes_written_disk=sum(c.bytes_written for c in counters),
+        )
+
+    def _computed(self, stage: int, action: object, begin: float, end: float) -> None:
+        self._compute[stage] += end - begin
+        if self._trace is not None:
+            self._trace.span(Row.compute, str(action), begin, end)
+
+    def _attended(self, stage: int, begin: float, end: float) -> None:
+        self._attention.append((stage, end - begin))
+
+    def _by_stage(self, *sums: defaultdict[int, float]) -> tuple[float, ...]:
+        return tuple(sum(seconds[stage] for seconds in sums) for stage in range(self._num_stages))

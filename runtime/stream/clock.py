@@ -1,0 +1,81 @@
+"""When work ran, in the host's monotonic seconds, also where a device runs it long after it was queued.
+
+On a CPU work is over when the call returns, and is told of at once. An accelerator's events are read once per pass.
+"""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+Moment: TypeAlias = float | torch.Event  # seconds on a CPU; on an accelerator a point in a stream's work
+Then: TypeAlias = Callable[[float, float], None]  # told when the work began and ended
+
+
+class Reference(NamedTuple):
+    """An event and when it happened. A fresh one each pass: events count in float32 milliseconds, clocks drift."""
+
+    event: torch.Event
+    seconds: float
+
+
+class Work(NamedTuple):
+    begin: torch.Event
+    end: torch.Event
+    then: Then
+    reference: Reference
+
+
+class DeviceClock:
+    """One per device. Only the engine's thread calls it. `new_event` makes events with timing; None: a CPU's clock."""
+
+    def __init__(self, new_event: Callable[[], torch.Event] | None = None):
+        self._new_event = new_event
+        self._reference: Reference | None = None
+        self._running: list[Work] = []
+
+    def begin(self, stream: torch.Stream | None = None) -> Moment:
+        """Before the work is queued on `stream`, and behind what it waits for. Costs an event on an accelerator."""
+        if self._new_event is None:
+            return time.monotonic()
+        if self._reference is None:
+            self._reference = self._refer(self._new_event())
+        event = self._new_event()
+        event.record(stream)
+        return event
+
+    def end(self, begin: Moment, then: Then, stream: torch.Stream | None = None) -> None:
+        """After the work was queued. `then` is called now on a CPU, and on an accelerator by the first `resolve` that
+        finds the work done."""
+        if isinstance(begin, int | float):
+            then(begin, time.monotonic())
+            return
+        assert self._new_event is not None, "a CPU's moments are seconds"
+        assert self._reference is not None, "end before begin"
+        event = self._new_event()
+        event.record(stream)
+        self._running.append(Work(begin, event, then, self._reference))
+
+    def resolve(self) -> None:
+        """Tells of the work that is done. Once per pass, when the host has waited for compute anyway: it makes a new
+        reference, which waits for the current stream."""
+        if self._new_event is None:
+            return
+        running: list[Work] = []
+        for work in self._running:
+            if work.end.query():
+                work.then(_seconds(work.begin, work.reference), _seconds(work.end, work.reference))
+            else:
+                running.append(work)
+        self._running = running
+        self._reference = self._refer(self._new_event())
+
+    def _refer(self, event: torch.Event) -> Reference:
+        event.record()
+        event.synchronize()
+        return Reference(event, time.monotonic())
+
+
+def _seconds(event: torch.Event, reference: Reference) -> float:
+    return reference.seconds + reference.event.elapsed_time(event) / 1000

@@ -1,0 +1,134 @@
+"""From a run with `trace=true` to a picture: every action of the run is in its trace, the numbers are those of the
+throughput part."""
+
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import trace
+from jobs.io.cli import run_job
+from jobs.io.config import GenerateConfig, TraceConfig
+from jobs.io.dataset import DatasetConfig
+from jobs.io.generation import generate
+from jobs.io.run_dir import RunDirectory
+from jobs.io.trace_file import read_trace
+from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, SamplingConfig, Tier
+from runtime.trace import Row, Span
+
+BY_STAGE = {"read": "load", "copy": "copy", "compute": "compute", "attention": "attention", "stall": "stall"}
+
+
+def run(
+    output_root: Path, name: str, *, prefetch: Prefetch = Prefetch.lookahead, is_traced: bool = True
+) -> RunDirectory:
+    config = GenerateConfig(
+        run=name,
+        output_root=str(output_root),
+        trace=is_traced,
+        dataset=DatasetConfig(limit=4),
+        offload=OffloadConfig(tier=Tier.nvme, resident_layers=0),
+        prefetch=PrefetchConfig(kind=prefetch),
+        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=2),
+        sampling=SamplingConfig(max_new_tokens=4, ignore_eos=True),
+    )
+    return RunDirectory(path=generate(config, lambda: False).directory)
+
+
+def passes(directory: RunDirectory) -> list[dict[str, Any]]:
+    return pq.read_table(directory.throughput).to_pylist()
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return run(tmp_path_factory.mktemp("outputs"), "traced")
+
+
+@pytest.fixture(scope="module")
+def spans(traced: RunDirectory) -> list[Span]:
+    return read_trace(traced.trace / "start-00000.json")
+
+
+def seconds(spans: Sequence[Span], row: Row) -> float:
+    return math.fsum(span.end - span.begin for span in spans if span.row is row)
+
+
+def test_every_action_of_a_lane_and_every_read_is_a_span(traced: RunDirectory, spans: list[Span]) -> None:
+    """Embeddings, four layers and head, of which the layers are streamed; each sequence is a lane."""
+    rows = passes(traced)
+    computed = [span.name for span in spans if span.row is Row.compute]
+    assert {len(row["stage_compute_seconds"]) for row in rows} == {6}
+    assert set(computed) == {f"run {stage}.{lane}" for stage in range(6) for lane in range(2)}
+    assert len(computed) == 6 * sum(row["num_sequences"] for row in rows)
+    assert {span.name for span in spans if span.row is Row.disk} == {f"read {stage}" for stage in range(1, 5)}
+
+
+def test_spans_lie_within_the_run_and_lanes_compute_in_turn(spans: list[Span]) -> None:
+    computing = sorted((span.begin, span.end) for span in spans if span.row is Row.compute)
+    assert all(0 <= span.begin <= span.end for span in spans)
+    assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(computing))
+
+
+def test_columns_by_stage_add_up_to_those_of_the_pass_and_to_the_trace(traced: RunDirectory, spans: list[Span]) -> None:
+    rows = passes(traced)
+    for row in rows:
+        for name, total in BY_STAGE.items():
+            assert sum(row[f"stage_{name}_seconds"]) == pytest.approx(row[f"{total}_seconds"])
+    compute = sum(sum(row["stage_compute_seconds"]) for row in rows)
+    assert compute == pytest.approx(seconds(spans, Row.compute), rel=1e-3)
+    assert 0 < sum(sum(row["stage_attention_seconds"]) for row in rows) < compute
+
+
+def test_each_streamed_stage_is_a_hit_or_a_miss_in_each_pass(traced: RunDirectory, tmp_path: Path) -> None:
+    """Without prefetch nobody has read ahead: all of them are misses."""
+    assert {row["prefetch_hits"] + row["prefetch_misses"] for row in passes(traced)} == {4}
+    plain = passes(run(tmp_path, "plain", prefetch=Prefetch.off))
+    assert {(row["prefetch_hits"], row["prefetch_misses"]) for row in plain} == {(0, 4)}
+
+
+def test_without_trace_there_is_no_trace_and_the_same_columns(traced: RunDirectory, tmp_path: Path) -> None:
+    plain = run(tmp_path, "plain", is_traced=False)
+    assert not plain.trace.exists()
+    assert passes(plain)[0].keys() == passes(traced)[0].keys()
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["trace", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_job(trace.main, TraceConfig)
+    return ended.value.code
+
+
+def test_a_picture_lies_beside_the_trace(
+    traced: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = traced.trace / "start-00000.json"
+    assert command(monkeypatch, f"path={path}") == 0
+    assert path.with_suffix(".svg").read_text().startswith("<svg")
+    assert capsys.readouterr().out.startswith(f"{path.with_suffix('.svg')}: 0 s to ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "path is not set"),
+        (["path=nowhere.json"], "path=nowhere.json cannot be read: No such file"),
+        (["path=x", "begin=2", "end=1"], "end must be after begin=2.0 s, got 1.0"),
+        (["path={trace}", "begin=1e6"], "begin=1e+06 s is not before the end of the window: the trace ends at "),
+    ],
+)
+def test_a_wrong_window_or_path_is_refused_in_one_line(
+    traced: RunDirectory,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = traced.trace / "start-00000.json"
+    assert command(monkeypatch, *(argument.format(trace=path) for argument in arguments)) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
