@@ -14,6 +14,7 @@ from .engine.engine import Engine
 from .engine.requests import Rejected, make_request, tokenize
 from .engine.sampling import Sampler
 from .engine.sequence import Completion, Request
+from .engine.streams import open_streams
 from .errors import BudgetError
 from .model.loading import LoadedModel, load_model
 from .plan.cost import MachineRates
@@ -30,7 +31,6 @@ from .stream.host_memory import (
     resident_bytes,
     set_allocator,
 )
-from .stream.weights import WeightStream
 from .trace import Trace
 from .units import MIB, format_bytes, gib_to_bytes
 
@@ -121,14 +121,15 @@ class Runtime:
             start_token_id=self.model.start_token_id,
             device=self.device.torch_device,
         )
+        shape, config = self.model.shape, self.config
         with (
             self.reader() as reader,
-            WeightStream(self.model.shape, plan.placement, self.device, reader, self._trace) as stream,
+            open_streams(shape, plan.placement, self.device, reader, config.kv, config.policy, self._trace) as streams,
         ):
             engine = Engine(
                 self.model,
                 plan.placement,
-                stream,
+                streams,
                 self.device,
                 sampler,
                 self.config.policy.prefill_chunk_tokens,

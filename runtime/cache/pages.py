@@ -19,6 +19,7 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
+        self._given: list[int] = []
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
@@ -30,7 +31,14 @@ class PagePool:
         return [self._free.pop() for _ in range(count)]
 
     def give(self, pages: Iterable[int]) -> None:
-        self._free.extend(reversed(list(pages)))
+        given = list(pages)
+        self._free.extend(reversed(given))
+        self._given += given
+
+    def take_given(self) -> list[int]:
+        """Those given back since the last call."""
+        given, self._given = self._given, []
+        return given
 
 
 class KVPages:

@@ -4,11 +4,16 @@ A cache that grows by concatenation copies all of itself for every token. Slidin
 bounded, so their layers stay transformers' own.
 """
 
+from itertools import accumulate
+
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from ..plan.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
+from ..units import round_up
+from .pages import PagePool
 
 
 class ReservedLayer(DynamicLayer):
@@ -42,32 +47,115 @@ class ReservedLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keeps the rows of `beam_idx`, which must ascend: each moves up to its new place, nothing is allocated."""
-        if not self.is_initialized:
-            return
-        kept = beam_idx.tolist()
+        if self.is_initialized:
+            self._keep(beam_idx.tolist())
+            self._look()
+
+    def _keep(self, kept: list[int]) -> None:
         assert kept == sorted(set(kept)), f"rows {kept} do not ascend"
         for tensor in (self._all_keys, self._all_values):
             for new, old in enumerate(kept):
                 if new != old:
                     tensor[new, :, : self._length] = tensor[old, :, : self._length]
         self._all_keys, self._all_values = self._all_keys[: len(kept)], self._all_values[: len(kept)]
-        self._look()
 
     def _look(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys, self.values = self._all_keys[:, :, : self._length], self._all_values[:, :, : self._length]
         return self.keys, self.values
 
 
-def rectangle_cache(config: PreTrainedConfig, capacity: int, device: ComputeDevice) -> DynamicCache:
-    """`capacity`: positions of the longest sequence, padding included."""
+class TravellingLayer(ReservedLayer):
+    """Its memory is bound while a lane is in the layer, and lives in a tier meanwhile: all of it is carried each way."""
+
+    def __init__(self, capacity: int, device: ComputeDevice):
+        super().__init__(capacity, device)
+        self._shapes: list[torch.Size] = []
+        self._to_keep: list[list[int]] = []  # rows that stay, for when the memory is back
+
+    def bind(self, pages: torch.Tensor) -> None:
+        self._pages, self._flat = pages, pages.reshape(-1)  # a copy where pages lie apart
+        if self.is_initialized:
+            self._attach()
+
+    def unbind(self) -> None:
+        if self._flat.data_ptr() != self._pages.data_ptr():
+            self._pages.copy_(self._flat.view(self._pages.shape))
+        del self._pages, self._flat
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._shapes = [
+            torch.Size((like.shape[0], like.shape[1], self._capacity, like.shape[3]))
+            for like in (key_states, value_states)
+        ]
+        self._attach()
+        self.is_initialized = True
+
+    def _attach(self) -> None:
+        ends = list(accumulate(shape.numel() for shape in self._shapes))
+        elements = self._flat.view(self.dtype)
+        assert ends[1] <= elements.numel(), f"keys and values of {ends[1]:,} numbers in pages of {elements.numel():,}"
+        self._all_keys = elements[: ends[0]].view(self._shapes[0])
+        self._all_values = elements[ends[0] : ends[1]].view(self._shapes[1])
+        for kept in self._to_keep:
+            self._keep(kept)
+        self._to_keep = [list(range(len(self._all_keys)))]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.is_initialized:
+            self._to_keep.append(beam_idx.tolist())
+            kept = len(beam_idx)
+            self.keys, self.values = self.keys[:kept], self.values[:kept]  # their shapes are looked at between passes
+
+
+class RectangleKV:
+    """The travelling layers of a padded lane, to whoever carries them: so many pages of a pool, all of them changed by
+    every pass. Layers that transformers keeps itself stay where they are."""
+
+    def __init__(self, cache: DynamicCache, num_rows: int, capacity: int, pool: PagePool):
+        self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, TravellingLayer)}
+        self._pool = pool
+        self.pages = pool.take(num_rows * capacity // PAGE_TOKENS) if self._layers else []
+
+    @property
+    def changed(self) -> range:
+        return range(len(self.pages))
+
+    def bind(self, layer: int, pages: torch.Tensor) -> None:
+        if layer in self._layers:
+            self._layers[layer].bind(pages)
+
+    def unbind(self, layer: int) -> None:
+        if layer in self._layers:
+            self._layers[layer].unbind()
+
+    def close(self) -> None:
+        """Gives the pages back."""
+        self._pool.give(self.pages)
+        self.pages = []
+
+
+def rectangle_cache(
+    config: PreTrainedConfig, capacity: int, device: ComputeDevice, travels: frozenset[int] = frozenset()
+) -> DynamicCache:
+    """`capacity`: positions of the longest sequence, padding included, rounded up to whole pages. Layers in `travels`
+    have their memory bound by the engine."""
     cache = DynamicCache(config=config)
-    cache.layers = [ReservedLayer(capacity, device) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            kind = TravellingLayer if index in travels else ReservedLayer
+            cache.layers[index] = kind(round_up(capacity, PAGE_TOKENS), device)
     return cache
 
 
 def cross_rectangle_cache(
-    config: PreTrainedConfig, num_decoded: int, num_encoded: int, device: ComputeDevice
+    config: PreTrainedConfig,
+    num_decoded: int,
+    num_encoded: int,
+    device: ComputeDevice,
+    travels: frozenset[int] = frozenset(),
 ) -> EncoderDecoderCache:
-    """`config` is the decoder's own. What it keeps of the encoder's positions is written once, by the first pass."""
-    own, cross = (rectangle_cache(config, capacity, device) for capacity in (num_decoded, num_encoded))
-    return EncoderDecoderCache(own, cross)
+    """`config` is the decoder's own. What it keeps of the encoder's positions is written once, by the first pass, and
+    stays in compute memory."""
+    own = rectangle_cache(config, num_decoded, device, travels)
+    return EncoderDecoderCache(own, rectangle_cache(config, num_encoded, device))

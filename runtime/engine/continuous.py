@@ -16,6 +16,7 @@ from .lane import Lane
 from .packed import PackedLane
 from .records import PassRecord, Phase
 from .sequence import Sequence
+from .wave import still_open
 
 
 class Continuous(ABC):
@@ -115,7 +116,7 @@ class ContinuousPadded(Continuous):
                 lanes.append(self._engine.lane([self._sequences[i] for i in entering]))
                 seated += entering
             record = self._pass(lanes, [None] * len(lanes))
-            lanes = [lane for lane in lanes if not lane.is_done]
+            lanes = still_open(lanes)
             finished = self._finished(seated)
             seated = [i for i in seated if self._sequences[i].finish is None]
             yield record, finished

@@ -13,26 +13,28 @@ from ..model.events import Weights
 from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
 from ..plan.check import check_schedule
+from ..plan.experts import dense_shape
 from ..plan.placement import Placement
 from ..plan.schedule import Schedule, make_schedule
 from ..plan.walk import Walk
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import peak_resident_bytes
-from ..stream.weights import WeightStream
 from ..trace import Trace
+from .experts import BatchedExperts
 from .lane import Lane
 from .monitor import PassMonitor
 from .packed import PackedLane
 from .padded import PaddedLane
-from .player import PassPlayer
+from .player import Crew, PassPlayer
 from .records import PassRecord, Phase
 from .sampling import Sampler
 from .seq2seq import Seq2SeqLane
 from .sequence import Sequence
+from .streams import Streams
 
 
 class Engine:
-    """Owns order and residency; the model owns the mathematics. Single-threaded; `stream` must be open.
+    """Owns order and residency; the model owns the mathematics. Single-threaded; the streams must be open.
 
     `should_stop` is asked before every stage; when it says yes, `Interrupted` is raised and the pass is lost.
     """
@@ -41,20 +43,32 @@ class Engine:
         self,
         loaded: LoadedModel,
         placement: Placement,
-        stream: WeightStream,
+        streams: Streams,
         device: ComputeDevice,
         sampler: Sampler,
         prefill_chunk_tokens: int,
         should_stop: Callable[[], bool] = lambda: False,
         trace: Trace | None = None,
     ):
-        self._loaded, self._placement, self._stream, self._device = loaded, placement, stream, device
-        self._sampler, self._chunk_tokens, self._should_stop = sampler, prefill_chunk_tokens, should_stop
+        self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
+        self._sampler, self._chunk_tokens = sampler, prefill_chunk_tokens
         self._monitor = PassMonitor(len(loaded.shape.stages), device, trace)
-        self._pages = KVPages(placement.num_kv_pages, device)
+        self._pages = KVPages(placement.kv.num_pages, device)
+        self._travels = frozenset(placement.kv.page_bytes) - placement.host_layers
+        self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
         self._played: Schedule | None = None
         self._schedule = lru_cache(self._checked_schedule)
+        self._crew = Crew(
+            weights=streams.weights,
+            weights_of=self._weights,
+            experts=BatchedExperts(loaded, placement.paged, streams.experts),
+            monitor=self._monitor,
+            should_stop=should_stop,
+            workers=streams.workers,
+            kv=streams.kv,
+            first_layer=loaded.shape.layers[0].index,
+        )
 
     @property
     def torch_device(self) -> torch.device:
@@ -70,7 +84,7 @@ class Engine:
         return schedule
 
     def packed_lane(self, sequences: Rows[Sequence]) -> PackedLane:
-        cache = PagedKV(self._pages, expands=self._loaded.expands_latents)
+        cache = PagedKV(self._pages, expands=self._loaded.expands_latents, travels=self._travels)
         return PackedLane(self._loaded.staged.model, sequences, self._sampler, self._device, cache, self._chunk_tokens)
 
     def lane(self, sequences: Rows[Sequence]) -> Lane:
@@ -79,8 +93,10 @@ class Engine:
         if self._loaded.shape.is_packed:
             return self.packed_lane(sequences)
         if self._loaded.start_token_id is not None:
-            return Seq2SeqLane(model, sequences, self._sampler, device, self._loaded.start_token_id)
-        return PaddedLane(model, sequences, self._sampler, device, self._chunk_tokens)
+            start = self._loaded.start_token_id
+            return Seq2SeqLane(model, sequences, self._sampler, device, start, self._pages.pool, self._travels)
+        chunk = self._chunk_tokens
+        return PaddedLane(model, sequences, self._sampler, device, chunk, self._pages.pool, self._travels)
 
     @torch.inference_mode()
     def run_pass(
@@ -94,16 +110,17 @@ class Engine:
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         schedule = self._schedule(walk, len(lanes))
         events = [lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)]
-        player = PassPlayer(lanes, events, self._stream, self._weights, self._monitor, self._should_stop)
+        player = PassPlayer(lanes, events, self._crew, walk.travelling)
         if not self._flows_on(schedule):
-            self._stream.drop()
+            self._streams.weights.drop()
             player.play(schedule.prologue)
         self._played = schedule
         player.play(schedule.cycle)
         player.finish()
         counts = [lane.end_pass() for lane in lanes]
         self._device.finish()
-        times = self._monitor.take([self._stream.take_counters])
+        self._streams.forget(self._pages.pool.take_given())
+        times = self._monitor.take(self._streams.counters)
         return PassRecord(
             block=block,
             index=index,
@@ -126,10 +143,10 @@ class Engine:
 
     def _weights(self, stage: int) -> Weights:
         """Views are made once per place: a slot holds the same stages' bytes at the same offsets every time."""
-        placed = self._stream.acquire(stage)
+        placed = self._streams.weights.acquire(stage)
         key = (stage, placed.key)
         if key not in self._views:
             self._views[key] = stage_weights(
-                self._loaded.shape.stages[stage], placed.buffer, placed.tensor_offsets, self._loaded.dtypes
+                self._stages[stage], placed.buffer, placed.tensor_offsets, self._loaded.dtypes
             )
         return self._views[key]

@@ -5,6 +5,7 @@ engine. Its two kinds are `PackedLane` and `PaddedLane`.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +27,25 @@ class LanePass:
     prompt_tokens: int  # of the real ones, those of prompts (or of what a sequence that was stopped knows already)
     issued_tokens: int  # new tokens computed, those of rows that had finished before included
     useful_tokens: int  # new tokens that are part of a completion
+
+
+class TravellingKV(Protocol):
+    """What is brought to a layer and carried back from it."""
+
+    @property
+    def pages(self) -> Rows[int]:
+        """All of the lane's, in an order that holds for one pass."""
+        ...
+
+    @property
+    def changed(self) -> Rows[int]:
+        """Positions in `pages` of those that the pass writes to."""
+        ...
+
+    def bind(self, layer: int, pages: torch.Tensor) -> None:
+        """`pages` (len(self.pages), bytes of a page), uint8: where the layer's keys and values lie until `unbind`."""
+
+    def unbind(self, layer: int) -> None: ...
 
 
 class Lane(ABC):
@@ -78,6 +98,11 @@ class Lane(ABC):
     @property
     @abstractmethod
     def cache(self) -> object: ...
+
+    @property
+    @abstractmethod
+    def kv(self) -> TravellingKV:
+        """Its keys and values, where they live in a tier."""
 
     @abstractmethod
     def _prepare(self) -> None: ...

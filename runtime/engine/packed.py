@@ -36,6 +36,10 @@ class PackedLane(Lane):
     def cache(self) -> PagedKV:
         return self._cache
 
+    @property
+    def kv(self) -> PagedKV:
+        return self._cache
+
     def enter(self, sequence: Sequence) -> None:
         """Whatever it has cached elsewhere is computed again."""
         sequence.num_cached = 0

@@ -9,10 +9,12 @@ from collections.abc import Sequence as Rows
 import torch
 from transformers import PreTrainedModel
 
-from ..cache.rectangle import rectangle_cache
+from ..cache.pages import PagePool
+from ..cache.rectangle import RectangleKV, rectangle_cache
 from ..model.traits import cache_argument
-from ..plan.memory import chunk_columns
+from ..plan.memory import PAGE_TOKENS, chunk_columns
 from ..stream.device import ComputeDevice
+from ..units import round_up
 from .lane import Lane, LanePass
 from .sampling import Sampler
 from .sequence import Sequence
@@ -28,6 +30,8 @@ class PaddedLane(Lane):
         sampler: Sampler,
         device: ComputeDevice,
         prefill_chunk_tokens: int,
+        pool: PagePool,
+        travels: frozenset[int] = frozenset(),
     ):
         super().__init__(model, sequences, sampler, device)
         self._num_prompt = {s.request.key: s.num_known for s in self.sequences}  # with what was generated earlier
@@ -35,7 +39,8 @@ class PaddedLane(Lane):
         self._columns = chunk_columns(len(self.sequences), self._width, prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in self.sequences)
-        self._cache = rectangle_cache(model.config, capacity, device)
+        self._cache = rectangle_cache(model.config, capacity, device, travels)
+        self._kv = RectangleKV(self._cache, len(self.sequences), round_up(capacity, PAGE_TOKENS), pool)
         self._cache_argument = cache_argument(model)
         self._mask_BS = torch.zeros(len(self.sequences), self._width, dtype=torch.long, device=self._device)
         self._prompts_BS = torch.zeros_like(self._mask_BS)
@@ -47,6 +52,13 @@ class PaddedLane(Lane):
     @property
     def cache(self) -> object:
         return self._cache
+
+    @property
+    def kv(self) -> RectangleKV:
+        return self._kv
+
+    def close(self) -> None:
+        self._kv.close()
 
     def _prepare(self) -> None:
         if self._done >= self._width:

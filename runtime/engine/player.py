@@ -2,41 +2,64 @@
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from ..errors import Interrupted
 from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..plan.actions import Action, Op
+from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
+from .experts import BatchedExperts
 from .lane import Lane
 from .monitor import PassMonitor
+from .workers import AttentionWorkers, PendingAttention
+
+Stops: TypeAlias = tuple[type[Event], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crew:
+    """Who carries out what the actions say. `weights_of` gives a stage's weights, once they are in compute memory.
+
+    `should_stop` is asked whenever a lane enters a stage; when it says yes, `Interrupted` is raised. `workers` are
+    there where the CPU attends, `kv` where keys and values travel.
+    """
+
+    weights: WeightStream
+    weights_of: Callable[[int], Weights]
+    experts: BatchedExperts
+    monitor: PassMonitor
+    should_stop: Callable[[], bool]
+    workers: AttentionWorkers | None
+    kv: KVStream | None
+    first_layer: int  # the stage of decoder layer 0
 
 
 class PassPlayer:
-    """One pass. `lanes` have begun it and wait for `events`. The monitor is told of each action of a lane.
+    """One pass. `lanes` have begun it and wait for `events`; stages in `travelling` want their KV fetched."""
 
-    `weights_of` gives a stage's weights, once they are in compute memory. `should_stop` is asked whenever a lane enters
-    a stage; when it says yes, `Interrupted` is raised.
-    """
-
-    def __init__(
-        self,
-        lanes: Rows[Lane],
-        events: Rows[NeedStage],
-        stream: WeightStream,
-        weights_of: Callable[[int], Weights],
-        monitor: PassMonitor,
-        should_stop: Callable[[], bool],
-    ):
-        self._lanes, self._stream, self._weights_of, self._should_stop = lanes, stream, weights_of, should_stop
+    def __init__(self, lanes: Rows[Lane], events: Rows[NeedStage], crew: Crew, travelling: Iterable[int]):
+        self._lanes, self._crew, self._travelling = lanes, crew, frozenset(travelling)
         self._events: list[Event | None] = list(events)
-        self._monitor = monitor
+        self._attending: dict[int, PendingAttention] = {}  # by lane
+        self._mixed: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
         self._do: dict[Op, Callable[[Action], None]] = {
-            Op.read: lambda action: stream.read(action.stage),
-            Op.copy: lambda action: stream.copy(action.stage),
-            Op.free: lambda action: stream.free(action.stage),
+            Op.read: lambda action: crew.weights.read(action.of_stage, action.page),
+            Op.copy: lambda action: crew.weights.copy(action.of_stage, action.page),
+            Op.free: lambda action: crew.weights.free(action.of_stage),
             Op.run: self._run,
+            Op.pre: self._pre,
+            Op.attend: self._attend,
+            Op.post: self._post,
+            Op.route: self._route,
+            Op.experts: self._run_experts,
+            Op.end: self._end,
+            Op.fetch: self._fetch,
+            Op.store: self._store,
+            Op.sync: self._sync,
         }
 
     def play(self, actions: Iterable[Action]) -> None:
@@ -47,31 +70,99 @@ class PassPlayer:
         assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
 
     def _run(self, action: Action) -> None:
-        """The whole stage, attention and experts where the lane meets them."""
-        if self._should_stop():
-            raise Interrupted("stopped on request; start the same command again to go on")
-        event = self._events[action.lane]
-        assert event == NeedStage(action.stage), f"'{action}': the lane waits for {event}"
-        self._go_on(action, self._weights_of(action.stage))
+        self._crew.experts.expect(action.of_stage)
+        self._enter(action)
 
-    def _go_on(self, action: Action, answer: Weights | torch.Tensor, stops: tuple[type[Event], ...] = ()) -> None:
+    def _pre(self, action: Action) -> None:
+        self._enter(action, (NeedAttention,))
+
+    def _attend(self, action: Action) -> None:
+        event = self._events[action.of_lane]
+        if isinstance(event, NeedAttention):  # not every layer of every family attends
+            assert self._crew.workers is not None, f"'{action}': nobody attends on the CPU"
+            compute = self._crew.monitor.watched(action.of_stage, action, event.compute)
+            self._attending[action.of_lane] = self._crew.workers.submit(compute)
+
+    def _post(self, action: Action) -> None:
+        pending = self._attending.pop(action.of_lane, None)
+        if pending is not None:
+            self._go_on(action, pending.wait())
+
+    def _route(self, action: Action) -> None:
+        pending = self._attending.pop(action.of_lane, None)
+        if pending is not None:
+            self._go_on(action, pending.wait(), (NeedExperts,))
+        elif self._events[action.of_lane] == NeedStage(action.of_stage):
+            self._crew.experts.expect(action.of_stage)
+            self._enter(action, (NeedExperts,))
+
+    def _run_experts(self, action: Action) -> None:
+        parked = [(lane, event) for lane, event in enumerate(self._events) if isinstance(event, NeedExperts)]
+        if parked:
+            begin = self._crew.monitor.begin_compute()
+            answers = self._crew.experts.run(action.of_stage, [event for _, event in parked])
+            self._crew.monitor.end_compute(action.of_stage, action, begin)
+            self._mixed = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
+
+    def _end(self, action: Action) -> None:
+        answer = self._mixed.pop(action.of_lane, None)
+        if answer is not None:
+            self._go_on(action, answer)
+
+    def _fetch(self, action: Action) -> None:
+        self._kv.fetch(self._layer(action), action.of_lane, self._lanes[action.of_lane].kv.pages)
+
+    def _store(self, action: Action) -> None:
+        layer, lane = self._layer(action), action.of_lane
+        self._lanes[lane].kv.unbind(layer)
+        self._kv.store(layer, lane, self._lanes[lane].kv.changed)
+
+    def _sync(self, action: Action) -> None:
+        self._crew.weights.sync()
+        if self._crew.kv is not None:
+            self._crew.kv.sync()
+
+    def _enter(self, action: Action, stops: Stops = ()) -> None:
+        if self._crew.should_stop():
+            raise Interrupted("stopped on request; start the same command again to go on")
+        stage, lane = action.of_stage, action.of_lane
+        event = self._events[lane]
+        assert event == NeedStage(stage), f"'{action}': the lane waits for {event}"
+        if stage in self._travelling:
+            layer = self._layer(action)
+            self._lanes[lane].kv.bind(layer, self._kv.acquire(layer, lane))
+        self._go_on(action, self._crew.weights_of(stage), stops)
+
+    def _go_on(self, action: Action, answer: Weights | torch.Tensor, stops: Stops = ()) -> None:
         """Until the lane asks for another stage, or for one of `stops`. A stage may be several modules: the lane asks
         for its weights again."""
-        lane, stage = self._lanes[action.lane], NeedStage(action.stage)
-        weights = self._weights_of(action.stage)
-        begin = self._monitor.begin_compute()
+        lane, stage = self._lanes[action.of_lane], action.of_stage
+        begin = self._crew.monitor.begin_compute()
         event = lane.advance(answer)
-        while (
-            event is not None and not isinstance(event, stops) and (event == stage or not isinstance(event, NeedStage))
-        ):
-            event = lane.advance(weights if isinstance(event, NeedStage) else self._answer(action.stage, event))
-        self._events[action.lane] = event
-        self._monitor.end_compute(action.stage, action, begin)
+        while event is not None and not isinstance(event, stops) and not _leaves(event, stage):
+            event = lane.advance(self._answer(stage, event))
+        self._events[action.of_lane] = event
+        self._crew.monitor.end_compute(stage, action, begin)
 
-    def _answer(self, stage: int, event: NeedAttention | NeedExperts) -> torch.Tensor:
-        """At once, in the lane's place."""
-        begin = self._monitor.begin_compute()
-        answer = event.compute()
-        if isinstance(event, NeedAttention):
-            self._monitor.end_attention(stage, begin)
-        return answer
+    def _answer(self, stage: int, event: Event) -> Weights | torch.Tensor:
+        """At once, where the lane stands."""
+        if isinstance(event, NeedStage):
+            return self._crew.weights_of(stage)
+        if isinstance(event, NeedExperts):
+            return self._crew.experts.run(stage, [event])[0]
+        begin = self._crew.monitor.begin_compute()
+        out = event.compute()
+        self._crew.monitor.end_attention(stage, begin)
+        return out
+
+    @property
+    def _kv(self) -> KVStream:
+        assert self._crew.kv is not None, "keys and values travel without a stream"
+        return self._crew.kv
+
+    def _layer(self, action: Action) -> int:
+        return action.of_stage - self._crew.first_layer
+
+
+def _leaves(event: Event, stage: int) -> bool:
+    return isinstance(event, NeedStage) and event.stage != stage

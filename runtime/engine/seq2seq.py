@@ -7,8 +7,11 @@ from collections.abc import Sequence as Rows
 import torch
 from transformers import PreTrainedModel
 
-from ..cache.rectangle import cross_rectangle_cache
+from ..cache.pages import PagePool
+from ..cache.rectangle import RectangleKV, cross_rectangle_cache
+from ..plan.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
+from ..units import round_up
 from .lane import Lane, LanePass
 from .sampling import Sampler
 from .sequence import Sequence
@@ -25,12 +28,16 @@ class Seq2SeqLane(Lane):
         sampler: Sampler,
         device: ComputeDevice,
         start_token_id: int,
+        pool: PagePool,
+        travels: frozenset[int] = frozenset(),
     ):
         super().__init__(model, sequences, sampler, device)
         self._start_token_id = start_token_id
         width = max(len(s.request.prompt_ids) for s in self.sequences)
         longest = max(s.request.max_new_tokens for s in self.sequences)
-        self._cache = cross_rectangle_cache(model.get_decoder().config, longest, width, device)
+        self._cache = cross_rectangle_cache(model.get_decoder().config, longest, width, device, travels)
+        own = self._cache.self_attention_cache
+        self._kv = RectangleKV(own, len(self.sequences), round_up(longest, PAGE_TOKENS), pool)
         self._prompts_BS = torch.zeros(len(self.sequences), width, dtype=torch.long, device=self._device)
         self._mask_BS = torch.zeros_like(self._prompts_BS)
         for row, sequence in enumerate(self.sequences):
@@ -42,6 +49,13 @@ class Seq2SeqLane(Lane):
     @property
     def cache(self) -> object:
         return self._cache
+
+    @property
+    def kv(self) -> RectangleKV:
+        return self._kv
+
+    def close(self) -> None:
+        self._kv.close()
 
     def _prepare(self) -> None:
         tokens = [s.generated[-1] if s.generated else self._start_token_id for s in self.sequences]

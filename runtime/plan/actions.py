@@ -57,6 +57,18 @@ class Action:
         page = "" if self.page is None else f"#{self.page}"
         return self.op.value + stage + lane + page
 
+    @property
+    def of_stage(self) -> int:
+        """Of an action that has one."""
+        assert self.stage is not None, f"'{self}' has no stage"
+        return self.stage
+
+    @property
+    def of_lane(self) -> int:
+        """Of an action that has one."""
+        assert self.lane is not None, f"'{self}' has no lane"
+        return self.lane
+
 
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`; raises ValueError naming the text."""

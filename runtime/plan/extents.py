@@ -26,12 +26,36 @@ class Extent:
     used_bytes: int
     slot_offset: int
 
+    def within(self, begin: int, end: int) -> "Extent | None":
+        """The part that goes to bytes [begin, end) of the slot."""
+        first = max(begin, self.slot_offset) - self.slot_offset
+        last = min(end, self.slot_offset + self.num_bytes) - self.slot_offset
+        if first >= last:
+            return None
+        return Extent(
+            file=self.file,
+            offset=self.offset + first,
+            num_bytes=last - first,
+            used_bytes=max(0, min(self.used_bytes, last) - first),
+            slot_offset=self.slot_offset + first,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlotLayout:
     extents: tuple[Extent, ...]
     tensor_offsets: Mapping[str, int]  # tensor name -> its first byte in the slot
     num_bytes: int
+
+    def page_bounds(self, page: int, num_pages: int) -> tuple[int, int]:
+        """First and last byte (exclusive) of one of `num_pages` pieces of the slot, about equal, in whole blocks."""
+        begin, end = (round_up(self.num_bytes * n // num_pages, ALIGNMENT_BYTES) for n in (page, page + 1))
+        return min(begin, self.num_bytes), min(end, self.num_bytes)
+
+    def page_extents(self, page: int, num_pages: int) -> tuple[Extent, ...]:
+        """What fills `page_bounds`."""
+        begin, end = self.page_bounds(page, num_pages)
+        return tuple(part for extent in self.extents if (part := extent.within(begin, end)) is not None)
 
 
 def resident_groups(stages: Iterable[Stage]) -> list[list[Stage]]:

@@ -153,7 +153,7 @@ def _continuous_load(
 
     A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token.
     """
-    policy, chunk = config.policy, config.policy.prefill_chunk_tokens
+    chunk = config.policy.prefill_chunk_tokens
     if shape.is_packed:
         whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
         longest = sorted(whole, key=lambda size: -size.capacity_tokens)

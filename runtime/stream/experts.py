@@ -71,7 +71,7 @@ class ExpertStream:
             decode_walk=walk,
             slot_bytes=self.slot_bytes,
             ledgers=(),
-            num_kv_pages=0,
+            kv=placement.kv,
         )
         self._stream = WeightStream(self._pages.as_shape(shape), inner, device, reader)
         self._num_hit = self._num_brought = self._num_experts = 0

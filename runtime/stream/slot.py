@@ -7,11 +7,12 @@ from .device import ComputeDevice, Event
 
 
 class Slot:
-    """`free`: its last user has finished; `ready`: its bytes have arrived; `is_fresh`: no lane has asked for them."""
+    """`free`: its last user has finished; `ready`: its bytes have arrived; `is_fresh`: no lane has asked for them.
+    `reads`: those in flight, by page."""
 
     def __init__(self, buffer: torch.Tensor, device: ComputeDevice):
         self.buffer = buffer
         self.free: Event = device.new_event()
         self.ready: Event = device.new_event()
-        self.pending: PendingTransfer | None = None
+        self.reads: dict[int, PendingTransfer] = {}
         self.is_fresh = False

@@ -50,6 +50,7 @@ class WeightStream:
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
         self._trace = trace
         self._layouts: dict[int, SlotLayout] = {s: slot_layout(shape.stages[s]) for s in placement.walk.streamed}
+        self._num_pages = placement.walk.num_pages
         self._staged: dict[int, Slot] = {}
         self._present: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
@@ -70,44 +71,47 @@ class WeightStream:
     ) -> None:
         """Waits for reads in flight: their threads write into buffers that are about to go."""
         for slot in [*self._staged.values(), *self._present.values()]:
-            if slot.pending is not None:
+            for read in slot.reads.values():
                 try:
-                    slot.pending.wait()
+                    read.wait()
                 except CheckpointError as error:
                     if value is None:
                         raise
                     if error is not value:
                         value.add_note(f"and a read in flight failed too: {error}")
 
-    def read(self, stage: int) -> None:
-        """Begins disk -> host."""
-        copies = self._placement.walk.copies
-        slot = (self._free_staging if copies else self._free_slots).pop(0)
-        slot.free.synchronize()  # a staging slot is reused only when its copy has left it
-        layout = self._layouts[stage]
-        slot.pending = self._reader.submit(layout.extents, slot.buffer.numpy().data)
-        slot.is_fresh = not copies
-        (self._staged if copies else self._present)[stage] = slot
+    def read(self, stage: int, page: int | None = None) -> None:
+        """Begins disk -> host; of one page, the first of which takes the slot."""
+        copies, layout = self._placement.walk.copies, self._layouts[stage]
+        present = self._staged if copies else self._present
+        if not page:
+            present[stage] = (self._free_staging if copies else self._free_slots).pop(0)
+            present[stage].free.synchronize()  # a staging slot is reused only when its copy has left it
+            present[stage].is_fresh = not copies
+        slot = present[stage]
+        extents = layout.extents if page is None else layout.page_extents(page, self._num_pages)
+        slot.reads[page or 0] = self._reader.submit(extents, slot.buffer.numpy().data)
 
-    def copy(self, stage: int) -> None:
-        """Waits for the stage's read, then queues host -> device behind the device slot's last user."""
-        target = self._free_slots.pop(0)
-        num_bytes = self._layouts[stage].num_bytes
-        if self._placement.walk.reads:
-            staged = self._staged.pop(stage)
-            self._settle(stage, staged)
-            source = staged.buffer
-        else:
-            staged, source = None, self._in_host[stage]
-        told = partial(self._copied, stage)
-        self._device.copy_ahead(source[:num_bytes], target.buffer[:num_bytes], after=target.free, then=told)
-        target.ready.record(self._device.copy_stream)
+    def copy(self, stage: int, page: int | None = None) -> None:
+        """Waits for the read, then queues host -> device behind the device slot's last user; of one page, the first of
+        which takes the device slot, and the last of which leaves the host's."""
+        if not page:
+            self._present[stage] = self._free_slots.pop(0)
+            self._present[stage].is_fresh = True
+        target, layout = self._present[stage], self._layouts[stage]
+        begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
+        staged = self._staged[stage] if self._placement.walk.reads else None
         if staged is not None:
-            staged.free.record(self._device.copy_stream)
-            self._free_staging.append(staged)
-        self._counters.bytes_copied += num_bytes
-        target.is_fresh = True
-        self._present[stage] = target
+            self._settle(stage, staged, page or 0)
+        source = self._in_host[stage] if staged is None else staged.buffer
+        told = partial(self._copied, stage)
+        self._device.copy_ahead(source[begin:end], target.buffer[begin:end], after=target.free, then=told)
+        self._counters.bytes_copied += end - begin
+        if page in (None, self._num_pages - 1):
+            target.ready.record(self._device.copy_stream)
+            if staged is not None:
+                staged.free.record(self._device.copy_stream)
+                self._free_staging.append(self._staged.pop(stage))
 
     def acquire(self, stage: int) -> StageBytes:
         """The stage's bytes, in compute memory, ready for compute that is queued from now on."""
@@ -134,6 +138,13 @@ class WeightStream:
             self._free_staging.append(slot)
         self._staged.clear()
 
+    def sync(self) -> None:
+        """Waits for all that has begun."""
+        for stage, slot in [*self._staged.items(), *self._present.items()]:
+            self._settle(stage, slot)
+        if self._device.copy_stream is not None:
+            self._device.copy_stream.synchronize()
+
     def take_counters(self) -> StreamCounters:
         """Since the last call. What an accelerator did is in it once the device's clock has told of it."""
         counters, self._counters = self._counters, StreamCounters()
@@ -141,8 +152,8 @@ class WeightStream:
 
     def _await(self, stage: int, slot: Slot) -> None:
         """Before the first lane in: on a CPU the host waits for the read, on an accelerator compute for the copy."""
-        if slot.pending is not None:
-            self._counters.count_ask(slot.pending.is_done)
+        if slot.reads:
+            self._counters.count_ask(all(read.is_done for read in slot.reads.values()))
             self._settle(stage, slot)
         else:
             stream = self._device.compute_stream()
@@ -150,19 +161,18 @@ class WeightStream:
             self._device.compute_waits_for(slot.ready)
             self._device.clock.end(begin, partial(self._awaited, stage), stream)
 
-    def _settle(self, stage: int, slot: Slot) -> None:
-        """Waits for the slot's read, if it has one, and counts it."""
-        if slot.pending is None:
-            return
-        begin = time.monotonic()
-        slot.pending.wait()
-        self._counters.stalls[stage] += time.monotonic() - begin
-        timing = slot.pending.timing
-        slot.pending = None
-        self._counters.bytes_read += timing.num_bytes
-        self._counters.reads[stage] += timing.end - timing.begin
-        if self._trace is not None:
-            self._trace.span(Row.disk, f"read {stage}", timing.begin, timing.end)
+    def _settle(self, stage: int, slot: Slot, page: int | None = None) -> None:
+        """Waits for the slot's reads, or for that of one page, and counts them."""
+        for number in list(slot.reads) if page is None else [page]:
+            read = slot.reads.pop(number)
+            begin = time.monotonic()
+            read.wait()
+            self._counters.stalls[stage] += time.monotonic() - begin
+            timing = read.timing
+            self._counters.bytes_read += timing.num_bytes
+            self._counters.reads[stage] += timing.end - timing.begin
+            if self._trace is not None:
+                self._trace.span(Row.disk, f"read {stage}", timing.begin, timing.end)
 
     def _copied(self, stage: int, begin: float, end: float) -> None:
         self._counters.copies[stage] += end - begin

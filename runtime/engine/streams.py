@@ -1,0 +1,67 @@
+"""All that moves bytes beside the engine, opened and closed together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from ..config import Attention, KVConfig, KVTier, PolicyConfig
+from ..plan.placement import Placement
+from ..plan.shapes import ModelShape
+from ..store.kv_file import KVFile
+from ..store.reader import Reader
+from ..stream.counters import StreamCounters
+from ..stream.device import ComputeDevice
+from ..stream.experts import ExpertStream
+from ..stream.kv import KVStream
+from ..stream.weights import WeightStream
+from ..trace import Trace
+from .workers import AttentionWorkers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """`experts` are there where experts are paged, `kv` where keys and values travel, `workers` where the CPU
+    attends."""
+
+    weights: WeightStream
+    experts: ExpertStream | None
+    kv: KVStream | None
+    workers: AttentionWorkers | None
+
+    @property
+    def counters(self) -> list[Callable[[], StreamCounters]]:
+        found = [self.weights, self.experts, self.kv]
+        return [stream.take_counters for stream in found if stream is not None]
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Nobody will ask for what these KV pages held."""
+        if self.kv is not None and pages:
+            self.kv.forget(pages)
+
+
+@contextmanager
+def open_streams(
+    shape: ModelShape,
+    placement: Placement,
+    device: ComputeDevice,
+    reader: Reader,
+    kv: KVConfig,
+    policy: PolicyConfig,
+    trace: Trace | None,
+) -> Iterator[Streams]:
+    """Reads the resident weights. Raises CheckpointError, KVFileError."""
+    with ExitStack() as stack:
+        experts = None
+        if placement.paged:
+            slots = placement.num_expert_slots
+            experts = ExpertStream(shape, placement, device, reader, paging=placement.paging, num_slots=slots)
+        layout, pages = placement.kv, None
+        if layout.page_bytes and not placement.host_layers:
+            file = stack.enter_context(KVFile(layout, kv.directory)) if layout.tier is KVTier.nvme else None
+            pages = stack.enter_context(KVStream(layout, device, file))
+        yield Streams(
+            weights=stack.enter_context(WeightStream(shape, placement, device, reader, trace)),
+            experts=None if experts is None else stack.enter_context(experts),
+            kv=pages,
+            workers=stack.enter_context(AttentionWorkers()) if policy.attention is Attention.cpu else None,
+        )
