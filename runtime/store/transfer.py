@@ -10,6 +10,8 @@ from ..units import round_down
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTiming:
+    """Of one chunk, or of all of a transfer: monotonic seconds, without the time spent in the queue."""
+
     begin: float
     end: float
     num_bytes: int
@@ -32,14 +34,22 @@ class PendingTransfer:
             chunk.result()
 
     @property
+    def timing(self) -> ChunkTiming:
+        """From the first chunk's begin to the last one's end. Of a transfer that is done."""
+        timings = [chunk.result() for chunk in self._chunks]
+        return ChunkTiming(
+            begin=min((t.begin for t in timings), default=0.0),
+            end=max((t.end for t in timings), default=0.0),
+            num_bytes=sum(t.num_bytes for t in timings),
+        )
+
+    @property
     def num_bytes(self) -> int:
-        return sum(chunk.result().num_bytes for chunk in self._chunks)
+        return self.timing.num_bytes
 
     @property
     def seconds(self) -> float:
-        """From the first chunk's begin to the last one's end, without the time spent in the queue."""
-        timings = [chunk.result() for chunk in self._chunks]
-        return max(t.end for t in timings) - min(t.begin for t in timings) if timings else 0.0
+        return self.timing.end - self.timing.begin
 
 
 def transfer(
