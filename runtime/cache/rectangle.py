@@ -7,7 +7,7 @@ bounded, so their layers stay transformers' own.
 from itertools import accumulate
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from ..plan.memory import PAGE_TOKENS
@@ -65,7 +65,7 @@ class ReservedLayer(DynamicLayer):
 
 
 class TravellingLayer(ReservedLayer):
-    """Its memory is bound while a lane is in the layer, and lives in a tier meanwhile: all of it is carried each way."""
+    """Its memory is bound while a lane is in the layer; meanwhile it lives in a tier. All of it is carried each way."""
 
     def __init__(self, capacity: int, device: ComputeDevice):
         super().__init__(capacity, device)
@@ -104,15 +104,16 @@ class TravellingLayer(ReservedLayer):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.is_initialized:
             self._to_keep.append(beam_idx.tolist())
-            kept = len(beam_idx)
-            self.keys, self.values = self.keys[:kept], self.values[:kept]  # their shapes are looked at between passes
+            assert self.keys is not None and self.values is not None, "keys and values come with the first update"
+            num_rows = len(beam_idx)
+            self.keys, self.values = self.keys[:num_rows], self.values[:num_rows]  # others look at their shapes
 
 
 class RectangleKV:
     """The travelling layers of a padded lane, to whoever carries them: so many pages of a pool, all of them changed by
     every pass. Layers that transformers keeps itself stay where they are."""
 
-    def __init__(self, cache: DynamicCache, num_rows: int, capacity: int, pool: PagePool):
+    def __init__(self, cache: Cache, num_rows: int, capacity: int, pool: PagePool):
         self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, TravellingLayer)}
         self._pool = pool
         self.pages = pool.take(num_rows * capacity // PAGE_TOKENS) if self._layers else []

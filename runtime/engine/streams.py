@@ -57,8 +57,9 @@ def open_streams(
             experts = ExpertStream(shape, placement, device, reader, paging=placement.paging, num_slots=slots)
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
-            file = stack.enter_context(KVFile(layout, kv.directory)) if layout.tier is KVTier.nvme else None
-            pages = stack.enter_context(KVStream(layout, device, file))
+            file = stack.enter_context(KVFile(layout, directory=kv.directory)) if layout.tier is KVTier.nvme else None
+            first = shape.layers[0].index
+            pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
         yield Streams(
             weights=stack.enter_context(WeightStream(shape, placement, device, reader, trace)),
             experts=None if experts is None else stack.enter_context(experts),

@@ -3,7 +3,7 @@
 A **page** is `PAGE_TOKENS` positions of one sequence in one layer; its number is the same in every layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config import KVTier
@@ -73,6 +73,18 @@ def travelling_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_d
     layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size]
     staying = {layers[place] for place in spread(len(layers), round(fraction * len(layers)))}
     return tuple(layer for layer in layers if layer not in staying)
+
+
+def stretches(numbers: Iterable[int], most: int | None = None) -> Iterator[range]:
+    """Neighbouring numbers together, ascending, up to `most` of them."""
+    run = range(0)
+    for number in sorted(numbers):
+        if run and (number != run.stop or len(run) == most):
+            yield run
+            run = range(0)
+        run = range(run.start if run else number, number + 1)
+    if run:
+        yield run
 
 
 def kv_layout(

@@ -10,12 +10,12 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from ..errors import BudgetError, KVFileError
-from ..plan.kv import KVLayout
+from ..plan.kv import KVLayout, stretches
 from ..units import MIB, format_bytes
 from .transfer import ChunkTiming, PendingTransfer, transfer
 from .unnamed_file import free_bytes, make_direct, open_unnamed
@@ -68,7 +68,7 @@ class KVFile:
         """Fills place `places[page]` of the page-aligned slot with each page; one that was never written with zeros,
         at once. The slot must live until the read is done, which raises KVFileError for a page that has changed."""
         stride = self._layout.stride_bytes(layer)
-        written = [page for page in sorted(places) if (layer, page) in self._checksums]
+        written = [page for page in places if (layer, page) in self._checksums]
         for page in places.keys() - set(written):
             slot[places[page] * stride : (places[page] + 1) * stride] = self._zeros[:stride]
         return PendingTransfer(
@@ -85,7 +85,7 @@ class KVFile:
         return PendingTransfer(
             [
                 self._pool.submit(self._write, layer, run, [_place(slot, places[page], stride) for page in run])
-                for run in self._runs(sorted(places), stride)
+                for run in self._runs(places, stride)
             ]
         )
 
@@ -95,19 +95,11 @@ class KVFile:
             for page in pages:
                 self._checksums.pop((layer, page), None)
 
-    def _runs(self, pages: Sequence[int], stride: int) -> Iterator[list[int]]:
+    def _runs(self, pages: Iterable[int], stride: int) -> Iterator[range]:
         """Neighbours in the file, as many as one request takes."""
-        most = min(MAX_VIEWS, max(1, self._chunk_bytes // stride))
-        run: list[int] = []
-        for page in pages:
-            if run and (page != run[-1] + 1 or len(run) == most):
-                yield run
-                run = []
-            run.append(page)
-        if run:
-            yield run
+        return stretches(pages, min(MAX_VIEWS, max(1, self._chunk_bytes // stride)))
 
-    def _read(self, layer: int, run: list[int], views: list[memoryview]) -> ChunkTiming:
+    def _read(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
         begin, offset = time.monotonic(), self._offset(layer, run[0])
         wanted = sum(map(len, views))
         try:
@@ -124,7 +116,7 @@ class KVFile:
                 )
         return ChunkTiming(begin=begin, end=time.monotonic(), num_bytes=done)
 
-    def _write(self, layer: int, run: list[int], views: list[memoryview]) -> ChunkTiming:
+    def _write(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
         begin, offset = time.monotonic(), self._offset(layer, run[0])
         wanted = sum(map(len, views))
         checksums = [self._checksum(layer, view) for view in views]
@@ -149,7 +141,7 @@ class KVFile:
         if not self._is_direct:
             os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
-    def _failed(self, doing: str, layer: int, run: list[int], error: OSError) -> KVFileError:
+    def _failed(self, doing: str, layer: int, run: range, error: OSError) -> KVFileError:
         num_bytes = len(run) * self._layout.stride_bytes(layer)
         message = (
             f"{self.directory}: {doing} {num_bytes:,} bytes at {self._offset(layer, run[0]):,} of the file of keys and "

@@ -3,7 +3,8 @@
 """
 
 import mmap
-from typing import TypeAlias
+from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,14 @@ from ..errors import ConfigError
 from ..plan.extents import ALIGNMENT_BYTES
 from ..units import MIB, round_up
 from .clock import DeviceClock, Then
+
+
+class Event(Protocol):
+    """A point in a stream's work, as `torch.Event` has it. Streams wait for events of their own device alone."""
+
+    def record(self, stream: torch.Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class NullEvent:
@@ -24,7 +33,6 @@ class NullEvent:
 
 
 HUGE_PAGE_BYTES = 2 * MIB
-Event: TypeAlias = torch.Event | NullEvent  # a point in a stream's work
 
 
 class ComputeDevice:
@@ -34,14 +42,24 @@ class ComputeDevice:
     def __init__(self, name: str):
         self.torch_device = resolve_device(name)
         self.is_accelerator = self.torch_device.type != "cpu"
-        self.copy_stream = torch.Stream(device=self.torch_device) if self.is_accelerator else None
+        self.copy_stream = self.new_stream()
         self.clock = DeviceClock(self._timed_event if self.is_accelerator else None)
+
+    def new_stream(self) -> torch.Stream | None:
+        """For copies that are not to queue behind others; None on a CPU, where a copy is done when the call returns."""
+        return torch.Stream(device=self.torch_device) if self.is_accelerator else None
 
     def new_event(self) -> Event:
         return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
 
     def _timed_event(self) -> torch.Event:
         return torch.Event(device=self.torch_device, enable_timing=True)
+
+    def host_pages(self, num_bytes: int) -> torch.Tensor:
+        """uint8 host memory that only the device's copies look at: pinned, and not aligned to the disk's blocks."""
+        if not self.is_accelerator:
+            return self.host_buffer(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages
@@ -68,21 +86,47 @@ class ComputeDevice:
         """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once; `then`
         is told when it ran."""
         assert self.copy_stream is not None, "copies exist only where there is an accelerator"
-        assert isinstance(after, torch.Event), "an accelerator's events are torch's"
-        self.copy_stream.wait_event(after)
-        begin = self.clock.begin(self.copy_stream) if then is not None else 0.0
-        with self.copy_stream:
-            target.copy_(source, non_blocking=True)
+        self.copy(source, target, on=self.copy_stream, after=after, then=then)
+
+    def copy(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        on: torch.Stream | None,
+        after: Event,
+        then: Then | None = None,
+    ) -> None:
+        """Queues a copy in either direction on a stream, to begin once `after` has happened. Returns at once; `then`
+        is told when it ran."""
+        if on is not None:
+            self.wait(on, after)
+        begin = self.clock.begin(on) if then is not None else 0.0
+        with on or nullcontext():
+            target.copy_(source, non_blocking=on is not None)
         if then is not None:
-            self.clock.end(begin, then, self.copy_stream)
+            self.clock.end(begin, then, on)
+
+    def clear(self, target: torch.Tensor, *, on: torch.Stream | None, after: Event) -> None:
+        """Queues zeros, as `copy` does."""
+        if on is None:
+            target.zero_()
+            return
+        self.wait(on, after)
+        with on:
+            target.zero_()
+
+    def wait(self, stream: torch.Stream, event: Event) -> None:
+        """What is queued on the stream from now on begins once `event` has happened."""
+        stream.wait_event(event)  # pyright: ignore[reportArgumentType] - `new_event` made it: it is the stream's kind
 
     def compute_stream(self) -> torch.Stream | None:
         return torch.accelerator.current_stream(self.torch_device) if self.is_accelerator else None
 
     def compute_waits_for(self, event: Event) -> None:
         stream = self.compute_stream()
-        if stream is not None and isinstance(event, torch.Event):
-            stream.wait_event(event)
+        if stream is not None:
+            self.wait(stream, event)
 
     def finish(self) -> None:
         """Host waits for all queued compute: once per pass, when its tokens are needed anyway."""

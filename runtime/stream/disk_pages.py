@@ -1,0 +1,73 @@
+"""Keys and values on disk: read into a slot and written from it in the background, by one thread each way.
+
+A thread each way keeps the order of fetches and that of stores; the file's own threads do the reading and writing.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ..plan.kv import KVLayout, stretches
+from ..store.kv_file import KVFile
+from ..store.transfer import PendingTransfer
+from .device import ComputeDevice
+from .kv_slot import Departure, KVSlot
+
+
+class DiskPages:
+    """The tier `nvme`. Only the engine's thread calls it."""
+
+    def __init__(self, layout: KVLayout, device: ComputeDevice, file: KVFile):
+        self._layout, self._device, self._file = layout, device, file
+        self._into, self._out = device.new_stream(), device.new_stream()
+        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
+        self._storing = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
+
+    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], behind: Sequence[KVSlot]) -> int:
+        """Begins to read `pages` into the slot, and to copy them on, once what left the slots `behind` is written.
+        Returns the bytes to be copied."""
+        leaving = [other.departure.written for other in behind if other.departure and other.departure.written]
+        slot.arriving = self._fetching.submit(self._fetch, slot, layer, pages, leaving)
+        return len(pages) * self._layout.stride_bytes(layer) if slot.is_staged else 0
+
+    def store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> int:
+        """Begins to write pages, which are where `places` says, behind `slot.free`. Returns the bytes to be copied."""
+        stride = self._layout.stride_bytes(layer)
+        if slot.is_staged:
+            for run in stretches(places.values()):
+                there = slice(run.start * stride, run.stop * stride)
+                self._device.copy(slot.buffer[there], slot.staging[there], on=self._out, after=slot.free)
+            slot.free.record(self._out)
+        written = self._storing.submit(self._store, slot, layer, places)
+        slot.departure = Departure(layer=layer, pages=frozenset(places), written=written)
+        return len(places) * stride if slot.is_staged else 0
+
+    def forget(self, pages: Sequence[int]) -> None:
+        self._file.forget(pages)
+
+    def close(self) -> None:
+        """Waits for what is in flight, whose memory is about to go. What failed is in the slots' futures."""
+        self._fetching.shutdown(wait=True)
+        self._storing.shutdown(wait=True)
+        for stream in (self._into, self._out):
+            if stream is not None:
+                stream.synchronize()
+
+    def _fetch(
+        self, slot: KVSlot, layer: int, pages: Sequence[int], leaving: Sequence[Future[PendingTransfer]]
+    ) -> PendingTransfer:
+        for written in leaving:
+            written.result()
+        slot.ready.synchronize()  # the last copy has left the staging memory
+        pending = self._file.read(layer, {page: place for place, page in enumerate(pages)}, slot.staging.numpy().data)
+        pending.wait()
+        if slot.is_staged:
+            num_bytes = len(pages) * self._layout.stride_bytes(layer)
+            self._device.copy(slot.staging[:num_bytes], slot.buffer[:num_bytes], on=self._into, after=slot.free)
+            slot.ready.record(self._into)
+        return pending
+
+    def _store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> PendingTransfer:
+        slot.free.synchronize()
+        pending = self._file.write(layer, places, slot.staging.numpy().data)
+        pending.wait()
+        return pending

@@ -1,0 +1,101 @@
+"""Keys and values in pinned host memory: runs of pages are copied to a slot and back, each way on a stream of its own.
+
+All of it is queued on the device, and the host waits for nothing. Without a device copies are done at once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..plan.kv import KVLayout, stretches
+from .device import ComputeDevice
+from .kv_slot import Departure, KVSlot
+
+
+class Run(NamedTuple):
+    """Pages that are neighbours both in the tier and in the slot."""
+
+    page: int
+    place: int
+    num_pages: int
+
+    def of(self, slot: KVSlot, stride: int) -> torch.Tensor:
+        return slot.buffer[self.place * stride : (self.place + self.num_pages) * stride]
+
+
+class PinnedPages:
+    """The tier `cpu`. Only the engine's thread calls it."""
+
+    def __init__(self, layout: KVLayout, device: ComputeDevice):
+        self._layout, self._device = layout, device
+        self._into, self._out = device.new_stream(), device.new_stream()
+        self._segments = {
+            layer: [device.host_pages(count * layout.stride_bytes(layer)) for count in layout.segment_pages(layer)]
+            for layer in layout.page_bytes
+        }
+        self._stored: dict[int, set[int]] = {layer: set() for layer in layout.page_bytes}
+
+    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], behind: Sequence[KVSlot]) -> int:
+        """Queues the copies of `pages` into the slot, behind what frees the slots `behind`; zeros for a page that was
+        never stored. Returns the bytes to be copied."""
+        if self._into is not None:
+            for other in behind:
+                self._device.wait(self._into, other.free)
+        slot.departure = None
+        stride, stored = self._layout.stride_bytes(layer), self._stored[layer]
+        for fresh in stretches(place for place, page in enumerate(pages) if page not in stored):
+            target = slot.buffer[fresh.start * stride : fresh.stop * stride]
+            self._device.clear(target, on=self._into, after=slot.free)
+        known = {page: place for place, page in enumerate(pages) if page in stored}
+        for run in self._runs(layer, known):
+            self._device.copy(self._at(layer, run), run.of(slot, stride), on=self._into, after=slot.free)
+        slot.ready.record(self._into)
+        return len(known) * stride
+
+    def store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> int:
+        """Queues the copies of pages, which are where `places` says, behind `slot.free`; that event then tells when
+        they have left. Returns the bytes to be copied."""
+        stride = self._layout.stride_bytes(layer)
+        for run in self._runs(layer, places):
+            self._device.copy(run.of(slot, stride), self._at(layer, run), on=self._out, after=slot.free)
+        slot.free.record(self._out)
+        slot.departure = Departure(layer=layer, pages=frozenset(places), written=None)
+        self._stored[layer] |= places.keys()
+        return len(places) * stride
+
+    def forget(self, pages: Sequence[int]) -> None:
+        for stored in self._stored.values():
+            stored.difference_update(pages)
+
+    def close(self) -> None:
+        """Waits for copies in flight, whose memory is about to go."""
+        for stream in (self._into, self._out):
+            if stream is not None:
+                stream.synchronize()
+
+    def _at(self, layer: int, run: Run) -> torch.Tensor:
+        stride, most = self._layout.stride_bytes(layer), self._most(layer)
+        begin = run.page % most * stride
+        return self._segments[layer][run.page // most][begin : begin + run.num_pages * stride]
+
+    def _most(self, layer: int) -> int:
+        """Pages of each of the layer's segments but the last."""
+        return self._layout.segment_pages(layer)[0]
+
+    def _runs(self, layer: int, places: Mapping[int, int]) -> Iterator[Run]:
+        most = self._most(layer)
+        run: Run | None = None
+        for page, place in sorted(places.items()):
+            if (
+                run is not None
+                and page % most
+                and (page, place) == (run.page + run.num_pages, run.place + run.num_pages)
+            ):
+                run = run._replace(num_pages=run.num_pages + 1)
+                continue
+            if run is not None:
+                yield run
+            run = Run(page, place, 1)
+        if run is not None:
+            yield run
