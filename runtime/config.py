@@ -79,15 +79,6 @@ class Attention(Enum):
     cpu = "cpu"
 
 
-class Order(Enum):
-    """In which order lanes pass the stages, see `runtime/plan/orders.py`."""
-
-    zigzag = "zigzag"
-    flexgen = "flexgen"
-    cgopipe = "cgopipe"
-    module_batched = "module_batched"
-
-
 class DType(Enum):
     """Compute precision. `auto`: the checkpoint's own on an accelerator, float32 on a CPU."""
 

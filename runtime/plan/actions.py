@@ -57,6 +57,18 @@ class Action:
         page = "" if self.page is None else f"#{self.page}"
         return self.op.value + stage + lane + page
 
+    @property
+    def its_stage(self) -> int:
+        """`stage`, of any op but `sync`."""
+        assert self.stage is not None, f"'{self}' is of no stage"
+        return self.stage
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Stage and lane, of an op that is of both."""
+        assert self.lane is not None, f"'{self}' is of no lane"
+        return self.its_stage, self.lane
+
 
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`; raises ValueError naming the text."""

@@ -53,8 +53,9 @@ def walk_of(streamed: str, slots: str, road: str) -> Walk:
 
 
 def walks(order: Order, stops: str, streamed: str) -> Iterator[tuple[Walk, int]]:
-    for slots, road, num_pages, num_lanes in product(SLOTS, ROADS, (1, 3), range(1, 6)):
-        walk = walk_of(streamed, slots, road)
+    """All slots over all roads for one lane to five, with one page or three: every other one each."""
+    for index, (slots, road, num_lanes) in enumerate(product(SLOTS, ROADS, range(1, 6))):
+        walk, num_pages = walk_of(streamed, slots, road), 1 if index % 2 else 3
         if walk.num_slots >= min(MIN_SLOTS.get(order, 0), len(walk.streamed)):
             num_kv_slots = min(2, num_lanes) + num_lanes % 2
             pages = replace(walk, order=order, num_pages=num_pages, num_kv_slots=num_kv_slots)
@@ -111,8 +112,7 @@ def test_lookahead_runs_its_depth_ahead(slots: str, ahead: int) -> None:
     begun = len(schedule.prologue)
     for action in schedule.cycle:
         if action.op is Op.run:
-            assert action.stage is not None
-            assert begun == action.stage + 1 + ahead
+            assert begun == action.its_stage + 1 + ahead
         begun += action.op is Op.read
 
 
