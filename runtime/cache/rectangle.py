@@ -104,9 +104,9 @@ class TravellingLayer(ReservedLayer):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.is_initialized:
             self._to_keep.append(beam_idx.tolist())
-            assert self.keys is not None and self.values is not None, "keys and values come with the first update"
             num_rows = len(beam_idx)
-            self.keys, self.values = self.keys[:num_rows], self.values[:num_rows]  # others look at their shapes
+            self._all_keys, self._all_values = self._all_keys[:num_rows], self._all_values[:num_rows]
+            self._look()  # others ask for the shapes
 
 
 class RectangleKV:

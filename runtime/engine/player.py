@@ -47,9 +47,9 @@ class PassPlayer:
         self._attending: dict[int, PendingAttention] = {}  # by lane
         self._mixed: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
         self._do: dict[Op, Callable[[Action], None]] = {
-            Op.read: lambda action: crew.weights.read(action.of_stage, action.page),
-            Op.copy: lambda action: crew.weights.copy(action.of_stage, action.page),
-            Op.free: lambda action: crew.weights.free(action.of_stage),
+            Op.read: lambda action: crew.weights.read(action.its_stage, action.page),
+            Op.copy: lambda action: crew.weights.copy(action.its_stage, action.page),
+            Op.free: lambda action: crew.weights.free(action.its_stage),
             Op.run: self._run,
             Op.pre: self._pre,
             Op.attend: self._attend,
@@ -70,50 +70,50 @@ class PassPlayer:
         assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
 
     def _run(self, action: Action) -> None:
-        self._crew.experts.expect(action.of_stage)
+        self._crew.experts.expect(action.its_stage)
         self._enter(action)
 
     def _pre(self, action: Action) -> None:
         self._enter(action, (NeedAttention,))
 
     def _attend(self, action: Action) -> None:
-        event = self._events[action.of_lane]
+        event = self._events[self._place(action)]
         if isinstance(event, NeedAttention):  # not every layer of every family attends
             assert self._crew.workers is not None, f"'{action}': nobody attends on the CPU"
-            compute = self._crew.monitor.watched(action.of_stage, action, event.compute)
-            self._attending[action.of_lane] = self._crew.workers.submit(compute)
+            compute = self._crew.monitor.watched(action.its_stage, action, event.compute)
+            self._attending[self._place(action)] = self._crew.workers.submit(compute)
 
     def _post(self, action: Action) -> None:
-        pending = self._attending.pop(action.of_lane, None)
+        pending = self._attending.pop(self._place(action), None)
         if pending is not None:
             self._go_on(action, pending.wait())
 
     def _route(self, action: Action) -> None:
-        pending = self._attending.pop(action.of_lane, None)
+        pending = self._attending.pop(self._place(action), None)
         if pending is not None:
             self._go_on(action, pending.wait(), (NeedExperts,))
-        elif self._events[action.of_lane] == NeedStage(action.of_stage):
-            self._crew.experts.expect(action.of_stage)
+        elif self._events[self._place(action)] == NeedStage(action.its_stage):
+            self._crew.experts.expect(action.its_stage)
             self._enter(action, (NeedExperts,))
 
     def _run_experts(self, action: Action) -> None:
         parked = [(lane, event) for lane, event in enumerate(self._events) if isinstance(event, NeedExperts)]
         if parked:
             begin = self._crew.monitor.begin_compute()
-            answers = self._crew.experts.run(action.of_stage, [event for _, event in parked])
-            self._crew.monitor.end_compute(action.of_stage, action, begin)
+            answers = self._crew.experts.run(action.its_stage, [event for _, event in parked])
+            self._crew.monitor.end_compute(action.its_stage, action, begin)
             self._mixed = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
 
     def _end(self, action: Action) -> None:
-        answer = self._mixed.pop(action.of_lane, None)
+        answer = self._mixed.pop(self._place(action), None)
         if answer is not None:
             self._go_on(action, answer)
 
     def _fetch(self, action: Action) -> None:
-        self._kv.fetch(self._layer(action), action.of_lane, self._lanes[action.of_lane].kv.pages)
+        self._kv.fetch(self._layer(action), self._place(action), self._lanes[self._place(action)].kv.pages)
 
     def _store(self, action: Action) -> None:
-        layer, lane = self._layer(action), action.of_lane
+        layer, lane = self._layer(action), self._place(action)
         self._lanes[lane].kv.unbind(layer)
         self._kv.store(layer, lane, self._lanes[lane].kv.changed)
 
@@ -125,7 +125,7 @@ class PassPlayer:
     def _enter(self, action: Action, stops: Stops = ()) -> None:
         if self._crew.should_stop():
             raise Interrupted("stopped on request; start the same command again to go on")
-        stage, lane = action.of_stage, action.of_lane
+        stage, lane = action.turn
         event = self._events[lane]
         assert event == NeedStage(stage), f"'{action}': the lane waits for {event}"
         if stage in self._travelling:
@@ -136,12 +136,13 @@ class PassPlayer:
     def _go_on(self, action: Action, answer: Weights | torch.Tensor, stops: Stops = ()) -> None:
         """Until the lane asks for another stage, or for one of `stops`. A stage may be several modules: the lane asks
         for its weights again."""
-        lane, stage = self._lanes[action.of_lane], action.of_stage
+        stage, place = action.turn
+        lane = self._lanes[place]
         begin = self._crew.monitor.begin_compute()
         event = lane.advance(answer)
         while event is not None and not isinstance(event, stops) and not _leaves(event, stage):
             event = lane.advance(self._answer(stage, event))
-        self._events[action.of_lane] = event
+        self._events[place] = event
         self._crew.monitor.end_compute(stage, action, begin)
 
     def _answer(self, stage: int, event: Event) -> Weights | torch.Tensor:
@@ -160,8 +161,12 @@ class PassPlayer:
         assert self._crew.kv is not None, "keys and values travel without a stream"
         return self._crew.kv
 
+    def _place(self, action: Action) -> int:
+        """Of the action's lane among all."""
+        return action.turn[1]
+
     def _layer(self, action: Action) -> int:
-        return action.of_stage - self._crew.first_layer
+        return action.its_stage - self._crew.first_layer
 
 
 def _leaves(event: Event, stage: int) -> bool:

@@ -30,8 +30,13 @@ class Streams:
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:
-        found = [self.weights, self.experts, self.kv]
-        return [stream.take_counters for stream in found if stream is not None]
+        counters = [self.weights.take_counters]
+        if self.experts is not None:
+            experts = self.experts
+            counters.append(lambda: experts.take_counters().stream)
+        if self.kv is not None:
+            counters.append(self.kv.take_counters)
+        return counters
 
     def forget(self, pages: Sequence[int]) -> None:
         """Nobody will ask for what these KV pages held."""

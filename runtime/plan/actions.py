@@ -58,16 +58,16 @@ class Action:
         return self.op.value + stage + lane + page
 
     @property
-    def of_stage(self) -> int:
-        """Of an action that has one."""
-        assert self.stage is not None, f"'{self}' has no stage"
+    def its_stage(self) -> int:
+        """`stage`, of any op but `sync`."""
+        assert self.stage is not None, f"'{self}' is of no stage"
         return self.stage
 
     @property
-    def of_lane(self) -> int:
-        """Of an action that has one."""
-        assert self.lane is not None, f"'{self}' has no lane"
-        return self.lane
+    def turn(self) -> tuple[int, int]:
+        """Stage and lane, of an op that is of both."""
+        assert self.lane is not None, f"'{self}' is of no lane"
+        return self.its_stage, self.lane
 
 
 def parse_action(text: str) -> Action:

@@ -98,21 +98,20 @@ class _Play:
         self._kv.end_pass()
 
     def _move(self, action: Action) -> None:
-        stage, index, lane = self._lane(action)
+        lane, (stage, index) = self._lane(action), action.turn
         origins, target = _MOVES[action.op]
         self._require_stop(action, stage)
         if lane.stage != stage or lane.place not in origins:
             raise broken(action, f"out of order, lane {index} stands {lane}")
         if lane.place is _Place.entrance:
             self.weights.use(action)
-            self._kv.use(action, (stage, index))
+            self._kv.use(action)
         lane.place = target
         if target is _Place.exit:
             lane.stage, lane.place = stage + 1, _Place.entrance
 
     def _experts(self, action: Action) -> None:
-        assert action.stage is not None, "experts are of a stage"
-        self._require_stop(action, action.stage)
+        self._require_stop(action, action.its_stage)
         for index, lane in enumerate(self._lanes):
             if lane.stage != action.stage or lane.place is not _Place.experts:
                 raise broken(action, f"run before all lanes have come there, lane {index} stands {lane}")
@@ -120,28 +119,26 @@ class _Play:
             lane.place = _Place.answered
 
     def _free(self, action: Action) -> None:
-        assert action.stage is not None, "a stage is freed"
         for index, lane in enumerate(self._lanes):
-            if lane.stage <= action.stage:
+            if lane.stage <= action.its_stage:
                 raise broken(action, f"freed before all lanes have left it, lane {index} stands {lane}")
         self.weights.free(action)
 
     def _fetch(self, action: Action) -> None:
-        stage, index, _ = self._lane(action)
-        self._kv.fetch(action, (stage, index))
+        self._lane(action)
+        self._kv.fetch(action)
 
     def _store(self, action: Action) -> None:
-        stage, index, lane = self._lane(action)
+        lane, (stage, index) = self._lane(action), action.turn
         if lane.stage < stage or (lane.stage == stage and not lane.passed_attention):
             raise broken(action, f"stored before its attention is over, lane {index} stands {lane}")
-        self._kv.store(action, (stage, index))
+        self._kv.store(action)
 
-    def _lane(self, action: Action) -> tuple[int, int, _Lane]:
-        assert action.stage is not None, f"{action.op} without a stage"
-        assert action.lane is not None, f"{action.op} without a lane"
-        if action.lane >= len(self._lanes):
+    def _lane(self, action: Action) -> _Lane:
+        _, index = action.turn
+        if index >= len(self._lanes):
             raise broken(action, f"no such lane, there are {len(self._lanes)}; a prologue has none")
-        return action.stage, action.lane, self._lanes[action.lane]
+        return self._lanes[index]
 
     def _require_stop(self, action: Action, stage: int) -> None:
         if action.op in _STOPS_AT_ATTENTION and stage not in self._attending:

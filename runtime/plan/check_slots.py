@@ -42,7 +42,7 @@ class WeightSlots:
     def copy(self, action: Action) -> None:
         if not self._walk.copies:
             raise broken(action, "the walk copies nothing, compute finds its weights where they are read")
-        stage = _stage(action)
+        stage = action.its_stage
         if self._walk.reads and not self._staged.get(stage, set()) >= self._pages(action):
             raise broken(action, "copied before it was read")
         self._bring(action, self._present, self._walk.num_slots, "device slot")
@@ -50,13 +50,13 @@ class WeightSlots:
             self._staged.pop(stage, None)
 
     def use(self, action: Action) -> None:
-        stage = _stage(action)
+        stage = action.its_stage
         if stage in self._streamed and self._present.get(stage) != self._all_pages:
             count = f"{len(self._present.get(stage, ()))} of {self._walk.num_pages} pages are there"
             raise broken(action, f"used before its weights were brought in, {count}")
 
     def free(self, action: Action) -> None:
-        stage = _stage(action)
+        stage = action.its_stage
         if stage not in self._present:
             raise broken(action, f"freed but not present; in slots are {sorted(self._present)}")
         if stage in self._freed:
@@ -65,7 +65,7 @@ class WeightSlots:
         self._freed.add(stage)
 
     def _bring(self, action: Action, slots: dict[int, set[int]], limit: int, kind: str) -> None:
-        stage, pages = _stage(action), self._pages(action)
+        stage, pages = action.its_stage, self._pages(action)
         if stage not in self._streamed:
             raise broken(action, "the stage is resident and never brought in")
         if stage not in slots and len(slots) >= limit:
@@ -98,7 +98,8 @@ class KVSlots:
         for stage, lane in sorted(self._held):
             raise broken(Action(Op.store, stage, lane), "missing: its KV slot is not free at the end of the pass")
 
-    def fetch(self, action: Action, key: tuple[int, int]) -> None:
+    def fetch(self, action: Action) -> None:
+        key = action.turn
         if key[0] not in self._travelling:
             raise broken(action, "the stage's KV does not travel")
         if key in self._fetched:
@@ -108,19 +109,16 @@ class KVSlots:
         self._held.add(key)
         self._fetched.add(key)
 
-    def use(self, action: Action, key: tuple[int, int]) -> None:
+    def use(self, action: Action) -> None:
+        key = action.turn
         if key[0] in self._travelling and key not in self._held:
             raise broken(action, "the lane enters before its KV was fetched")
 
-    def store(self, action: Action, key: tuple[int, int]) -> None:
+    def store(self, action: Action) -> None:
+        key = action.turn
         if key not in self._held:
             raise broken(action, "stored without having been fetched")
         self._held.remove(key)
-
-
-def _stage(action: Action) -> int:
-    assert action.stage is not None, f"{action.op} without a stage"
-    return action.stage
 
 
 def _names(keys: set[tuple[int, int]]) -> str:

@@ -71,11 +71,10 @@ class Durations:
     is_kv_on_disk: bool = False  # otherwise KV is fetched and stored over the link
 
     def of(self, action: Action) -> float:
-        assert action.stage is not None, f"{action.op} takes no time of its own"
         seconds = getattr(self, action.op.value)
         if action.lane is not None:
-            return seconds(action.stage, action.lane)
-        return seconds(action.stage) / (1 if action.page is None else self.num_pages)
+            return seconds(*action.turn)
+        return seconds(action.its_stage) / (1 if action.page is None else self.num_pages)
 
 
 @dataclass(frozen=True, kw_only=True)

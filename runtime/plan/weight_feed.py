@@ -84,8 +84,9 @@ def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
 def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
     """Look-ahead: with k+1 slots, weights run k stages ahead.
 
-    Where the order spreads pages, the n pages of a stage come one per turn as far as turns go round, so that what is
-    small and urgent (hidden states, KV) never waits behind a whole stage.
+    Where the order spreads pages, those of a stage come evenly over as many turns as there are lanes, so that what is
+    small and urgent (hidden states, KV) never waits behind a whole stage. With two slots the last page is begun right
+    before cgopipe needs it; a third one hides it.
     """
     times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
     is_spread = STYLES[walk.order].spreads_pages

@@ -116,12 +116,21 @@ class ExpertStream:
 
     def take_counters(self) -> ExpertCounters:
         counters = ExpertCounters(
-            stream=self._stream.take_counters(),
+            stream=self._by_stage(self._stream.take_counters()),
             num_hit=self._num_hit,
             num_brought=self._num_brought,
             num_experts=self._num_experts,
         )
         self._num_hit = self._num_brought = self._num_experts = 0
+        return counters
+
+    def _by_stage(self, counters: StreamCounters) -> StreamCounters:
+        """The stream below knows pages alone."""
+        for seconds in (counters.reads, counters.copies, counters.stalls):
+            by_page = dict(seconds)
+            seconds.clear()
+            for page, each in by_page.items():
+                seconds[self._pages.pages[page].index] += each
         return counters
 
     def _start(self, pages: Sequence[int]) -> None:

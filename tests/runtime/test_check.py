@@ -135,7 +135,7 @@ def test_sixty_stages_and_sixteen_lanes_are_scheduled_and_checked_at_once(order:
     )  # fmt: skip
     seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = time.process_time()
         check_schedule(make_schedule(walk, 16), walk, 16)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
     assert median(seconds) < 0.2

@@ -79,7 +79,7 @@ def test_a_page_takes_its_share_of_a_stage() -> None:
     added = play(walk, 6, read=4.0, run=3.0).seconds - play(walk, 5, read=4.0, run=3.0).seconds
     assert added == pytest.approx(NUM_STAGES * 4)
     one_pass = play(walk, 1, read=4.0, run=3.0).busy_seconds[Resource.disk]
-    assert one_pass == pytest.approx(4 * (NUM_STAGES + 3))  # three stages lie ready as the pass ends
+    assert one_pass == pytest.approx(4 * (NUM_STAGES + 2.5))  # stages 0, 1 and page 0 of 2 lie ready as a pass ends
 
 
 LAYERS = tuple(range(8))
@@ -107,31 +107,32 @@ def bubbles(order: Order, num_slots: int, num_lanes: int) -> SimulatedPasses:
 @pytest.mark.parametrize("num_lanes", [2, 3, 4, 8])
 def test_compute_stalls_less_from_zigzag_without_overlap_to_flexgen_to_cgopipe(num_lanes: int) -> None:
     results = [
-        bubbles(Order.zigzag, 1, num_lanes), bubbles(Order.flexgen, 2, num_lanes), bubbles(Order.cgopipe, 3, num_lanes)
+        bubbles(Order.zigzag, 1, num_lanes), bubbles(Order.flexgen, 2, num_lanes), bubbles(Order.cgopipe, 2, num_lanes)
     ]  # fmt: skip
     busy = [result.busy_seconds[Resource.compute] for result in results]
     assert busy == [4 * len(LAYERS) * num_lanes * 2] * 3
     assert all(b.stall_seconds < a.stall_seconds for a, b in pairwise(results))
-    assert [r.seconds for r in results] == [
-        pytest.approx(b + r.stall_seconds) for b, r in zip(busy, results, strict=True)
-    ]
+    assert [r.seconds for r in results] == pytest.approx([busy[0] + r.stall_seconds for r in results])
 
 
-def test_flexgen_waits_for_every_attention_and_cgopipe_only_for_the_first_of_a_pass() -> None:
-    """With nothing to bring in: a second for each of 32 turns of 4 passes, or 1 where a pass begins."""
+def test_attention_is_waited_for_in_every_turn_or_where_a_stage_or_a_pass_begins_and_ends() -> None:
+    """Attention takes 2 s, `pre` and `post` 1 s each. Flexgen waits 2 s in every turn; the others 1 s for the first
+    attention that nothing runs beside, and 1 s for the last one: zigzag in every stage, cgopipe once a pass."""
+    durations = Durations(pre=unit, attend=lambda *turn: 2.0, post=unit)
 
     def stalls(order: Order) -> float:
         walk = Walk(num_stages=8, streamed=(), num_slots=0, attending=LAYERS, order=order)
-        return simulate(make_schedule(walk, 4), 4, Durations(pre=unit, attend=unit, post=unit)).stall_seconds
+        return simulate(make_schedule(walk, 4), 4, durations).stall_seconds
 
-    assert stalls(Order.flexgen) == 4 * 32
-    assert stalls(Order.zigzag) == 4 * 8  # the last lane of each layer has nobody to hide it
-    assert stalls(Order.cgopipe) == 4
+    assert stalls(Order.flexgen) == 4 * 8 * 4 * 2
+    assert stalls(Order.zigzag) == 4 * 8 * 2
+    assert stalls(Order.cgopipe) == 4 * 2
 
 
-@pytest.mark.parametrize(("is_kv_on_disk", "seconds"), [(False, 2 + 4 * 3), (True, 2 + 4 * 4)])
+@pytest.mark.parametrize(("is_kv_on_disk", "seconds"), [(False, 14), (True, 16)])
 def test_kv_goes_over_the_link_both_ways_at_once_or_over_one_disk(is_kv_on_disk: bool, seconds: float) -> None:
-    """Four turns of 3 s, whose KV takes 2 s each way: hidden by a link of two directions, not by a disk."""
+    """Four turns of 3 s, whose KV takes 2 s each way, in two slots. Over the link all but the first fetch hides. The
+    disk stores turn 0 from 5 to 7 and fetches turn 2 from 7 to 9, so that it runs at 9 and not at 8; turn 3 at 13."""
     walk = Walk(num_stages=1, streamed=(), num_slots=0, travelling=(0,), num_kv_slots=2)
     durations = Durations(
         run=lambda *turn: 3.0, fetch=lambda *turn: 2.0, store=lambda *turn: 2.0, is_kv_on_disk=is_kv_on_disk
