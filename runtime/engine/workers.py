@@ -1,0 +1,100 @@
+"""Attention off the engine's thread: it hands in a lane's attention, goes on with the next lane, and comes back for
+the answer."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier, BoundedSemaphore
+from types import TracebackType
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended:
+    """Begin and end are monotonic seconds, without the time spent in the queue."""
+
+    out: torch.Tensor
+    begin: float
+    end: float
+
+
+class PendingAttention:
+    """One lane's attention in flight."""
+
+    def __init__(self, future: Future[Attended]):
+        self._future = future
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> torch.Tensor:
+        """What the compute returned. Raises what it raised."""
+        return self._future.result().out
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When it was computed, from and to, in monotonic seconds. Waits as `wait` does."""
+        attended = self._future.result()
+        return attended.begin, attended.end
+
+
+class AttentionWorkers:
+    """Owns the threads; computes begin in the order in which they were submitted. Closing waits for those that run and
+    drops those that do not yet.
+
+    One worker by default: `decode_attention` divides each lane over threads of its own, so that the lane which the
+    engine needs first is done first. A worker's own torch operators are small and run in its thread alone, as OpenMP
+    would start a team of threads for each worker beside the engine's.
+    """
+
+    def __init__(self, *, num_workers: int = 1, max_pending: int = 8):
+        self._room = BoundedSemaphore(max_pending)
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="attend")
+        self._limit_torch_threads(num_workers)
+
+    def __enter__(self) -> "AttentionWorkers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, compute: Callable[[], torch.Tensor]) -> PendingAttention:
+        """Returns at once, unless `max_pending` computes are under way: then when the first of them has ended."""
+        self._room.acquire()
+        try:
+            future = self._pool.submit(_attend, compute)
+        except RuntimeError:  # closed
+            self._room.release()
+            raise
+        future.add_done_callback(lambda _: self._room.release())
+        return PendingAttention(future)
+
+    def _limit_torch_threads(self, num_workers: int) -> None:
+        """The limit is each thread's own, but torch also keeps the last number set, and gives it to a thread that first
+        asks: so a worker asks before it sets its own, and afterwards the number is put back for threads to come."""
+        num_threads = torch.get_num_threads()
+        all_started = Barrier(num_workers)
+
+        def limit() -> None:
+            torch.get_num_threads()
+            torch.set_num_threads(1)
+            all_started.wait()
+
+        for started in [self._pool.submit(limit) for _ in range(num_workers)]:
+            started.result()
+        torch.set_num_threads(num_threads)
+
+
+@torch.inference_mode()
+def _attend(compute: Callable[[], torch.Tensor]) -> Attended:
+    begin = time.monotonic()
+    out = compute()
+    return Attended(out=out, begin=begin, end=time.monotonic())
