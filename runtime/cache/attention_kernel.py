@@ -4,19 +4,21 @@ Softmax goes along with it (Milakov and Gimelshein 2018): scores of CHUNK_TOKENS
 numba knows no 16-bit floats, so uint16 stands for the bits of bfloat16 and int16 for those of float16. Nothing here
 promises that numbers are finite: NaN and infinities end as they do in torch.
 
-The annotations are for the reader (`float` is float32 and `int` any integer); the compiler takes the types of what it
-is given. One file, as its time of change is all that numba's cache on disk looks at.
+The annotations are for the reader; the compiler takes the types of what it is given. All of it is in one file, as the
+file's time of change is all that numba's cache on disk looks at.
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
+
+from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
 
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -32,58 +34,15 @@ T2, T3, T4, T5, T6, T7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 
 EXP_MIN, TANH_MAX = np.float32(-87), np.float32(10)  # exp stays a normal number; tanh is 1 from 9.1 on
 
 
-class Pages(NamedTuple):
-    """Keys and values as flat runs of numbers; page i begins at i times the stride and holds (P, H, D)."""
-
-    keys: np.ndarray
-    values: np.ndarray
-    key_stride: int
-    value_stride: int
-    num_pages: int
-    page_tokens: int
-
-
-class Rows(NamedTuple):
-    """Row b sees positions [begins[b], ends[b]) of the pages that `tables[b]` names, in order."""
-
-    tables_Bn: np.ndarray
-    begins_B: np.ndarray
-    ends_B: np.ndarray
-
-
-class Softmax(NamedTuple):
-    """Scores are capped to +-softcap, 0 is not at all. Maxima begin at `tops_HG`, the sinks' scores if there are any,
-    whose weight there is `total`."""
-
-    softcap: float
-    tops_HG: np.ndarray
-    total: float
-
-
-class Scratch(NamedTuple):
-    """A thread's own: scores, then weights, of a chunk; the maxima so far; the sums of weights as seen from there."""
-
-    scores_HGS: np.ndarray
-    tops_HG: np.ndarray
-    totals_HG: np.ndarray
-
-
-def make_scratch(num_kv_heads: int, group: int) -> Scratch:
-    shape = (num_kv_heads, group)
-    return Scratch(
-        np.empty((*shape, CHUNK_TOKENS), np.float32), np.empty(shape, np.float32), np.empty(shape, np.float32)
-    )
-
-
 def kept(function: Function) -> Function:
     """Compiled at its first call, for the types of its arguments, in about 2 s, and kept on disk, beside the source
     or in the user's cache."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)
+        return cast(Function, njit(cache=True, **options)(function))
     except RuntimeError as error:
         log.info("decode attention is compiled anew in each process, in about 2 s: %s", error)
-        return njit(**options)(function)
+        return cast(Function, njit(**options)(function))
 
 
 def widen(number: Any) -> np.float32:
@@ -114,7 +73,7 @@ def _from_float16(number: Any) -> np.float32:
 
 
 @njit(fastmath=FUSED)
-def _exp(x: float, shift: float) -> float:
+def _exp(x: np.float32, shift: np.float32) -> np.float32:
     """e^x - 1 + shift for x in [-87, 88], shift 0 or 1, each exact to 2e-7: 2^n times a Taylor series around 0."""
     rounded = np.float32(x * LOG2_E + ROUND)
     n = np.float32(rounded - ROUND)
@@ -127,7 +86,7 @@ def _exp(x: float, shift: float) -> float:
 
 
 @njit(fastmath=FUSED)
-def _cap(scores: np.ndarray, num: int, softcap: float) -> None:
+def _cap(scores: np.ndarray, num: int, softcap: np.float32) -> None:
     for i in range(num):
         x = np.float32(scores[i] / softcap)
         x = x if not x > TANH_MAX else TANH_MAX  # so that NaN stays
@@ -137,7 +96,7 @@ def _cap(scores: np.ndarray, num: int, softcap: float) -> None:
 
 
 @njit(fastmath=FUSED)
-def _exponentiate(scores: np.ndarray, num: int, top: float) -> None:
+def _exponentiate(scores: np.ndarray, num: int, top: np.float32) -> None:
     for i in range(num):
         x = np.float32(scores[i] - top)
         scores[i] = _exp(x if not x < EXP_MIN else EXP_MIN, ONE)
@@ -145,7 +104,7 @@ def _exponentiate(scores: np.ndarray, num: int, top: float) -> None:
 
 @njit(fastmath=REORDERED)
 def _score(
-    q_HGD: np.ndarray, keys: np.ndarray, base: int, num: int, heads: tuple[int, int], scores_HGS: np.ndarray, at: int
+    q_HGD: np.ndarray, keys: np.ndarray, base: int, num: int, heads: Span, scores_HGS: np.ndarray, at: int
 ) -> None:
     """Scores of `num` positions of a page, which begin at keys[base], from place `at` on. Two keys at a time, so that
     each is loaded once for four queries and each query once for two keys."""
@@ -175,7 +134,13 @@ def _score(
 
 @njit(fastmath=REORDERED)
 def _weigh(
-    scores_S: np.ndarray, num: int, softcap: float, tops_G: np.ndarray, totals_G: np.ndarray, g: int, sums_D: np.ndarray
+    scores_S: np.ndarray,
+    num: int,
+    softcap: np.float32,
+    tops_G: np.ndarray,
+    totals_G: np.ndarray,
+    g: int,
+    sums_D: np.ndarray,
 ) -> None:
     """Scores of one query become weights as seen from the maximum so far, and so do its total and sums."""
     if softcap > ZERO:
@@ -196,7 +161,7 @@ def _weigh(
 
 
 @njit(fastmath=REORDERED)
-def _highest(scores_S: np.ndarray, num: int) -> float:
+def _highest(scores_S: np.ndarray, num: int) -> np.float32:
     """Four maxima side by side, as each waits for the one before it. NaN is passed over."""
     a = b = c = d = LOWEST
     for i in range(0, num - 3, 4):
@@ -209,13 +174,7 @@ def _highest(scores_S: np.ndarray, num: int) -> float:
 
 @njit(fastmath=REORDERED)
 def _add(
-    sums_HGD: np.ndarray,
-    values: np.ndarray,
-    base: int,
-    num: int,
-    heads: tuple[int, int],
-    weights_HGS: np.ndarray,
-    at: int,
+    sums_HGD: np.ndarray, values: np.ndarray, base: int, num: int, heads: Span, weights_HGS: np.ndarray, at: int
 ) -> None:
     """Adds the weighted values of `num` positions of a page. Four at a time, so that sums are loaded and stored once
     for four; and for four queries at a time, so that values are widened once for four."""
@@ -271,8 +230,8 @@ def _attend_chunk(
     table_n: np.ndarray,
     first: int,
     last: int,
-    heads: tuple[int, int],
-    softcap: float,
+    heads: Span,
+    softcap: np.float32,
     scratch: Scratch,
     sums_HGD: np.ndarray,
 ) -> None:
@@ -303,13 +262,13 @@ def attend(
     rows: Rows,
     softmax: Softmax,
     out_BHGD: np.ndarray,
-    piece: tuple[int, int],
-    heads: tuple[int, int],
+    piece: Span,
+    heads: Span,
     scratch: Scratch,
 ) -> None:
     """Adds to `out`, which holds zeros, rows and KV heads from the first up to the second number. Scaled queries and
     `out` are float32. A row that sees nothing stays zero."""
-    _, H, G, Dv = out_BHGD.shape
+    G, Dv = out_BHGD.shape[2:]
     for row in range(piece[0], piece[1]):
         first, end = rows.begins_B[row], rows.ends_B[row]
         if first >= end:

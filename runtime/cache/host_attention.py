@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..units import MIB
+from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
 from .plain_attention import decode_attention_torch
 
 log = logging.getLogger(__name__)
@@ -32,10 +33,8 @@ BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Rows and KV heads, each from the first number up to the second."""
-
-    rows: tuple[int, int]
-    heads: tuple[int, int]
+    rows: Span
+    heads: Span
 
 
 def decode_attention(
@@ -52,19 +51,19 @@ def decode_attention(
     num_threads: int | None = None,
 ) -> torch.Tensor:
     """One query per row over positions [begins_B[b], ends_B[b]) of the pages that its table names: (B, H, Dv) in the
-    queries' dtype, summed in float32. Nothing outside of a row's range is looked at; a row without positions gets zeros.
+    queries' dtype, summed in float32. Nothing outside of a row's range is looked at; a row without any gets zeros.
 
     `q_BHD` holds H times G query heads, those of a KV head side by side. Keys and values may be strided over N and are
     float32, bfloat16 or float16. Scores are `scale * q.k`, capped to +-softcap; the sinks are scores beside them whose
-    weight is dropped. `num_threads` None: as many as torch has in the calling thread, which is one in a worker of `AttentionWorkers`. Returns
-    when all is done.
+    weight is dropped. `num_threads` None: as many as torch has in the calling thread, which is one in a worker of
+    `AttentionWorkers`. Returns when all is done.
     """
     _check(k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B)
     if not _has_compiler():
         return decode_attention_torch(
             q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=scale, softcap=softcap, sinks_H=sinks_H
         )
-    from .attention_kernel import LOWEST, Pages, Rows, Softmax, attend, make_scratch  # numba takes 0.2 s to import
+    from .attention_kernel import CHUNK_TOKENS, LOWEST, attend  # numba takes 0.2 s to import
 
     num_kv_heads = k_NPHD.shape[2]
     q_BHGD = (q_BHD.float() * scale).unflatten(1, (num_kv_heads, -1)).contiguous()
@@ -78,7 +77,7 @@ def decode_attention(
     q, out = q_BHGD.numpy(), out_BHGD.numpy()
 
     def run(piece: Piece) -> None:
-        scratch = make_scratch(*q.shape[1:3])
+        scratch = Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS)
         attend(q, pages, rows, softmax, out, piece.rows, piece.heads, scratch)
 
     num_threads = num_threads or torch.get_num_threads()
