@@ -78,12 +78,13 @@ class AttentionWorkers:
         return PendingAttention(future)
 
     def _limit_torch_threads(self, num_workers: int) -> None:
-        """The limit is each thread's own, but torch also keeps the last number set for threads that are yet to come:
-        it is put back."""
+        """The limit is each thread's own, but torch also keeps the last number set, and gives it to a thread that first
+        asks: so a worker asks before it sets its own, and afterwards the number is put back for threads to come."""
         num_threads = torch.get_num_threads()
         all_started = Barrier(num_workers)
 
         def limit() -> None:
+            torch.get_num_threads()
             torch.set_num_threads(1)
             all_started.wait()
 

@@ -1,16 +1,21 @@
 """Contenders get the same prompts and give the same tokens; the table has a row for each. Speed is not asserted."""
 
+from dataclasses import replace
+
 import pytest
 
+from jobs.io.bench import attention
 from jobs.io.bench.config import BenchConfig, Contender
 from jobs.io.bench.measure import Result, Task, measure, prompts
 from jobs.io.bench.report import markdown
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint
+from runtime.units import MIB
 
 GENERATING = [Contender.nvme, Contender.cpu, Contender.none, Contender.transformers, Contender.accelerate]
 READING = [Contender.read, Contender.plain_read]
+SWEEPING = [contender for contender in Contender if contender.value in attention.DTYPES]
 
 
 def measured(contender: Contender) -> Result:
@@ -25,6 +30,10 @@ def measured(contender: Contender) -> Result:
         num_threads=2,
     )
     return measure(task)
+
+
+def measured_nothing() -> Result:
+    return Result(seconds=1.0, prefill_seconds=0.0, rate=1.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[])
 
 
 def test_every_contender_generates_the_same_tokens_and_has_its_row() -> None:
@@ -43,6 +52,26 @@ def test_reading_contenders_read_the_streamed_layers_in_every_pass(contender: Co
     result = measured(contender)
     assert result.bytes_read > 0
     assert result.tokens == []
+
+
+@pytest.mark.parametrize("contender", SWEEPING)
+def test_sweeping_contenders_go_over_more_than_a_cache_holds_as_often_as_they_say(
+    contender: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "NUM_PAGES", 64)
+    monkeypatch.setattr(attention, "NUM_ROWS", 2)
+    monkeypatch.setattr(attention, "SWEPT_BYTES", 24 * MIB)
+    result = measured(contender)
+    assert result.bytes_read == attention.NUM_SWEEPS * 24 * MIB
+    assert result.rate == pytest.approx(result.bytes_read / result.seconds)
+    assert result.tokens == []
+
+
+def test_attention_is_set_beside_a_link_on_paper() -> None:
+    result = replace(measured_nothing(), rate=32e9)
+    table = markdown({"memory_read": [result], "attention_bfloat16": [result]}, "test")
+    assert "| attention_bfloat16 | 128.0 MiB | 4.2 ms | 8.4 ms | 2.00 |" in table
+    assert "on paper" not in markdown({"memory_read": [result]}, "test")
 
 
 def test_prompts_are_the_same_every_time_and_within_the_vocabulary() -> None:

@@ -9,7 +9,8 @@ from ..config import LogLevel
 
 
 class Contender(Enum):
-    """`nvme`, `cpu`, `none` are Millrace with that tier; `read` and `plain_read` read without computing."""
+    """`nvme`, `cpu`, `none` are Millrace with that tier; `read` and `plain_read` read without computing. `memory_read`
+    reads memory, and `attention_...` is decode attention over KV of that type in it, without a model."""
 
     nvme = "nvme"
     cpu = "cpu"
@@ -18,6 +19,11 @@ class Contender(Enum):
     accelerate = "accelerate"
     read = "read"
     plain_read = "plain_read"
+    memory_read = "memory_read"
+    attention_float32 = "attention_float32"
+    attention_bfloat16 = "attention_bfloat16"
+    attention_float16 = "attention_float16"
+    attention_torch = "attention_torch"  # float32, in torch operators
 
 
 PEERS = (Contender.transformers, Contender.accelerate)

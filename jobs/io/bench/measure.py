@@ -41,6 +41,8 @@ from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, res
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
 
+from .attention import DTYPES, sweep
+
 READ_PASSES = 4
 FORGET_SECONDS = 0.5  # less than a step of any peer takes
 
@@ -85,6 +87,8 @@ def measure(task: Task) -> Result:
         "read": _read,
         "plain_read": _read,
     }
+    if task.contender in DTYPES:
+        return _sweep(task)
     return kinds.get(task.contender, _millrace)(task)
 
 
@@ -228,6 +232,19 @@ def _read(task: Task) -> Result:
         peak_bytes=peak_resident_bytes(),
         baseline_bytes=runtime.baseline_bytes,
         bytes_read=num_bytes,
+        tokens=[],
+    )
+
+
+def _sweep(task: Task) -> Result:
+    baseline, sweeps = resident_bytes(), sweep(task.contender)
+    return Result(
+        seconds=sweeps.seconds,
+        prefill_seconds=0.0,
+        rate=sweeps.num_bytes / sweeps.seconds,
+        peak_bytes=peak_resident_bytes(),
+        baseline_bytes=baseline,
+        bytes_read=sweeps.num_bytes,
         tokens=[],
     )
 

@@ -1,0 +1,148 @@
+"""Decode attention on the CPU, beside the keys and values: they are read where they lie, once, and never copied.
+
+The compiled kernel lets go of the interpreter, so that its threads run beside torch's and beside each other; the work
+is cut into rows, and into KV heads where rows are few.
+
+B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
+"""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from ..units import MIB
+from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
+from .plain_attention import decode_attention_torch
+
+log = logging.getLogger(__name__)
+
+PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
+MIN_PIECE_BYTES = MIB // 2  # takes about 50 us, as long as it takes to wake a thread
+BITS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+}  # as the kernel knows it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    rows: Span
+    heads: Span
+
+
+def decode_attention(
+    q_BHD: torch.Tensor,
+    k_NPHD: torch.Tensor,
+    v_NPHD: torch.Tensor,
+    tables_Bn: torch.Tensor,
+    begins_B: torch.Tensor,
+    ends_B: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    num_threads: int | None = None,
+) -> torch.Tensor:
+    """One query per row over positions [begins_B[b], ends_B[b]) of the pages that its table names: (B, H, Dv) in the
+    queries' dtype, summed in float32. Nothing outside of a row's range is looked at; a row without any gets zeros.
+
+    `q_BHD` holds H times G query heads, those of a KV head side by side. Keys and values may be strided over N and are
+    float32, bfloat16 or float16. Scores are `scale * q.k`, capped to +-softcap; the sinks are scores beside them whose
+    weight is dropped. `num_threads` None: as many as torch has in the calling thread, which is one in a worker of
+    `AttentionWorkers`. Returns when all is done.
+    """
+    _check(k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B)
+    if not _has_compiler():
+        return decode_attention_torch(
+            q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=scale, softcap=softcap, sinks_H=sinks_H
+        )
+    from .attention_kernel import CHUNK_TOKENS, LOWEST, attend  # numba takes 0.2 s to import
+
+    num_kv_heads = k_NPHD.shape[2]
+    q_BHGD = (q_BHD.float() * scale).unflatten(1, (num_kv_heads, -1)).contiguous()
+    out_BHGD = q_BHGD.new_zeros(*q_BHGD.shape[:3], v_NPHD.shape[3])
+    pages = Pages(_flat(k_NPHD), _flat(v_NPHD), k_NPHD.stride(0), v_NPHD.stride(0), k_NPHD.shape[0], k_NPHD.shape[1])
+    rows = Rows(_numpy(tables_Bn, torch.int32), _numpy(begins_B, torch.int64), _numpy(ends_B, torch.int64))
+    tops = torch.full(q_BHGD.shape[1:3], float(LOWEST)) if sinks_H is None else sinks_H.view(q_BHGD.shape[1:3])
+    softmax = Softmax(
+        np.float32(softcap or 0.0), _numpy(tops, torch.float32), np.float32(0.0 if sinks_H is None else 1.0)
+    )
+    q, out = q_BHGD.numpy(), out_BHGD.numpy()
+
+    def run(piece: Piece) -> None:
+        scratch = Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS)
+        attend(q, pages, rows, softmax, out, piece.rows, piece.heads, scratch)
+
+    num_threads = num_threads or torch.get_num_threads()
+    position_bytes = num_kv_heads * (k_NPHD.shape[3] + v_NPHD.shape[3]) * k_NPHD.itemsize
+    pieces = cut((rows.ends_B - rows.begins_B).clip(0), num_kv_heads, position_bytes, num_threads)
+    for _ in _threads(num_threads).map(run, pieces) if len(pieces) > 1 else map(run, pieces):
+        pass
+    return out_BHGD.flatten(1, 2).to(q_BHD.dtype)
+
+
+def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[Piece]:
+    """Pieces of about the same bytes: neighbouring rows, and of a row that alone is more than a piece, KV heads."""
+    ends_B = np.cumsum(num_positions_B)
+    total = int(ends_B[-1]) if len(ends_B) else 0
+    wanted = min(PIECES_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_PIECE_BYTES)
+    if wanted <= 1:
+        return [Piece(rows=(0, len(ends_B)), heads=(0, num_kv_heads))]
+    inner = np.searchsorted(ends_B, total * np.arange(1, wanted) / wanted) + 1
+    bounds = np.unique([0, *inner, len(ends_B)]).tolist()
+    pieces = []
+    for begin, end in pairwise(bounds):
+        share = int(num_positions_B[begin:end].sum()) * wanted / total
+        num_parts = min(num_kv_heads, max(1, round(share)))
+        cuts = [num_kv_heads * part // num_parts for part in range(num_parts + 1)]
+        pieces += [Piece(rows=(begin, end), heads=heads) for heads in pairwise(cuts)]
+    return pieces
+
+
+def _check(
+    k_NPHD: torch.Tensor, v_NPHD: torch.Tensor, tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor
+) -> None:
+    """What compiled code would not notice before it reads or writes elsewhere."""
+    assert k_NPHD.device.type == v_NPHD.device.type == "cpu", f"KV pages are on {k_NPHD.device}, {v_NPHD.device}"
+    assert k_NPHD.dtype == v_NPHD.dtype, f"keys are {k_NPHD.dtype}, values {v_NPHD.dtype}"
+    assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
+    assert len(tables_Bn) == len(begins_B) == len(ends_B)
+    capacity = tables_Bn.shape[1] * k_NPHD.shape[1]
+    if len(ends_B):
+        first, last = int(begins_B.min()), int(ends_B.max())
+        assert first >= 0, f"a row begins at position {first}"
+        assert last <= capacity, f"a row ends at position {last}, its pages hold {capacity}"
+
+
+def _flat(pages_NPHD: torch.Tensor) -> np.ndarray:
+    """From the first number of the first page to the last one of the last page, with what lies between pages. For a
+    contiguous run of numbers the compiler makes vector loads."""
+    page = pages_NPHD[0]
+    assert page.is_contiguous(), f"a KV page has strides {page.stride()}: only pages may lie apart"
+    span = (len(pages_NPHD) - 1) * pages_NPHD.stride(0) + page.numel()
+    return pages_NPHD.as_strided((span,), (1,)).view(BITS[pages_NPHD.dtype]).numpy()
+
+
+def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    return tensor.to(dtype).contiguous().numpy()
+
+
+@cache
+def _threads(num_threads: int) -> ThreadPoolExecutor:
+    """The process's own, like torch's: made at their first use, idle between uses, ended by the interpreter."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="attention")
+
+
+@cache
+def _has_compiler() -> bool:
+    if find_spec("numba") is not None:
+        return True
+    log.warning("numba is not installed: decode attention on the CPU runs in torch operators, several times slower")
+    return False
