@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..plan.shapes import StageKind
+from .binding import Binding
 from .events import NeedStage, Weights, need_stage
 from .layer_lists import layer_lists, stage_kinds
 
@@ -28,8 +29,8 @@ class AbsentWeight:
 
 
 class StreamedModule(torch.nn.Module):
-    """Stands in a module's place; asks the engine for its stage's weights and runs the original with them as
-    arguments."""
+    """Stands in a module's place; asks the engine for its stage's weights and runs the original with them in their
+    places."""
 
     def __init__(self, inner: torch.nn.Module, name: str, stage: int, parameter_names: tuple[str, ...]):
         super().__init__()
@@ -37,6 +38,7 @@ class StreamedModule(torch.nn.Module):
         self.name = name
         self.stage = stage
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
+        self.binding = Binding(inner, parameter_names)
 
     def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - the weights are elsewhere
         self, name: str
@@ -54,7 +56,8 @@ class StreamedModule(torch.nn.Module):
         mine = {
             name: weights[f"{self.name}.{name}"] for name in self.parameter_names if f"{self.name}.{name}" in weights
         }
-        return torch.func.functional_call(self.inner, mine, args, kwargs)
+        with self.binding.bound(mine):
+            return self.inner(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
