@@ -8,6 +8,7 @@ import torch
 
 from ..errors import Interrupted
 from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
+from ..model.experts import sorted_experts
 from ..plan.actions import Action, Op
 from ..stream.weights import WeightStream
 from .lane import Lane
@@ -70,4 +71,4 @@ class PassPlayer:
 
 def _answer(event: NeedAttention | NeedExperts) -> torch.Tensor:
     """At once, in the lane's place."""
-    return event.compute()
+    return sorted_experts(event) if isinstance(event, NeedExperts) else event.compute()

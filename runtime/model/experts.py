@@ -1,17 +1,27 @@
 """Mixture-of-experts feed-forward over stored experts: tokens sorted by expert, each expert's matrices used once, as
 they lie.
 
-Registered under its own name with transformers' experts interface; the module still owns gating, activation and layout.
+Registered under its own name with transformers' experts interface: it asks the engine, which answers for one lane with
+`sorted_experts` or for several at once (engine/experts.py). The module still owns gating, activation and layout.
+
+Shapes: T tokens of D numbers, each visiting K experts; V = T x K visits.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from .events import NeedExperts, need_tensor
+
 NAME = "millrace_sorted"
+
+Matrices = Mapping[str, torch.Tensor]  # of one expert, by the name of their stack
 
 
 class Experts(Protocol):
@@ -19,44 +29,102 @@ class Experts(Protocol):
 
     has_gate: bool
     has_bias: bool
+    has_post_expert_norm: bool
     is_transposed: bool
     act_fn: Callable[[torch.Tensor], torch.Tensor]
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
+    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
 
 
-def sorted_experts(
-    self: Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+@dataclass(frozen=True, kw_only=True)
+class Visits:
+    """Which tokens visit which expert, sorted by expert and in the order of the tokens. `ends[e]` is where those of
+    expert e end."""
+
+    tokens_V: torch.Tensor
+    weights_V: torch.Tensor
+    ends: Sequence[int]
+
+    @staticmethod
+    def sorted(top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor) -> "Visits":
+        expert_ids, order = torch.sort(top_k_index_TK.reshape(-1), stable=True)
+        return Visits(
+            tokens_V=order // top_k_index_TK.shape[-1],
+            weights_V=top_k_weights_TK.reshape(-1)[order],
+            ends=list(accumulate(torch.bincount(expert_ids).tolist())),
+        )
+
+    @property
+    def hit(self) -> list[int]:
+        """The experts that at least one token visits, ascending."""
+        return [expert for expert, end in enumerate(self.ends) if end > self._begin(expert)]
+
+    def of(self, expert: int) -> slice:
+        return slice(self._begin(expert), self.ends[expert])
+
+    def _begin(self, expert: int) -> int:
+        return self.ends[expert - 1] if expert else 0
+
+
+def asking_experts(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """hidden_states (T, hidden), top_k_index and top_k_weights (T, k) -> (T, hidden)."""
-    num_choices = top_k_index.shape[-1]
-    expert_ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    token_ids = order // num_choices
-    weights = top_k_weights.reshape(-1)[order]
-    counts = torch.bincount(expert_ids, minlength=1).tolist()
-    out = torch.zeros_like(hidden_states)
-    begin = 0
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        tokens = token_ids[begin : begin + count]
-        result = _expert(self, expert, hidden_states[tokens]) * weights[begin : begin + count, None]
-        out.index_add_(0, tokens, result.to(out.dtype))
-        begin += count
-    return out
+    """hidden_states (T, D), top_k_index and top_k_weights (T, K) -> (T, D)."""
+    return need_tensor(NeedExperts(self, hidden_states, top_k_index, top_k_weights))
 
 
-def _expert(experts: Experts, index: int, x: torch.Tensor) -> torch.Tensor:
-    name = "gate_up_proj" if experts.has_gate else "up_proj"
-    inner = _project(experts, name, index, x)
+def sorted_experts(asked: NeedExperts) -> torch.Tensor:
+    """The plain answer: all experts that are hit, with the matrices bound to the module."""
+    visits = Visits.sorted(asked.top_k_index_TK, asked.top_k_weights_TK)
+    hit = ((expert, bound_matrices(asked.module, expert)) for expert in visits.hit)
+    return mixed(asked.module, asked.hidden_TD, visits, hit)
+
+
+def mixed(
+    module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
+) -> torch.Tensor:
+    """The sum over each token's experts (T, D), added in the order in which `hit` yields them. Each expert's matrices
+    are used before the next one's are taken."""
+    out_TD = torch.zeros_like(hidden_TD)
+    for expert, matrices in hit:
+        mine = visits.of(expert)
+        tokens = visits.tokens_V[mine]
+        result = _output(cast("Experts", module), matrices, expert, hidden_TD[tokens])
+        out_TD.index_add_(0, tokens, (result * visits.weights_V[mine, None]).to(out_TD.dtype))
+    return out_TD
+
+
+def bound_matrices(module: torch.nn.Module, expert: int) -> Matrices:
+    return {name: getattr(module, name)[expert] for name in _matrix_names(module)}
+
+
+def stacks(model: PreTrainedModel) -> list[str]:
+    """Full names of the stacks of matrices of all experts that run through our function."""
+    found = [(path, module) for path, module in model.named_modules() if is_experts(module)]
+    return [f"{path}.{name}" for path, module in found for name in _matrix_names(module)]
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    return hasattr(module, "has_gate")  # set by transformers' decorator
+
+
+def _matrix_names(module: torch.nn.Module) -> tuple[str, str]:
+    return ("gate_up_proj" if cast("Experts", module).has_gate else "up_proj", "down_proj")
+
+
+def _output(experts: Experts, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
+    up, down = matrices
+    inner = _project(experts, matrices, up, expert, x)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    return _project(experts, "down_proj", index, inner)
+    out = _project(experts, matrices, down, expert, inner)
+    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
 
-def _project(experts: Experts, name: str, index: int, x: torch.Tensor) -> torch.Tensor:
-    weight = getattr(experts, name)[index]
-    bias = getattr(experts, f"{name}_bias")[index] if experts.has_bias else None
+def _project(experts: Experts, matrices: Matrices, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    weight = matrices[name]
+    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
     return F.linear(x, weight.t() if experts.is_transposed else weight, bias)
 
 
 def register() -> None:
-    ExpertsInterface.register(NAME, sorted_experts)
+    ExpertsInterface.register(NAME, asking_experts)

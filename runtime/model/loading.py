@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -66,6 +66,7 @@ def load_model(
     parameters = dict(weights.parameters)
     if weights.inexpressible:
         parameters |= convert_once(model, weights.inexpressible, cache_root(cache_dir), fingerprint)
+    parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
     staged = stage_model(model)
     _move_buffers(model, device)
@@ -158,7 +159,8 @@ def _intermediate_size(parameters: list[Parameter]) -> int:
 
 def _stage(index: int, parameters: list[Parameter], kinds: tuple[StageKind, ...], config: PreTrainedConfig) -> Stage:
     kind = kinds[index]
-    num_experts = max((p.shape[0] for p in parameters if len(p.shape) == 3 and kind is StageKind.layer), default=0)
+    stacks = [p for p in parameters if p.is_experts] or [p for p in parameters if ".experts." in p.name]
+    num_experts = max((p.shape[0] for p in stacks if len(p.shape) == 3 and kind is StageKind.layer), default=0)
     return Stage(
         index=index,
         name=f"{kind.value} {index - kinds.index(kind)}" if kind.is_layer else kind.value,

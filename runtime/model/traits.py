@@ -14,6 +14,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..config import Lanes
 from ..errors import ConfigError
+from .experts import is_experts
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def cache_kind(model: PreTrainedModel, *, is_latent: bool) -> CacheKind:
 
 
 def expert_kind(model: PreTrainedModel) -> ExpertKind:
-    if any(hasattr(module, "has_gate") for module in model.modules()):  # set by transformers' decorator
+    if any(is_experts(module) for module in model.modules()):
         return ExpertKind.sorted
     is_mixture = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     return ExpertKind.own if is_mixture else ExpertKind.none

@@ -5,6 +5,7 @@ layers, the last one the norm and head. An encoder's layers and a **bridge**, it
 come between the embeddings and the decoder layers. A stage's **parameters** say which bytes of which file they are.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -49,6 +50,11 @@ class TensorSlice:
             scales = replace(scales, tensor=scales.tensor.expert(index))
         return replace(part, shape=self.shape[1:], scales=scales)
 
+    def stack_of(self, index: int) -> "TensorSlice":
+        """A stack of one of its matrices."""
+        part = self.expert(index)
+        return replace(part, shape=(1, *part.shape))
+
     def rows(self, turn: int, num_parts: int) -> "TensorSlice | None":
         """The `turn`-th of equal runs of a matrix's rows; None where a run would end inside a block with one scale."""
         part, scales = self._run(turn, num_parts), self.scales
@@ -91,6 +97,21 @@ class Parameter:
     shape: tuple[int, ...]
     pieces: tuple[tuple[TensorSlice, ...], ...]
     is_stacked: bool = False
+    is_experts: bool = False  # a matrix for each expert of a layer whose experts run through our function
+
+    @cached_property
+    def is_pageable(self) -> bool:
+        """Its experts can be read one by one: no two of them share a byte or a scale."""
+        names = [piece.name for piece in self.slices]
+        whole = self.pieces[0][0]
+        is_cut = self.is_stacked and len(self.pieces) == self.shape[0] and len({*names}) == len(names)
+        return self.is_experts and (is_cut or (len(names) == 1 and whole.shape == self.shape))
+
+    def expert(self, index: int) -> "Parameter":
+        """The stack of this one expert."""
+        assert self.is_pageable, f"{self.name} cannot be read by expert"
+        pieces = (self.pieces[index],) if self.is_stacked else ((self.pieces[0][0].stack_of(index),),)
+        return replace(self, shape=(1, *self.shape[1:]), pieces=pieces)
 
     @property
     def slices(self) -> tuple[TensorSlice, ...]:
@@ -123,6 +144,25 @@ class Stage:
     @cached_property
     def num_bytes(self) -> int:
         return sum({piece.name: piece.num_bytes for p in self.parameters for piece in p.slices}.values())
+
+    @cached_property
+    def experts(self) -> tuple[Parameter, ...]:
+        """Stacks that can be read by expert and whose bytes nothing else in the stage uses."""
+        uses = Counter(piece.name for p in self.parameters for piece in p.slices)
+        found = [p for p in self.parameters if p.is_pageable and p.shape[0] == self.num_experts]
+        return tuple(p for p in found if all(uses[piece.name] == 1 for piece in p.slices))
+
+    @cached_property
+    def dense(self) -> "Stage":
+        """What every token needs: all but `experts`."""
+        paged = {p.name for p in self.experts}
+        return replace(self, parameters=tuple(p for p in self.parameters if p.name not in paged))
+
+    def expert(self, index: int) -> "Stage":
+        """What one expert needs beside `dense`, as stacks of one."""
+        return replace(
+            self, name=f"{self.name} expert {index}", parameters=tuple(p.expert(index) for p in self.experts)
+        )
 
     @cached_property
     def flops_per_token(self) -> float:
