@@ -33,6 +33,16 @@ class Prefetch(Enum):
     cost_aware = "cost_aware"
 
 
+class ExpertPaging(Enum):
+    """Whether experts are read one by one: `hit` those that a token visits, once that is known; `all` every one,
+    whether visited or not, before it is known; `auto` the one that reads least within the budget."""
+
+    auto = "auto"
+    off = "off"
+    hit = "hit"
+    all = "all"
+
+
 class Lanes(Enum):
     """How a micro-batch goes through the model. `auto`: packed where the class allows it."""
 

@@ -94,8 +94,10 @@ def mixed(
     return out_TD
 
 
-def bound_matrices(module: torch.nn.Module, expert: int) -> Matrices:
-    return {name: getattr(module, name)[expert] for name in _matrix_names(module)}
+def bound_matrices(module: torch.nn.Module, expert: int, instead: Matrices | None = None) -> Matrices:
+    """Those bound to the module, but for the ones in `instead`."""
+    instead = instead or {}
+    return {n: instead[n] if n in instead else getattr(module, n)[expert] for n in _matrix_names(module)}
 
 
 def stacks(model: PreTrainedModel) -> list[str]:

@@ -27,7 +27,8 @@ class Budgets:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """`resident` stages stay in compute memory; the others follow `walk` through slots of `slot_bytes`. Decode passes
-    follow `decode_walk`, which is the same one unless there is an encoder to leave out."""
+    follow `decode_walk`, which is the same one unless there is an encoder to leave out. Of `paged` stages, all
+    streamed, only the dense part follows the walk; their experts have slots of their own."""
 
     resident: frozenset[int]
     walk: Walk
@@ -35,6 +36,7 @@ class Placement:
     slot_bytes: int
     ledgers: tuple[Ledger, ...]
     num_kv_pages: int  # of packed lanes
+    paged: frozenset[int] = frozenset()
 
     @property
     def fits(self) -> bool:

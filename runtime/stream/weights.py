@@ -1,8 +1,7 @@
 """Carries stages from where they live to where they are computed, as the schedule's read, copy and free actions say.
 
-Resident stages are read once at the start and stay. Streamed ones pass through slots. A stage is handed out as its
-bytes:
-a uint8 buffer and the layout that says where each tensor begins.
+Resident stages are read once at the start and stay. Streamed ones pass through slots, of paged ones only the dense
+part. A stage is handed out as its bytes: a uint8 buffer and the layout that says where each tensor begins.
 """
 
 import time
@@ -13,6 +12,7 @@ from types import TracebackType
 import torch
 
 from ..errors import CheckpointError
+from ..plan.experts import dense_shape
 from ..plan.extents import SlotLayout, group_layout, resident_groups, slot_layout
 from ..plan.placement import Placement
 from ..plan.shapes import ModelShape
@@ -63,6 +63,7 @@ class WeightStream:
     """One per run; a context manager. Not thread-safe: only the engine calls it."""
 
     def __init__(self, shape: ModelShape, placement: Placement, device: ComputeDevice, reader: Reader):
+        shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
         self._layouts: dict[int, SlotLayout] = {s: slot_layout(shape.stages[s]) for s in placement.walk.streamed}
         self._staged: dict[int, Slot] = {}

@@ -1,0 +1,60 @@
+"""Experts run once for all lanes that wait at them (MoE-Gen's module batching), with the stage's own weights or with
+experts that are brought in one by one.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..model.events import NeedExperts
+from ..model.experts import Matrices, Visits, bound_matrices, is_experts, mixed
+from ..model.loading import LoadedModel
+from ..model.weights import stage_weights
+from ..stream.experts import ExpertStream
+
+
+class BatchedExperts:
+    """`stream` is open, and None where no stage is paged. Only the engine calls it."""
+
+    def __init__(self, loaded: LoadedModel, paged: frozenset[int], stream: ExpertStream | None):
+        assert not paged or stream is not None, f"nothing brings in the experts of stages {sorted(paged)}"
+        self._dtypes, self._paged, self._stream = loaded.dtypes, paged, stream
+        self._names = {
+            module: f"{streamed.name}.{path}" if path else streamed.name
+            for streamed in loaded.staged.modules
+            for path, module in streamed.inner.named_modules()
+            if is_experts(module)
+        }
+
+    def expect(self, stage: int) -> None:
+        """The next `run` will be for this stage: call it as early as that is known."""
+        if self._stream is not None and stage in self._paged:
+            self._stream.expect(stage)
+
+    def run(self, stage: int, asked: Sequence[NeedExperts]) -> list[torch.Tensor]:
+        """The answers (T, D), in the order of `asked`: views of one tensor. All of `asked` name the same module, inside
+        which their lanes are parked.
+
+        Each expert that a token visits is used once, over its tokens of all lanes; a paged one is read once. Lanes that
+        ask one at a time each read their own. A token's sum runs over its experts in ascending order, as in the plain
+        version, so answers differ from it only by the shapes of products. Raises CheckpointError where a read fails.
+        """
+        module = asked[0].module
+        assert all(each.module is module for each in asked), "lanes wait at different experts"
+        visits = Visits.sorted(
+            torch.cat([each.top_k_index_TK for each in asked]), torch.cat([each.top_k_weights_TK for each in asked])
+        )
+        hidden_TD = torch.cat([each.hidden_TD for each in asked])
+        out_TD = mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+        return list(out_TD.split([len(each.hidden_TD) for each in asked]))
+
+    def _hit(self, stage: int, module: torch.nn.Module, hit: Sequence[int]) -> Iterator[tuple[int, Matrices]]:
+        """Matrices that are not paged, of a paged stage too, are those bound to the module."""
+        if self._stream is None or stage not in self._paged:
+            yield from ((expert, bound_matrices(module, expert)) for expert in hit)
+            return
+        prefix = f"{self._names[module]}."
+        for found in self._stream.experts(stage, hit):
+            weights = stage_weights(found.stage, found.placed.buffer, found.placed.tensor_offsets, self._dtypes)
+            paged = {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
+            yield found.expert, bound_matrices(module, found.expert, instead=paged)

@@ -1,0 +1,144 @@
+"""Experts that are read page by page: which stages allow it, when it pays, and what it takes in memory.
+
+A paged stage's slot holds its dense part alone. Each expert of it is a stage of a walk of its own, through slots of one
+expert each.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..config import ExpertPaging
+from .extents import slot_layout
+from .ledger import Entry
+from .memory import pinned_bytes
+from .shapes import ModelShape, Stage
+from .walk import Walk
+
+WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
+NUM_STAGING_SLOTS = 2
+INDEX_BYTES = 8  # torch numbers experts and tokens in int64
+
+
+def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: int) -> float:
+    """Distinct experts that `num_tokens` visit when each chooses its experts evenly and on its own. Trained routers
+    are less even and hit fewer."""
+    return num_experts * (1 - (1 - num_experts_per_token / num_experts) ** num_tokens)
+
+
+def choose_paging(
+    *, num_experts: int, num_experts_per_token: int, num_tokens: int, num_requests: int, layer_fits: bool
+) -> ExpertPaging:
+    """What `offload.expert_paging=auto` means for a layer whose experts are asked for `num_requests` times in a pass,
+    for `num_tokens` each time. Module batching asks once, for all lanes.
+
+    Only hit experts are read where that leaves out a tenth of the layer's bytes. Where it doesn't, the whole layer is
+    read once, ahead of its turn; and if the slots cannot hold it, all its experts one by one, which at least need not
+    wait for the routers.
+    """
+    hits = expected_hits(num_experts, num_experts_per_token, num_tokens)
+    if num_requests * hits < WORTHWHILE_SHARE * num_experts:
+        return ExpertPaging.hit
+    if layer_fits:
+        return ExpertPaging.off
+    return ExpertPaging.hit if hits < WORTHWHILE_SHARE * num_experts else ExpertPaging.all
+
+
+def pageable_stages(shape: ModelShape) -> frozenset[int]:
+    return frozenset(stage.index for stage in shape.stages if stage.experts)
+
+
+def unpageable_stacks(shape: ModelShape) -> tuple[str, ...]:
+    """Experts' parameters that stay whole, in the dense part of their stage."""
+    return tuple(p.name for stage in shape.stages for p in stage.dense.parameters if p.is_experts)
+
+
+def dense_shape(shape: ModelShape, paged: Collection[int]) -> ModelShape:
+    """The model as its slots see it: paged stages without their experts."""
+    return replace(shape, stages=tuple(stage.dense if stage.index in paged else stage for stage in shape.stages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPages:
+    """The experts of paged stages, numbered through: expert e of stage s is page `first_page[s] + e`."""
+
+    pages: tuple[Stage, ...]
+    first_page: Mapping[int, int]
+
+    @staticmethod
+    def of(shape: ModelShape, paged: Collection[int]) -> "ExpertPages":
+        pages: list[Stage] = []
+        first_page = {}
+        for stage in (shape.stages[index] for index in sorted(paged)):
+            first_page[stage.index] = len(pages)
+            pages += [stage.expert(expert) for expert in range(stage.num_experts)]
+        return ExpertPages(pages=tuple(pages), first_page=first_page)
+
+    def page(self, stage: int, expert: int) -> int:
+        return self.first_page[stage] + expert
+
+    def as_shape(self, shape: ModelShape) -> ModelShape:
+        """`shape` with the pages in the place of its stages, so that they can be streamed like stages."""
+        return replace(shape, stages=self.pages)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Of the largest expert, alignment included."""
+        return max((slot_layout(page).num_bytes for page in self.pages), default=0)
+
+    def walk(self, outer: Walk, num_slots: int) -> Walk:
+        """How pages travel where stages travel as `outer` says."""
+        return Walk(
+            num_stages=len(self.pages),
+            streamed=tuple(range(len(self.pages))),
+            num_slots=num_slots,
+            num_staging_slots=NUM_STAGING_SLOTS if outer.reads and outer.copies else 0,
+            reads=outer.reads,
+            copies=outer.copies,
+        )
+
+
+def slot_entry(pages: ExpertPages, num_slots: int) -> Entry:
+    """In the compute device's memory."""
+    size = pages.slot_bytes
+    return Entry(
+        name="expert slots", num_bytes=num_slots * size, equation=f"{num_slots} x {size:,} B, the largest expert"
+    )
+
+
+def host_entries(pages: ExpertPages, outer: Walk) -> tuple[Entry, ...]:
+    """In host memory in front of an accelerator: staging slots, or the experts themselves where they live there."""
+    if not outer.copies:
+        return ()
+    if outer.reads:
+        size = pinned_bytes(pages.slot_bytes)
+        equation = f"{NUM_STAGING_SLOTS} x {size:,} B, pinned"
+        return (Entry(name="expert staging slots", num_bytes=NUM_STAGING_SLOTS * size, equation=equation),)
+    num_bytes = sum(pinned_bytes(slot_layout(page).num_bytes) for page in pages.pages)
+    return (Entry(name="experts", num_bytes=num_bytes, equation=f"{len(pages.pages)} experts, pinned"),)
+
+
+def batch_entries(shape: ModelShape, tokens_of_lanes: Sequence[int]) -> tuple[Entry, ...]:
+    """Module batching, in the compute device's memory. Lanes wait at their experts with the residual, the experts'
+    input, shared experts' output and the routing; then one layer's experts run over all their tokens.
+
+    The worst case has one expert visited by all tokens: its input, gate and up, their product twice, output and
+    weighted output.
+    """
+    size, tokens = shape.compute_dtype_bytes, sum(tokens_of_lanes)
+    num_experts = max((stage.num_experts for stage in shape.stages), default=0)
+    choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
+    waiting = (3 * shape.hidden_size + num_experts) * size + choices * (size + INDEX_BYTES)
+    running = (5 * shape.hidden_size + 4 * shape.intermediate_size) * size + choices * 3 * (size + INDEX_BYTES)
+    return (
+        Entry(
+            name="lanes at their experts",
+            num_bytes=tokens * waiting,
+            equation=f"{tokens:,} tokens of all lanes x {waiting:,} B",
+        ),
+        Entry(
+            name="batched experts",
+            num_bytes=tokens * running,
+            equation=f"{tokens:,} tokens of all lanes x {running:,} B",
+        ),
+    )

@@ -1,0 +1,138 @@
+"""Carries the experts of paged stages, one by one, through slots of one expert each.
+
+To the weights' stream below, each expert is a stage: the same slots, events, reads and copies.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from ..config import ExpertPaging
+from ..plan.experts import ExpertPages
+from ..plan.placement import Placement
+from ..plan.shapes import ModelShape, Stage
+from ..store.reader import Reader
+from .device import ComputeDevice
+from .weights import StageBytes, StreamCounters, WeightStream
+
+MIN_SLOTS = 2  # one is computed while the next one arrives
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCounters:
+    """Since the last `take_counters`: what the stream below counted, experts that tokens visited, experts brought in,
+    and experts that the asked stages have; each once per request."""
+
+    stream: StreamCounters
+    num_hit: int
+    num_brought: int
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """Valid until the next one is taken. `stage` names the parameters: stacks of this one expert."""
+
+    expert: int
+    stage: Stage
+    placed: StageBytes
+
+
+class ExpertStream:
+    """One per run; a context manager. Not thread-safe: only the engine calls it.
+
+    `paging` is `hit` or `all`. With `all`, an expert that no token visits passes through its slot unused.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        placement: Placement,
+        device: ComputeDevice,
+        reader: Reader,
+        *,
+        paging: ExpertPaging,
+        num_slots: int = MIN_SLOTS,
+    ):
+        assert num_slots >= MIN_SLOTS, f"{num_slots} expert slots cannot be computed and filled at the same time"
+        assert paging in (ExpertPaging.hit, ExpertPaging.all), f"no experts are paged with {paging}"
+        assert not placement.paged & placement.resident, "resident stages keep their experts"
+        self._shape, self._paging = shape, paging
+        self._pages = ExpertPages.of(shape, placement.paged)
+        self.slot_bytes = self._pages.slot_bytes
+        walk = self._pages.walk(placement.walk, num_slots)
+        self._starts_with_copy, self._ends_with_copy = not walk.reads, walk.reads and walk.copies
+        self._num_ahead = walk.num_staging_slots or walk.num_slots
+        self._started: deque[int] = deque()  # pages on their way, in order
+        inner = Placement(
+            resident=frozenset(),
+            walk=walk,
+            decode_walk=walk,
+            slot_bytes=self.slot_bytes,
+            ledgers=(),
+            num_kv_pages=0,
+        )
+        self._stream = WeightStream(self._pages.as_shape(shape), inner, device, reader)
+        self._num_hit = self._num_brought = self._num_experts = 0
+
+    def __enter__(self) -> "ExpertStream":
+        self._stream.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Waits for reads in flight."""
+        self._stream.__exit__(kind, value, traceback)
+
+    def expect(self, stage: int) -> None:
+        """Begins to bring in the experts of a paged stage that is asked for next, as far as there are slots; with
+        `hit`, when nobody knows which, does nothing. What was begun for another stage is dropped."""
+        if self._paging is ExpertPaging.all:
+            self._start(self._all_pages(stage)[: self._num_ahead])
+
+    def experts(self, stage: int, hit: Sequence[int]) -> Iterator[ExpertBytes]:
+        """The experts `hit` of a paged stage, which ascend, in their order; the next ones are on their way meanwhile.
+
+        Raises CheckpointError where a read fails.
+        """
+        wanted = [self._pages.page(stage, expert) for expert in hit]
+        brought = self._all_pages(stage) if self._paging is ExpertPaging.all else wanted
+        self._num_hit += len(wanted)
+        self._num_brought += len(brought)
+        self._num_experts += self._shape.stages[stage].num_experts
+        experts = dict(zip(wanted, hit, strict=True))
+        for turn, page in enumerate(brought):
+            self._start(brought[turn : turn + self._num_ahead])
+            self._started.popleft()
+            if self._ends_with_copy:
+                self._stream.copy(page)
+            try:
+                if page in experts:
+                    yield ExpertBytes(experts[page], self._pages.pages[page], self._stream.acquire(page))
+            finally:
+                self._stream.free(page)
+
+    def take_counters(self) -> ExpertCounters:
+        counters = ExpertCounters(
+            stream=self._stream.take_counters(),
+            num_hit=self._num_hit,
+            num_brought=self._num_brought,
+            num_experts=self._num_experts,
+        )
+        self._num_hit = self._num_brought = self._num_experts = 0
+        return counters
+
+    def _start(self, pages: Sequence[int]) -> None:
+        """Sees to it that these pages, and no others, are on their way. Called while no page is in use."""
+        if list(self._started) != list(pages[: len(self._started)]):
+            self._stream.drop()
+            self._started.clear()
+        for page in pages[len(self._started) :]:
+            (self._stream.copy if self._starts_with_copy else self._stream.read)(page)
+            self._started.append(page)
+
+    def _all_pages(self, stage: int) -> Sequence[int]:
+        first = self._pages.first_page[stage]
+        return range(first, first + self._shape.stages[stage].num_experts)

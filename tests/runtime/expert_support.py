@@ -1,0 +1,129 @@
+"""Plays lanes through a loaded checkpoint by hand, stage by stage, and answers for their experts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from runtime.config import ExpertPaging, Lanes, ModelConfig, OffloadConfig, Prefetch, PrefetchConfig, Tier
+from runtime.engine.experts import BatchedExperts
+from runtime.model.events import LaneRun, NeedExperts, NeedStage
+from runtime.model.families import FAMILIES
+from runtime.model.loading import LoadedModel, load_model
+from runtime.model.synthesize import synthesize_checkpoint
+from runtime.model.weights import stage_weights
+from runtime.plan.experts import dense_shape, pageable_stages
+from runtime.plan.extents import slot_layout
+from runtime.plan.placement import Budgets, Placement, place
+from runtime.store.reader import Reader
+from runtime.stream.device import ComputeDevice
+from runtime.stream.experts import ExpertStream
+from runtime.stream.weights import WeightStream
+from runtime.units import GIB
+
+MANY_EXPERTS: dict[str, dict[str, object]] = {
+    "glm-4-moe": {"n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 32},
+    "qwen3-next": {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 32},
+}
+DEVICE = ComputeDevice("cpu")
+
+
+def synthesize(family: str, directory: Path, **overrides: object) -> Path:
+    row = FAMILIES[family]
+    synthesize_checkpoint(model=row.model_type, overrides={**row.overrides, **overrides}, directory=directory, seed=1)
+    return directory
+
+
+def load(path: Path, device: ComputeDevice = DEVICE) -> LoadedModel:
+    """Padded lanes, which run without a cache."""
+    return load_model(ModelConfig(name="test", path=str(path), lanes=Lanes.padded), device.torch_device, None)
+
+
+def placement_of(loaded: LoadedModel, *, is_paged: bool, tier: Tier = Tier.nvme, device_bytes: int | None = None):
+    offload, prefetch = OffloadConfig(tier=tier, resident_layers=0), PrefetchConfig(kind=Prefetch.off)
+    placement = place(loaded.shape, offload, prefetch, Budgets(host_bytes=GIB, device_bytes=device_bytes), [], 512)
+    paged = pageable_stages(loaded.shape) if is_paged else frozenset()
+    stages = dense_shape(loaded.shape, paged).stages
+    slot_bytes = max(slot_layout(stages[index]).num_bytes for index in placement.walk.streamed)
+    return replace(placement, paged=paged, slot_bytes=slot_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """One prefill pass of some lanes; `reader` and `experts` can be looked at afterwards."""
+
+    loaded: LoadedModel
+    placement: Placement
+    weights: WeightStream
+    experts: ExpertStream | None
+
+    @torch.inference_mode()
+    def logits(self, lanes: Sequence[torch.Tensor], *, is_batched: bool) -> list[torch.Tensor]:
+        """`lanes`: ids (B, S) each; (B, S, V) each. Batched: all lanes of a stage wait at its experts."""
+        found: dict[int, torch.Tensor] = {}
+        runs = [LaneRun(self._forward(ids, lane, found), None) for lane, ids in enumerate(lanes)]
+        events: dict[int, object] = {lane: run.switch() for lane, run in enumerate(runs)}
+        batched = BatchedExperts(self.loaded, self.placement.paged, self.experts)
+        for stage in self.placement.walk.stages:
+            with self._weights(stage) as weights:
+                batched.expect(stage)
+                for group in [list(events)] if is_batched else [[lane] for lane in events]:
+                    waiting = group
+                    while waiting:
+                        for lane in waiting:
+                            while events[lane] == NeedStage(stage):
+                                events[lane] = runs[lane].switch(weights)
+                        waiting = [lane for lane in waiting if isinstance(events[lane], NeedExperts)]
+                        asked = [event for event in map(events.get, waiting) if isinstance(event, NeedExperts)]
+                        for lane, out in zip(waiting, batched.run(stage, asked) if asked else [], strict=True):
+                            events[lane] = runs[lane].switch(out)
+        assert all(run.dead for run in runs)
+        return [found[lane] for lane in range(len(lanes))]
+
+    def _forward(self, ids: torch.Tensor, lane: int, found: dict[int, torch.Tensor]):
+        def forward() -> None:
+            found[lane] = self.loaded.staged.model(input_ids=ids, use_cache=False).logits
+
+        return forward
+
+    @contextmanager
+    def _weights(self, stage: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        walk = self.placement.walk
+        is_streamed = stage in walk.streamed
+        if is_streamed and walk.reads:
+            self.weights.read(stage)
+        if is_streamed and walk.copies:
+            self.weights.copy(stage)
+        placed = self.weights.acquire(stage)
+        part = dense_shape(self.loaded.shape, self.placement.paged).stages[stage]
+        yield stage_weights(part, placed.buffer, placed.tensor_offsets, self.loaded.dtypes)
+        if is_streamed:
+            self.weights.free(stage)
+
+
+@contextmanager
+def player(
+    loaded: LoadedModel,
+    paging: ExpertPaging,
+    *,
+    num_slots: int = 2,
+    tier: Tier = Tier.nvme,
+    device: ComputeDevice = DEVICE,
+    reader: Reader | None = None,
+) -> Iterator[Player]:
+    budget = GIB if device.is_accelerator else None
+    placement = placement_of(loaded, is_paged=paging is not ExpertPaging.off, tier=tier, device_bytes=budget)
+    with reader or Reader(num_threads=2) as opened, WeightStream(loaded.shape, placement, device, opened) as weights:
+        if paging is ExpertPaging.off:
+            yield Player(loaded=loaded, placement=placement, weights=weights, experts=None)
+            return
+        with ExpertStream(loaded.shape, placement, device, opened, paging=paging, num_slots=num_slots) as experts:
+            yield Player(loaded=loaded, placement=placement, weights=weights, experts=experts)
+
+
+def lanes_of(num_lanes: int, num_rows: int, num_tokens: int, device: ComputeDevice = DEVICE) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_rows, num_tokens)
+    return [torch.randint(5, 600, shape, generator=generator).to(device.torch_device) for _ in range(num_lanes)]

@@ -1,0 +1,72 @@
+"""Experts that run once for all lanes give each lane what it gets alone, wherever their matrices lie."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.config import ExpertPaging
+from runtime.model.loading import LoadedModel
+from tests.gguf_files import Type, write_gguf
+from tests.quantized import write_fp8, write_mxfp4
+from tests.runtime.expert_support import MANY_EXPERTS, lanes_of, load, player, synthesize
+from tests.support import transformers_model
+
+LANES = lanes_of(3, 2, 9)
+CLOSE = 2e-5  # of fp32 sums in another order, over four layers
+PAGINGS = (ExpertPaging.hit, ExpertPaging.all)
+KINDS = ("bf16", "fp32", "fp8", "mxfp4", "gguf")
+FAMILIES = ("mixtral", "gpt-oss", "qwen2-moe", "deepseek-v3", "jamba", "minimax-m2")
+
+
+def checkpoint(kind: str, directory: Path) -> Path:
+    if kind == "mxfp4":
+        return write_mxfp4(synthesize("gpt-oss", directory / "source"), directory, num_shards=2)[0]
+    source = synthesize("qwen3-moe", directory / "source", moe_intermediate_size=64)
+    if kind == "gguf":
+        return write_gguf(source, directory / "m.gguf", {"ffn_gate_inp": Type.F32, "down": Type.Q8_0, "": Type.Q4_0})
+    return write_fp8(source, directory, (24, 64))[0 if kind == "fp8" else 1] if kind != "bf16" else source
+
+
+def logits(loaded: LoadedModel, paging: ExpertPaging, *, is_batched: bool, num_slots: int = 2) -> list[torch.Tensor]:
+    with player(loaded, paging, num_slots=num_slots) as played:
+        return played.logits(LANES, is_batched=is_batched)
+
+
+def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, some, others))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lanes_that_share_their_experts_get_what_they_get_alone(family: str, tmp_path: Path) -> None:
+    loaded = load(synthesize(family, tmp_path / "model"))
+    alone = logits(loaded, ExpertPaging.off, is_batched=False)
+    for mine, shared in zip(alone, logits(loaded, ExpertPaging.off, is_batched=True), strict=True):
+        torch.testing.assert_close(shared, mine, atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paged_experts_give_the_very_numbers_of_whole_layers(kind: str, tmp_path: Path) -> None:
+    """Products have the same shapes, so not a bit may differ."""
+    loaded = load(checkpoint(kind, tmp_path))
+    for is_batched in (False, True):
+        whole = logits(loaded, ExpertPaging.off, is_batched=is_batched)
+        for paging, num_slots in zip(PAGINGS, (2, 3), strict=True):
+            assert are_equal(logits(loaded, paging, is_batched=is_batched, num_slots=num_slots), whole)
+
+
+@pytest.mark.parametrize("family", MANY_EXPERTS)
+def test_a_layer_larger_than_its_slots_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = synthesize(family, tmp_path / "model", **MANY_EXPERTS[family])
+    loaded = load(directory)
+    model = transformers_model(directory)
+    with player(loaded, ExpertPaging.hit) as played:
+        assert played.experts is not None
+        slots = played.placement.slot_bytes + 2 * played.experts.slot_bytes
+        assert 5 * slots < max(stage.num_bytes for stage in loaded.shape.layers)
+        found = played.logits(LANES, is_batched=True)
+    with torch.inference_mode():
+        expected = [model(input_ids=ids).logits for ids in LANES]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+        assert torch.equal(mine.argmax(-1), theirs.argmax(-1))
