@@ -4,7 +4,7 @@ To the weights' stream below, each expert is a stage: the same slots, events, re
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -92,7 +92,7 @@ class ExpertStream:
         if self._paging is ExpertPaging.all:
             self._start(self._all_pages(stage)[: self._num_ahead])
 
-    def experts(self, stage: int, hit: Sequence[int]) -> Iterator[ExpertBytes]:
+    def experts(self, stage: int, hit: Sequence[int]) -> Generator[ExpertBytes]:
         """The experts `hit` of a paged stage, which ascend, in their order; the next ones are on their way meanwhile.
 
         Raises CheckpointError where a read fails.

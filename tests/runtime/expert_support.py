@@ -1,6 +1,6 @@
 """Plays lanes through a loaded checkpoint by hand, stage by stage, and answers for their experts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +23,15 @@ from runtime.stream.experts import ExpertStream
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
 
-MANY_EXPERTS: dict[str, dict[str, object]] = {
-    "glm-4-moe": {"n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 32},
-    "qwen3-next": {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 32},
-}
+MANY_EXPERTS: dict[str, dict[str, object]] = {  # of the published models, in layers of a few MB
+    "glm-4-moe": {
+        "n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    },
+    "qwen3-next": {
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
 DEVICE = ComputeDevice("cpu")
 
 
@@ -41,7 +46,9 @@ def load(path: Path, device: ComputeDevice = DEVICE) -> LoadedModel:
     return load_model(ModelConfig(name="test", path=str(path), lanes=Lanes.padded), device.torch_device, None)
 
 
-def placement_of(loaded: LoadedModel, *, is_paged: bool, tier: Tier = Tier.nvme, device_bytes: int | None = None):
+def placement_of(
+    loaded: LoadedModel, *, is_paged: bool, tier: Tier = Tier.nvme, device_bytes: int | None = None
+) -> Placement:
     offload, prefetch = OffloadConfig(tier=tier, resident_layers=0), PrefetchConfig(kind=Prefetch.off)
     placement = place(loaded.shape, offload, prefetch, Budgets(host_bytes=GIB, device_bytes=device_bytes), [], 512)
     paged = pageable_stages(loaded.shape) if is_paged else frozenset()
@@ -52,7 +59,7 @@ def placement_of(loaded: LoadedModel, *, is_paged: bool, tier: Tier = Tier.nvme,
 
 @dataclass(frozen=True, kw_only=True)
 class Player:
-    """One prefill pass of some lanes; `reader` and `experts` can be looked at afterwards."""
+    """What one pass needs; `experts` counts what it brought in."""
 
     loaded: LoadedModel
     placement: Placement
@@ -82,7 +89,7 @@ class Player:
         assert all(run.dead for run in runs)
         return [found[lane] for lane in range(len(lanes))]
 
-    def _forward(self, ids: torch.Tensor, lane: int, found: dict[int, torch.Tensor]):
+    def _forward(self, ids: torch.Tensor, lane: int, found: dict[int, torch.Tensor]) -> Callable[[], None]:
         def forward() -> None:
             found[lane] = self.loaded.staged.model(input_ids=ids, use_cache=False).logits
 

@@ -1,5 +1,6 @@
 """Experts that run once for all lanes give each lane what it gets alone, wherever their matrices lie."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from runtime.config import ExpertPaging
 from runtime.model.loading import LoadedModel
+from runtime.plan.experts import pageable_stages, unpageable_stacks
 from tests.gguf_files import Type, write_gguf
 from tests.quantized import write_fp8, write_mxfp4
 from tests.runtime.expert_support import MANY_EXPERTS, lanes_of, load, player, synthesize
@@ -15,17 +17,23 @@ from tests.support import transformers_model
 LANES = lanes_of(3, 2, 9)
 CLOSE = 2e-5  # of fp32 sums in another order, over four layers
 PAGINGS = (ExpertPaging.hit, ExpertPaging.all)
-KINDS = ("bf16", "fp32", "fp8", "mxfp4", "gguf")
 FAMILIES = ("mixtral", "gpt-oss", "qwen2-moe", "deepseek-v3", "jamba", "minimax-m2")
-
-
-def checkpoint(kind: str, directory: Path) -> Path:
-    if kind == "mxfp4":
-        return write_mxfp4(synthesize("gpt-oss", directory / "source"), directory, num_shards=2)[0]
-    source = synthesize("qwen3-moe", directory / "source", moe_intermediate_size=64)
-    if kind == "gguf":
-        return write_gguf(source, directory / "m.gguf", {"ffn_gate_inp": Type.F32, "down": Type.Q8_0, "": Type.Q4_0})
-    return write_fp8(source, directory, (24, 64))[0 if kind == "fp8" else 1] if kind != "bf16" else source
+MIXTURE = {"moe_intermediate_size": 64}
+QUANTISED, PLAIN = 0, 1
+GGUF_TYPES = {"gate_inp": Type.F32, "down": Type.Q8_0, "": Type.Q4_0}
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "matrix by matrix, bf16": lambda d: synthesize("qwen3-moe", d / "model", **MIXTURE),
+    "matrix by matrix, fp32": lambda d: write_fp8(synthesize("qwen3-moe", d / "a", **MIXTURE), d, (24, 64))[PLAIN],
+    "matrix by matrix, fp8": lambda d: write_fp8(synthesize("qwen3-moe", d / "a", **MIXTURE), d, (24, 64))[QUANTISED],
+    "transposed stacks, bf16": lambda d: synthesize("gpt-oss", d / "model"),
+    "transposed stacks, fp32": lambda d: write_mxfp4(synthesize("gpt-oss", d / "a"), d)[PLAIN],
+    "transposed stacks, mxfp4": lambda d: write_mxfp4(synthesize("gpt-oss", d / "a"), d, num_shards=2)[QUANTISED],
+    "stacks, gguf": lambda d: write_gguf(
+        synthesize("qwen3-moe", d / "a", **MIXTURE),
+        d / "m.gguf",
+        {"gate_inp": Type.F32, "down": Type.Q8_0, "": Type.Q4_0},
+    ),
+}
 
 
 def logits(loaded: LoadedModel, paging: ExpertPaging, *, is_batched: bool, num_slots: int = 2) -> list[torch.Tensor]:
@@ -45,10 +53,12 @@ def test_lanes_that_share_their_experts_get_what_they_get_alone(family: str, tmp
         torch.testing.assert_close(shared, mine, atol=CLOSE, rtol=CLOSE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_paged_experts_give_the_very_numbers_of_whole_layers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", CHECKPOINTS)
+def test_paged_experts_give_the_very_numbers_of_whole_layers(stored: str, tmp_path: Path) -> None:
     """Products have the same shapes, so not a bit may differ."""
-    loaded = load(checkpoint(kind, tmp_path))
+    loaded = load(CHECKPOINTS[stored](tmp_path))
+    assert pageable_stages(loaded.shape)
+    assert not unpageable_stacks(loaded.shape)
     for is_batched in (False, True):
         whole = logits(loaded, ExpertPaging.off, is_batched=is_batched)
         for paging, num_slots in zip(PAGINGS, (2, 3), strict=True):

@@ -1,0 +1,162 @@
+"""Experts arrive with the file's bytes, in order, ahead of their use, and only those that are due are read."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.config import ExpertPaging
+from runtime.errors import CheckpointError
+from runtime.model.loading import LoadedModel
+from runtime.plan.experts import expected_hits
+from runtime.plan.extents import ALIGNMENT_BYTES, Extent, slot_layout
+from runtime.store.reader import PendingRead, Reader
+from runtime.stream.experts import ExpertStream
+from tests.runtime.expert_support import DEVICE, MANY_EXPERTS, lanes_of, load, placement_of, player, synthesize
+
+NUM_EXPERTS, CHOICES, STAGES = 160, 8, (2, 3)  # stage 1 is a layer without experts
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(synthesize("glm-4-moe", tmp_path_factory.mktemp("many") / "model", **MANY_EXPERTS["glm-4-moe"]))
+
+
+class RecordingReader(Reader):
+    """Keeps what was asked for, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(num_threads=2)
+        self.asked: list[tuple[Extent, ...]] = []
+        self.targets: list[int] = []
+
+    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingRead:
+        self.asked.append(tuple(extents))
+        self.targets.append(torch.frombuffer(target, dtype=torch.uint8).data_ptr())
+        return super().submit(extents, target)
+
+
+@pytest.fixture
+def reader() -> Iterator[RecordingReader]:
+    reader = RecordingReader()
+    with reader:
+        yield reader
+
+
+def open_stream(loaded: LoadedModel, reader: Reader, paging: ExpertPaging, num_slots: int = 2) -> ExpertStream:
+    placement = placement_of(loaded, is_paged=True)
+    return ExpertStream(loaded.shape, placement, DEVICE, reader, paging=paging, num_slots=num_slots)
+
+
+def extents_of(loaded: LoadedModel, stage: int, experts: Sequence[int]) -> list[tuple[Extent, ...]]:
+    return [slot_layout(loaded.shape.stages[stage].expert(expert)).extents for expert in experts]
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 5])
+def test_hit_experts_are_read_in_order_and_no_others(
+    num_slots: int, loaded: LoadedModel, reader: RecordingReader
+) -> None:
+    hit = [0, 7, 8, 9, 100, 159]
+    with open_stream(loaded, reader, ExpertPaging.hit, num_slots) as stream:
+        for stage in STAGES:
+            assert [found.expert for found in stream.experts(stage, hit)] == hit
+    assert reader.asked == extents_of(loaded, 2, hit) + extents_of(loaded, 3, hit)
+    assert len(set(reader.targets)) == num_slots
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+@pytest.mark.parametrize("paging", [ExpertPaging.hit, ExpertPaging.all])
+def test_while_an_expert_is_used_the_next_are_on_their_way(
+    paging: ExpertPaging, num_slots: int, loaded: LoadedModel, reader: RecordingReader
+) -> None:
+    with open_stream(loaded, reader, paging, num_slots) as stream:
+        for turn, _ in enumerate(stream.experts(2, range(NUM_EXPERTS))):
+            assert len(reader.asked) == min(turn + num_slots, NUM_EXPERTS)
+            assert reader.targets[turn] not in reader.targets[turn + 1 :], "the slot in use is written into"
+            reader.targets = reader.targets[: turn + num_slots]
+
+
+def test_each_expert_has_the_files_bytes(loaded: LoadedModel, reader: RecordingReader) -> None:
+    stage = loaded.shape.stages[2]
+    with open_stream(loaded, reader, ExpertPaging.hit) as stream:
+        for found in stream.experts(2, [3, 50, 51]):
+            for parameter, stack in zip(found.stage.parameters, stage.experts, strict=True):
+                assert parameter.slices == tuple(stack.pieces[found.expert])
+                for piece in parameter.slices:
+                    begin = found.placed.tensor_offsets[piece.name]
+                    placed = found.placed.buffer[begin : begin + piece.num_bytes].numpy().tobytes()
+                    assert placed == Path(piece.file).read_bytes()[piece.offset : piece.offset + piece.num_bytes]
+
+
+def test_all_experts_begin_to_arrive_before_anyone_knows_which_are_hit(
+    loaded: LoadedModel, reader: RecordingReader
+) -> None:
+    with open_stream(loaded, reader, ExpertPaging.all, num_slots=3) as stream:
+        stream.expect(2)
+        assert reader.asked == extents_of(loaded, 2, range(3))
+        stream.expect(2)
+        assert len(reader.asked) == 3, "begun twice"
+        assert [found.expert for found in stream.experts(2, [1, 90])] == [1, 90]
+        counters = stream.take_counters()
+        assert (counters.num_hit, counters.num_brought, counters.num_experts) == (2, NUM_EXPERTS, NUM_EXPERTS)
+    assert reader.asked == extents_of(loaded, 2, range(NUM_EXPERTS))
+
+
+def test_what_was_begun_for_another_stage_is_dropped(loaded: LoadedModel, reader: RecordingReader) -> None:
+    with open_stream(loaded, reader, ExpertPaging.all) as stream:
+        stream.expect(3)
+        assert [found.expert for found in stream.experts(2, [5])] == [5]
+    assert reader.asked == extents_of(loaded, 3, range(2)) + extents_of(loaded, 2, range(NUM_EXPERTS))
+
+
+def test_hits_that_nobody_knows_yet_are_not_expected(loaded: LoadedModel, reader: RecordingReader) -> None:
+    with open_stream(loaded, reader, ExpertPaging.hit) as stream:
+        stream.expect(2)
+        assert not reader.asked
+
+
+def test_an_expert_left_in_the_middle_gives_its_slot_back(loaded: LoadedModel, reader: RecordingReader) -> None:
+    with open_stream(loaded, reader, ExpertPaging.hit) as stream:
+        for _ in range(3):
+            left = stream.experts(2, [1, 2, 3])
+            next(left)
+            left.close()
+        assert [found.expert for found in stream.experts(3, [1, 2, 3])] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8, 64])
+def test_a_decode_pass_reads_the_hit_experts_bytes_and_no_more(num_sequences: int, loaded: LoadedModel) -> None:
+    """Two layers of 160 experts, 8 for each token: routers hit no more than an even choice would, and far fewer than
+    all while sequences are few."""
+    with player(loaded, ExpertPaging.hit) as played:
+        assert played.experts is not None
+        played.logits(lanes_of(num_lanes=1, num_rows=num_sequences, num_tokens=1), is_batched=True)
+        counters = played.experts.take_counters()
+    share = counters.num_hit / counters.num_experts
+    assert counters.num_hit == counters.num_brought
+    assert share <= 1.15 * expected_hits(NUM_EXPERTS, CHOICES, num_sequences) / NUM_EXPERTS
+    one = loaded.shape.stages[2].expert(0)
+    most = one.num_bytes + len({piece.name for p in one.parameters for piece in p.slices}) * ALIGNMENT_BYTES
+    assert counters.num_hit * one.num_bytes <= counters.stream.bytes_read <= counters.num_hit * most
+
+
+def test_lanes_that_ask_one_by_one_read_their_hits_each_and_together_once(loaded: LoadedModel) -> None:
+    """The same tokens in each lane, so they hit the same experts."""
+    lanes = lanes_of(1, 2, 4) * 3
+    read: dict[bool, int] = {}
+    for is_batched in (False, True):
+        with player(loaded, ExpertPaging.hit) as played:
+            assert played.experts is not None
+            played.logits(lanes, is_batched=is_batched)
+            read[is_batched] = played.experts.take_counters().stream.bytes_read
+    assert read[False] == 3 * read[True]
+
+
+def test_a_failed_read_reaches_who_asks(tmp_path: Path, reader: RecordingReader) -> None:
+    loaded = load(synthesize("qwen3-moe", tmp_path / "model"))
+    with pytest.raises(CheckpointError, match="changed while in use"):  # noqa: PT012, SIM117
+        with open_stream(loaded, reader, ExpertPaging.hit) as stream:
+            for path in (tmp_path / "model").glob("*.safetensors"):
+                path.write_bytes(b"")
+            list(stream.experts(1, [0, 1]))
