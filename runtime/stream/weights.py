@@ -7,18 +7,21 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 
 import torch
 
 from ..errors import CheckpointError
 from ..plan.experts import dense_shape
-from ..plan.extents import SlotLayout, group_layout, resident_groups, slot_layout
+from ..plan.extents import group_layout, resident_groups, slot_layout
 from ..plan.placement import Placement
 from ..plan.shapes import ModelShape
 from ..store.reader import Reader
 from ..store.transfer import PendingTransfer
 from .device import ComputeDevice, Event
+
+NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class WeightStream:
     def __init__(self, shape: ModelShape, placement: Placement, device: ComputeDevice, reader: Reader):
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
-        self._layouts: dict[int, SlotLayout] = {s: slot_layout(shape.stages[s]) for s in placement.walk.streamed}
+        self._layout = lru_cache(NUM_LAYOUTS)(lambda stage: slot_layout(shape.stages[stage]))
         self._staged: dict[int, Slot] = {}
         self._present: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
@@ -100,14 +103,14 @@ class WeightStream:
         copies = self._placement.walk.copies
         slot = (self._free_staging if copies else self._free_slots).pop(0)
         slot.free.synchronize()  # a staging slot is reused only when its copy has left it
-        layout = self._layouts[stage]
+        layout = self._layout(stage)
         slot.pending = self._reader.submit(layout.extents, slot.buffer.numpy().data)
         (self._staged if copies else self._present)[stage] = slot
 
     def copy(self, stage: int) -> None:
         """Waits for the stage's read, then queues host -> device behind the device slot's last user."""
         target = self._free_slots.pop(0)
-        num_bytes = self._layouts[stage].num_bytes
+        num_bytes = self._layout(stage).num_bytes
         if self._placement.walk.reads:
             staged = self._staged.pop(stage)
             self._settle(staged)
@@ -129,7 +132,7 @@ class WeightStream:
         slot = self._present[stage]
         self._settle(slot)
         self._device.compute_waits_for(slot.ready)
-        return StageBytes(slot.buffer, self._layouts[stage].tensor_offsets, id(slot))
+        return StageBytes(slot.buffer, self._layout(stage).tensor_offsets, id(slot))
 
     def free(self, stage: int) -> None:
         slot = self._present.pop(stage)
@@ -172,6 +175,6 @@ class WeightStream:
 
     def _load_host_tier(self) -> None:
         for stage in self._placement.walk.streamed:
-            layout = self._layouts[stage]
+            layout = self._layout(stage)
             self._in_host[stage] = self._device.host_buffer(layout.num_bytes)
             self._reader.submit(layout.extents, self._in_host[stage].numpy().data).wait()

@@ -11,7 +11,8 @@ from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel
 from runtime.plan.experts import expected_hits
 from runtime.plan.extents import ALIGNMENT_BYTES, Extent, slot_layout
-from runtime.store.reader import PendingRead, Reader
+from runtime.store.reader import Reader
+from runtime.store.transfer import PendingTransfer
 from runtime.stream.experts import ExpertStream
 from tests.runtime.expert_support import DEVICE, MANY_EXPERTS, lanes_of, load, placement_of, player, synthesize
 
@@ -31,7 +32,7 @@ class RecordingReader(Reader):
         self.asked: list[tuple[Extent, ...]] = []
         self.targets: list[int] = []
 
-    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingRead:
+    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
         self.asked.append(tuple(extents))
         self.targets.append(torch.frombuffer(target, dtype=torch.uint8).data_ptr())
         return super().submit(extents, target)
