@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import MachineConfig, PrefetchConfig
-from runtime.config import Prefetch, Tier
+from runtime.config import ExpertPaging, Prefetch, Tier
 from runtime.plan.extents import ALIGNMENT_BYTES
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
+from tests.runtime.expert_support import lanes_of, load, player
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import NUM_NEW_TOKENS, Reference
 
@@ -133,3 +134,18 @@ def test_a_copy_from_pinned_memory_returns_before_it_is_done(device: ComputeDevi
     assert not ready.query()
     ready.synchronize()
     assert free.query()
+
+
+@pytest.mark.parametrize("tier", [Tier.nvme, Tier.cpu])
+@pytest.mark.parametrize("paging", [ExpertPaging.hit, ExpertPaging.all])
+def test_experts_copied_one_by_one_give_the_very_numbers_of_whole_layers(
+    paging: ExpertPaging, tier: Tier, reference: References
+) -> None:
+    device = ComputeDevice("cuda")
+    loaded = load(reference("qwen3-moe").directory, device)
+    lanes = lanes_of(3, 2, 9, device)
+    found = []
+    for each in (ExpertPaging.off, paging):
+        with player(loaded, each, tier=tier, device=device) as played:
+            found.append(played.logits(lanes, is_batched=True))
+    assert all(map(torch.equal, *found))
