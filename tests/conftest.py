@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.model.families import FAMILIES
-from tests.support import Reference
+from tests.support import MANY_EXPERTS, Reference, synthesize
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # the tests never look for a network
 
@@ -35,6 +35,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
     def get(family: str) -> Reference:
         if family not in made:
             made[family] = Reference.make(FAMILIES[family], tmp_path_factory.mktemp("family") / "model")
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`many_experts(family)`: a checkpoint with as many experts as the published model, made once."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = synthesize(family, tmp_path_factory.mktemp("many") / "model", **MANY_EXPERTS[family])
         return made[family]
 
     return get

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from runtime.engine.sequence import Request
-from runtime.model.families import Family
+from runtime.model.families import FAMILIES, Family
 from runtime.model.meta import auto_class
 from runtime.model.synthesize import synthesize_checkpoint
 
@@ -17,6 +17,23 @@ NUM_NEW_TOKENS = 12
 NUM_SAMPLED = 3
 TEMPERATURE, TOP_P = 0.8, 0.95
 CLEAR_MARGIN = 1e-3  # of logits, whose rounding differs by about 1e-5
+
+MANY_EXPERTS: dict[str, dict[str, object]] = {  # of the published models, in layers of a few MB
+    "glm-4-moe": {
+        "n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    },
+    "qwen3-next": {
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+def synthesize(family: str, directory: Path, **overrides: object) -> Path:
+    """Random weights in bf16, the same every time; returns `directory`."""
+    row = FAMILIES[family]
+    synthesize_checkpoint(model=row.model_type, overrides={**row.overrides, **overrides}, directory=directory, seed=1)
+    return directory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from functools import cached_property
 from ..config import ExpertPaging
 from .extents import pinned_bytes, slot_layout
 from .ledger import Entry
-from .schedule import Walk
 from .shapes import ModelShape, Stage
+from .walk import Walk
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
 NUM_STAGING_SLOTS = 2

@@ -7,14 +7,14 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 
 import torch
 
 from ..errors import CheckpointError
 from ..plan.experts import dense_shape
-from ..plan.extents import SlotLayout, group_layout, resident_groups, slot_layout
+from ..plan.extents import group_layout, resident_groups, slot_layout
 from ..plan.placement import Placement
 from ..plan.shapes import ModelShape
 from ..store.reader import Reader
@@ -23,6 +23,7 @@ from .counters import StreamCounters
 from .device import ComputeDevice
 from .slot import Slot
 
+NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB
 IN_TIME_SECONDS = 50e-6  # between two events of a stream, when what it waits for in between has happened
 
 
@@ -49,7 +50,7 @@ class WeightStream:
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
         self._trace = trace
-        self._layouts: dict[int, SlotLayout] = {s: slot_layout(shape.stages[s]) for s in placement.walk.streamed}
+        self._layout = lru_cache(NUM_LAYOUTS)(lambda stage: slot_layout(shape.stages[stage]))
         self._num_pages = placement.walk.num_pages
         self._staged: dict[int, Slot] = {}
         self._present: dict[int, Slot] = {}
@@ -82,7 +83,7 @@ class WeightStream:
 
     def read(self, stage: int, page: int | None = None) -> None:
         """Begins disk -> host; of one page, the first of which takes the slot."""
-        copies, layout = self._placement.walk.copies, self._layouts[stage]
+        copies, layout = self._placement.walk.copies, self._layout(stage)
         present = self._staged if copies else self._present
         if not page:
             present[stage] = (self._free_staging if copies else self._free_slots).pop(0)
@@ -98,7 +99,7 @@ class WeightStream:
         if not page:
             self._present[stage] = self._free_slots.pop(0)
             self._present[stage].is_fresh = True
-        target, layout = self._present[stage], self._layouts[stage]
+        target, layout = self._present[stage], self._layout(stage)
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
         staged = self._staged[stage] if self._placement.walk.reads else None
         if staged is not None:
@@ -121,7 +122,7 @@ class WeightStream:
         if slot.is_fresh:
             slot.is_fresh = False
             self._await(stage, slot)
-        return StageBytes(slot.buffer, self._layouts[stage].tensor_offsets, id(slot))
+        return StageBytes(slot.buffer, self._layout(stage).tensor_offsets, id(slot))
 
     def free(self, stage: int) -> None:
         slot = self._present.pop(stage)
@@ -198,6 +199,6 @@ class WeightStream:
 
     def _load_host_tier(self) -> None:
         for stage in self._placement.walk.streamed:
-            layout = self._layouts[stage]
+            layout = self._layout(stage)
             self._in_host[stage] = self._device.host_buffer(layout.num_bytes)
             self._reader.submit(layout.extents, self._in_host[stage].numpy().data).wait()

@@ -10,9 +10,7 @@ import torch
 from runtime.config import ExpertPaging, Lanes, ModelConfig, OffloadConfig, Prefetch, PrefetchConfig, Tier
 from runtime.engine.experts import BatchedExperts
 from runtime.model.events import LaneRun, NeedExperts, NeedStage
-from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel, load_model
-from runtime.model.synthesize import synthesize_checkpoint
 from runtime.model.weights import stage_weights
 from runtime.plan.experts import dense_shape, pageable_stages
 from runtime.plan.extents import slot_layout
@@ -23,22 +21,7 @@ from runtime.stream.experts import ExpertStream
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
 
-MANY_EXPERTS: dict[str, dict[str, object]] = {  # of the published models, in layers of a few MB
-    "glm-4-moe": {
-        "n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 32, "num_hidden_layers": 3,
-    },
-    "qwen3-next": {
-        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-}  # fmt: skip
 DEVICE = ComputeDevice("cpu")
-
-
-def synthesize(family: str, directory: Path, **overrides: object) -> Path:
-    row = FAMILIES[family]
-    synthesize_checkpoint(model=row.model_type, overrides={**row.overrides, **overrides}, directory=directory, seed=1)
-    return directory
 
 
 def load(path: Path, device: ComputeDevice = DEVICE) -> LoadedModel:

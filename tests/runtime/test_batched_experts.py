@@ -11,8 +11,8 @@ from runtime.model.loading import LoadedModel
 from runtime.plan.experts import pageable_stages, unpageable_stacks
 from tests.gguf_files import Type, write_gguf
 from tests.quantized import write_fp8, write_mxfp4
-from tests.runtime.expert_support import MANY_EXPERTS, lanes_of, load, player, synthesize
-from tests.support import transformers_model
+from tests.runtime.expert_support import lanes_of, load, player
+from tests.support import MANY_EXPERTS, synthesize, transformers_model
 
 LANES = lanes_of(3, 2, 9)
 CLOSE = 2e-5  # of fp32 sums in another order, over four layers
@@ -66,10 +66,11 @@ def test_paged_experts_give_the_very_numbers_of_whole_layers(stored: str, tmp_pa
 
 
 @pytest.mark.parametrize("family", MANY_EXPERTS)
-def test_a_layer_larger_than_its_slots_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
-    directory = synthesize(family, tmp_path / "model", **MANY_EXPERTS[family])
-    loaded = load(directory)
-    model = transformers_model(directory)
+def test_a_layer_larger_than_its_slots_gives_the_tokens_of_transformers(
+    family: str, many_experts: Callable[[str], Path]
+) -> None:
+    loaded = load(many_experts(family))
+    model = transformers_model(many_experts(family))
     with player(loaded, ExpertPaging.hit) as played:
         assert played.experts is not None
         slots = played.placement.slot_bytes + 2 * played.experts.slot_bytes

@@ -19,8 +19,8 @@ from runtime.plan.experts import (
     unpageable_stacks,
 )
 from runtime.plan.extents import slot_layout
-from runtime.plan.schedule import Walk
 from runtime.plan.shapes import ModelShape, Parameter, Scales, Stage, StageKind, TensorSlice
+from runtime.plan.walk import Walk
 from runtime.units import KIB
 from tests.toy import toy_shape
 

@@ -1,6 +1,6 @@
 """Experts arrive with the file's bytes, in order, ahead of their use, and only those that are due are read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,18 @@ from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel
 from runtime.plan.experts import expected_hits
 from runtime.plan.extents import ALIGNMENT_BYTES, Extent, slot_layout
-from runtime.store.reader import PendingRead, Reader
+from runtime.store.reader import Reader
+from runtime.store.transfer import PendingTransfer
 from runtime.stream.experts import ExpertStream
-from tests.runtime.expert_support import DEVICE, MANY_EXPERTS, lanes_of, load, placement_of, player, synthesize
+from tests.runtime.expert_support import DEVICE, lanes_of, load, placement_of, player
+from tests.support import synthesize
 
 NUM_EXPERTS, CHOICES, STAGES = 160, 8, (2, 3)  # stage 1 is a layer without experts
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load(synthesize("glm-4-moe", tmp_path_factory.mktemp("many") / "model", **MANY_EXPERTS["glm-4-moe"]))
+def loaded(many_experts: Callable[[str], Path]) -> LoadedModel:
+    return load(many_experts("glm-4-moe"))
 
 
 class RecordingReader(Reader):
@@ -31,7 +33,7 @@ class RecordingReader(Reader):
         self.asked: list[tuple[Extent, ...]] = []
         self.targets: list[int] = []
 
-    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingRead:
+    def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
         self.asked.append(tuple(extents))
         self.targets.append(torch.frombuffer(target, dtype=torch.uint8).data_ptr())
         return super().submit(extents, target)

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import MachineConfig, PrefetchConfig
-from runtime.config import Prefetch, Tier
+from runtime.config import ExpertPaging, Prefetch, Tier
 from runtime.plan.extents import ALIGNMENT_BYTES
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
+from tests.runtime.expert_support import lanes_of, load, player
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import NUM_NEW_TOKENS, Reference
 
@@ -151,3 +152,18 @@ def test_a_copy_is_told_of_in_the_hosts_seconds(device: ComputeDevice) -> None:
         begin, end = told[number]
         assert before - 1e-3 < begin < end < time.monotonic() + 1e-3
     assert len(told) == 4
+
+
+@pytest.mark.parametrize("tier", [Tier.nvme, Tier.cpu])
+@pytest.mark.parametrize("paging", [ExpertPaging.hit, ExpertPaging.all])
+def test_experts_copied_one_by_one_give_the_very_numbers_of_whole_layers(
+    paging: ExpertPaging, tier: Tier, reference: References
+) -> None:
+    device = ComputeDevice("cuda")
+    loaded = load(reference("qwen3-moe").directory, device)
+    lanes = lanes_of(3, 2, 9, device)
+    found = []
+    for each in (ExpertPaging.off, paging):
+        with player(loaded, each, tier=tier, device=device) as played:
+            found.append(played.logits(lanes, is_batched=True))
+    assert all(map(torch.equal, *found))
