@@ -60,17 +60,18 @@ class Session:
     ) -> Iterator[tuple[int, Completion]]:
         """Continuous admission: requests enter in `order` as others finish, and come out as they finish.
 
-        `unfinished`: those that an earlier process has begun, from where they go on.
+        `unfinished`: those that an earlier process has begun, from where they go on. `on_pass` is called after each
+        pass, once all that finished in it has been taken.
         """
         self._streaming = {i: self._resumed(requests[i], unfinished.get(i)) for i in order}
         yield from self._take([i for i, sequence in self._streaming.items() if sequence.finish is not None])
         for record, finished in self._continuous(self._streaming).run():
-            on_pass(record)
             yield from self._take(finished)
+            on_pass(record)
 
     def snapshot(self) -> dict[int, Unfinished]:
-        """Of the sequences of `stream` that have begun and not finished."""
-        return {i: s.snapshot() for i, s in self._streaming.items() if s.generated}
+        """Of the sequences of `stream` that have begun and not finished; also after it was interrupted."""
+        return {i: s.snapshot() for i, s in self._streaming.items() if s.generated and s.finish is None}
 
     def _resumed(self, request: Request, unfinished: Unfinished | None) -> Running:
         """Behind an encoder a sequence begins again: what was decoded cannot be prefilled there."""

@@ -62,12 +62,14 @@ class GenerateConfig:
     shard: ShardConfig = field(default_factory=ShardConfig)
     run: str | None = None
     output_root: str = "outputs"
+    checkpoint_seconds: float = 60.0
     log_level: LogLevel = LogLevel.info
     trace: bool = False
 
     def __post_init__(self) -> None:
         _require_path(self.model)
         _require_output_root(self.output_root)
+        require(self.checkpoint_seconds >= 0, f"checkpoint_seconds must be 0 or more, got {self.checkpoint_seconds}")
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
             f"run must be letters, digits, '.', '_' and '-' (it names a directory below output_root), got {self.run!r}",

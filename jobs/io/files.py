@@ -15,6 +15,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeAlias
 
@@ -94,6 +95,17 @@ def sweep_temps(directory: Path) -> int:
     for temp in temps:
         temp.unlink(missing_ok=True)
     return len(temps)
+
+
+def set_aside(path: Path, folder: Path, reason: str) -> None:
+    """Move a file that cannot be used into `folder`, where nothing is overwritten, and say so. Raises OSError."""
+    folder.mkdir(exist_ok=True)
+    targets = (folder / f"{path.parent.name}-{path.name}.{number}" for number in count())
+    target = next(target for target in targets if not target.exists())
+    path.rename(target)
+    fsync_directory(path.parent)
+    fsync_directory(folder)
+    LOG.warning("%s was moved to %s: %s", path, target, reason)
 
 
 def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> OutputError:

@@ -1,8 +1,8 @@
 """A run from rows to parts: fix the plan, generate the blocks that are not committed yet, commit each, sum up."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow
@@ -11,24 +11,23 @@ import transformers
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
-from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Request
+from runtime.config import Admission
 from runtime.plan.planner import RunPlan
 from runtime.session import Session
 from runtime.trace import Trace
 
 from .chat import require_template
 from .config import GenerateConfig, operational, run_name, semantic
+from .continuous import ContinuousRun
 from .dataset import Row, input_digest, read_rows, shard_rows
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
-from .passes import pass_row
 from .plan_file import PlannedRequest, fix_plan, read_plan
-from .progress import Progress
-from .requests import Asked, ask, completed_row, rejected_rows, seat, tokenizer_fingerprint, unseat
+from .requests import Asked, ask, rejected_rows, seat, tokenizer_fingerprint, unseat
 from .run_dir import RunManifest, RunState, open_run
-from .summary import MemoryUse, PassRow, Rates, Summary, summarize, write_summary
+from .summary import MemoryUse, Rates, Summary, rates, summarize, write_summary
 from .trace_file import tracing
+from .waves import generate_waves
 
 log = logging.getLogger(__name__)
 PATHS = ("model.path", "model.tokenizer", "dataset.path")  # what lies there is known by its digest, wherever it is
@@ -70,7 +69,7 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
 
         if is_finished(state.directory):
             return _outcome(store_for(read_plan(state.directory.plan)), None, runtime, was_finished=True)
-        return _Run(state, runtime, ask(runtime, rows), store_for, trace).finish()
+        return _Run(state, runtime, ask(runtime, rows), store_for, config, trace).finish()
 
 
 def _manifest(config: GenerateConfig, runtime: Runtime, rows: list[Row]) -> RunManifest:
@@ -96,10 +95,11 @@ class _Run:
         runtime: Runtime,
         asked: Asked,
         store_for: Callable[[list[PlannedRequest]], PartStore],
+        config: GenerateConfig,
         trace: Trace | None,
     ):
         self._state, self._runtime, self._asked, self._store_for = state, runtime, asked, store_for
-        self._trace = trace
+        self._config, self._trace = config, trace
 
     def finish(self) -> Outcome:
         fixed = self._state.directory.plan
@@ -128,30 +128,14 @@ class _Run:
         return outcome
 
     def _generate(self, blocks: list[Block], session: Session, store: PartStore) -> None:
-        requests = self._asked.requests
-        with (
-            tracing(self._state.directory.trace, self._trace) as write_trace,
-            Progress(sum(_limit(block, requests) for block in blocks), len(store.blocks)) as progress,
-        ):
-            for block in blocks:
-                passes: list[PassRow] = []
-
-                def on_pass(record: PassRecord, passes: list[PassRow] = passes) -> None:
-                    passes.append(pass_row(record, record.index))
-                    progress.advance(record)
-                    write_trace()
-
-                completions = session.run(block, requests, on_pass)
-                rows = [
-                    completed_row(self._asked.request_rows[i], completion)
-                    for i, completion in zip(block.members, completions, strict=True)
-                ]
-                store.commit(block.index, rows, passes)
-                progress.skip(_limit(block, requests) - sum(row.useful_tokens for row in passes))
-
-
-def _limit(block: Block, requests: Sequence[Request]) -> int:
-    return sum(requests[i].max_new_tokens for i in block.members)
+        with tracing(self._state.directory.trace, self._trace) as write_trace:
+            if self._config.policy.admission is Admission.wave:
+                generate_waves(session, self._asked, blocks, store, after_pass=write_trace)
+            else:
+                seconds = self._config.checkpoint_seconds
+                ContinuousRun(
+                    session, self._asked, blocks, store, after_pass=write_trace, checkpoint_seconds=seconds
+                ).finish()
 
 
 def _log_plan(plan: RunPlan) -> None:
@@ -185,16 +169,8 @@ def _predicted(plan: RunPlan, store: PartStore) -> Rates | None:
     """Rates from the predicted seconds and the tokens that were really computed."""
     if plan.prediction is None:
         return None
-    passes = store.passes()
-    prompt = sum(row.real_tokens for row in passes if row.phase == "prefill")
-    decoded = sum(row.useful_tokens for row in passes if row.phase == "decode")
-    issued = sum(row.useful_tokens for row in passes)
     prefill, decode = plan.prediction.prefill_seconds, plan.prediction.decode_seconds
-    return Rates(
-        prefill=prompt / prefill if prefill else None,
-        decode_useful=decoded / decode if decode else None,
-        total_useful=issued / (prefill + decode) if prefill + decode else None,
-    )
+    return replace(rates(store.passes(), prefill, decode), decode_issued=None, total_issued=None)
 
 
 def _planned_memory(plan: RunPlan, runtime: Runtime) -> MemoryUse:

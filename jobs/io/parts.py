@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,12 +20,12 @@ from .files import (
     JsonValue,
     canonical_json,
     file_sha256,
-    fsync_directory,
     json_digest,
     output_error,
     parse_parquet,
     publish,
     read_json,
+    set_aside,
     sweep_temps,
     write_json,
     write_parquet,
@@ -94,7 +93,7 @@ class PartStore:
                 self._accept(path, THROUGHPUT_SCHEMA)
             found = {self._block_of(path): table for path, table in parts.items() if table is not None}
             if len(found) < len(self.blocks) and self.directory.success.exists():
-                self._quarantine(self.directory.success, "it lists parts that are gone")
+                set_aside(self.directory.success, self.directory.quarantine, "it lists parts that are gone")
         except OSError as error:
             raise output_error(self.directory.path, error) from error
         return {block: _part_info(block, table) for block, table in sorted(found.items())}
@@ -202,18 +201,8 @@ class PartStore:
         try:
             return self._read(data, self._block_of(path), schema)
         except PARQUET_PROBLEMS as error:
-            self._quarantine(path, str(error))
+            set_aside(path, self.directory.quarantine, str(error))
             return None
-
-    def _quarantine(self, path: Path, reason: str) -> None:
-        folder = self.directory.quarantine
-        folder.mkdir(exist_ok=True)
-        targets = (folder / f"{path.parent.name}-{path.name}.{number}" for number in count())
-        target = next(target for target in targets if not target.exists())
-        path.rename(target)
-        fsync_directory(path.parent)
-        fsync_directory(folder)
-        LOG.warning("%s was moved to %s: %s", path, target, reason)
 
 
 def is_finished(directory: RunDirectory) -> bool:

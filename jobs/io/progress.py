@@ -9,17 +9,19 @@ from typing import Self
 from tqdm import tqdm
 
 from runtime.engine.records import PassRecord
+from runtime.engine.sequence import Completion
 
 log = logging.getLogger(__name__)
 SECONDS_PER_LINE = 60.0
 
 
 class Progress:
-    """A context manager; `advance` after each pass. `num_tokens` is the most that can be generated, so a run that meets
-    many ends of sequence finishes before its bar does."""
+    """A context manager; `advance` after each pass. `num_tokens` is the most that can be generated: each row that ends
+    before its limit takes off what it leaves. Of blocks that overlap, the first that is open is shown."""
 
     def __init__(self, num_tokens: int, num_blocks: int):
         self._num_tokens, self._num_blocks = num_tokens, num_blocks
+        self._num_finished_blocks = 0
         self._is_terminal = sys.stderr.isatty()
         self._done_tokens = 0
         self._begin = self._last_line = time.monotonic()
@@ -34,7 +36,8 @@ class Progress:
         self._bar.close()
 
     def advance(self, record: PassRecord) -> None:
-        self._bar.set_description(f"block {record.block + 1}/{self._num_blocks} {record.phase.value}", refresh=False)
+        place = f"block {self._num_finished_blocks + 1}/{self._num_blocks} {record.phase.value}"
+        self._bar.set_description(place, refresh=False)
         self._bar.update(record.useful_tokens)
         self._done_tokens += record.useful_tokens
         now = time.monotonic()
@@ -43,12 +46,14 @@ class Progress:
             rate = self._done_tokens / (now - self._begin)
             left = (self._num_tokens - self._done_tokens) / rate if rate else float("inf")
             log.info(
-                "block %d/%d %s: %d of at most %d tokens, %.1f tok/s, at most %.0f s left",
-                record.block + 1, self._num_blocks, record.phase.value, self._done_tokens, self._num_tokens, rate, left,
+                "%s: %d of at most %d tokens, %.1f tok/s, at most %.0f s left",
+                place, self._done_tokens, self._num_tokens, rate, left,
             )  # fmt: skip
 
-    def skip(self, num_tokens: int) -> None:
-        """Tokens of a block that was committed before, or that ended early."""
-        self._num_tokens -= num_tokens
+    def finish_row(self, completion: Completion) -> None:
+        self._num_tokens -= completion.request.max_new_tokens - len(completion.token_ids)
         self._bar.total = self._num_tokens
+
+    def finish_block(self) -> None:
+        self._num_finished_blocks += 1
         self._bar.refresh()

@@ -55,6 +55,10 @@ class RunDirectory:
         return self.path / "throughput"
 
     @property
+    def running(self) -> Path:
+        return self.path / "running.parquet"
+
+    @property
     def quarantine(self) -> Path:
         return self.path / "quarantine"
 

@@ -3,6 +3,11 @@
 prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from decode passes / decode time;
 total = generated tokens / (prefill + decode time). Issued tokens are all that were sampled, useful ones those up to
 and including the end of a row. A run's time is the sum over its passes, never end minus start: queues do not count.
+
+A mixed pass, which computes prompts beside tokens that are decoded, is divided between the two by what it computed:
+its seconds, and the padding, in proportion to the tokens. A row that decodes computes one token and issues one, so
+the issued tokens of its decode share are its other tokens than those of prompts; useful ones are divided as issued
+ones are. Tokens that are prefilled a second time, after a resume or where memory ran short, count as prompt tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +19,7 @@ import pyarrow as pa
 
 from .files import JsonValue, write_json
 
-Phase: TypeAlias = Literal["prefill", "decode"]
+Phase: TypeAlias = Literal["prefill", "decode", "mixed"]
 Status: TypeAlias = Literal["ok", "error", "skipped"]
 
 
@@ -24,6 +29,8 @@ class PassRow:
 
     What seconds and hits mean: `StageTimes` in the engine. `stage_*` has a value for each stage, the others are sums.
     `padded_tokens` is the size of what was computed, padding included: equal to `real_tokens` where nothing is padded.
+    `prompt_tokens` are those of the real ones that were prefilled; `pass_index` counts from 0 within a block, and
+    within the run where blocks overlap.
     """
 
     pass_index: int
@@ -53,6 +60,24 @@ class PassRow:
     stage_compute_seconds: list[float] = field(default_factory=list)
     stage_attention_seconds: list[float] = field(default_factory=list)
     stage_stall_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def prefill_share(self) -> float:
+        """Of the pass's work, between 0 and 1."""
+        if self.phase == "mixed":
+            return self.prompt_tokens / self.real_tokens
+        return 1.0 if self.phase == "prefill" else 0.0
+
+    @property
+    def decode_issued(self) -> int:
+        """Issued tokens of rows that decoded: not the first ones, which come out of prompts."""
+        if self.phase == "mixed":
+            return self.real_tokens - self.prompt_tokens
+        return self.issued_tokens if self.phase == "decode" else 0
+
+    @property
+    def decode_useful(self) -> float:
+        return self.useful_tokens * self.decode_issued / self.issued_tokens if self.issued_tokens else 0.0
 
 
 PASS_COUNTS = ("num_sequences", "real_tokens", "padded_tokens", "prompt_tokens", "issued_tokens", "useful_tokens")
@@ -136,17 +161,15 @@ def summarize(
     planned: MemoryUse | None = None,
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
-    prefill = [row for row in passes if row.phase == "prefill"]
-    decode = [row for row in passes if row.phase == "decode"]
     return Summary(
         rows={"ok": rows.get("ok", 0), "error": rows.get("error", 0), "skipped": rows.get("skipped", 0)},
         num_passes=len(passes),
-        prompt_tokens=sum(row.real_tokens for row in prefill),
-        padded_prompt_tokens=sum(row.padded_tokens for row in prefill),
+        prompt_tokens=sum(row.prompt_tokens for row in passes),
+        padded_prompt_tokens=round(sum(row.padded_tokens * row.prefill_share for row in passes)),
         issued_tokens=sum(row.issued_tokens for row in passes),
         useful_tokens=sum(row.useful_tokens for row in passes),
-        prefill_seconds=_seconds(prefill),
-        decode_seconds=_seconds(decode),
+        prefill_seconds=prefill_seconds(passes),
+        decode_seconds=decode_seconds(passes),
         compute_seconds=sum(row.compute_seconds for row in passes),
         load_seconds=sum(row.load_seconds for row in passes),
         stall_seconds=sum(row.stall_seconds for row in passes),
@@ -157,7 +180,7 @@ def summarize(
         bytes_copied_device=sum(row.bytes_copied_device for row in passes),
         bytes_copied_host=sum(row.bytes_copied_host for row in passes),
         bytes_written_disk=sum(row.bytes_written_disk for row in passes),
-        measured=_rates(prefill, decode),
+        measured=rates(passes, prefill_seconds(passes), decode_seconds(passes)),
         peak=MemoryUse(
             host_bytes=max((row.peak_host_bytes for row in passes), default=0),
             device_bytes=max((row.peak_device_bytes for row in passes), default=0),
@@ -167,23 +190,27 @@ def summarize(
     )
 
 
-def _seconds(passes: Iterable[PassRow]) -> float:
-    return sum(row.seconds for row in passes)
+def prefill_seconds(passes: Iterable[PassRow]) -> float:
+    return sum(row.seconds * row.prefill_share for row in passes)
 
 
-def _rates(prefill: Sequence[PassRow], decode: Sequence[PassRow]) -> Rates:
-    prefill_seconds, decode_seconds = _seconds(prefill), _seconds(decode)
-    both = [*prefill, *decode]
+def decode_seconds(passes: Iterable[PassRow]) -> float:
+    return sum(row.seconds * (1.0 - row.prefill_share) for row in passes)
+
+
+def rates(passes: Sequence[PassRow], prefill_seconds: float, decode_seconds: float) -> Rates:
+    """The tokens of `passes` over these seconds, whether they were measured or predicted."""
+    total_seconds = prefill_seconds + decode_seconds
     return Rates(
-        prefill=_rate(sum(row.real_tokens for row in prefill), prefill_seconds),
-        decode_issued=_rate(sum(row.issued_tokens for row in decode), decode_seconds),
-        decode_useful=_rate(sum(row.useful_tokens for row in decode), decode_seconds),
-        total_issued=_rate(sum(row.issued_tokens for row in both), prefill_seconds + decode_seconds),
-        total_useful=_rate(sum(row.useful_tokens for row in both), prefill_seconds + decode_seconds),
+        prefill=_rate(sum(row.prompt_tokens for row in passes), prefill_seconds),
+        decode_issued=_rate(sum(row.decode_issued for row in passes), decode_seconds),
+        decode_useful=_rate(sum(row.decode_useful for row in passes), decode_seconds),
+        total_issued=_rate(sum(row.issued_tokens for row in passes), total_seconds),
+        total_useful=_rate(sum(row.useful_tokens for row in passes), total_seconds),
     )
 
 
-def _rate(tokens: int, seconds: float) -> float | None:
+def _rate(tokens: float, seconds: float) -> float | None:
     return tokens / seconds if seconds > 0 else None
 
 

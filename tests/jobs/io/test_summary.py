@@ -38,6 +38,9 @@ DECODE = replace(
     seconds=0.5,
     peak_host_bytes=2 * GIB,
 )
+MIXED = replace(
+    PREFILL, phase="mixed", real_tokens=40, padded_tokens=40, prompt_tokens=30, issued_tokens=12, useful_tokens=6
+)  # ten rows decode, two end their prompts
 ROWS: dict[Status, int] = {"ok": 3, "error": 1}
 
 
@@ -46,6 +49,21 @@ def test_rates_follow_the_papers_formulas() -> None:
     assert measured == Rates(
         prefill=1000 / 2.0, decode_issued=8 / 1.0, decode_useful=6 / 1.0, total_issued=12 / 3.0, total_useful=10 / 3.0
     )
+
+
+def test_a_mixed_pass_is_divided_by_what_it_computed() -> None:
+    summary = summarize([MIXED], rows=ROWS)
+    assert (summary.prompt_tokens, summary.padded_prompt_tokens) == (30, 30)
+    assert (summary.prefill_seconds, summary.decode_seconds) == (1.5, 0.5)
+    assert summary.measured == Rates(
+        prefill=30 / 1.5, decode_issued=10 / 0.5, decode_useful=5 / 0.5, total_issued=12 / 2.0, total_useful=6 / 2.0
+    )
+
+
+def test_a_mixed_pass_of_one_kind_counts_as_a_pass_of_that_kind() -> None:
+    same = [(PREFILL, replace(PREFILL, phase="mixed", padded_tokens=1000)), (DECODE, replace(DECODE, phase="mixed"))]
+    for plain, mixed in same:
+        assert summarize([mixed], rows={}) == summarize([replace(plain, padded_tokens=mixed.padded_tokens)], rows={})
 
 
 def test_times_and_bytes_are_sums_and_memory_is_a_peak() -> None:
@@ -62,6 +80,7 @@ def test_times_and_bytes_are_sums_and_memory_is_a_peak() -> None:
         ([], {"prefill", "decode_issued", "decode_useful", "total_issued", "total_useful"}),
         ([PREFILL], {"decode_issued", "decode_useful"}),
         ([DECODE], {"prefill"}),
+        ([replace(MIXED, prompt_tokens=40, issued_tokens=0, useful_tokens=0)], {"decode_issued", "decode_useful"}),
         (
             [replace(PREFILL, seconds=0.0)],
             {"prefill", "decode_issued", "decode_useful", "total_issued", "total_useful"},

@@ -1,0 +1,175 @@
+"""running.parquet: what a run with continuous admission has generated and no part holds yet.
+
+A stop or a kill then costs the tokens since it was last written, and no row. It is a help, never the truth: without
+it, or with one that is damaged or another run's, requests are generated again from their beginning.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from runtime.engine.logprobs import TokenLogprobs
+from runtime.engine.sequence import Unfinished
+from runtime.errors import OutputError
+
+from .files import PARQUET_PROBLEMS, canonical_json, json_digest, parse_parquet, publish, set_aside, write_parquet
+from .output_rows import LOGPROB_FIELDS, GenerationRow, clean_text
+from .plan_file import PlannedRequest, plan_digest
+from .run_dir import RunDirectory, RunManifest
+from .summary import PassRow
+
+LOG = logging.getLogger(__name__)
+FORMAT = "1"
+UNFINISHED = "running"  # in the place of the status of a finished row
+
+RequestKey: TypeAlias = tuple[str, int]  # id and sample index
+RunningRow: TypeAlias = dict[str, Any]  # a row of RUNNING_SCHEMA
+
+RUNNING_SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("completion", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        *LOGPROB_FIELDS,
+        pa.field("finish_reason", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("generator_state", pa.binary()),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """`finished` rows lack the columns that their input rows brought along; `passes` are those that no part has."""
+
+    finished: Sequence[GenerationRow] = ()
+    unfinished: Mapping[RequestKey, Unfinished]
+    passes: Sequence[PassRow] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningFile:
+    """The one such file of a run. The caller holds the run's lock."""
+
+    directory: RunDirectory
+    manifest: RunManifest
+    plan: Sequence[PlannedRequest]
+
+    def save(self, running: Running) -> bool:
+        """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
+        rows = [_finished_values(row) for row in running.finished]
+        rows += [_unfinished_values(key, unfinished) for key, unfinished in running.unfinished.items()]
+        table = pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA.with_metadata(self._footer(running.passes)))
+        try:
+            return publish(
+                self.directory.running,
+                lambda file: write_parquet(table, file),
+                exclusive=False,
+                expected_bytes=table.nbytes,
+            )
+        except OutputError as error:
+            LOG.warning("what is generated and not finished was not saved: %s", error)
+            return False
+
+    def load(self) -> Running:
+        """What was saved last; nothing, and a warning, when that cannot be used: it then moves to `quarantine/`."""
+        path = self.directory.running
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return Running(unfinished={})
+        except OSError as error:
+            LOG.warning("%s cannot be read (%s): its requests begin again", path, error)
+            return Running(unfinished={})
+        try:
+            return self._parse(data)
+        except (*PARQUET_PROBLEMS, TypeError) as error:  # TypeError: passes of another version of Millrace
+            self._set_aside(str(error))
+            return Running(unfinished={})
+
+    def remove(self) -> None:
+        """All is in parts. One that stays does no harm: rows that a part has are dropped."""
+        try:
+            self.directory.running.unlink(missing_ok=True)
+        except OSError as error:
+            LOG.warning("%s is of no more use and cannot be removed: %s", self.directory.running, error)
+
+    def _parse(self, data: bytes) -> Running:
+        table = parse_parquet(data)
+        passes = self._read_footer(table.schema.metadata or {})
+        if not table.schema.equals(RUNNING_SCHEMA):
+            raise ValueError("its columns are not those of a checkpoint")
+        rows: list[RunningRow] = table.to_pylist()
+        return Running(
+            finished=[_finished_row(row) for row in rows if row["status"] != UNFINISHED],
+            unfinished={
+                (row["id"], row["sample_index"]): _unfinished(row) for row in rows if row["status"] == UNFINISHED
+            },
+            passes=passes,
+        )
+
+    @cached_property
+    def _owner(self) -> dict[str, str]:
+        plan = plan_digest(self.plan)
+        return {"format": FORMAT, "run": self.manifest.name, "config": self.manifest.digest, "plan": plan}
+
+    def _footer(self, passes: Sequence[PassRow]) -> dict[bytes, bytes]:
+        """Parquet has no checksum over its footer, so this one brings its own."""
+        values = {**self._owner, "passes": canonical_json([asdict(row) for row in passes])}
+        values["digest"] = json_digest(values)
+        return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
+
+    def _read_footer(self, metadata: Mapping[bytes, bytes]) -> list[PassRow]:
+        values = {key.decode().removeprefix("millrace."): value.decode() for key, value in metadata.items()}
+        wrong = [key for key, value in self._owner.items() if values.get(key) != value]
+        if wrong:
+            raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")
+        if values.pop("digest", None) != json_digest(values):
+            raise ValueError("its footer was changed after it was written")
+        return [PassRow(**row) for row in json.loads(values["passes"])]
+
+    def _set_aside(self, reason: str) -> None:
+        try:
+            set_aside(self.directory.running, self.directory.quarantine, f"{reason}; its requests begin again")
+        except OSError as error:
+            LOG.warning("%s cannot be used (%s) nor moved away: %s", self.directory.running, reason, error)
+
+
+def _finished_values(row: GenerationRow) -> dict[str, object]:
+    values = {name: getattr(row, name) for name in RUNNING_SCHEMA.names if name in GenerationRow.__dataclass_fields__}
+    error = None if row.error is None else clean_text(row.error)
+    return {**values, "completion": clean_text(row.completion), "error": error, "generator_state": None}
+
+
+def _finished_row(values: RunningRow) -> GenerationRow:
+    return GenerationRow(**{key: value for key, value in values.items() if key != "generator_state"})
+
+
+def _unfinished_values(key: RequestKey, unfinished: Unfinished) -> dict[str, object]:
+    return {
+        "id": key[0],
+        "sample_index": key[1],
+        "status": UNFINISHED,
+        "completion": "",
+        "token_ids": unfinished.token_ids,
+        "logprobs": [token.own for token in unfinished.logprobs],
+        "top_token_ids": [token.top_ids for token in unfinished.logprobs],
+        "top_logprobs": [token.top for token in unfinished.logprobs],
+        "generator_state": unfinished.generator_state,
+    }
+
+
+def _unfinished(values: RunningRow) -> Unfinished:
+    logprobs = zip(values["logprobs"], values["top_token_ids"], values["top_logprobs"], strict=True)
+    return Unfinished(
+        token_ids=tuple(values["token_ids"]),
+        logprobs=tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in logprobs),
+        generator_state=values["generator_state"],
+    )

@@ -1,0 +1,136 @@
+"""A run with continuous admission: the rows of a run in waves, each once, however often it was stopped or killed."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.io.config import GenerateConfig
+from jobs.io.dataset import DatasetConfig
+from jobs.io.generation import Outcome, generate
+from jobs.io.parts import read_generations
+from jobs.io.run_dir import RunDirectory
+from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
+from runtime.errors import Interrupted
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_KILLS = 5
+SAMPLED = SamplingConfig(max_new_tokens=10, temperature=0.9, seed=5, logprobs=2)
+
+
+def policy(admission: Admission) -> PolicyConfig:
+    return PolicyConfig(
+        kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2, prefill_chunk_tokens=24, admission=admission
+    )
+
+
+def run(
+    output_root: Path,
+    *,
+    admission: Admission = Admission.continuous,
+    sampling: SamplingConfig = SAMPLED,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    config = GenerateConfig(
+        run="case",
+        output_root=str(output_root),
+        dataset=DatasetConfig(limit=12),
+        policy=policy(admission),
+        sampling=sampling,
+        checkpoint_seconds=0.0,
+    )
+    return generate(config, should_stop)
+
+
+def directory(output_root: Path, name: str = "case") -> RunDirectory:
+    return RunDirectory(path=output_root / "generate" / name)
+
+
+def tokens_by_id(run_directory: RunDirectory) -> dict[str, list[int]]:
+    table = read_generations(run_directory)
+    tokens = dict(zip(table["id"].to_pylist(), table["token_ids"].to_pylist(), strict=True))
+    assert len(tokens) == table.num_rows, "a row is there twice"
+    return tokens
+
+
+def throughput(run_directory: RunDirectory) -> pa.Table:
+    return pa.concat_tables(pq.read_table(path) for path in sorted(run_directory.throughput.iterdir()))
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(max_new_tokens=10), SAMPLED], ids=["greedy", "sampled"])
+def test_the_rows_are_those_of_a_run_in_waves(tmp_path: Path, sampling: SamplingConfig) -> None:
+    run(tmp_path / "waves", admission=Admission.wave, sampling=sampling)
+    outcome = run(tmp_path / "continuous", sampling=sampling)
+    assert outcome.exit_code == 0
+    assert tokens_by_id(directory(tmp_path / "continuous")) == tokens_by_id(directory(tmp_path / "waves"))
+    assert not directory(tmp_path / "continuous").running.exists()
+
+
+def test_the_summary_accounts_for_every_token(tmp_path: Path) -> None:
+    summary = run(tmp_path).summary
+    generated = tokens_by_id(directory(tmp_path))
+    prompts = read_generations(directory(tmp_path))["num_prompt_tokens"].to_pylist()
+    assert summary.useful_tokens == sum(map(len, generated.values()))
+    assert summary.prompt_tokens == sum(prompts)
+    assert summary.prefill_seconds > 0
+    assert summary.decode_seconds > 0
+    phases = throughput(directory(tmp_path))["phase"].to_pylist()
+    assert "mixed" in phases
+
+
+@pytest.mark.parametrize("num_stages", [30, 150])
+def test_a_stopped_run_goes_on_and_no_token_is_sampled_twice(tmp_path: Path, num_stages: int) -> None:
+    run(tmp_path / "whole")
+    asked = iter(range(num_stages))
+    with pytest.raises(Interrupted):
+        run(tmp_path / "stopped", should_stop=lambda: next(asked, None) is None)
+    outcome = run(tmp_path / "stopped")
+    tokens = tokens_by_id(directory(tmp_path / "stopped"))
+    assert tokens == tokens_by_id(directory(tmp_path / "whole"))
+    assert outcome.summary.useful_tokens == sum(map(len, tokens.values()))
+    indices = throughput(directory(tmp_path / "stopped"))["pass_index"].to_pylist()
+    assert sorted(indices) == list(range(len(indices)))
+
+
+def command(output_root: Path, name: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "jobs.generate", f"run={name}", f"output_root={output_root}", "policy=fixed"),
+        *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "policy.admission=continuous"),
+        *("dataset.limit=24", "sampling.max_new_tokens=48", "sampling.ignore_eos=true", "checkpoint_seconds=0.05"),
+    ]
+
+
+def test_killed_five_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    subprocess.run(command(tmp_path, "whole"), cwd=ROOT, check=True, capture_output=True)
+    checkpoint, moments = directory(tmp_path, "killed").running, random.Random(7)
+    for _ in range(NUM_KILLS):
+        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        process = subprocess.Popen(command(tmp_path, "killed"), cwd=ROOT, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
+            time.sleep(0.005)  # so that every start gets somewhere
+        time.sleep(moments.uniform(0, 0.1))
+        assert process.poll() is None, "the run ended before it could be killed: make it longer"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    subprocess.run(command(tmp_path, "killed"), cwd=ROOT, check=True, capture_output=True)
+    assert tokens_by_id(directory(tmp_path, "killed")) == tokens_by_id(directory(tmp_path, "whole"))
+    assert not [path for path in tmp_path.rglob(".*") if "tmp" in path.name]
+    indices = throughput(directory(tmp_path, "killed"))["pass_index"].to_pylist()
+    assert len(set(indices)) == len(indices)
+
+
+def test_sigterm_ends_the_process_with_75_and_a_checkpoint(tmp_path: Path) -> None:
+    process = subprocess.Popen(command(tmp_path, "stopped"), cwd=ROOT, stderr=subprocess.DEVNULL)
+    checkpoint = directory(tmp_path, "stopped").running
+    while process.poll() is None and not checkpoint.exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    assert checkpoint.exists()
