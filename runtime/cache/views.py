@@ -6,6 +6,7 @@ Letters as in paged.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -98,6 +99,7 @@ class DecodeRows:
             self._begins[reach] = self._tensor([reach.first(past) for past in self.past])
         return self._begins[reach]
 
+    @cached_property
     def ends(self) -> torch.Tensor:
         """One behind the last position of each row (B), int32."""
         return self._tensor([past + 1 for past in self.past])
@@ -106,7 +108,7 @@ class DecodeRows:
         """Which of `longest` positions each row does not see (B, S); None where all see all."""
         if reach not in self._hidden:
             places = torch.arange(self.longest, device=self.tokens_B.device)[None]
-            hidden = (places >= self.ends()[:, None]) | (places < self.begins(reach)[:, None])
+            hidden = (places >= self.ends[:, None]) | (places < self.begins(reach)[:, None])
             self._hidden[reach] = hidden if bool(hidden.any()) else None
         return self._hidden[reach]
 

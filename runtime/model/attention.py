@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
+from ..cache.host_attention import decode_attention
 from ..cache.paged import LayerKV, PagedKV
+from ..cache.plain_attention import decode_attention_torch
 from ..cache.views import DecodeRows, Reach, Segment
 from ..errors import ConfigError
 from .events import LaneRun, NeedAttention, need_tensor
@@ -118,32 +120,35 @@ def _chunk(module: torch.nn.Module, layer: int) -> int | None:
 
 def _decode(q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule) -> torch.Tensor:
     """One new token per row, over pages."""
-    tables, hidden = kv.layout.tables_Bn, rows.hidden(reach)
-    k, v = (pages[tables].flatten(1, 2)[:, : rows.longest] for pages in (kv.k_NPHD, kv.v_NPHD))
-    if hidden is not None:
-        v.masked_fill_(hidden[..., None, None], 0)  # whatever nobody has written may be NaN, and 0 x NaN is NaN
-    return _decode_plain(q_BHD, k.transpose(1, 2), v.transpose(1, 2), hidden, rule)
+    assert kv.layout.tables_Bn is not None, "rows that decode have page tables"
+    attend = decode_attention if kv.k_NPHD.device.type == "cpu" else decode_attention_torch
+    return attend(
+        q_BHD,
+        kv.k_NPHD,
+        kv.v_NPHD,
+        kv.layout.tables_Bn,
+        rows.begins(reach),
+        rows.ends,
+        scale=rule.scale,
+        softcap=rule.softcap,
+        sinks_H=rule.sinks,
+    )
 
 
 def _decode_expanded(
     q_BHD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
-    """One new token per row, over what the layer made of its latents."""
+    """One new token per row, over what the layer made of its latents. Queries are folded to (B, H, G, D) so that KV
+    heads are never repeated."""
     shape = (len(rows.rows), rows.longest)
     k, v = (t[0, :, : shape[0] * shape[1]].unflatten(1, shape).transpose(0, 1) for t in (key, value))
-    return _decode_plain(q_BHD, k, v, rows.hidden(reach), rule)
-
-
-def _decode_plain(
-    q_BHD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, hidden_BS: torch.Tensor | None, rule: Rule
-) -> torch.Tensor:
-    """Queries are folded to (B, H, G, D) so that KV heads are never repeated."""
-    num_rows, num_kv_heads = k_BHSD.shape[:2]
-    q_BHGD = q_BHD.reshape(num_rows, num_kv_heads, -1, q_BHD.shape[-1]) * rule.scale
-    sinks = None if rule.sinks is None else rule.sinks.view(1, num_kv_heads, -1, 1)
-    hidden = None if hidden_BS is None else hidden_BS[:, None, None]
-    weights = rule.weights(torch.matmul(q_BHGD, k_BHSD.transpose(-1, -2)), sinks, hidden)
-    return torch.matmul(weights, v_BHSD).reshape(num_rows, q_BHD.shape[1], -1)
+    hidden = rows.hidden(reach)
+    q_BHGD = q_BHD.reshape(shape[0], k.shape[1], -1, q_BHD.shape[-1]) * rule.scale
+    sinks = None if rule.sinks is None else rule.sinks.view(1, k.shape[1], -1, 1)
+    weights = rule.weights(
+        torch.matmul(q_BHGD, k.transpose(-1, -2)), sinks, None if hidden is None else hidden[:, None, None]
+    )
+    return torch.matmul(weights, v).reshape(shape[0], q_BHD.shape[1], -1)
 
 
 def _prefill(
