@@ -136,7 +136,7 @@ class Runtime:
                 self._should_stop,
                 self._trace,
             )
-            yield Session(self.model, engine, self.config.policy)
+            yield Session(self.model, engine, plan, self.config.policy)
 
     @contextmanager
     def confirmed_session(
@@ -153,7 +153,7 @@ class Runtime:
                 try:
                     session = stack.enter_context(self.session(plan))
                     if may_back_off and plan.blocks:
-                        session.probe(plan, requests)
+                        session.probe(requests)
                         self.require_within_budget(plan)
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):

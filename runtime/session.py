@@ -26,17 +26,17 @@ def ignore(record: PassRecord) -> None:
 class Session:
     """Valid inside `Runtime.session`. Not thread-safe."""
 
-    def __init__(self, model: LoadedModel, engine: Engine, policy: PolicyConfig):
-        self._model, self._engine, self._policy = model, engine, policy
+    def __init__(self, model: LoadedModel, engine: Engine, plan: RunPlan, policy: PolicyConfig):
+        self._model, self._engine, self._plan, self._policy = model, engine, plan, policy
         self._streaming: dict[int, Running] = {}
 
-    def probe(self, plan: RunPlan, requests: Sequence[Request]) -> None:
+    def probe(self, requests: Sequence[Request]) -> None:
         """Runs a first pass, that of the heaviest block, and forgets it."""
         if self._policy.admission is Admission.continuous:
-            running = {i: _begun(requests[i]) for block in plan.blocks for i in block.members}
+            running = {i: _begun(requests[i]) for block in self._plan.blocks for i in block.members}
             next(self._continuous({i: s for i, s in running.items() if s.finish is None}).run(), None)
             return
-        heaviest = max(plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
+        heaviest = max(self._plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
         lanes = [
             [Running(request=requests[i]) for i in group if requests[i].max_new_tokens]
             for group in heaviest.micro_batches
@@ -80,14 +80,13 @@ class Session:
         return Running.restored(request, unfinished, self._engine.torch_device)
 
     def _continuous(self, sequences: Mapping[int, Running]) -> Continuous:
-        policy, sequences = self._policy, dict(sequences)
-        num_lanes, lane_size = policy.num_micro_batches, policy.micro_batch_size
+        sequences, num_lanes, lane_size = dict(sequences), self._plan.num_lanes, self._plan.lane_size
         if not self._model.shape.is_packed:
             return ContinuousPadded(self._engine, sequences, num_lanes=num_lanes, lane_size=lane_size)
         limits = AdmissionLimits(
             num_lanes=num_lanes,
             lane_size=lane_size,
-            lane_tokens=max(lane_size, policy.prefill_chunk_tokens),
+            lane_tokens=max(lane_size, self._policy.prefill_chunk_tokens),
             page_tokens=PAGE_TOKENS,
         )
         return ContinuousPacked(self._engine, sequences, limits)

@@ -33,6 +33,7 @@ T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
 SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
+FREE_KEYS = frozenset({"policy.schedule", "policy.attention"})  # of those groups: the way, not the text
 
 
 class LogLevel(Enum):
@@ -163,12 +164,16 @@ def semantic(config: GenerateConfig) -> dict[str, JsonValue]:
 
     `policy` is among them because a row's numerics depend on which rows share its micro-batch.
     """
-    return {key: value for key, value in flatten(config).items() if key.partition(".")[0] in SEMANTIC_GROUPS}
+    return {key: value for key, value in flatten(config).items() if _is_semantic(key)}
 
 
 def operational(config: GenerateConfig) -> dict[str, JsonValue]:
-    """The other keys: they may change on resume (tier, prefetch, machine, paths of results, log level)."""
-    return {key: value for key, value in flatten(config).items() if key.partition(".")[0] not in SEMANTIC_GROUPS}
+    """The other keys: they may change on resume (tiers, prefetch, schedule, machine, paths of results, log level)."""
+    return {key: value for key, value in flatten(config).items() if not _is_semantic(key)}
+
+
+def _is_semantic(key: str) -> bool:
+    return key.partition(".")[0] in SEMANTIC_GROUPS and key not in FREE_KEYS
 
 
 def run_name(config: GenerateConfig) -> str:

@@ -38,6 +38,16 @@ class RunPlan:
     prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
     prediction: Prediction | None
 
+    @property
+    def num_lanes(self) -> int:
+        """Most micro-batches side by side."""
+        return max((len(block.micro_batches) for block in self.blocks), default=1)
+
+    @property
+    def lane_size(self) -> int:
+        """Most sequences of a micro-batch."""
+        return max((len(group) for block in self.blocks for group in block.micro_batches), default=1)
+
 
 def plan_run(
     shape: ModelShape,

@@ -7,13 +7,23 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import ExpertPaging, Lanes, ModelConfig, OffloadConfig, Prefetch, PrefetchConfig, Tier
+from runtime.config import (
+    ExpertPaging,
+    Lanes,
+    ModelConfig,
+    OffloadConfig,
+    Prefetch,
+    PrefetchConfig,
+    RuntimeConfig,
+    Tier,
+)
 from runtime.engine.experts import BatchedExperts
 from runtime.model.events import LaneRun, NeedExperts, NeedStage
 from runtime.model.loading import LoadedModel, load_model
 from runtime.model.weights import stage_weights
 from runtime.plan.experts import dense_shape, pageable_stages
 from runtime.plan.extents import slot_layout
+from runtime.plan.load import Load
 from runtime.plan.placement import Budgets, Placement, place
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
@@ -33,7 +43,9 @@ def placement_of(
     loaded: LoadedModel, *, is_paged: bool, tier: Tier = Tier.nvme, device_bytes: int | None = None
 ) -> Placement:
     offload, prefetch = OffloadConfig(tier=tier, resident_layers=0), PrefetchConfig(kind=Prefetch.off)
-    placement = place(loaded.shape, offload, prefetch, Budgets(host_bytes=GIB, device_bytes=device_bytes), [], 512)
+    config = RuntimeConfig(offload=offload, prefetch=prefetch)
+    budgets = Budgets(host_bytes=GIB, device_bytes=device_bytes)
+    placement = place(loaded.shape, config, budgets, Load.of(loaded.shape, [], 512))
     paged = pageable_stages(loaded.shape) if is_paged else frozenset()
     stages = dense_shape(loaded.shape, paged).stages
     slot_bytes = max(slot_layout(stages[index]).num_bytes for index in placement.walk.streamed)

@@ -4,13 +4,15 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.config import OffloadConfig, Prefetch, PrefetchConfig, Tier
+from runtime.config import KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError
 from runtime.plan.check import check_schedule
-from runtime.plan.placement import Budgets, Placement, num_slots_for, place
+from runtime.plan.load import Load
+from runtime.plan.placement import Budgets, Placement, place
 from runtime.plan.schedule import make_schedule
 from runtime.plan.shapes import ModelShape
 from runtime.plan.spread import spread
+from runtime.plan.walks import num_slots_for
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 
@@ -33,8 +35,12 @@ def placed(
     prefetch: PrefetchConfig | None = None,
     resident_layers: int | None = None,
 ) -> Placement:
-    offload = OffloadConfig(tier=tier, resident_layers=resident_layers)
-    return place(shape, offload, prefetch or PrefetchConfig(), budgets, BLOCK, 512)
+    config = RuntimeConfig(
+        offload=OffloadConfig(tier=tier, resident_layers=resident_layers),
+        prefetch=prefetch or PrefetchConfig(),
+        kv=KVConfig(tier=KVTier.device),
+    )
+    return place(shape, config, budgets, Load.of(shape, BLOCK, 512))
 
 
 def terms(placement: Placement, memory: str) -> dict[str, int]:

@@ -1,10 +1,13 @@
 """Blocks and prefetch are chosen by what fits and what is fast; the same inputs give the same plan."""
 
+from dataclasses import replace
+
 import pytest
 
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError
 from runtime.plan.cost import MachineRates
+from runtime.plan.load import Load
 from runtime.plan.memory import SequenceSize
 from runtime.plan.placement import Budgets, place
 from runtime.plan.planner import RunPlan, micro_batches_of, plan_run
@@ -102,10 +105,9 @@ def test_every_block_of_a_plan_fits_and_not_only_the_one_with_most_tokens() -> N
     )
     shape = toy_shape()
     found = plan_run(shape, config, Budgets(host_bytes=GIB), sizes)
-    needed = [
-        place(shape, config.offload, found.prefetch, Budgets(host_bytes=GIB), micro_batches_of(block, sizes), 512)
-        for block in found.blocks
-    ]
+    loads = [Load.of(shape, micro_batches_of(block, sizes), 512) for block in found.blocks]
+    num_pages = max(load.num_kv_pages for load in loads)
+    needed = [place(shape, config, Budgets(host_bytes=GIB), replace(load, num_kv_pages=num_pages)) for load in loads]
     totals = [placement.ledgers[0].total_bytes for placement in needed]
     assert len(set(totals)) == 2
     assert found.placement.ledgers[0].total_bytes == max(totals)

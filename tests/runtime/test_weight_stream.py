@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime.config import OffloadConfig, PrefetchConfig, Tier
+from runtime.config import OffloadConfig, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError
 from runtime.plan.extents import Extent
+from runtime.plan.load import Load
 from runtime.plan.placement import Budgets, Placement, place
 from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
 from runtime.store.header import read_header
@@ -52,7 +53,8 @@ def shape(tensors: dict[str, torch.Tensor], tmp_path: Path) -> ModelShape:
 
 def placement_of(shape: ModelShape, resident_layers: int = 1, depth: int = 1) -> Placement:
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=resident_layers)
-    return place(shape, offload, PrefetchConfig(depth=depth), Budgets(host_bytes=GIB), [], 512)
+    config = RuntimeConfig(offload=offload, prefetch=PrefetchConfig(depth=depth))
+    return place(shape, config, Budgets(host_bytes=GIB), Load.of(shape, [], 512))
 
 
 class CountingReader(Reader):
