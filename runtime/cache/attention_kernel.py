@@ -35,13 +35,13 @@ EXP_MIN, TANH_MAX = np.float32(-87), np.float32(10)  # exp stays a normal number
 
 
 def kept(function: Function) -> Function:
-    """Compiled at its first call, for the types of its arguments, in about 2 s, and kept on disk, beside the source
+    """Compiled at its first call, for the types of its arguments, in 2 to 4 s, and kept on disk, beside the source
     or in the user's cache."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
     try:
         return cast(Function, njit(cache=True, **options)(function))
     except RuntimeError as error:
-        log.info("decode attention is compiled anew in each process, in about 2 s: %s", error)
+        log.info("decode attention is compiled anew in each process, in 2 to 4 s: %s", error)
         return cast(Function, njit(**options)(function))
 
 

@@ -46,8 +46,10 @@ class AttentionWorkers:
     drops those that do not yet.
 
     One worker by default: `decode_attention` divides each lane over threads of its own, so that the lane which the
-    engine needs first is done first. A worker's own torch operators are small and run in its thread alone, as OpenMP
-    would start a team of threads for each worker beside the engine's.
+    engine needs first is done first. On 2 cores, 6 lanes of attention beside products on both cores took 149 ms so,
+    189 ms with a thread each in two workers, and 180 ms one after the other (the best of 25 turns, cores shared). A
+    worker's own torch operators are small and stay in its thread, as OpenMP would start a team of threads for each
+    worker beside the engine's.
     """
 
     def __init__(self, *, num_workers: int = 1, max_pending: int = 8):

@@ -70,7 +70,7 @@ def test_sweeping_contenders_go_over_more_than_a_cache_holds_as_often_as_they_sa
 def test_attention_is_set_beside_a_link_on_paper() -> None:
     result = replace(measured_nothing(), rate=32e9)
     table = markdown({"memory_read": [result], "attention_bfloat16": [result]}, "test")
-    assert "| attention_bfloat16 | 128.0 MiB | 4.2 ms | 8.4 ms | 2.00 |" in table
+    assert "| attention_bfloat16 | 128 MiB | 4.2 ms | 8.4 ms | 2.00 |" in table
     assert "on paper" not in markdown({"memory_read": [result]}, "test")
 
 
