@@ -18,7 +18,7 @@ from runtime.plan.kv import KVLayout
 from runtime.store.kv_file import KVFile
 from runtime.stream.device import ComputeDevice
 from runtime.stream.kv import KVStream
-from tests.fake_device import FakeDevice, FakeEvent, FakeStream
+from tests.fake_device import Careless, FakeDevice
 
 NUM_PAGES, SLOT_PAGES = 24, 8
 PAGE_BYTES = {0: 4096, 2: 5000}
@@ -115,18 +115,6 @@ def test_no_race_gives_wrong_bytes(num_ahead: int, late: tuple[bool, ...], tier:
         assert play(device, stream, num_ahead=num_ahead) == []
 
 
-class Careless(FakeDevice):
-    """Forgets the waits of one kind of stream."""
-
-    def __init__(self, late: tuple[bool, ...], forgetful: int):
-        self._forgetful = forgetful
-        super().__init__(late, defers_compute=True)
-
-    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
-        if self._streams.index(stream) != self._forgetful:
-            super().wait(stream, event)
-
-
 @pytest.mark.parametrize(
     ("tier", "forgetful", "late"),
     [
@@ -140,7 +128,7 @@ class Careless(FakeDevice):
 def test_the_fake_device_shows_a_wait_that_is_missing(
     tier: KVTier, forgetful: int, late: tuple[bool, ...], tmp_path: Path
 ) -> None:
-    device = Careless(late, forgetful)
+    device = Careless(late, forgetful=forgetful, defers_compute=True)
     with opened(tier, device, tmp_path) as stream:
         assert play(device, stream, num_ahead=2) != []
 
@@ -168,7 +156,7 @@ def look_while_the_next_pages_arrive(device: FakeDevice, directory: Path) -> lis
 def test_a_disk_does_not_fill_a_slot_that_compute_still_looks_at(tmp_path: Path) -> None:
     late = (True, True, False, True)
     assert look_while_the_next_pages_arrive(FakeDevice(late, defers_compute=True), tmp_path) == [1]
-    assert look_while_the_next_pages_arrive(Careless(late, 2), tmp_path) == [2]
+    assert look_while_the_next_pages_arrive(Careless(late, forgetful=2, defers_compute=True), tmp_path) == [2]
 
 
 @pytest.mark.parametrize("late", RACES, ids=lambda late: "".join("EL"[is_late] for is_late in late))
