@@ -42,8 +42,8 @@ FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is g
 class Runtime:
     """Opens a model without reading its weights. Weights are held only inside `session`.
 
-    `device`: None takes the one that `machine.device` names. `trace` collects what ran when; somebody must take it as the
-    run goes on. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
+    `device`: None takes the one that `machine.device` names. `trace` collects what ran when; somebody must take it as
+    the run goes on. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
     """
 
     def __init__(

@@ -5,15 +5,17 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from runtime import PrefetchConfig
+from runtime import OffloadConfig, PrefetchConfig, RuntimeConfig
 from runtime.config import Prefetch, Tier
-from runtime.plan.placement import Placement
+from runtime.plan.load import Load
+from runtime.plan.placement import Budgets, Placement, place
 from runtime.plan.shapes import ModelShape
 from runtime.store.reader import Reader
 from runtime.stream.weights import WeightStream
+from runtime.units import GIB
 from tests.fake_device import Careless, FakeDevice
 from tests.runtime.test_fidelity import config_for, tokens
-from tests.runtime.test_weight_stream import device_placement, shape, tensors
+from tests.runtime.test_weight_stream import shape, tensors
 from tests.support import Reference
 
 __all__ = ["shape", "tensors"]  # fixtures
@@ -40,6 +42,12 @@ def test_without_the_wait_for_copies_the_tokens_are_wrong(reference: References)
     assert (
         tokens(config_for(ref, tier=Tier.cpu), ref.prompts, Careless((False, True), forgetful=COMPUTE)) != ref.expected
     )
+
+
+def device_placement(shape: ModelShape, tier: Tier) -> Placement:
+    """Every stage streamed, on a machine with a device."""
+    config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=0))
+    return place(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB), Load.of(shape, [], 512))
 
 
 @pytest.fixture

@@ -57,12 +57,6 @@ def placement_of(shape: ModelShape, resident_layers: int = 1, depth: int = 1) ->
     return place(shape, config, Budgets(host_bytes=GIB), Load.of(shape, [], 512))
 
 
-def device_placement(shape: ModelShape, tier: Tier, depth: int = 1) -> Placement:
-    """Every stage streamed, on a machine with a device."""
-    offload, budgets = OffloadConfig(tier=tier, resident_layers=0), Budgets(host_bytes=GIB, device_bytes=GIB)
-    return place(shape, offload, PrefetchConfig(depth=depth), budgets, [], 512)
-
-
 class CountingReader(Reader):
     def __init__(self) -> None:
         super().__init__(num_threads=2)
