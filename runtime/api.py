@@ -42,8 +42,8 @@ FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is g
 class Runtime:
     """Opens a model without reading its weights. Weights are held only inside `session`.
 
-    Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change. `trace` collects what ran
-    when; somebody must take it as the run goes on.
+    `device`: None takes the one that `machine.device` names. `trace` collects what ran when; somebody must take it as
+    the run goes on. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class Runtime:
         *,
         should_stop: Callable[[], bool] = lambda: False,
         trace: Trace | None = None,
+        device: ComputeDevice | None = None,
     ):
         self.config = config or RuntimeConfig()
         self._should_stop, self._trace = should_stop, trace
-        self.device = ComputeDevice(self.config.machine.device)
+        self.device = device or ComputeDevice(self.config.machine.device)
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:

@@ -6,12 +6,14 @@ is full of NaN, so whoever comes too early, or too late, reads wrong bytes.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 
 import torch
 
+from runtime.stream.clock import DeviceClock, Then
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB
 
@@ -109,6 +111,7 @@ class FakeDevice(ComputeDevice):
         self.torch_device, self.is_accelerator = torch.device("cpu"), True
         self._compute_stream = self.new_stream()
         self.copy_stream = self.new_stream()
+        self.clock = DeviceClock()
 
     def new_stream(self) -> FakeStream:
         self._streams.append(FakeStream(self, is_late=next(self._late)))
@@ -126,9 +129,23 @@ class FakeDevice(ComputeDevice):
     def compute_buffer(self, num_bytes: int) -> torch.Tensor:
         return self.host_buffer(num_bytes)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, *, on: FakeStream, after: FakeEvent) -> None:
+    def copy(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        on: FakeStream,
+        after: FakeEvent,
+        then: Then | None = None,
+    ) -> None:
+        def work() -> None:
+            begin = time.monotonic()
+            target.copy_(source)
+            if then is not None:
+                then(begin, time.monotonic())
+
         self.wait(on, after)
-        on.enqueue(lambda: target.copy_(source))
+        on.enqueue(work)
 
     def clear(self, target: torch.Tensor, *, on: FakeStream, after: FakeEvent) -> None:
         self.wait(on, after)
@@ -156,3 +173,15 @@ class FakeDevice(ComputeDevice):
 
     def peak_bytes(self) -> int:
         return 0
+
+
+class Careless(FakeDevice):
+    """One whose stream of the number `forgetful` waits for nobody: for tests of the tests."""
+
+    def __init__(self, late: tuple[bool, ...], *, forgetful: int, defers_compute: bool = False):
+        self._forgetful = forgetful
+        super().__init__(late, defers_compute=defers_compute)
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        if self._streams.index(stream) != self._forgetful:
+            super().wait(stream, event)

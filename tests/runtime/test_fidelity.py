@@ -7,6 +7,7 @@ import pytest
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, PrefetchConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import DType, PolicyKind, Prefetch, Tier
 from runtime.engine.sequence import Completion
+from runtime.stream.device import ComputeDevice
 from tests.support import NUM_NEW_TOKENS, Reference
 
 References = Callable[[str], Reference]
@@ -30,8 +31,8 @@ def config_for(
     )
 
 
-def tokens(config: RuntimeConfig, prompts: list[list[int]]) -> list[list[int]]:
-    results = Runtime(config).generate(prompts)
+def tokens(config: RuntimeConfig, prompts: list[list[int]], device: ComputeDevice | None = None) -> list[list[int]]:
+    results = Runtime(config, device=device).generate(prompts)
     assert all(isinstance(result, Completion) for result in results), results
     return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 

@@ -1,0 +1,111 @@
+"""The roads of an accelerator, on one whose copies happen as late or as early as the events allow."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from runtime import OffloadConfig, PrefetchConfig, RuntimeConfig
+from runtime.config import Prefetch, Tier
+from runtime.plan.load import Load
+from runtime.plan.placement import Budgets, Placement, place
+from runtime.plan.shapes import ModelShape
+from runtime.store.reader import Reader
+from runtime.stream.weights import WeightStream
+from runtime.units import GIB
+from tests.fake_device import Careless, FakeDevice
+from tests.runtime.test_fidelity import config_for, tokens
+from tests.runtime.test_weight_stream import shape, tensors
+from tests.support import Reference
+
+__all__ = ["shape", "tensors"]  # fixtures
+
+References = Callable[[str], Reference]
+COMPUTE, COPIES = 0, 1  # streams in the order in which the device makes them
+
+
+@pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
+@pytest.mark.parametrize("kind", Prefetch)
+@pytest.mark.parametrize(("family", "resident_layers"), [("llama", 0), ("mixtral", 1)])
+def test_tokens_equal_transformers(
+    family: str, resident_layers: int, kind: Prefetch, tier: Tier, reference: References
+) -> None:
+    """With copies that are as late as they may be."""
+    ref = reference(family)
+    prefetch = PrefetchConfig(kind=kind, depth=2, block_layers=2)
+    config = config_for(ref, tier=tier, prefetch=prefetch, resident_layers=resident_layers)
+    assert tokens(config, ref.prompts, FakeDevice((False, True))) == ref.expected
+
+
+def test_without_the_wait_for_copies_the_tokens_are_wrong(reference: References) -> None:
+    ref = reference("llama")
+    assert (
+        tokens(config_for(ref, tier=Tier.cpu), ref.prompts, Careless((False, True), forgetful=COMPUTE)) != ref.expected
+    )
+
+
+def device_placement(shape: ModelShape, tier: Tier) -> Placement:
+    """Every stage streamed, on a machine with a device."""
+    config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=0))
+    return place(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB), Load.of(shape, [], 512))
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    with Reader(num_threads=2) as reader:
+        yield reader
+
+
+def looks(
+    stream: WeightStream, device: FakeDevice, placement: Placement, tensors: dict[str, torch.Tensor]
+) -> list[bool]:
+    """Two walks over the streamed stages, read and copied one ahead; whether late compute saw the file's bytes."""
+    seen: list[bool] = []
+    order = [*placement.walk.streamed, *placement.walk.streamed]
+    for turn in range(len(order) + 1):
+        if turn < len(order):
+            if placement.walk.reads:
+                stream.read(order[turn])
+            stream.copy(order[turn])
+        if turn:
+            stage = order[turn - 1]
+            placed, wanted = stream.acquire(stage), tensors[f"w{stage}"]
+            begin = placed.tensor_offsets[f"w{stage}"]
+            held = placed.buffer[begin : begin + wanted.nbytes].view(wanted.dtype).view(wanted.shape)
+            device.compute(lambda held=held, wanted=wanted: seen.append(torch.equal(held, wanted)))
+            stream.free(stage)
+    device.finish()
+    return seen
+
+
+@pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
+@pytest.mark.parametrize("are_copies_late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("is_compute_late", [False, True], ids=["prompt", "lagging"])
+def test_weights_stay_in_their_slot_until_compute_has_seen_them(
+    is_compute_late: bool,
+    are_copies_late: bool,
+    tier: Tier,
+    shape: ModelShape,
+    tensors: dict[str, torch.Tensor],
+    reader: Reader,
+) -> None:
+    device = FakeDevice((is_compute_late, are_copies_late), defers_compute=True)
+    placement = device_placement(shape, tier)
+    with WeightStream(shape, placement, device, reader) as stream:
+        assert all(looks(stream, device, placement, tensors))
+
+
+@pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
+@pytest.mark.parametrize(("forgetful", "late"), [(COMPUTE, (False, True)), (COPIES, (True, False))])
+def test_a_wait_that_is_missing_shows(
+    forgetful: int,
+    late: tuple[bool, ...],
+    tier: Tier,
+    shape: ModelShape,
+    tensors: dict[str, torch.Tensor],
+    reader: Reader,
+) -> None:
+    device = Careless(late, forgetful=forgetful, defers_compute=True)
+    placement = device_placement(shape, tier)
+    with WeightStream(shape, placement, device, reader) as stream:
+        assert not all(looks(stream, device, placement, tensors))
