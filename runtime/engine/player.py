@@ -78,20 +78,18 @@ class PassPlayer:
 
     def _attend(self, action: Action) -> None:
         event = self._events[self._place(action)]
-        if isinstance(event, NeedAttention):  # not every layer of every family attends
+        if isinstance(event, NeedAttention) and event.is_decode:  # not every layer of every family attends
             assert self._crew.workers is not None, f"'{action}': nobody attends on the CPU"
             compute = self._crew.monitor.watched(action.its_stage, action, event.compute)
             self._attending[self._place(action)] = self._crew.workers.submit(compute)
 
     def _post(self, action: Action) -> None:
-        pending = self._attending.pop(self._place(action), None)
-        if pending is not None:
-            self._go_on(action, pending.wait())
+        if self._is_at_attention(action):
+            self._go_on(action, self._attended(action))
 
     def _route(self, action: Action) -> None:
-        pending = self._attending.pop(self._place(action), None)
-        if pending is not None:
-            self._go_on(action, pending.wait(), (NeedExperts,))
+        if self._is_at_attention(action):
+            self._go_on(action, self._attended(action), (NeedExperts,))
         elif self._events[self._place(action)] == NeedStage(action.its_stage):
             self._crew.experts.expect(action.its_stage)
             self._enter(action, (NeedExperts,))
@@ -145,16 +143,28 @@ class PassPlayer:
         self._events[place] = event
         self._crew.monitor.end_compute(stage, action, begin)
 
+    def _is_at_attention(self, action: Action) -> bool:
+        return isinstance(self._events[self._place(action)], NeedAttention)
+
+    def _attended(self, action: Action) -> torch.Tensor:
+        """The workers' answer, or where they have not been asked one's own."""
+        pending, event = self._attending.pop(self._place(action), None), self._events[self._place(action)]
+        assert isinstance(event, NeedAttention), f"'{action}': the lane waits for {event}"
+        return pending.wait() if pending is not None else self._attend_here(action.its_stage, event)
+
+    def _attend_here(self, stage: int, event: NeedAttention) -> torch.Tensor:
+        begin = self._crew.monitor.begin_compute()
+        out = event.compute()
+        self._crew.monitor.end_attention(stage, begin)
+        return out
+
     def _answer(self, stage: int, event: Event) -> Weights | torch.Tensor:
         """At once, where the lane stands."""
         if isinstance(event, NeedStage):
             return self._crew.weights_of(stage)
         if isinstance(event, NeedExperts):
             return self._crew.experts.run(stage, [event])[0]
-        begin = self._crew.monitor.begin_compute()
-        out = event.compute()
-        self._crew.monitor.end_attention(stage, begin)
-        return out
+        return self._attend_here(stage, event)
 
     @property
     def _kv(self) -> KVStream:

@@ -74,15 +74,22 @@ def ragged_attention(
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     reach = Reach(sliding_window, _chunk(module, layer))
 
+    num_threads = torch.get_num_threads()  # asked here: a worker has but one
+
     def compute() -> torch.Tensor:
         with torch.inference_mode():
-            return _attend(cache, layer, (query, key, value), reach, rule)[None]
+            return _attend(cache, layer, (query, key, value), reach, rule, num_threads)[None]
 
-    return need_tensor(NeedAttention(compute)), None
+    return need_tensor(NeedAttention(compute, is_decode=not cache.segments)), None
 
 
 def _attend(
-    cache: PagedKV, layer: int, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
+    cache: PagedKV,
+    layer: int,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    reach: Reach,
+    rule: Rule,
+    num_threads: int,
 ) -> torch.Tensor:
     """(T, H*G, D) of the pass."""
     query, key, value = qkv
@@ -94,7 +101,7 @@ def _attend(
         if kv is None:
             out[rows.tokens_B] = _decode_expanded(q_BHD, key, value, rows, reach, rule)
         else:
-            out[rows.tokens_B] = _decode(q_BHD, kv, rows, reach, rule)
+            out[rows.tokens_B] = _decode(q_BHD, kv, rows, reach, rule, num_threads)
     for segment in cache.segments:
         k, v = _seen_by(segment, kv, key, value)
         out[segment.start : segment.start + segment.new] = _prefill(query, k, v, segment, reach, rule)
@@ -118,21 +125,16 @@ def _chunk(module: torch.nn.Module, layer: int) -> int | None:
     return getattr(config, "attention_chunk_size", None) if types and types[layer] == "chunked_attention" else None
 
 
-def _decode(q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule) -> torch.Tensor:
+def _decode(
+    q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule, num_threads: int
+) -> torch.Tensor:
     """One new token per row, over pages."""
     assert kv.layout.tables_Bn is not None, "rows that decode have page tables"
-    attend = decode_attention if kv.k_NPHD.device.type == "cpu" else decode_attention_torch
-    return attend(
-        q_BHD,
-        kv.k_NPHD,
-        kv.v_NPHD,
-        kv.layout.tables_Bn,
-        rows.begins(reach),
-        rows.ends,
-        scale=rule.scale,
-        softcap=rule.softcap,
-        sinks_H=rule.sinks,
-    )
+    pages = (q_BHD, kv.k_NPHD, kv.v_NPHD, kv.layout.tables_Bn, rows.begins(reach), rows.ends)
+    scale, softcap, sinks = rule.scale, rule.softcap, rule.sinks
+    if kv.k_NPHD.device.type != "cpu":
+        return decode_attention_torch(*pages, scale=scale, softcap=softcap, sinks_H=sinks)
+    return decode_attention(*pages, scale=scale, softcap=softcap, sinks_H=sinks, num_threads=num_threads)
 
 
 def _decode_expanded(

@@ -18,9 +18,11 @@ class NeedStage:
 @dataclass(frozen=True, slots=True, eq=False)
 class NeedAttention:
     """A layer's attention is due; the answer is what `compute` returns. It may be called on any thread, and reads
-    nothing that the lane changes before it has the answer."""
+    nothing that the lane changes before it has the answer. `is_decode`: of single new tokens, which is what a CPU's
+    workers are for; prompts are left to the threads of torch."""
 
     compute: Callable[[], torch.Tensor]
+    is_decode: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -66,7 +66,7 @@ def test_auto_takes_larger_blocks_with_more_memory_down_to_one_sequence(is_packe
 
 def test_fixed_is_taken_as_given_or_refused() -> None:
     with pytest.raises(BudgetError, match="KV cache"):
-        plan(100 * MIB, kind=PolicyKind.fixed)
+        plan(80 * MIB, kind=PolicyKind.fixed)
     assert plan(100 * MIB).placement.fits
 
 

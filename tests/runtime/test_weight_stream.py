@@ -135,7 +135,7 @@ def test_a_stage_freed_without_use_is_waited_for_first(shape: ModelShape, reader
     stage = placement.walk.streamed[0]
     with WeightStream(shape, placement, DEVICE, reader) as stream:
         stream.read(stage)
-        pending = stream._present[stage].pending
+        pending = stream._present[stage].reads.get(0)
         stream.free(stage)
         assert pending is not None
         assert pending.is_done
@@ -147,7 +147,7 @@ def test_what_is_dropped_is_waited_for_and_leaves_its_slots_free(shape: ModelSha
     with WeightStream(shape, placement, DEVICE, reader) as stream:
         stream.read(first)
         stream.read(second)
-        pending = [stream._present[stage].pending for stage in (first, second)]
+        pending = [stream._present[stage].reads.get(0) for stage in (first, second)]
         stream.drop()
         assert all(read is not None and read.is_done for read in pending)
         stream.read(third)
@@ -178,7 +178,7 @@ def test_a_stage_is_a_hit_when_its_bytes_are_there_as_the_first_lane_asks(
     early, late = placement.walk.streamed[:2]
     with WeightStream(shape, placement, DEVICE, reader) as stream:
         stream.read(early)
-        pending = stream._present[early].pending
+        pending = stream._present[early].reads.get(0)
         assert pending is not None
         pending.wait()
         stream.acquire(early)
