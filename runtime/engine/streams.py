@@ -30,13 +30,8 @@ class Streams:
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:
-        counters = [self.weights.take_counters]
-        if self.experts is not None:
-            experts = self.experts
-            counters.append(lambda: experts.take_counters().stream)
-        if self.kv is not None:
-            counters.append(self.kv.take_counters)
-        return counters
+        found = [self.weights, self.experts, self.kv]
+        return [stream.take_counters for stream in found if stream is not None]
 
     def forget(self, pages: Sequence[int]) -> None:
         """Nobody will ask for what these KV pages held."""
@@ -59,7 +54,8 @@ def open_streams(
         experts = None
         if placement.paged:
             slots = placement.num_expert_slots
-            experts = ExpertStream(shape, placement, device, reader, paging=placement.paging, num_slots=slots)
+            paging = placement.paging
+            experts = ExpertStream(shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace)
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
             file = stack.enter_context(KVFile(layout, directory=kv.directory)) if layout.tier is KVTier.nvme else None

@@ -6,7 +6,6 @@ expert each.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from ..config import ExpertPaging
 from .extents import pinned_bytes, slot_layout
@@ -80,11 +79,6 @@ class ExpertPages:
         """`shape` with the pages in the place of its stages, so that they can be streamed like stages."""
         return replace(shape, stages=self.pages)
 
-    @cached_property
-    def slot_bytes(self) -> int:
-        """Of the largest expert, alignment included."""
-        return max((slot_layout(page).num_bytes for page in self.pages), default=0)
-
     def walk(self, outer: Walk, num_slots: int) -> Walk:
         """How pages travel where stages travel as `outer` says."""
         return Walk(
@@ -97,24 +91,40 @@ class ExpertPages:
         )
 
 
-def slot_entry(pages: ExpertPages, num_slots: int) -> Entry:
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """What the experts of one stage take as they are placed, alignment included: the largest one, and all in pinned
+    buffers of their own. Making it takes some milliseconds."""
+
+    num_experts: int
+    slot_bytes: int
+    pinned_bytes: int
+
+    @staticmethod
+    def of(stage: Stage) -> "ExpertSizes":
+        sizes = [slot_layout(stage.expert(expert)).num_bytes for expert in range(stage.num_experts)]
+        return ExpertSizes(num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_bytes, sizes)))
+
+
+def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
     """In the compute device's memory."""
-    size = pages.slot_bytes
+    size = max(stage.slot_bytes for stage in paged)
     return Entry(
         name="expert slots", num_bytes=num_slots * size, equation=f"{num_slots} x {size:,} B, the largest expert"
     )
 
 
-def host_entries(pages: ExpertPages, outer: Walk) -> tuple[Entry, ...]:
+def host_entries(paged: Collection[ExpertSizes], outer: Walk) -> tuple[Entry, ...]:
     """In host memory in front of an accelerator: staging slots, or the experts themselves where they live there."""
     if not outer.copies:
         return ()
     if outer.reads:
-        size = pinned_bytes(pages.slot_bytes)
+        size = pinned_bytes(max(stage.slot_bytes for stage in paged))
         equation = f"{NUM_STAGING_SLOTS} x {size:,} B, pinned"
         return (Entry(name="expert staging slots", num_bytes=NUM_STAGING_SLOTS * size, equation=equation),)
-    num_bytes = sum(pinned_bytes(slot_layout(page).num_bytes) for page in pages.pages)
-    return (Entry(name="experts", num_bytes=num_bytes, equation=f"{len(pages.pages)} experts, pinned"),)
+    num_experts = sum(stage.num_experts for stage in paged)
+    num_bytes = sum(stage.pinned_bytes for stage in paged)
+    return (Entry(name="experts", num_bytes=num_bytes, equation=f"{num_experts} experts, pinned"),)
 
 
 def batch_entries(shape: ModelShape, tokens_of_lanes: Sequence[int]) -> tuple[Entry, ...]:

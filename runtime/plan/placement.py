@@ -4,9 +4,10 @@ all of it fits.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..config import Attention, ExpertPaging, KVTier, Order, RuntimeConfig, Tier, require
-from .experts import ExpertPages, batch_entries, choose_paging, dense_shape, host_entries, pageable_stages, slot_entry
+from .experts import ExpertSizes, batch_entries, choose_paging, host_entries, pageable_stages, slot_entry
 from .extents import group_layout, pinned_bytes, resident_groups, slot_layout
 from .kv import KVLayout, kv_cost, kv_layout, travelling_layers
 from .ledger import Entry, Ledger
@@ -165,12 +166,11 @@ class _Placer:
         paged = pageable_stages(self.shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
         has_device = self.budgets.has_device
         walks = make_walks(self.shape, self.config, streamed, kv, len(self.load.lanes), has_device=has_device)
-        dense = dense_shape(self.shape, paged)
         placement = Placement(
             resident=resident,
             walk=walks.prefill,
             decode_walk=walks.decode,
-            slot_bytes=max((slot_layout(dense.stages[s]).num_bytes for s in streamed), default=0),
+            slot_bytes=max((self._slot_bytes(s, paged) for s in streamed), default=0),
             ledgers=(),
             kv=kv,
             host_layers=frozenset(kv.page_bytes) if not kv.num_slots else frozenset(),
@@ -178,11 +178,29 @@ class _Placer:
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
         )
-        return replace(placement, ledgers=self._ledgers(placement, dense))
+        return replace(placement, ledgers=self._ledgers(placement))
 
-    def _ledgers(self, placement: Placement, dense: ModelShape) -> tuple[Ledger, ...]:
+    def _slot_bytes(self, stage: int, paged: frozenset[int]) -> int:
+        return (self._dense_bytes if stage in paged else self._whole_bytes)[stage]
+
+    @cached_property
+    def _whole_bytes(self) -> tuple[int, ...]:
+        return tuple(slot_layout(stage).num_bytes for stage in self.shape.stages)
+
+    @cached_property
+    def _dense_bytes(self) -> tuple[int, ...]:
+        return tuple(slot_layout(stage.dense).num_bytes for stage in self.shape.stages)
+
+    def _expert_sizes(self, placement: Placement) -> list[ExpertSizes]:
+        return [self._sizes_of_experts[stage] for stage in sorted(placement.paged)]
+
+    @cached_property
+    def _sizes_of_experts(self) -> dict[int, ExpertSizes]:
+        return {stage: ExpertSizes.of(self.shape.stages[stage]) for stage in pageable_stages(self.shape)}
+
+    def _ledgers(self, placement: Placement) -> tuple[Ledger, ...]:
         host_key, device_key = "offload.host_memory_gib", "offload.device_memory_gib"
-        compute, host = self._compute_entries(placement), self._host_entries(placement, dense)
+        compute, host = self._compute_entries(placement), self._host_entries(placement)
         host_bytes, device_bytes = self.budgets.host_bytes, self.budgets.device_bytes
         if device_bytes is None:
             return (Ledger(memory="host", budget_bytes=host_bytes, budget_key=host_key, entries=compute),)
@@ -203,14 +221,14 @@ class _Placer:
             Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B"),
         ]
         if placement.paged:
-            entries.append(slot_entry(ExpertPages.of(shape, placement.paged), placement.num_expert_slots))
+            entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
         entries += kv_cost(shape, placement.kv, has_device=self.budgets.has_device).compute
         entries += lane_entries(shape, load.lanes, load.chunk_tokens)
         if placement.walk.routing:
             entries += batch_entries(shape, load.lane_tokens)
         return tuple(entries)
 
-    def _host_entries(self, placement: Placement, dense: ModelShape) -> tuple[Entry, ...]:
+    def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:
         """In front of an accelerator."""
         walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
         staging = walk.num_staging_slots
@@ -218,11 +236,10 @@ class _Placer:
             Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
         ]
         if self.config.offload.tier is Tier.cpu:
-            stages = [dense.stages[s] for s in walk.streamed]
-            num_bytes = sum(pinned_bytes(slot_layout(stage).num_bytes) for stage in stages)
-            entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(stages)} stages, pinned"))
+            num_bytes = sum(pinned_bytes(self._slot_bytes(s, placement.paged)) for s in walk.streamed)
+            entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.streamed)} stages, pinned"))
         if placement.paged:
-            entries += host_entries(ExpertPages.of(self.shape, placement.paged), walk)
+            entries += host_entries(self._expert_sizes(placement), walk)
         entries += kv_cost(self.shape, placement.kv, has_device=True).host
         return tuple(entries)
 

@@ -10,21 +10,23 @@ from types import TracebackType
 
 from ..config import ExpertPaging
 from ..plan.experts import ExpertPages
+from ..plan.extents import slot_layout
 from ..plan.placement import Placement
 from ..plan.shapes import ModelShape, Stage
 from ..store.reader import Reader
+from ..trace import Trace
+from .counters import StreamCounters
 from .device import ComputeDevice
-from .weights import StageBytes, StreamCounters, WeightStream
+from .weights import StageBytes, WeightStream
 
 MIN_SLOTS = 2  # one is computed while the next one arrives
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertCounters:
-    """Since the last `take_counters`: what the stream below counted, experts that tokens visited, experts brought in,
-    and experts that the asked stages have; each once per request."""
+class ExpertHits:
+    """Since the last `take_hits`: experts that tokens visited, experts brought in, and experts of the asked stages;
+    each once per request."""
 
-    stream: StreamCounters
     num_hit: int
     num_brought: int
     num_experts: int
@@ -54,13 +56,14 @@ class ExpertStream:
         *,
         paging: ExpertPaging,
         num_slots: int = MIN_SLOTS,
+        trace: Trace | None = None,
     ):
         assert num_slots >= MIN_SLOTS, f"{num_slots} expert slots cannot be computed and filled at the same time"
         assert paging in (ExpertPaging.hit, ExpertPaging.all), f"no experts are paged with {paging}"
         assert not placement.paged & placement.resident, "resident stages keep their experts"
         self._shape, self._paging = shape, paging
         self._pages = ExpertPages.of(shape, placement.paged)
-        self.slot_bytes = self._pages.slot_bytes
+        self.slot_bytes = max(slot_layout(page).num_bytes for page in self._pages.pages)
         walk = self._pages.walk(placement.walk, num_slots)
         self._starts_with_copy, self._ends_with_copy = not walk.reads, walk.reads and walk.copies
         self._num_ahead = walk.num_staging_slots or walk.num_slots
@@ -73,7 +76,7 @@ class ExpertStream:
             ledgers=(),
             kv=placement.kv,
         )
-        self._stream = WeightStream(self._pages.as_shape(shape), inner, device, reader)
+        self._stream = WeightStream(self._pages.as_shape(shape), inner, device, reader, trace)
         self._num_hit = self._num_brought = self._num_experts = 0
 
     def __enter__(self) -> "ExpertStream":
@@ -114,24 +117,14 @@ class ExpertStream:
             finally:
                 self._stream.free(page)
 
-    def take_counters(self) -> ExpertCounters:
-        counters = ExpertCounters(
-            stream=self._by_stage(self._stream.take_counters()),
-            num_hit=self._num_hit,
-            num_brought=self._num_brought,
-            num_experts=self._num_experts,
-        )
-        self._num_hit = self._num_brought = self._num_experts = 0
-        return counters
+    def take_counters(self) -> StreamCounters:
+        """Since the last call, by the stages that the experts belong to."""
+        return self._stream.take_counters()
 
-    def _by_stage(self, counters: StreamCounters) -> StreamCounters:
-        """The stream below knows pages alone."""
-        for seconds in (counters.reads, counters.copies, counters.stalls):
-            by_page = dict(seconds)
-            seconds.clear()
-            for page, each in by_page.items():
-                seconds[self._pages.pages[page].index] += each
-        return counters
+    def take_hits(self) -> ExpertHits:
+        hits = ExpertHits(num_hit=self._num_hit, num_brought=self._num_brought, num_experts=self._num_experts)
+        self._num_hit = self._num_brought = self._num_experts = 0
+        return hits
 
     def _start(self, pages: Sequence[int]) -> None:
         """Sees to it that these pages, and no others, are on their way. Called while no page is in use."""

@@ -168,21 +168,25 @@ class WeightStream:
             read = slot.reads.pop(number)
             begin = time.monotonic()
             read.wait()
-            self._counters.stalls[stage] += time.monotonic() - begin
+            self._counters.stalls[self._index(stage)] += time.monotonic() - begin
             timing = read.timing
             self._counters.bytes_read += timing.num_bytes
-            self._counters.reads[stage] += timing.end - timing.begin
+            self._counters.reads[self._index(stage)] += timing.end - timing.begin
             if self._trace is not None:
-                self._trace.span(Row.disk, f"read {stage}", timing.begin, timing.end)
+                self._trace.span(Row.disk, f"read {self._index(stage)}", timing.begin, timing.end)
 
     def _copied(self, stage: int, begin: float, end: float) -> None:
-        self._counters.copies[stage] += end - begin
+        self._counters.copies[self._index(stage)] += end - begin
         if self._trace is not None:
-            self._trace.span(Row.host_to_device, f"copy {stage}", begin, end)
+            self._trace.span(Row.host_to_device, f"copy {self._index(stage)}", begin, end)
 
     def _awaited(self, stage: int, begin: float, end: float) -> None:
-        self._counters.stalls[stage] += end - begin
+        self._counters.stalls[self._index(stage)] += end - begin
         self._counters.count_ask(end - begin < IN_TIME_SECONDS)
+
+    def _index(self, stage: int) -> int:
+        """Whose time it is: each expert that is streamed as a stage has the index of its layer."""
+        return self._shape.stages[stage].index
 
     def _load_resident(self) -> None:
         stages = [self._shape.stages[index] for index in sorted(self._placement.resident)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,8 +21,7 @@ from runtime.engine.experts import BatchedExperts
 from runtime.model.events import LaneRun, NeedExperts, NeedStage
 from runtime.model.loading import LoadedModel, load_model
 from runtime.model.weights import stage_weights
-from runtime.plan.experts import dense_shape, pageable_stages
-from runtime.plan.extents import slot_layout
+from runtime.plan.experts import dense_shape
 from runtime.plan.load import Load
 from runtime.plan.placement import Budgets, Placement, place
 from runtime.store.reader import Reader
@@ -40,16 +39,15 @@ def load(path: Path, device: ComputeDevice = DEVICE) -> LoadedModel:
 
 
 def placement_of(
-    loaded: LoadedModel, *, is_paged: bool, tier: Tier = Tier.nvme, device_bytes: int | None = None
+    loaded: LoadedModel, paging: ExpertPaging, tier: Tier = Tier.nvme, device_bytes: int | None = None
 ) -> Placement:
-    offload, prefetch = OffloadConfig(tier=tier, resident_layers=0), PrefetchConfig(kind=Prefetch.off)
-    config = RuntimeConfig(offload=offload, prefetch=prefetch)
+    """No layer is resident."""
+    config = RuntimeConfig(
+        offload=OffloadConfig(tier=tier, resident_layers=0, expert_paging=paging),
+        prefetch=PrefetchConfig(kind=Prefetch.off),
+    )
     budgets = Budgets(host_bytes=GIB, device_bytes=device_bytes)
-    placement = place(loaded.shape, config, budgets, Load.of(loaded.shape, [], 512))
-    paged = pageable_stages(loaded.shape) if is_paged else frozenset()
-    stages = dense_shape(loaded.shape, paged).stages
-    slot_bytes = max(slot_layout(stages[index]).num_bytes for index in placement.walk.streamed)
-    return replace(placement, paged=paged, slot_bytes=slot_bytes)
+    return place(loaded.shape, config, budgets, Load.of(loaded.shape, [], 512))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,7 @@ def player(
     reader: Reader | None = None,
 ) -> Iterator[Player]:
     budget = GIB if device.is_accelerator else None
-    placement = placement_of(loaded, is_paged=paging is not ExpertPaging.off, tier=tier, device_bytes=budget)
+    placement = placement_of(loaded, paging, tier, budget)
     with reader or Reader(num_threads=2) as opened, WeightStream(loaded.shape, placement, device, opened) as weights:
         if paging is ExpertPaging.off:
             yield Player(loaded=loaded, placement=placement, weights=weights, experts=None)

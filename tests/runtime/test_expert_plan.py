@@ -9,6 +9,7 @@ import pytest
 from runtime.config import ExpertPaging
 from runtime.plan.experts import (
     ExpertPages,
+    ExpertSizes,
     batch_entries,
     choose_paging,
     dense_shape,
@@ -192,12 +193,13 @@ def test_paging_is_chosen_by_what_is_read(
 @pytest.mark.parametrize(("reads", "copies"), [(True, False), (True, True), (False, True)])
 def test_slots_hold_any_expert_and_are_counted_where_they_lie(reads: bool, copies: bool) -> None:
     outer = Walk(num_stages=4, streamed=(1, 2), num_slots=1, reads=reads, copies=copies)
+    paged = [ExpertSizes.of(STAGE)]
     pages = ExpertPages.of(shape_with(STAGE), {1})
     walk = pages.walk(outer, 3)
     sizes = [slot_layout(page).num_bytes for page in pages.pages]
     assert len(sizes) == NUM_EXPERTS == len(walk.streamed)
-    assert slot_entry(pages, 3).num_bytes == 3 * max(sizes)
-    host = sum(entry.num_bytes for entry in host_entries(pages, outer))
+    assert slot_entry(paged, 3).num_bytes == 3 * max(sizes)
+    host = sum(entry.num_bytes for entry in host_entries(paged, outer))
     assert host >= (walk.num_staging_slots * max(sizes) if reads else sum(sizes)) * copies
     assert bool(host) == copies
 

@@ -13,7 +13,7 @@ from runtime.plan.experts import expected_hits
 from runtime.plan.extents import ALIGNMENT_BYTES, Extent, slot_layout
 from runtime.store.reader import Reader
 from runtime.store.transfer import PendingTransfer
-from runtime.stream.experts import ExpertStream
+from runtime.stream.experts import ExpertHits, ExpertStream
 from tests.runtime.expert_support import DEVICE, lanes_of, load, placement_of, player
 from tests.support import synthesize
 
@@ -47,7 +47,7 @@ def reader() -> Iterator[RecordingReader]:
 
 
 def open_stream(loaded: LoadedModel, reader: Reader, paging: ExpertPaging, num_slots: int = 2) -> ExpertStream:
-    placement = placement_of(loaded, is_paged=True)
+    placement = placement_of(loaded, paging)
     return ExpertStream(loaded.shape, placement, DEVICE, reader, paging=paging, num_slots=num_slots)
 
 
@@ -100,8 +100,8 @@ def test_all_experts_begin_to_arrive_before_anyone_knows_which_are_hit(
         stream.expect(2)
         assert len(reader.asked) == 3, "begun twice"
         assert [found.expert for found in stream.experts(2, [1, 90])] == [1, 90]
-        counters = stream.take_counters()
-        assert (counters.num_hit, counters.num_brought, counters.num_experts) == (2, NUM_EXPERTS, NUM_EXPERTS)
+        assert stream.take_hits() == ExpertHits(num_hit=2, num_brought=NUM_EXPERTS, num_experts=NUM_EXPERTS)
+        assert stream.take_hits() == ExpertHits(num_hit=0, num_brought=0, num_experts=0)
     assert reader.asked == extents_of(loaded, 2, range(NUM_EXPERTS))
 
 
@@ -134,13 +134,14 @@ def test_a_decode_pass_reads_the_hit_experts_bytes_and_no_more(num_sequences: in
     with player(loaded, ExpertPaging.hit) as played:
         assert played.experts is not None
         played.logits(lanes_of(num_lanes=1, num_rows=num_sequences, num_tokens=1), is_batched=True)
-        counters = played.experts.take_counters()
-    share = counters.num_hit / counters.num_experts
-    assert counters.num_hit == counters.num_brought
+        hits, counters = played.experts.take_hits(), played.experts.take_counters()
+    share = hits.num_hit / hits.num_experts
+    assert hits.num_hit == hits.num_brought
     assert share <= 1.15 * expected_hits(NUM_EXPERTS, CHOICES, num_sequences) / NUM_EXPERTS
     one = loaded.shape.stages[2].expert(0)
     most = one.num_bytes + len({piece.name for p in one.parameters for piece in p.slices}) * ALIGNMENT_BYTES
-    assert counters.num_hit * one.num_bytes <= counters.stream.bytes_read <= counters.num_hit * most
+    assert hits.num_hit * one.num_bytes <= counters.bytes_read <= hits.num_hit * most
+    assert set(counters.reads) == set(counters.stalls) == set(STAGES)
 
 
 def test_lanes_that_ask_one_by_one_read_their_hits_each_and_together_once(loaded: LoadedModel) -> None:
@@ -151,7 +152,7 @@ def test_lanes_that_ask_one_by_one_read_their_hits_each_and_together_once(loaded
         with player(loaded, ExpertPaging.hit) as played:
             assert played.experts is not None
             played.logits(lanes, is_batched=is_batched)
-            read[is_batched] = played.experts.take_counters().stream.bytes_read
+            read[is_batched] = played.experts.take_counters().bytes_read
     assert read[False] == 3 * read[True]
 
 
