@@ -36,9 +36,12 @@ def main(composed: Composed) -> None:
                 contender=contender.value,
                 path=str(path),
                 num_prompts=config.num_prompts,
+                prompt_tokens=config.prompt_tokens,
                 num_new_tokens=config.num_new_tokens,
+                ignore_eos=config.ignore_eos,
                 batch_size=config.batch_size,
                 micro_batch_size=config.micro_batch_size,
+                num_micro_batches=config.num_micro_batches or -(-config.num_prompts // config.micro_batch_size),
                 weight_share=config.weight_share,
                 num_threads=config.num_threads,
             )

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config import (
+    Admission,
     DType,
     KVConfig,
     KVTier,
@@ -199,6 +200,8 @@ def ignored_settings(config: GenerateConfig) -> list[str]:
     ]
     if sampling.min_new_tokens and sampling.ignore_eos:
         ignored.append(f"sampling.min_new_tokens={sampling.min_new_tokens} has no effect: sampling.ignore_eos=true")
+    if config.checkpoint_seconds != GenerateConfig.checkpoint_seconds and config.policy.admission is Admission.wave:
+        ignored.append(f"checkpoint_seconds={config.checkpoint_seconds} has no effect: policy.admission=wave")
     if offload.resident_layers is not None and offload.tier is Tier.none:
         ignored.append(
             f"offload.resident_layers={offload.resident_layers} has no effect: offload=none keeps every layer"

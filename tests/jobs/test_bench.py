@@ -13,7 +13,8 @@ from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint
 from runtime.units import MIB
 
-GENERATING = [Contender.nvme, Contender.cpu, Contender.none, Contender.transformers, Contender.accelerate]
+MILLRACE = [Contender.nvme, Contender.cpu, Contender.none, Contender.nvme_continuous, Contender.none_continuous]
+GENERATING = [*MILLRACE, Contender.transformers, Contender.accelerate]
 READING = [Contender.read, Contender.plain_read]
 SWEEPING = [contender for contender in Contender if contender.value in attention.DTYPES]
 
@@ -23,9 +24,12 @@ def measured(contender: Contender) -> Result:
         contender=contender.value,
         path=str(find_checkpoint(ModelConfig(), None)),
         num_prompts=5,
+        prompt_tokens=60,
         num_new_tokens=4,
+        ignore_eos=True,
         batch_size=2,
         micro_batch_size=3,
+        num_micro_batches=2,
         weight_share=60.0,
         num_threads=2,
     )
@@ -75,8 +79,8 @@ def test_attention_is_set_beside_a_link_on_paper() -> None:
 
 
 def test_prompts_are_the_same_every_time_and_within_the_vocabulary() -> None:
-    ids = prompts(64, 32_000)
-    assert ids == prompts(64, 32_000)
+    ids = prompts(64, 32_000, 60)
+    assert ids == prompts(64, 32_000, 60)
     assert sum(map(len, ids)) == 4_606
     assert all(10 <= token < 31_990 for prompt in ids for token in prompt)
 
@@ -84,3 +88,5 @@ def test_prompts_are_the_same_every_time_and_within_the_vocabulary() -> None:
 def test_impossible_settings_name_the_key() -> None:
     with pytest.raises(ConfigError, match="rounds"):
         BenchConfig(rounds=0)
+    with pytest.raises(ConfigError, match="ignore_eos=false"):
+        BenchConfig(ignore_eos=False, contenders=[Contender.none, Contender.transformers])

@@ -9,12 +9,15 @@ from ..config import LogLevel
 
 
 class Contender(Enum):
-    """`nvme`, `cpu`, `none` are Millrace with that tier; `read` and `plain_read` read without computing. `memory_read`
-    reads memory, and `attention_...` is decode attention over KV of that type in it, without a model."""
+    """`nvme`, `cpu`, `none` are Millrace with that tier, in waves; `..._continuous` with continuous admission. `read`
+    and `plain_read` read without computing. `memory_read` reads memory, and `attention_...` is decode attention over
+    KV of that type in it, without a model."""
 
     nvme = "nvme"
     cpu = "cpu"
     none = "none"
+    nvme_continuous = "nvme_continuous"
+    none_continuous = "none_continuous"
     transformers = "transformers"
     accelerate = "accelerate"
     read = "read"
@@ -31,15 +34,19 @@ PEERS = (Contender.transformers, Contender.accelerate)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """Prompts are random ids, their lengths log-normal (median 60) within 16..256. All contenders get the same."""
+    """Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
+    same. `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     contenders: list[Contender] = field(default_factory=lambda: [Contender.nvme, Contender.none])
     num_prompts: int = 64
+    prompt_tokens: int = 60
     num_new_tokens: int = 32
+    ignore_eos: bool = True
     rounds: int = 3
     batch_size: int = 16
     micro_batch_size: int = 64
+    num_micro_batches: int | None = None
     weight_share: float = 0.25
     num_threads: int = 2
     name: str = "bench"
@@ -47,7 +54,13 @@ class BenchConfig:
     log_level: LogLevel = LogLevel.warning
 
     def __post_init__(self) -> None:
-        for key in ("num_prompts", "num_new_tokens", "rounds", "batch_size", "micro_batch_size", "num_threads"):
-            require(getattr(self, key) >= 1, f"{key} must be 1 or more, got {getattr(self, key)}")
+        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "batch_size", "micro_batch_size")
+        for key in (*counts, "num_micro_batches", "num_threads"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"{key} must be 1 or more, got {value}")
         require(bool(self.contenders), "contenders is empty: name at least one")
+        require(
+            self.ignore_eos or not set(PEERS) & set(self.contenders),
+            "ignore_eos=false draws with Millrace's own seeds: leave out transformers and accelerate",
+        )
         require(self.weight_share > 0, f"weight_share must be above 0, got {self.weight_share}")

@@ -10,9 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Thread
 
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from runtime.api import Runtime
 from runtime.config import (
+    Admission,
     DType,
     MachineConfig,
     ModelConfig,
@@ -32,9 +32,10 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
+from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.plan.actions import WEIGHT_OPS
-from runtime.plan.extents import Extent, slot_layout
+from runtime.plan.extents import slot_layout
 from runtime.plan.memory import SequenceSize
 from runtime.plan.schedule import make_schedule
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
@@ -42,6 +43,7 @@ from runtime.stream.weights import WeightStream
 from runtime.units import GIB
 
 from .attention import DTYPES, sweep
+from .reading import read_plainly
 
 READ_PASSES = 4
 FORGET_SECONDS = 0.5  # less than a step of any peer takes
@@ -52,9 +54,12 @@ class Task:
     contender: str
     path: str
     num_prompts: int
+    prompt_tokens: int
     num_new_tokens: int
+    ignore_eos: bool
     batch_size: int
     micro_batch_size: int
+    num_micro_batches: int
     weight_share: float
     num_threads: int
 
@@ -72,9 +77,9 @@ class Result:
     tokens: list[list[int]]
 
 
-def prompts(num_prompts: int, vocab_size: int) -> list[list[int]]:
+def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:
     random = np.random.default_rng(77)
-    lengths = np.clip(np.round(np.exp(random.normal(np.log(60), 0.7, num_prompts))), 16, 256).astype(int)
+    lengths = np.clip(np.round(np.exp(random.normal(np.log(median_tokens), 0.7, num_prompts))), 16, 256).astype(int)
     return [random.integers(10, vocab_size - 10, size=int(length)).tolist() for length in lengths]
 
 
@@ -101,8 +106,11 @@ def forget_pages(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _runtime(task: Task, tier: Tier, resident_layers: int | None = None) -> tuple[Runtime, list[Request]]:
-    """For nvme the host budget is `weight_share` of the weights plus the KV that the prompts reserve."""
+def _runtime(
+    task: Task, tier: Tier, admission: Admission = Admission.wave, resident_layers: int | None = None
+) -> tuple[Runtime, list[Request]]:
+    """For nvme the host budget is `weight_share` of the weights plus the KV of a block of the longest requests, however
+    they are admitted."""
 
     def make(host_memory_gib: float | None) -> tuple[Runtime, list[Request]]:
         config = RuntimeConfig(
@@ -111,13 +119,18 @@ def _runtime(task: Task, tier: Tier, resident_layers: int | None = None) -> tupl
             policy=PolicyConfig(
                 kind=PolicyKind.fixed,
                 micro_batch_size=task.micro_batch_size,
-                num_micro_batches=-(-task.num_prompts // task.micro_batch_size),
+                num_micro_batches=task.num_micro_batches,
+                admission=admission,
             ),
-            sampling=SamplingConfig(max_new_tokens=task.num_new_tokens, ignore_eos=True),
+            sampling=SamplingConfig(
+                max_new_tokens=task.num_new_tokens,
+                ignore_eos=task.ignore_eos,
+                temperature=0.0 if task.ignore_eos else 1.0,
+            ),
             machine=MachineConfig(num_threads=task.num_threads),
         )
         runtime = Runtime(config)
-        ids = prompts(task.num_prompts, runtime.model.shape.vocab_size)
+        ids = prompts(task.num_prompts, runtime.model.shape.vocab_size, task.prompt_tokens)
         made = [runtime.request(str(index), prompt) for index, prompt in enumerate(ids)]
         return runtime, [request for request in made if isinstance(request, Request)]
 
@@ -126,21 +139,28 @@ def _runtime(task: Task, tier: Tier, resident_layers: int | None = None) -> tupl
         return runtime, requests
     shape = runtime.model.shape
     sizes = [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
-    positions = sum(size.capacity_tokens for size in sizes)
+    num_seats = task.micro_batch_size * task.num_micro_batches
+    positions = sum(sorted((size.capacity_tokens for size in sizes), reverse=True)[:num_seats])
     budget = task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token
     return make(budget / GIB)
 
 
 def _millrace(task: Task) -> Result:
-    runtime, requests = _runtime(task, Tier(task.contender))
-    passes, tokens, read_before = [], {}, disk_read_bytes()
+    tier, _, admission = task.contender.partition("_")
+    runtime, requests = _runtime(task, Tier(tier), Admission(admission or "wave"))
+    passes: list[PassRecord] = []
+    read_before = disk_read_bytes()
     with runtime.confirmed_session(requests) as (plan, session):
-        for block in plan.blocks:
-            tokens |= {int(c.request.id): list(c.token_ids) for c in session.run(block, requests, passes.append)}
+        if admission:
+            order = [i for block in plan.blocks for i in block.members]
+            completions = [completion for _, completion in session.stream(order, requests, {}, passes.append)]
+        else:
+            completions = [c for block in plan.blocks for c in session.run(block, requests, passes.append)]
+    tokens = {int(completion.request.id): list(completion.token_ids) for completion in completions}
     seconds = sum(record.seconds for record in passes)
     return Result(
         seconds=seconds,
-        prefill_seconds=sum(record.seconds for record in passes if record.phase.value == "prefill"),
+        prefill_seconds=sum(record.seconds * record.prompt_tokens / record.real_tokens for record in passes),
         rate=sum(map(len, tokens.values())) / seconds,
         peak_bytes=peak_resident_bytes(),
         baseline_bytes=runtime.baseline_bytes,
@@ -180,7 +200,7 @@ def _forget_until(is_done: Event, directory: Path) -> None:
 @torch.inference_mode()
 def _generate(task: Task, model: PreTrainedModel) -> Result:
     """Batches of neighbours in length, left-padded, longest first."""
-    ids = prompts(task.num_prompts, model.config.get_text_config().vocab_size)
+    ids = prompts(task.num_prompts, model.config.get_text_config().vocab_size, task.prompt_tokens)
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     config = GenerationConfig(max_new_tokens=task.num_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
     tokens: dict[int, list[int]] = {}
@@ -215,7 +235,7 @@ def _read(task: Task) -> Result:
     with runtime.reader() as reader:
         if task.contender == "plain_read":
             extents = [e for stage in walk.streamed for e in slot_layout(shape.stages[stage]).extents]
-            seconds, num_bytes = _read_plainly(extents, runtime.config.offload)
+            seconds, num_bytes = read_plainly(extents, runtime.config.offload, READ_PASSES)
         else:
             schedule = make_schedule(walk, 1)
             cycle_ = [action for action in schedule.cycle if action.op in WEIGHT_OPS]
@@ -247,35 +267,6 @@ def _sweep(task: Task) -> Result:
         bytes_read=sweeps.num_bytes,
         tokens=[],
     )
-
-
-def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[float, int]:
-    """Threads that each read the next chunk into a buffer of their own: what the disk gives without our machinery."""
-    import mmap
-    from concurrent.futures import ThreadPoolExecutor
-    from threading import local
-
-    chunk = offload.read_chunk_mib * 2**20
-    files = {e.file: os.open(e.file, os.O_RDONLY | os.O_DIRECT) for e in extents}
-    jobs = [
-        (files[e.file], e.offset + at, min(chunk, e.num_bytes - at))
-        for e in extents
-        for at in range(0, e.num_bytes, chunk)
-    ]
-    mine = local()
-
-    def read(job: tuple[int, int, int]) -> int:
-        if not hasattr(mine, "buffer"):
-            mine.buffer = mmap.mmap(-1, chunk)
-        return os.preadv(job[0], [memoryview(mine.buffer)[: job[2]]], job[1])
-
-    begin = time.monotonic()
-    with ThreadPoolExecutor(offload.reader_threads) as pool:
-        num_bytes = sum(pool.map(read, islice(cycle(jobs), READ_PASSES * len(jobs))))
-    seconds = time.monotonic() - begin
-    for descriptor in files.values():
-        os.close(descriptor)
-    return seconds, num_bytes
 
 
 if __name__ == "__main__":

@@ -186,6 +186,8 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
         (["kv={tier: device, device_fraction: 0.5}"], ["kv.device_fraction"]),
         (["kv={tier: nvme, directory: x, device_fraction: 0.5}"], []),
         (["machine.device=cpu", "offload.device_memory_gib=4"], ["offload.device_memory_gib"]),
+        (["checkpoint_seconds=5"], ["checkpoint_seconds=5.0"]),
+        (["checkpoint_seconds=5", "policy.admission=continuous"], []),
     ],
 )
 def test_settings_without_effect_are_named(overrides: list[str], keys: list[str]) -> None:
