@@ -55,7 +55,7 @@ class Runtime:
         device: ComputeDevice | None = None,
     ):
         self.config = config or RuntimeConfig()
-        self._should_stop, self._trace = should_stop, trace
+        self._should_stop, self.trace = should_stop, trace
         self.device = device or ComputeDevice(self.config.machine.device)
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
@@ -125,7 +125,7 @@ class Runtime:
         shape, config = self.model.shape, self.config
         with (
             self.reader() as reader,
-            open_streams(shape, plan.placement, self.device, reader, config.kv, config.policy, self._trace) as streams,
+            open_streams(shape, plan.placement, self.device, reader, config.kv, config.policy, self.trace) as streams,
         ):
             engine = Engine(
                 self.model,
@@ -135,7 +135,7 @@ class Runtime:
                 sampler,
                 self.config.policy.prefill_chunk_tokens,
                 self._should_stop,
-                self._trace,
+                self.trace,
             )
             yield Session(self.model, engine, plan, self.config.policy)
 

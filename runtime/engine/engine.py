@@ -107,6 +107,7 @@ class Engine:
         `new_tokens`: of each lane, how many tokens of each of its sequences the pass carries; None: the lane's choice.
         """
         begin = time.monotonic()
+        self._streams.forget(self._pages.pool.take_given())  # before anybody stores what they hold next
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         schedule = self._schedule(walk, len(lanes))
         events = [lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)]
@@ -119,7 +120,6 @@ class Engine:
         player.finish()
         counts = [lane.end_pass() for lane in lanes]
         self._device.finish()
-        self._streams.forget(self._pages.pool.take_given())
         times = self._monitor.take(self._streams.counters)
         return PassRecord(
             block=block,

@@ -1,0 +1,170 @@
+"""Greedy tokens equal `transformers.generate` whatever the schedule, the tier of keys and values, the place of
+attention and the admission; and each of these roads is really taken.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+
+from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
+from runtime.config import (
+    Admission,
+    Attention,
+    DType,
+    KVConfig,
+    KVTier,
+    ModelConfig,
+    Order,
+    PolicyKind,
+    RuntimeConfig,
+    Tier,
+)
+from runtime.engine.records import PassRecord, Phase
+from runtime.engine.sequence import Completion, Request
+from runtime.plan.actions import Op
+from runtime.plan.schedule import make_schedule
+from runtime.trace import Row, Trace
+from tests.support import NUM_NEW_TOKENS, Reference
+
+References = Callable[[str], Reference]
+FAMILIES = ("llama", "mixtral", "qwen3-moe", "gpt2", "deepseek-v3", "qwen3-next")
+PADDED = ("qwen3-next",)
+MIXTURES = ("mixtral", "qwen3-moe", "deepseek-v3", "qwen3-next")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Road:
+    """What leads to the same tokens by another way."""
+
+    order: Order
+    tier: KVTier
+    attention: Attention
+    admission: Admission
+
+    def __str__(self) -> str:
+        return f"{self.order.value} kv={self.tier.value} attention={self.attention.value} {self.admission.value}"
+
+    def changed(self, config: RuntimeConfig) -> RuntimeConfig:
+        policy = replace(config.policy, schedule=self.order, attention=self.attention, admission=self.admission)
+        return replace(config, policy=policy, kv=KVConfig(tier=self.tier, device_fraction=0.0, num_slots=2))
+
+
+TIERS = (KVTier.device, KVTier.cpu, KVTier.nvme)
+ROADS = [
+    Road(order=order, tier=tier, attention=attention, admission=admission)
+    for order, tier, attention, admission in product(Order, TIERS, Attention, Admission)
+    if order is not Order.cgopipe or attention is Attention.cpu
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a road came to: tokens by prompt, the passes, and how many attentions the workers ran."""
+
+    tokens: list[list[int]]
+    passes: list[PassRecord]
+    num_attended: int
+
+
+def runtime_for(reference: Reference) -> Runtime:
+    """3 lanes of 3 sequences at most, prompts in chunks, nothing resident."""
+    return Runtime(
+        RuntimeConfig(
+            model=ModelConfig(name="test", path=str(reference.directory), dtype=DType.float32),
+            offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=1),
+            policy=PolicyConfig(
+                kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=3, prefill_chunk_tokens=16
+            ),
+            sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
+        ),
+        trace=Trace(),
+    )
+
+
+def requests_of(runtime: Runtime, prompts: list[list[int]]) -> list[Request]:
+    made = [runtime.request(str(n), prompt) for n, prompt in enumerate(prompts)]
+    assert all(isinstance(item, Request) for item in made)
+    return [item for item in made if isinstance(item, Request)]
+
+
+def take(runtime: Runtime, road: Road, prompts: list[list[int]], *, num_kv_pages: int | None = None) -> Taken:
+    """The model is loaded once for all roads."""
+    runtime.config = road.changed(runtime.config)
+    requests = requests_of(runtime, prompts)
+    plan = runtime.plan(requests)
+    if num_kv_pages is not None:
+        placement = plan.placement
+        plan = replace(plan, placement=replace(placement, kv=replace(placement.kv, num_pages=num_kv_pages)))
+    passes: list[PassRecord] = []
+    found: dict[int, Completion] = {}
+    with runtime.session(plan) as session:
+        if road.admission is Admission.continuous:
+            order = [i for block in plan.blocks for i in block.members]
+            found |= dict(session.stream(order, requests, {}, passes.append))
+        else:
+            for block in plan.blocks:
+                found |= dict(zip(block.members, session.run(block, requests, passes.append), strict=True))
+    assert runtime.trace is not None
+    num_attended = sum(span.row is Row.cpu_attention for span in runtime.trace.take())
+    tokens = [list(found[i].token_ids) for i in range(len(prompts))]
+    return Taken(tokens=tokens, passes=passes, num_attended=num_attended)
+
+
+@pytest.fixture(scope="module")
+def runtimes(reference: References) -> Callable[[str], Runtime]:
+    made: dict[str, Runtime] = {}
+
+    def get(family: str) -> Runtime:
+        if family not in made:
+            made[family] = runtime_for(reference(family))
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("road", ROADS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_road_leads_to_the_tokens_of_transformers(
+    family: str, road: Road, reference: References, runtimes: Callable[[str], Runtime]
+) -> None:
+    ref = reference(family)
+    taken = take(runtimes(family), road, ref.prompts)
+    assert taken.tokens == ref.expected
+    written = sum(record.times.bytes_written_disk for record in taken.passes)
+    assert (written > 0) == (road.tier is KVTier.nvme)
+    assert (taken.num_attended > 0) == (road.attention is Attention.cpu and family not in PADDED)
+    if road.admission is Admission.continuous and family not in PADDED:
+        assert Phase.mixed in {record.phase for record in taken.passes}
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_schedule_of_a_decode_pass_is_of_the_order_asked_for(
+    family: str, order: Order, reference: References, runtimes: Callable[[str], Runtime]
+) -> None:
+    runtime = runtimes(family)
+    road = Road(order=order, tier=KVTier.device, attention=Attention.cpu, admission=Admission.wave)
+    runtime.config = road.changed(runtime.config)
+    plan = runtime.plan(requests_of(runtime, reference(family).prompts))
+    walk = plan.placement.decode_walk
+    ops = {action.op for action in make_schedule(walk, plan.num_lanes).cycle}
+    assert (Op.attend in ops) == (family not in PADDED)
+    assert (Op.sync in ops) == (order is Order.flexgen)
+    assert (Op.experts in ops) == (order is Order.module_batched and family in MIXTURES)
+    assert walk.num_pages == (plan.num_lanes if order in (Order.cgopipe, Order.flexgen) else 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("num_kv_pages", [3, 5])
+def test_sequences_that_gave_way_for_lack_of_pages_come_to_the_same_tokens(
+    num_kv_pages: int, family: str, reference: References, runtimes: Callable[[str], Runtime]
+) -> None:
+    """Three pages hold the longest sequence alone."""
+    ref = reference(family)
+    road = Road(order=Order.zigzag, tier=KVTier.device, attention=Attention.device, admission=Admission.continuous)
+    taken = take(runtimes(family), road, ref.prompts, num_kv_pages=num_kv_pages)
+    assert taken.tokens == ref.expected
+    plain = take(runtimes(family), road, ref.prompts)
+    assert sum(r.prompt_tokens for r in taken.passes) > sum(r.prompt_tokens for r in plain.passes)
