@@ -16,7 +16,8 @@ class Phase(Enum):
 class StageTimes:
     """One pass. Seconds are by stage, the sum over its lanes.
 
-    read, copy: disk and link were busy. compute: inside lanes, attention that the engine answered at once included.
+    read, copy: disk and link were busy. compute: inside lanes and experts, with attention that the engine answered at
+    once, and with the waiting for experts that are paged.
     attention: wherever it ran, added up over workers. stall: compute waited for bytes, on an accelerator at most.
     Bytes are those of weights, experts and KV together.
     """

@@ -75,6 +75,11 @@ class ExpertPages:
     def page(self, stage: int, expert: int) -> int:
         return self.first_page[stage] + expert
 
+    def name(self, page: int) -> str:
+        """As in "7 expert 3"."""
+        stage = self.pages[page].index
+        return f"{stage} expert {page - self.first_page[stage]}"
+
     def as_shape(self, shape: ModelShape) -> ModelShape:
         """`shape` with the pages in the place of its stages, so that they can be streamed like stages."""
         return replace(shape, stages=self.pages)

@@ -76,7 +76,8 @@ class ExpertStream:
             ledgers=(),
             kv=placement.kv,
         )
-        self._stream = WeightStream(self._pages.as_shape(shape), inner, device, reader, trace)
+        as_shape = self._pages.as_shape(shape)
+        self._stream = WeightStream(as_shape, inner, device, reader, trace, self._pages.name)
         self._num_hit = self._num_brought = self._num_experts = 0
 
     def __enter__(self) -> "ExpertStream":

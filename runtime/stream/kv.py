@@ -14,7 +14,7 @@ from ..config import KVTier
 from ..errors import KVFileError
 from ..plan.kv import KVLayout
 from ..store.kv_file import KVFile
-from ..store.transfer import ChunkTiming, PendingTransfer
+from ..store.transfer import PendingTransfer
 from ..trace import Row, Trace
 from .counters import StreamCounters
 from .device import ComputeDevice
@@ -50,7 +50,7 @@ class KVStream:
         assert (layout.tier is KVTier.nvme) == (file is not None), f"kv={layout.tier.value} with file {file}"
         self._layout, self._device = layout, device
         self._first_stage, self._trace = first_stage, trace  # what decoder layer 0 is called in counters and spans
-        self._tier = PinnedPages(layout, device) if file is None else DiskPages(layout, device, file)
+        self._tier = PinnedPages(layout, device, self._copied) if file is None else DiskPages(layout, device, file)
         self._slots = [self._new_slot() for _ in range(layout.num_slots)]
         self._free_slots = list(self._slots)
         self._held: dict[tuple[int, int], Held] = {}  # (layer, lane)
@@ -147,7 +147,7 @@ class KVStream:
             timing = self._wait(slot.arriving, layer).timing
             self._counters.bytes_read += timing.num_bytes
             self._counters.reads[self._first_stage + layer] += timing.end - timing.begin
-            self._tell("fetch", layer, timing)
+            self._tell(Row.disk, "fetch", layer, timing.begin, timing.end)
             slot.arriving = None
 
     def _wait(self, pending: Future[PendingTransfer], layer: int) -> PendingTransfer:
@@ -164,9 +164,13 @@ class KVStream:
             if left is not None and left.written is not None and left.written.done():
                 timing = left.written.result().timing
                 self._counters.bytes_written += timing.num_bytes
-                self._tell("store", left.layer, timing)
+                self._tell(Row.disk, "store", left.layer, timing.begin, timing.end)
                 slot.departure = None
 
-    def _tell(self, what: str, layer: int, timing: ChunkTiming) -> None:
-        if self._trace is not None and timing.num_bytes:
-            self._trace.span(Row.disk, f"{what} {self._first_stage + layer}", timing.begin, timing.end)
+    def _copied(self, row: Row, layer: int, begin: float, end: float) -> None:
+        self._counters.copies[self._first_stage + layer] += end - begin
+        self._tell(row, "fetch" if row is Row.host_to_device else "store", layer, begin, end)
+
+    def _tell(self, row: Row, what: str, layer: int, begin: float, end: float) -> None:
+        if self._trace is not None and end > begin:
+            self._trace.span(row, f"{what} {self._first_stage + layer}", begin, end)

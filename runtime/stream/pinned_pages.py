@@ -3,12 +3,14 @@
 All of it is queued on the device, and the host waits for nothing. Without a device copies are done at once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ..plan.kv import KVLayout, stretches
+from ..trace import Row
 from .device import ComputeDevice
 from .kv_slot import Departure, KVSlot
 
@@ -27,8 +29,9 @@ class Run(NamedTuple):
 class PinnedPages:
     """The tier `cpu`. Only the engine's thread calls it."""
 
-    def __init__(self, layout: KVLayout, device: ComputeDevice):
-        self._layout, self._device = layout, device
+    def __init__(self, layout: KVLayout, device: ComputeDevice, told: Callable[[Row, int, float, float], None]):
+        """`told` hears of each copy's row and layer, and when it ran."""
+        self._layout, self._device, self._told = layout, device, told
         self._into, self._out = device.new_stream(), device.new_stream()
         self._segments = {
             layer: [device.host_pages(count * layout.stride_bytes(layer)) for count in layout.segment_pages(layer)]
@@ -48,8 +51,9 @@ class PinnedPages:
             target = slot.buffer[fresh.start * stride : fresh.stop * stride]
             self._device.clear(target, on=self._into, after=slot.free)
         known = {page: place for place, page in enumerate(pages) if page in stored}
+        told = partial(self._told, Row.host_to_device, layer)
         for run in self._runs(layer, known):
-            self._device.copy(self._at(layer, run), run.of(slot, stride), on=self._into, after=slot.free)
+            self._device.copy(self._at(layer, run), run.of(slot, stride), on=self._into, after=slot.free, then=told)
         slot.ready.record(self._into)
         return len(known) * stride
 
@@ -57,8 +61,9 @@ class PinnedPages:
         """Queues the copies of pages, which are where `places` says, behind `slot.free`; that event then tells when
         they have left. Returns the bytes to be copied."""
         stride = self._layout.stride_bytes(layer)
+        told = partial(self._told, Row.device_to_host, layer)
         for run in self._runs(layer, places):
-            self._device.copy(run.of(slot, stride), self._at(layer, run), on=self._out, after=slot.free)
+            self._device.copy(run.of(slot, stride), self._at(layer, run), on=self._out, after=slot.free, then=told)
         slot.free.record(self._out)
         slot.departure = Departure(layer=layer, pages=frozenset(places), written=None)
         self._stored[layer] |= places.keys()

@@ -5,7 +5,7 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import TracebackType
@@ -46,10 +46,12 @@ class WeightStream:
         device: ComputeDevice,
         reader: Reader,
         trace: Trace | None = None,
+        name_of: Callable[[int], str] = str,
     ):
+        """`name_of` is what the trace calls a stage."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
-        self._trace = trace
+        self._trace, self._name_of = trace, name_of
         self._layout = lru_cache(NUM_LAYOUTS)(lambda stage: slot_layout(shape.stages[stage]))
         self._num_pages = placement.walk.num_pages
         self._staged: dict[int, Slot] = {}
@@ -105,7 +107,7 @@ class WeightStream:
         if staged is not None:
             self._settle(stage, staged, page or 0)
         source = self._in_host[stage] if staged is None else staged.buffer
-        told = partial(self._copied, stage)
+        told = partial(self._copied, stage, page or 0)
         self._device.copy_ahead(source[begin:end], target.buffer[begin:end], after=target.free, then=told)
         self._counters.bytes_copied += end - begin
         if page in (None, self._num_pages - 1):
@@ -172,13 +174,16 @@ class WeightStream:
             timing = read.timing
             self._counters.bytes_read += timing.num_bytes
             self._counters.reads[self._index(stage)] += timing.end - timing.begin
-            if self._trace is not None:
-                self._trace.span(Row.disk, f"read {self._index(stage)}", timing.begin, timing.end)
+            self._span(Row.disk, "read", stage, number, timing.begin, timing.end)
 
-    def _copied(self, stage: int, begin: float, end: float) -> None:
+    def _copied(self, stage: int, page: int, begin: float, end: float) -> None:
         self._counters.copies[self._index(stage)] += end - begin
+        self._span(Row.host_to_device, "copy", stage, page, begin, end)
+
+    def _span(self, row: Row, verb: str, stage: int, page: int, begin: float, end: float) -> None:
         if self._trace is not None:
-            self._trace.span(Row.host_to_device, f"copy {self._index(stage)}", begin, end)
+            target = self._name_of(stage) + (f"#{page}" if self._num_pages > 1 else "")
+            self._trace.span(row, f"{verb} {target}", begin, end)
 
     def _awaited(self, stage: int, begin: float, end: float) -> None:
         self._counters.stalls[self._index(stage)] += end - begin

@@ -14,7 +14,7 @@ from runtime.model.origin import find_checkpoint
 from runtime.units import MIB
 
 MILLRACE = [Contender.nvme, Contender.cpu, Contender.none, Contender.nvme_continuous, Contender.none_continuous]
-GENERATING = [*MILLRACE, Contender.transformers, Contender.accelerate]
+GENERATING = [*MILLRACE, Contender.nvme_traced, Contender.transformers, Contender.accelerate]
 READING = [Contender.read, Contender.plain_read]
 SWEEPING = [contender for contender in Contender if contender.value in attention.DTYPES]
 

@@ -14,6 +14,7 @@ from runtime.plan.extents import ALIGNMENT_BYTES, Extent, slot_layout
 from runtime.store.reader import Reader
 from runtime.store.transfer import PendingTransfer
 from runtime.stream.experts import ExpertHits, ExpertStream
+from runtime.trace import Trace
 from tests.runtime.expert_support import DEVICE, lanes_of, load, placement_of, player
 from tests.support import synthesize
 
@@ -103,6 +104,16 @@ def test_all_experts_begin_to_arrive_before_anyone_knows_which_are_hit(
         assert stream.take_hits() == ExpertHits(num_hit=2, num_brought=NUM_EXPERTS, num_experts=NUM_EXPERTS)
         assert stream.take_hits() == ExpertHits(num_hit=0, num_brought=0, num_experts=0)
     assert reader.asked == extents_of(loaded, 2, range(NUM_EXPERTS))
+
+
+def test_experts_count_for_their_stage_and_are_named_in_the_trace(loaded: LoadedModel, reader: RecordingReader) -> None:
+    placement, trace = placement_of(loaded, ExpertPaging.hit), Trace()
+    with ExpertStream(loaded.shape, placement, DEVICE, reader, paging=ExpertPaging.hit, trace=trace) as stream:
+        assert len(list(stream.experts(2, [5, 90]))) == 2
+        counters = stream.take_counters()
+    assert set(counters.reads) == {2}
+    assert counters.num_hits + counters.num_misses == 2
+    assert [span.name for span in trace.take()] == ["read 2 expert 5", "read 2 expert 90"]
 
 
 def test_what_was_begun_for_another_stage_is_dropped(loaded: LoadedModel, reader: RecordingReader) -> None:

@@ -9,15 +9,16 @@ from ..config import LogLevel
 
 
 class Contender(Enum):
-    """`nvme`, `cpu`, `none` are Millrace with that tier, in waves; `..._continuous` with continuous admission. `read`
-    and `plain_read` read without computing. `memory_read` reads memory, and `attention_...` is decode attention over
-    KV of that type in it, without a model."""
+    """`nvme`, `cpu`, `none` are Millrace with that tier, in waves; `..._continuous` with continuous admission,
+    `nvme_traced` with a trace. `read` and `plain_read` read without computing. `memory_read` reads memory, and
+    `attention_...` is decode attention over KV of that type in it, without a model."""
 
     nvme = "nvme"
     cpu = "cpu"
     none = "none"
     nvme_continuous = "nvme_continuous"
     none_continuous = "none_continuous"
+    nvme_traced = "nvme_traced"
     transformers = "transformers"
     accelerate = "accelerate"
     read = "read"

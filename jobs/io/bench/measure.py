@@ -40,8 +40,10 @@ from runtime.plan.memory import SequenceSize
 from runtime.plan.schedule import make_schedule
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from runtime.stream.weights import WeightStream
+from runtime.trace import Trace
 from runtime.units import GIB
 
+from ..trace_file import tracing
 from .attention import DTYPES, sweep
 from .reading import read_plainly
 
@@ -107,7 +109,11 @@ def forget_pages(directory: Path) -> None:
 
 
 def _runtime(
-    task: Task, tier: Tier, admission: Admission = Admission.wave, resident_layers: int | None = None
+    task: Task,
+    tier: Tier,
+    admission: Admission = Admission.wave,
+    resident_layers: int | None = None,
+    trace: Trace | None = None,
 ) -> tuple[Runtime, list[Request]]:
     """For nvme the host budget is `weight_share` of the weights plus the KV of a block of the longest requests, however
     they are admitted."""
@@ -129,7 +135,7 @@ def _runtime(
             ),
             machine=MachineConfig(num_threads=task.num_threads),
         )
-        runtime = Runtime(config)
+        runtime = Runtime(config, trace=trace)
         ids = prompts(task.num_prompts, runtime.model.shape.vocab_size, task.prompt_tokens)
         made = [runtime.request(str(index), prompt) for index, prompt in enumerate(ids)]
         return runtime, [request for request in made if isinstance(request, Request)]
@@ -146,18 +152,33 @@ def _runtime(
 
 
 def _millrace(task: Task) -> Result:
-    tier, _, admission = task.contender.partition("_")
-    runtime, requests = _runtime(task, Tier(tier), Admission(admission or "wave"))
+    """Writing a trace counts too, though it happens between passes."""
+    tier, _, way = task.contender.partition("_")
+    trace, is_continuous = Trace() if way == "traced" else None, way == "continuous"
+    admission = Admission.continuous if is_continuous else Admission.wave
+    runtime, requests = _runtime(task, Tier(tier), admission, trace=trace)
     passes: list[PassRecord] = []
+    writing_seconds: list[float] = []
     read_before = disk_read_bytes()
-    with runtime.confirmed_session(requests) as (plan, session):
-        if admission:
+
+    def on_pass(record: PassRecord) -> None:
+        passes.append(record)
+        begin = time.monotonic()
+        write_trace()
+        writing_seconds.append(time.monotonic() - begin)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tracing(Path(folder) / "trace", trace) as write_trace,
+        runtime.confirmed_session(requests) as (plan, session),
+    ):
+        if is_continuous:
             order = [i for block in plan.blocks for i in block.members]
-            completions = [completion for _, completion in session.stream(order, requests, {}, passes.append)]
+            completions = [completion for _, completion in session.stream(order, requests, {}, on_pass)]
         else:
-            completions = [c for block in plan.blocks for c in session.run(block, requests, passes.append)]
+            completions = [c for block in plan.blocks for c in session.run(block, requests, on_pass)]
     tokens = {int(completion.request.id): list(completion.token_ids) for completion in completions}
-    seconds = sum(record.seconds for record in passes)
+    seconds = sum(record.seconds for record in passes) + sum(writing_seconds)
     return Result(
         seconds=seconds,
         prefill_seconds=sum(record.seconds * record.prompt_tokens / record.real_tokens for record in passes),
