@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from .batching.balance import Block
+from .cache.host_attention import prepare_decode_attention
 from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
 from .engine.engine import Engine
@@ -63,6 +64,8 @@ class Runtime:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
         self._rates: MachineRates | None = None
+        if self.model.shape.is_packed and not self.device.is_accelerator:
+            prepare_decode_attention(self.model.compute_dtype)
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 

@@ -88,6 +88,14 @@ def decode_attention(
     return out_BHGD.flatten(1, 2).to(q_BHD.dtype)
 
 
+def prepare_decode_attention(dtype: torch.dtype) -> None:
+    """Loads, and at the first time compiles, what KV of this dtype needs, so that no pass takes its time and memory:
+    about 110 MiB, most of it the compiler's."""
+    page = torch.zeros(1, 1, 1, 1, dtype=dtype)
+    begin, end = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    decode_attention(torch.zeros(1, 1, 1), page, page, begin[None], begin, end, scale=1.0)
+
+
 def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[Piece]:
     """Pieces of about the same bytes: neighbouring rows, and of a row that alone is more than a piece, KV heads."""
     ends_B = np.cumsum(num_positions_B)
