@@ -5,7 +5,8 @@ heads, D head size.
 
 Where layers cache latents that they expand themselves (MLA), `update` hands back all that is cached of the pass's rows,
 one behind the other. Layers in `travels` keep their pages in another tier: the engine binds the memory that those of
-this lane have been brought to, in row order, before the lane enters the layer.
+this lane have been brought to, in row order, before the lane enters the layer. Pages that stay in host memory are
+`HostLane`'s.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from itertools import accumulate
 import torch
 from transformers import Cache
 
-from .layout import PassLayout
+from .host_lane import HostLane, HostVisit
+from .layout import LayerKV, PassLayout
 from .pages import KVPages, num_pages_for, split_pages
 from .views import DecodeRows, Segment
 
@@ -28,21 +30,6 @@ class Row:
     pages: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class LayerKV:
-    """Keys and values (N, P, H, D) of a layer, and where the pass's rows lie in them."""
-
-    k_NPHD: torch.Tensor
-    v_NPHD: torch.Tensor
-    layout: PassLayout
-
-    def row_of(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """All positions of the segment's row, (H, S, D) each, copied out of their pages."""
-        numbers = self.layout.numbers(segment.row)
-        k, v = (pages[numbers].flatten(0, 1)[: segment.end].transpose(0, 1) for pages in (self.k_NPHD, self.v_NPHD))
-        return k, v
-
-
 class PagedKV(Cache):
     """Rows are in the order of the lane's sequences. Pages are taken in `begin_pass` and given back by `remove`.
 
@@ -51,8 +38,10 @@ class PagedKV(Cache):
 
     def __init__(self, pages: KVPages, *, expands: bool = False, travels: frozenset[int] = frozenset()):
         super().__init__(layers=[])
+        assert not (expands and pages.host_layers), "latents are expanded where the model computes"
         self.expands, self.travels = expands, travels
         self._pages = pages
+        self._host = HostLane(pages, pages.exchange) if pages.exchange is not None else None
         self._device = pages.device.torch_device
         self._rows: list[Row] = []
         self._new: list[int] = []
@@ -101,6 +90,8 @@ class PagedKV(Cache):
             row.pages += self._pages.pool.take(num_pages_for(row.past + new) - len(row.pages)) if new else []
         self._look()
         self._here = self._layout([row.pages for row in self._rows])
+        if self._host is not None:
+            self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments)
         if self.travels:
             ends = list(accumulate(len(row.pages) for row in self._rows))
             self._there = self._layout(
@@ -133,7 +124,11 @@ class PagedKV(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores k, v (1, H, T, D) of the pass. Returns them unchanged, as attention reads the pages itself; for layers
-        that expand latents, all positions of the pass's rows (1, H, sum of S, D)."""
+        that expand latents, all positions of the pass's rows (1, H, sum of S, D). What the CPU is to attend to is
+        stored by `HostVisit.attend`."""
+        if self._host is not None and layer_idx in self._pages.host_layers:
+            self._host.store_prompts(layer_idx, key_states, value_states)
+            return key_states, value_states
         kv = self.layer(layer_idx, key_states, value_states)
         kv.k_NPHD[kv.layout.new_T] = key_states[0].transpose(0, 1)
         kv.v_NPHD[kv.layout.new_T] = value_states[0].transpose(0, 1)
@@ -143,10 +138,20 @@ class PagedKV(Cache):
         return k, v
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
-        """For tokens (1, H, T, D) such as these."""
+        """For tokens (1, H, T, D) such as these, which are the pass's where pages stay in host memory."""
+        if self._host is not None and index in self._pages.host_layers:
+            return self._host.layer(index, like_k, like_v)
         if index not in self.travels:
             return LayerKV(*self._pages.layer(index, like_k, like_v), self._here)
         return LayerKV(*split_pages(self._bound[index], like_k, like_v), self._there)
+
+    def visit(
+        self, index: int, q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, sinks_H: torch.Tensor | None
+    ) -> HostVisit | None:
+        """Begins the way of the rows that decode to their pages, where those stay in host memory."""
+        if self._host is None or self.decoding is None or index not in self._pages.host_layers:
+            return None
+        return self._host.visit(index, self.decoding.tokens_B, (q_1HTD, k_1HTD, v_1HTD), sinks_H)
 
     def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, to the layers that ask
         self, layer_idx: int | None = None

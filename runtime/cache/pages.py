@@ -7,11 +7,13 @@ nobody holds memory for the longest answer that there might be.
 """
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 
 from ..plan.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
+from ..stream.exchange import HostExchange
 
 
 class PagePool:
@@ -42,26 +44,48 @@ class PagePool:
 
 
 class KVPages:
-    """The pages of a run in compute memory; its lanes share them. A layer's memory is taken at its first use.
+    """The pages of a run in compute memory, those of `host_layers` in host memory, to and from where `exchange` goes;
+    its lanes share them. A layer's memory is taken at its first use.
 
     On a CPU the kernel gives a page of memory when it is first written, and gives it zeroed.
     """
 
-    def __init__(self, num_pages: int, device: ComputeDevice):
+    def __init__(
+        self,
+        num_pages: int,
+        device: ComputeDevice,
+        host_layers: frozenset[int] = frozenset(),
+        exchange: HostExchange | None = None,
+    ):
+        assert bool(host_layers) == (exchange is not None), f"layers {host_layers} in host memory, {exchange}"
         self.pool = PagePool(num_pages)
-        self.device = device
+        self.device, self.host_layers, self.exchange = device, host_layers, exchange
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (N, P, H, Dk) and values (N, P, H, Dv), for tokens (1, H, T, D) such as these."""
         if index not in self._layers:
-            self._layers[index] = self._allocate(like_k), self._allocate(like_v)
+            if index in self.host_layers:
+                self._layers[index] = self._pin(like_k, like_v)
+            else:
+                self._layers[index] = self._allocate(like_k), self._allocate(like_v)
         return self._layers[index]
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        shape = torch.Size((self.pool.num_pages, PAGE_TOKENS, like.shape[1], like.shape[3]))
+        shape = self._shape(like)
         num_bytes = shape.numel() * like.itemsize
         return self.device.zeros(num_bytes)[:num_bytes].view(like.dtype).view(shape)
+
+    def _pin(self, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One piece: all keys, then all values. Nobody looks at what was never written, so it need not be zeros."""
+        shapes = self._shape(like_k), self._shape(like_v)
+        middle, end = accumulate(shape.numel() * like_k.itemsize for shape in shapes)
+        memory = self.device.host_pages(end)
+        k, v = memory[:middle].view(like_k.dtype), memory[middle:end].view(like_v.dtype)
+        return k.view(shapes[0]), v.view(shapes[1])
+
+    def _shape(self, like: torch.Tensor) -> torch.Size:
+        return torch.Size((self.pool.num_pages, PAGE_TOKENS, like.shape[1], like.shape[3]))
 
 
 def split_pages(pages: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,7 +53,7 @@ class Engine:
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._sampler, self._chunk_tokens = sampler, prefill_chunk_tokens
         self._monitor = PassMonitor(len(loaded.shape.stages), device, trace)
-        self._pages = KVPages(placement.kv.num_pages, device)
+        self._pages = KVPages(placement.kv.num_pages, device, placement.host_layers, streams.exchange)
         self._travels = frozenset(placement.kv.page_bytes) - placement.host_layers
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}

@@ -11,6 +11,7 @@ from ..store.kv_file import KVFile
 from ..store.reader import Reader
 from ..stream.counters import StreamCounters
 from ..stream.device import ComputeDevice
+from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
@@ -20,17 +21,18 @@ from .workers import AttentionWorkers
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """`experts` are there where experts are paged, `kv` where keys and values travel, `workers` where the CPU
-    attends."""
+    """`experts` are there where experts are paged, `kv` where keys and values travel, `workers` where the CPU attends,
+    `exchange` where it does so for an accelerator."""
 
     weights: WeightStream
     experts: ExpertStream | None
     kv: KVStream | None
+    exchange: HostExchange | None
     workers: AttentionWorkers | None
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:
-        found = [self.weights, self.experts, self.kv]
+        found = [self.weights, self.experts, self.kv, self.exchange]
         return [stream.take_counters for stream in found if stream is not None]
 
     def forget(self, pages: Sequence[int]) -> None:
@@ -56,6 +58,9 @@ def open_streams(
             slots = placement.num_expert_slots
             paging = placement.paging
             experts = ExpertStream(shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace)
+        exchange = None
+        if placement.host_layers:
+            exchange = stack.enter_context(HostExchange(placement.exchange, device))
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
             file = stack.enter_context(KVFile(layout, directory=kv.directory)) if layout.tier is KVTier.nvme else None
@@ -65,5 +70,6 @@ def open_streams(
             weights=stack.enter_context(WeightStream(shape, placement, device, reader, trace)),
             experts=None if experts is None else stack.enter_context(experts),
             kv=pages,
+            exchange=exchange,
             workers=stack.enter_context(AttentionWorkers()) if policy.attention is Attention.cpu else None,
         )

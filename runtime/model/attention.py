@@ -13,7 +13,9 @@ from greenlet import getcurrent
 from transformers import AttentionInterface
 
 from ..cache.host_attention import decode_attention
-from ..cache.paged import LayerKV, PagedKV
+from ..cache.host_lane import HostVisit
+from ..cache.layout import LayerKV
+from ..cache.paged import PagedKV
 from ..cache.plain_attention import decode_attention_torch
 from ..cache.views import DecodeRows, Reach, Segment
 from ..errors import ConfigError
@@ -75,12 +77,14 @@ def ragged_attention(
     reach = Reach(sliding_window, _chunk(module, layer))
 
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
+    visit = cache.visit(layer, query, key, value, rule.sinks)
 
     def compute() -> torch.Tensor:
         with torch.inference_mode():
-            return _attend(cache, layer, (query, key, value), reach, rule, num_threads)[None]
+            return _attend(cache, layer, (query, key, value), reach, rule, num_threads, visit)
 
-    return need_tensor(NeedAttention(compute, is_decode=not cache.segments)), None
+    out = need_tensor(NeedAttention(compute, is_decode=not cache.segments))
+    return (visit.receive(out) if visit is not None else out)[None], None
 
 
 def _attend(
@@ -90,13 +94,16 @@ def _attend(
     reach: Reach,
     rule: Rule,
     num_threads: int,
+    visit: HostVisit | None,
 ) -> torch.Tensor:
-    """(T, H*G, D) of the pass."""
+    """(T, H*G, D) of the pass. What rows that decode get from a visit is in it when the visit has been received."""
     query, key, value = qkv
+    if visit is not None and not cache.segments:
+        return visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     kv = None if cache.expands else cache.layer(layer, key, value)  # else key and value are all that is cached
     rows = cache.decoding
-    if rows is not None:
+    if rows is not None and visit is None:
         q_BHD = query[0, :, rows.tokens_B].transpose(0, 1)
         if kv is None:
             out[rows.tokens_B] = _decode_expanded(q_BHD, key, value, rows, reach, rule)
@@ -105,6 +112,8 @@ def _attend(
     for segment in cache.segments:
         k, v = _seen_by(segment, kv, key, value)
         out[segment.start : segment.start + segment.new] = _prefill(query, k, v, segment, reach, rule)
+    if visit is not None:  # behind the prompts, which a device computes meanwhile
+        visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     return out
 
 

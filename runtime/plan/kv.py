@@ -21,14 +21,18 @@ SEGMENT_BYTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """The pages of the travelling layers: `num_pages` of each layer in `tier`, at most `slot_pages` of one lane in a
-    slot."""
+    """The pages of the layers whose keys and values live in a tier: `num_pages` of each, at most `slot_pages` of one
+    lane in a slot. Without slots they stay in host memory, where the CPU attends to them."""
 
     tier: KVTier  # cpu or nvme
-    page_bytes: Mapping[int, int]  # of each travelling layer
+    page_bytes: Mapping[int, int]  # of each such layer
     num_pages: int
     slot_pages: int
     num_slots: int
+
+    @property
+    def stays_in_host(self) -> bool:
+        return bool(self.page_bytes) and not self.num_slots
 
     def stride_bytes(self, layer: int) -> int:
         """From one page to the next, in the tier and in a slot. A direct write wants whole blocks of the disk."""
@@ -40,7 +44,10 @@ class KVLayout:
         return self.num_pages * sum(self.stride_bytes(other) for other in self.page_bytes if other < layer)
 
     def segment_pages(self, layer: int) -> tuple[int, ...]:
-        """Pages in each piece of pinned memory that the layer's pages lie in, one behind the other."""
+        """Pages in each piece of pinned memory that the layer's pages lie in, one behind the other. Attention reads
+        those of all rows from one piece."""
+        if self.stays_in_host:
+            return (self.num_pages,)
         most = max(1, SEGMENT_BYTES // self.stride_bytes(layer))
         whole, rest = divmod(self.num_pages, most)
         return (most,) * whole + ((rest,) if rest else ())
@@ -111,6 +118,8 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
     )
     if not layout.page_bytes:
         return KVCost(compute=(resident,))
+    if layout.stays_in_host:
+        return KVCost(compute=(resident,), host=(_pinned(layout),))
     if layout.tier is KVTier.cpu:
         return KVCost(compute=(resident, _slots(layout)), host=(_pinned(layout),))
     host = (_staging(layout),) if has_device else ()

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..config import Attention, ExpertPaging, KVTier, Order, RuntimeConfig, Tier, require
+from ..config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier, require
+from .exchange import ExchangeSize, device_entry, exchange_size, pinned_entry
 from .experts import ExpertSizes, batch_entries, choose_paging, host_entries, pageable_stages, slot_entry
 from .extents import group_layout, pinned_bytes, resident_groups, slot_layout
 from .kv import KVLayout, kv_cost, kv_layout, travelling_layers
@@ -16,7 +17,7 @@ from .memory import lane_entries
 from .shapes import ModelShape, Stage, StageKind
 from .spread import spread
 from .walk import Walk
-from .walks import make_walks
+from .walks import cpu_attends, make_walks
 
 KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is left open
 
@@ -37,7 +38,8 @@ class Budgets:
 class Placement:
     """`resident` stages stay in compute memory; the others follow `walk`, or in decode passes `decode_walk`, through
     slots of `slot_bytes`. Of `paged` stages, all streamed, only the dense part follows the walk; their experts have
-    `num_expert_slots` of their own. `host_layers` keep their KV in host memory, where the CPU attends to it."""
+    `num_expert_slots` of their own. `host_layers` keep their KV in host memory, where the CPU attends to it, through
+    `exchange`."""
 
     resident: frozenset[int]
     walk: Walk
@@ -45,10 +47,14 @@ class Placement:
     slot_bytes: int
     ledgers: tuple[Ledger, ...]
     kv: KVLayout
-    host_layers: frozenset[int] = frozenset()
+    exchange: ExchangeSize
     paged: frozenset[int] = frozenset()
     paging: ExpertPaging = ExpertPaging.off
     num_expert_slots: int = 0
+
+    @property
+    def host_layers(self) -> frozenset[int]:
+        return frozenset(self.kv.page_bytes) if self.kv.stays_in_host else frozenset()
 
     @property
     def fits(self) -> bool:
@@ -62,13 +68,14 @@ class Placement:
             )
 
 
-def kv_tiers(config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
+def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
     """To be tried, the fastest first. Raises ConfigError where the CPU is to attend to what lies elsewhere."""
     tier = config.kv.tier
-    if config.policy.attention is Attention.cpu and has_device:
+    if has_device and cpu_attends(shape, config, has_device=True):
         require(
             tier in (KVTier.auto, KVTier.cpu),
-            f"policy.attention=cpu wants keys and values in host memory, kv={tier.value} keeps them elsewhere: kv=cpu",
+            f"policy.attention=cpu in front of an accelerator wants keys and values in host memory, kv={tier.value} "
+            "keeps them elsewhere: kv=cpu",
         )
         return (KVTier.cpu,)
     if tier is not KVTier.auto:
@@ -106,9 +113,9 @@ class _Placer:
 
     def _kv_layouts(self) -> Iterator[KVLayout]:
         fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
-        beside_cpu = self.config.policy.attention is Attention.cpu and has_device
+        beside_cpu = has_device and cpu_attends(self.shape, self.config, has_device=True)
         seen: list[tuple[int, ...]] = []
-        for tier in kv_tiers(self.config, has_device=has_device):
+        for tier in kv_tiers(self.shape, self.config, has_device=has_device):
             for share in [0.0] if beside_cpu else KV_FRACTIONS if fraction is None else [fraction]:
                 layers = travelling_layers(self.shape, tier, share, has_device=has_device)
                 if not layers or layers not in seen:
@@ -173,7 +180,7 @@ class _Placer:
             slot_bytes=max((self._slot_bytes(s, paged) for s in streamed), default=0),
             ledgers=(),
             kv=kv,
-            host_layers=frozenset(kv.page_bytes) if not kv.num_slots else frozenset(),
+            exchange=exchange_size(self.shape, kv, walks.decode, self.load),
             paged=paged,
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
@@ -223,6 +230,8 @@ class _Placer:
         if placement.paged:
             entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
         entries += kv_cost(shape, placement.kv, has_device=self.budgets.has_device).compute
+        if placement.host_layers:
+            entries.append(device_entry(shape, placement.kv, placement.exchange, load))
         entries += lane_entries(shape, load.lanes, load.chunk_tokens)
         if placement.walk.routing:
             entries += batch_entries(shape, load.lane_tokens)
@@ -241,6 +250,8 @@ class _Placer:
         if placement.paged:
             entries += host_entries(self._expert_sizes(placement), walk)
         entries += kv_cost(self.shape, placement.kv, has_device=True).host
+        if placement.host_layers:
+            entries.append(pinned_entry(placement.exchange))
         return tuple(entries)
 
 

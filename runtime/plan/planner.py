@@ -90,7 +90,7 @@ def _choose_blocks(
     most = min(policy.micro_batch_size * policy.num_micro_batches, max(1, len(sizes))) >> num_halvings
     bare = _bare(config)
     blocks: tuple[Block, ...] = ()
-    for tier in kv_tiers(config, has_device=budgets.has_device):
+    for tier in kv_tiers(shape, config, has_device=budgets.has_device):
         in_tier = replace(bare, kv=replace(bare.kv, tier=tier))
         for num_sequences in _ladder(max(1, most)):
             num_micro_batches = -(-num_sequences // policy.micro_batch_size)

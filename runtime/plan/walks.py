@@ -27,6 +27,13 @@ def num_slots_for(prefetch: PrefetchConfig) -> int:
     return slots[prefetch.kind]
 
 
+def cpu_attends(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> bool:
+    """Padded lanes attend where the model's own code does. So do layers that expand latents in front of an accelerator:
+    what they attend to is made in its memory."""
+    is_possible = shape.is_packed and not (has_device and shape.expanded_kv_width)
+    return is_possible and config.policy.attention is Attention.cpu
+
+
 def make_walks(
     shape: ModelShape,
     config: RuntimeConfig,
@@ -63,7 +70,7 @@ def _walk(
     reads = config.offload.tier is Tier.nvme
     staging = (2 if block == 1 else block) if copies and reads else 0
     travelling = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
-    attends = is_decode and shape.is_packed and config.policy.attention is Attention.cpu
+    attends = is_decode and cpu_attends(shape, config, has_device=has_device)
     return Walk(
         num_stages=len(shape.stages),
         first_stage=first,

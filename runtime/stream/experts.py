@@ -75,6 +75,7 @@ class ExpertStream:
             slot_bytes=self.slot_bytes,
             ledgers=(),
             kv=placement.kv,
+            exchange=placement.exchange,
         )
         as_shape = self._pages.as_shape(shape)
         self._stream = WeightStream(as_shape, inner, device, reader, trace, self._pages.name)

@@ -1,0 +1,131 @@
+"""A packed lane's pass through layers whose pages stay in host memory, where the CPU attends for rows that decode.
+
+Only single tokens go down and their answers come up (MoE-Lightning, Cao et al. 2025). Prompts attend where the model
+computes: what is cached of them comes up, what is new goes down, straight to its pages. Letters as in paged.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..stream.exchange import Copy, HostExchange, Trip
+from .host_attention import decode_attention
+from .layout import LayerKV, PassLayout
+from .pages import KVPages
+from .views import DecodeRows, Reach, Segment
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class HostLayerKV(LayerKV):
+    """Pages in host memory; `key` and `value` (1, H, T, D) are those of the pass, in compute memory."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    exchange: HostExchange
+
+    def row_of(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        sources = (self.k_NPHD, self.key), (self.v_NPHD, self.value)
+        rows_SHD = [
+            self.exchange.new((segment.end, pages.shape[2], pages.shape[3]), pages.dtype) for pages, _ in sources
+        ]
+        pairs = zip(sources, rows_SHD, strict=True)
+        self.exchange.load([copy for (pages, _), row in pairs for copy in self._cached(pages, row, segment)])
+        for (_, new), row in zip(sources, rows_SHD, strict=True):
+            row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
+        return rows_SHD[0].transpose(0, 1), rows_SHD[1].transpose(0, 1)
+
+    def _cached(self, pages_NPHD: torch.Tensor, row_SHD: torch.Tensor, segment: Segment) -> Iterator[Copy]:
+        flat = pages_NPHD.flatten(0, 1)
+        for place, at, num in self.layout.runs(segment.row, 0, segment.past):
+            yield Copy(flat[place : place + num], row_SHD[at : at + num])
+
+
+class HostVisit:
+    """Attention of the rows of a lane that decode, in one layer, beside their pages."""
+
+    def __init__(self, trip: Trip, kv: LayerKV, rows: DecodeRows, tokens_B: torch.Tensor):
+        self._trip, self._kv, self._rows, self._tokens_B = trip, kv, rows, tokens_B
+
+    def attend(self, reach: Reach, *, scale: float, softcap: float | None, num_threads: int) -> torch.Tensor:
+        """On any thread. Waits for this trip alone, stores the new keys and values, and begins to send up what it
+        returns: (B, H, D) in compute memory, which `receive` waits for."""
+        q_BHD, k_BHD, v_BHD, *sinks = self._trip.arrived()
+        layout, rows = self._kv.layout, self._rows
+        self._kv.k_NPHD[layout.new_T], self._kv.v_NPHD[layout.new_T] = k_BHD, v_BHD
+        assert layout.tables_Bn is not None, "rows that decode have page tables"
+        answer = decode_attention(
+            q_BHD,
+            self._kv.k_NPHD,
+            self._kv.v_NPHD,
+            layout.tables_Bn,
+            rows.begins(reach),
+            rows.ends,
+            scale=scale,
+            softcap=softcap,
+            sinks_H=sinks[0] if sinks else None,
+            num_threads=num_threads,
+        )
+        self._trip.answer(answer)
+        return self._trip.out
+
+    def receive(self, out_THD: torch.Tensor) -> torch.Tensor:
+        """Where `out` is not the answer itself, the answer is put into it. For compute that is queued from now on."""
+        answer_BHD = self._trip.receive()
+        if out_THD is not answer_BHD:
+            out_THD[self._tokens_B] = answer_BHD
+        return out_THD
+
+
+class HostLane:
+    def __init__(self, pages: KVPages, exchange: HostExchange):
+        self._pages, self._exchange = pages, exchange
+
+    def begin_pass(
+        self, pages: Sequence[Sequence[int]], decoding: DecodeRows | None, segments: Sequence[Segment]
+    ) -> None:
+        """`pages` of each row. Of the rows that decode the tokens go down, and are counted from 0 there."""
+        self._rows, self._segments = None, segments
+        if decoding is not None:
+            self._rows = DecodeRows(decoding.rows, decoding.past, torch.arange(len(decoding.rows)))
+        new = [] if decoding is None else zip(decoding.rows, decoding.past, strict=True)
+        self._layout = PassLayout(
+            pages, [(row, past, past + 1) for row, past in new], self._rows, segments, CPU, expands=False
+        )
+
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> HostLayerKV:
+        k_NPHD, v_NPHD = self._pages.layer(index, key, value)
+        return HostLayerKV(k_NPHD, v_NPHD, self._layout, key, value, self._exchange)
+
+    def store_prompts(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Begins to bring keys and values (1, H, T, D) of prompts to their pages."""
+        pairs = zip(self._pages.layer(index, key, value), (key, value), strict=True)
+        copies = [copy for pages, new in pairs for copy in self._new(pages, new)]
+        if copies:
+            self._exchange.store(copies)
+
+    def _new(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[Copy]:
+        if not self._segments:
+            return
+        flat, new_THD = pages_NPHD.flatten(0, 1), new_1HTD[0].transpose(0, 1).contiguous()
+        for segment in self._segments:
+            tokens = new_THD[segment.start : segment.start + segment.new]
+            for place, at, num in self._layout.runs(segment.row, segment.past, segment.end):
+                yield Copy(tokens[at : at + num], flat[place : place + num])
+
+    def visit(
+        self,
+        index: int,
+        tokens_B: torch.Tensor,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sinks_H: torch.Tensor | None,
+    ) -> HostVisit:
+        """Begins to bring down queries, keys and values (1, H, T, D) of the tokens that decode."""
+        assert self._rows is not None, "no row decodes"
+        sent = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
+        out = self._exchange.new((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)
+        sinks = [] if sinks_H is None else [sinks_H.float().contiguous()]
+        trip = self._exchange.send([*sent, *sinks], out)
+        return HostVisit(trip, self.layer(index, *qkv[1:]), self._rows, tokens_B)

@@ -1,0 +1,146 @@
+"""Carries what attention on the CPU needs down to host memory and its answers back up, each way on a stream of its own.
+
+All of it is queued on the device. The thread that attends waits for the arrival of its own trip and for nothing else;
+compute waits for an answer where the lane goes on. Bytes only: what they mean is the cache's business.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from ..plan.exchange import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, ExchangeSize
+from ..units import round_up
+from .counters import StreamCounters
+from .device import ComputeDevice, Event
+
+
+class Copy(NamedTuple):
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class TripMemory:
+    """Pinned memory of one trip. `begun`: compute has made what goes down. `arrived`: it is in host memory. `left`: the
+    answer is in compute memory."""
+
+    def __init__(self, device: ComputeDevice, num_bytes: int):
+        self.buffer = device.host_pages(num_bytes)
+        self.begun, self.arrived, self.left = (device.new_event() for _ in range(3))
+
+    def parts(self, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Places for tensors such as these, side by side."""
+        found, begin = [], 0
+        for like in likes:
+            end = begin + like.nbytes
+            assert end <= len(self.buffer), f"a trip of {end:,} B has {len(self.buffer):,} B of pinned memory"
+            found.append(self.buffer[begin:end].view(like.dtype).view(like.shape))
+            begin = round_up(end, PART_ALIGNMENT_BYTES)
+        return found
+
+
+class Trip:
+    """One lane's attention in one layer. `arrived` and `answer` may be called on any thread."""
+
+    def __init__(self, exchange: "HostExchange", memory: TripMemory, sent: Sequence[torch.Tensor], out: torch.Tensor):
+        self._exchange, self._memory, self._sent = exchange, memory, sent  # sent: kept until it has gone down
+        *self._places, self._answer = memory.parts([*sent, out])
+        self.out = out
+
+    def arrived(self) -> list[torch.Tensor]:
+        """What was sent, in host memory until `receive`. Waits for it alone."""
+        self._memory.arrived.synchronize()
+        return self._places
+
+    def answer(self, answer: torch.Tensor) -> None:
+        """Begins to bring it up into `out`. Waits until the last answer has left the same pinned memory."""
+        self._memory.left.synchronize()
+        self._answer.copy_(answer)
+        self._exchange.lift(self._answer, self.out, self._memory)
+
+    def receive(self) -> torch.Tensor:
+        """The answer, for compute that is queued from now on. The engine's thread calls it, once, behind `answer`."""
+        self._exchange.end(self._memory, self.out.nbytes)
+        return self.out
+
+
+class HostExchange:
+    """One per run; a context manager. Its methods are the engine's thread's, but for `lift`."""
+
+    def __init__(self, size: ExchangeSize, device: ComputeDevice):
+        self._size, self._device = size, device
+        self._down, self._up = device.new_stream(), device.new_stream()
+        self._free = [TripMemory(device, size.trip_bytes) for _ in range(size.num_trips)]
+        self._begun, self._loaded = device.new_event(), device.new_event()
+        self._stored: deque[tuple[Event, Sequence[Copy]]] = deque()
+        self._counters = StreamCounters()
+
+    def __enter__(self) -> "HostExchange":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Waits for copies in flight, whose memory is about to go."""
+        for stream in (self._down, self._up):
+            if stream is not None:
+                stream.synchronize()
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Compute memory."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self._device.compute_buffer(num_bytes)[:num_bytes].view(dtype).view(*shape)
+
+    def send(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Trip:
+        """Begins to bring contiguous tensors down; the answer will go to `out`, compute memory that nobody else uses.
+        Trips that are under way are limited in number."""
+        assert self._free, f"more than {self._size.num_trips} lanes attend beside their KV"
+        memory = self._free.pop()
+        trip = Trip(self, memory, tensors, out)
+        memory.begun.record(self._device.compute_stream())
+        for source, target in zip(tensors, memory.parts(tensors), strict=True):
+            self._device.copy(source, target, on=self._down, after=memory.begun)
+            self._counters.bytes_returned += source.nbytes
+        memory.arrived.record(self._down)
+        return trip
+
+    def lift(self, answer: torch.Tensor, out: torch.Tensor, memory: TripMemory) -> None:
+        """The thread that attends calls it."""
+        self._device.copy(answer, out, on=self._up, after=memory.begun)
+        memory.left.record(self._up)
+
+    def end(self, memory: TripMemory, answer_bytes: int) -> None:
+        self._device.compute_waits_for(memory.left)
+        self._counters.bytes_copied += answer_bytes
+        self._free.append(memory)
+
+    def store(self, copies: Sequence[Copy]) -> None:
+        """Begins to bring compute memory down to where it stays. Nobody may change the sources. Of several such calls
+        compute waits for the last but one, so that their memory is bounded."""
+        while len(self._stored) >= STORES_IN_FLIGHT:
+            self._device.compute_waits_for(self._stored.popleft()[0])
+        self._begun.record(self._device.compute_stream())
+        for copy in copies:
+            self._device.copy(copy.source, copy.target, on=self._down, after=self._begun)
+            self._counters.bytes_returned += copy.source.nbytes
+        stored = self._device.new_event()
+        stored.record(self._down)
+        self._stored.append((stored, copies))
+
+    def load(self, copies: Iterable[Copy]) -> None:
+        """Brings up what lies in host memory, behind all that was stored there, for compute that is queued from now
+        on."""
+        self._begun.record(self._device.compute_stream())
+        if self._up is not None and self._stored:
+            self._device.wait(self._up, self._stored[-1][0])
+        for copy in copies:
+            self._device.copy(copy.source, copy.target, on=self._up, after=self._begun)
+            self._counters.bytes_copied += copy.source.nbytes
+        self._loaded.record(self._up)
+        self._device.compute_waits_for(self._loaded)
+
+    def take_counters(self) -> StreamCounters:
+        counters, self._counters = self._counters, StreamCounters()
+        return counters
