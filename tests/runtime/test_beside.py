@@ -1,13 +1,19 @@
 """Attention on the CPU beside keys and values that stay in host memory, in front of an accelerator."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
-from runtime import PolicyConfig
+from runtime import PolicyConfig, Runtime
 from runtime.config import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, RuntimeConfig, Tier
-from tests.fake_device import Careless, FakeDevice, FakeEvent
+from runtime.engine.sequence import Completion, Request
+from runtime.errors import ConfigError
+from runtime.plan.extents import pinned_bytes
+from runtime.stream.exchange import HostExchange, Trip
+from tests.fake_device import Careless, FakeDevice
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference
 
@@ -36,13 +42,103 @@ def beside(
     return replace(config_for(reference, tier=tier, policy=policy), kv=KVConfig(tier=KVTier.cpu))
 
 
-@pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
-@pytest.mark.parametrize("admission", Admission)
-@pytest.mark.parametrize("schedule", [Order.zigzag, Order.cgopipe])
-@pytest.mark.parametrize("family", FAMILIES)
+ROADS = [
+    (Order.zigzag, Admission.wave, Tier.cpu),
+    (Order.cgopipe, Admission.continuous, Tier.nvme),
+    (Order.cgopipe, Admission.wave, Tier.nvme),
+    (Order.zigzag, Admission.continuous, Tier.cpu),
+]
+CASES = [("llama", *road) for road in ROADS] + [(family, *road) for family in FAMILIES[1:] for road in ROADS[:2]]
+
+
+@pytest.mark.parametrize(("family", "schedule", "admission", "tier"), CASES)
 def test_tokens_equal_transformers(
     family: str, schedule: Order, admission: Admission, tier: Tier, reference: References
 ) -> None:
+    """With copies that are as late as they may be, and prompts in pieces beside rows that decode."""
     ref = reference(family)
     config = beside(ref, schedule=schedule, admission=admission, tier=tier)
     assert tokens(config, ref.prompts, FakeDevice((False,))) == ref.expected
+
+
+@pytest.mark.parametrize("late", itertools.product([False, True], repeat=2), ids=str)
+def test_tokens_do_not_depend_on_which_way_is_late(late: tuple[bool, bool], reference: References) -> None:
+    ref = reference("llama")
+    assert tokens(beside(ref, chunk=7), ref.prompts, FakeDevice((False, True, *late))) == ref.expected
+
+
+def test_without_the_wait_for_what_goes_down_the_tokens_are_wrong(
+    reference: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = reference("llama")
+    monkeypatch.setattr(Trip, "arrived", lambda trip: trip._places)
+    assert is_wrong(ref, FakeDevice((False,)))
+
+
+def test_without_the_wait_for_answers_the_tokens_are_wrong(
+    reference: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = reference("llama")
+    monkeypatch.setattr(HostExchange, "end", lambda exchange, memory, _: exchange._free.append(memory))
+    assert is_wrong(ref, FakeDevice((False,)))
+
+
+def test_where_prompts_overtake_what_is_stored_of_them_the_tokens_are_wrong(reference: References) -> None:
+    assert is_wrong(reference("llama"), Careless((False, True, True, False), forgetful=UP))
+
+
+def is_wrong(reference: Reference, device: FakeDevice) -> bool:
+    """Tokens differ, or an answer was no number."""
+    results = Runtime(beside(reference, chunk=7), device=device).generate(reference.prompts)
+    assert all(isinstance(result, Completion) for result in results)
+    found = [list(result.token_ids) for result in results if isinstance(result, Completion)]
+    return found != reference.expected
+
+
+class Counting(FakeDevice):
+    """Notes the pinned memory that is asked for, as torch's allocator rounds it."""
+
+    def __init__(self) -> None:
+        self.pinned = 0
+        super().__init__((False,))
+
+    def host_pages(self, num_bytes: int) -> torch.Tensor:
+        self.pinned += pinned_bytes(num_bytes, is_aligned=False)
+        return super().host_pages(num_bytes)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+def test_the_ledger_holds_every_pinned_byte(family: str, reference: References) -> None:
+    ref, device = reference(family), Counting()
+    runtime = Runtime(beside(ref), device=device)
+    requests = [r for n, prompt in enumerate(ref.prompts) if isinstance(r := runtime.request(str(n), prompt), Request)]
+    plan = runtime.plan(requests)
+    host = next(ledger for ledger in plan.placement.ledgers if ledger.memory == "host")
+    with runtime.session(plan) as session:
+        for block in plan.blocks:
+            session.run(block, requests)
+    entries = {entry.name: entry.num_bytes for entry in host.entries}
+    assert device.pinned == entries["KV pages"] + entries["KV exchange"]
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "falcon, first"])
+def test_where_the_cpu_cannot_attend_keys_and_values_are_where_kv_says(family: str, reference: References) -> None:
+    """Latents are expanded where the model computes; padded lanes run the model's own code."""
+    ref = reference(family)
+    for tier in (KVTier.device, KVTier.cpu):
+        config = replace(beside(ref), kv=KVConfig(tier=tier))
+        runtime = Runtime(config, device=FakeDevice((False,)))
+        request = runtime.request("0", ref.prompts[0])
+        assert isinstance(request, Request)
+        placement = runtime.plan([request]).placement
+        assert placement.host_layers == frozenset()
+        assert placement.decode_walk.attending == ()
+        assert bool(placement.kv.page_bytes) == (tier is KVTier.cpu)
+
+
+@pytest.mark.parametrize("tier", [KVTier.device, KVTier.nvme])
+def test_keys_and_values_that_are_not_beside_the_cpu_are_refused(tier: KVTier, reference: References) -> None:
+    ref = reference("llama")
+    config = replace(beside(ref), kv=KVConfig(tier=tier))
+    with pytest.raises(ConfigError, match=f"policy.attention=cpu .* kv={tier.value} keeps them elsewhere: kv=cpu"):
+        Runtime(config, device=FakeDevice((False,))).generate(ref.prompts)

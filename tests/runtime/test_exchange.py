@@ -1,0 +1,104 @@
+"""Whichever way streams race, what goes down has arrived when it is looked at, and so has what comes up."""
+
+import itertools
+
+import pytest
+import torch
+
+from runtime.plan.exchange import STORES_IN_FLIGHT, ExchangeSize
+from runtime.stream.device import ComputeDevice
+from runtime.stream.exchange import Copy, HostExchange
+from tests.fake_device import Careless, FakeDevice
+
+COMPUTE, COPIES, DOWN, UP = range(4)  # streams in the order in which the device makes them
+RACES = [(compute, True, down, up) for compute, down, up in itertools.product([False, True], repeat=3)]
+SIZE = ExchangeSize(num_trips=1, trip_bytes=4096)
+
+
+def trips(device: FakeDevice, num_trips: int = 3) -> list[tuple[float, float]]:
+    """What the CPU found of what compute had made for it, and compute of what the CPU answered, one behind the other
+    through the same memory."""
+    found: list[float] = []
+    answers: list[torch.Tensor] = []
+    with HostExchange(SIZE, device) as exchange:
+        for number in range(num_trips):
+            made = exchange.new((2, 3), torch.float32)
+            device.compute(lambda made=made, number=number: made.fill_(number))
+            trip = exchange.send([made, made], exchange.new((5,), torch.float32))
+            arrived = trip.arrived()
+            found.append(float(arrived[1].mean()))
+            trip.answer(torch.full((5,), number + 0.5))
+            answer = trip.receive()
+            device.compute(lambda answer=answer: answers.append(answer.clone()))
+        device.finish()
+    return list(zip(found, [float(answer.mean()) for answer in answers], strict=True))
+
+
+RIGHT = [(number, number + 0.5) for number in range(3)]
+
+
+@pytest.mark.parametrize("late", RACES, ids=str)
+def test_no_race_gives_wrong_numbers(late: tuple[bool, ...]) -> None:
+    """True: that stream runs when it is waited for, and no sooner. False: it overtakes what it does not wait for. All
+    trips go through the same pinned memory."""
+    assert trips(FakeDevice(late, defers_compute=True)) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("forgetful", "late"),
+    [
+        (COMPUTE, (False, True, True, True)),  # compute does not wait for answers
+        (DOWN, (True, True, False, True)),  # queries leave before compute has made them
+    ],
+)
+def test_a_wait_that_is_missing_shows(forgetful: int, late: tuple[bool, ...]) -> None:
+    found = trips(Careless(late, forgetful=forgetful, defers_compute=True))
+    assert found != RIGHT
+
+
+@pytest.mark.parametrize("late", RACES, ids=str)
+def test_what_is_loaded_is_what_was_stored(late: tuple[bool, ...]) -> None:
+    assert stored_and_loaded(FakeDevice(late, defers_compute=True)) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_load_that_overtakes_the_store_shows() -> None:
+    device = Careless((False, True, True, False), forgetful=UP, defers_compute=True)
+    assert stored_and_loaded(device) != [0.0, 1.0, 2.0, 3.0]
+
+
+def stored_and_loaded(device: FakeDevice) -> list[float]:
+    seen: list[float] = []
+    with HostExchange(SIZE, device) as exchange:
+        home = device.host_pages(4096).view(torch.float32)
+        for number in range(4):
+            made, back = exchange.new((8,), torch.float32), exchange.new((8,), torch.float32)
+            device.compute(lambda made=made, number=number: made.fill_(number))
+            exchange.store([Copy(made, home[:8])])
+            exchange.load([Copy(home[:8], back)])
+            device.compute(lambda back=back: seen.append(float(back.mean())))
+        device.finish()
+    return seen
+
+
+def test_stores_that_are_not_done_are_bounded() -> None:
+    """So is the compute memory that they keep."""
+    device = FakeDevice((False, True, True, True))
+    home = device.host_pages(4096).view(torch.float32)[:8].fill_(-1)
+    with HostExchange(SIZE, device) as exchange:
+        for number in range(8):
+            exchange.store([Copy(exchange.new((1,), torch.float32).fill_(number), home[number : number + 1])])
+        num_done = 8 - STORES_IN_FLIGHT
+        assert home.tolist() == [*range(num_done), *[-1] * STORES_IN_FLIGHT]
+    assert home.tolist() == [*range(8)]
+
+
+def test_more_trips_or_bytes_than_planned_are_our_mistake() -> None:
+    device = ComputeDevice("cpu")
+    with HostExchange(ExchangeSize(num_trips=1, trip_bytes=64), device) as exchange:
+        out = exchange.new((1,), torch.float32)
+        with pytest.raises(AssertionError, match="a trip of 5,200 B has 4,096 B of pinned"):
+            exchange.send([torch.zeros(1200)], exchange.new((100,), torch.float32))
+    with HostExchange(SIZE, device) as exchange:
+        exchange.send([torch.zeros(1)], out)
+        with pytest.raises(AssertionError, match="more than 1 lanes attend"):
+            exchange.send([torch.zeros(1)], out)
