@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
+from ..cache.flash_attention import activated_kernels, decode_attention_flash, flash_applies, takes_pages
 from ..cache.host_attention import decode_attention
 from ..cache.host_lane import HostVisit
 from ..cache.layout import LayerKV
@@ -139,9 +140,17 @@ def _decode(
 ) -> torch.Tensor:
     """One new token per row, over pages."""
     assert kv.layout.tables_Bn is not None, "rows that decode have page tables"
-    pages = (q_BHD, kv.k_NPHD, kv.v_NPHD, kv.layout.tables_Bn, rows.begins(reach), rows.ends)
+    held = (q_BHD, kv.k_NPHD, kv.v_NPHD)
+    pages = (*held, kv.layout.tables_Bn, rows.begins(reach), rows.ends)
     scale, softcap, sinks = rule.scale, rule.softcap, rule.sinks
     if kv.k_NPHD.device.type != "cpu":
+        is_known = flash_applies(
+            *held, reach=reach, softcap=softcap, has_sinks=sinks is not None, activated=activated_kernels()
+        )
+        if is_known and takes_pages():
+            return decode_attention_flash(
+                *held, kv.layout.tables_Bn, rows.ends, scale=scale, reach=reach, longest=rows.longest
+            )
         return decode_attention_torch(*pages, scale=scale, softcap=softcap, sinks_H=sinks)
     return decode_attention(*pages, scale=scale, softcap=softcap, sinks_H=sinks, num_threads=num_threads)
 

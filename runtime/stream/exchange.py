@@ -55,8 +55,8 @@ class Trip:
         return self._places
 
     def answer(self, answer: torch.Tensor) -> None:
-        """Begins to bring it up into `out`. Comes behind `arrived`, so the last answer has left the same memory: compute
-        waited for that one before it made what has arrived."""
+        """Begins to bring it up into `out`. Comes behind `arrived`, so the last answer has left the same memory:
+        compute waited for that one before it made what has arrived."""
         self._answer.copy_(answer)
         self._exchange.lift(self._answer, self.out, self._memory)
 

@@ -61,7 +61,7 @@ def test_tokens_equal_transformers(
     assert tokens(config, ref.prompts, FakeDevice((False,))) == ref.expected
 
 
-@pytest.mark.parametrize("late", itertools.product([False, True], repeat=2), ids=str)
+@pytest.mark.parametrize("late", list(itertools.product([False, True], repeat=2)), ids=str)
 def test_tokens_do_not_depend_on_which_way_is_late(late: tuple[bool, bool], reference: References) -> None:
     ref = reference("llama")
     assert tokens(beside(ref, chunk=7), ref.prompts, FakeDevice((False, True, *late))) == ref.expected
@@ -125,15 +125,15 @@ def test_the_ledger_holds_every_pinned_byte(family: str, reference: References) 
 def test_where_the_cpu_cannot_attend_keys_and_values_are_where_kv_says(family: str, reference: References) -> None:
     """Latents are expanded where the model computes; padded lanes run the model's own code."""
     ref = reference(family)
-    for tier in (KVTier.device, KVTier.cpu):
-        config = replace(beside(ref), kv=KVConfig(tier=tier))
+    for tier, fraction, num_layers in ((KVTier.device, None, 0), (KVTier.cpu, 0.0, 4)):
+        config = replace(beside(ref), kv=KVConfig(tier=tier, device_fraction=fraction))
         runtime = Runtime(config, device=FakeDevice((False,)))
         request = runtime.request("0", ref.prompts[0])
         assert isinstance(request, Request)
         placement = runtime.plan([request]).placement
         assert placement.host_layers == frozenset()
         assert placement.decode_walk.attending == ()
-        assert bool(placement.kv.page_bytes) == (tier is KVTier.cpu)
+        assert len(placement.kv.page_bytes) == num_layers
 
 
 @pytest.mark.parametrize("tier", [KVTier.device, KVTier.nvme])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from runtime.plan.exchange import STORES_IN_FLIGHT, ExchangeSize
-from runtime.stream.device import ComputeDevice
 from runtime.stream.exchange import Copy, HostExchange
 from tests.fake_device import Careless, FakeDevice
 
@@ -93,11 +92,11 @@ def test_stores_that_are_not_done_are_bounded() -> None:
 
 
 def test_more_trips_or_bytes_than_planned_are_our_mistake() -> None:
-    device = ComputeDevice("cpu")
-    with HostExchange(ExchangeSize(num_trips=1, trip_bytes=64), device) as exchange:
+    device = FakeDevice()
+    with HostExchange(SIZE, device) as exchange:
         out = exchange.new((1,), torch.float32)
-        with pytest.raises(AssertionError, match="a trip of 5,200 B has 4,096 B of pinned"):
-            exchange.send([torch.zeros(1200)], exchange.new((100,), torch.float32))
+        with pytest.raises(AssertionError, match="a trip of 4,432 B has 4,096 B of pinned"):
+            exchange.send([torch.zeros(1000)], exchange.new((100,), torch.float32))
     with HostExchange(SIZE, device) as exchange:
         exchange.send([torch.zeros(1)], out)
         with pytest.raises(AssertionError, match="more than 1 lanes attend"):

@@ -9,11 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import MachineConfig, PrefetchConfig
-from runtime.config import ExpertPaging, Prefetch, Tier
+from runtime.cache.flash_attention import activated_kernels, decode_attention_flash, flash_applies
+from runtime.cache.plain_attention import decode_attention_torch
+from runtime.cache.views import Reach
+from runtime.config import Admission, ExpertPaging, Order, Prefetch, Tier
+from runtime.plan.exchange import ExchangeSize
 from runtime.plan.extents import ALIGNMENT_BYTES
 from runtime.stream.device import ComputeDevice
+from runtime.stream.exchange import HostExchange
 from runtime.units import MIB
 from tests.runtime.expert_support import lanes_of, load, player
+from tests.runtime.test_beside import beside
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import NUM_NEW_TOKENS, Reference
 
@@ -167,3 +173,52 @@ def test_experts_copied_one_by_one_give_the_very_numbers_of_whole_layers(
         with player(loaded, each, tier=tier, device=device) as played:
             found.append(played.logits(lanes, is_batched=True))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("schedule", [Order.zigzag, Order.cgopipe])
+@pytest.mark.parametrize("admission", Admission)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma-2", "gpt-oss", "deepseek-v3"])
+def test_attention_beside_pinned_pages_does_not_change_tokens(
+    family: str,
+    admission: Admission,
+    schedule: Order,
+    reference: References,
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    """Prompts in pieces, so that some rows decode beside others that are prefilled."""
+    ref = reference(family)
+    config = replace(beside(ref, schedule=schedule, admission=admission, chunk=7), machine=MachineConfig(device="cuda"))
+    assert tokens(config, ref.prompts) == expected(family)
+
+
+def test_a_trip_waits_for_nothing_but_itself(device: ComputeDevice) -> None:
+    """It arrives, and its answer is computed with, although compute that came later has hardly begun."""
+    with HostExchange(ExchangeSize(num_trips=1, trip_bytes=MIB), device) as exchange:
+        made, out = exchange.new((64,), torch.float32).fill_(3), exchange.new((64,), torch.float32)
+        trip = exchange.send([made], out)
+        busy(device)
+        behind = torch.Event(device=device.torch_device)
+        behind.record(device.compute_stream())
+        assert bool((trip.arrived()[0] == 3).all())
+        assert not behind.query()
+        trip.answer(torch.full((64,), 5.0))
+        assert bool((trip.receive() == 5).all())
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_over_pages_equals_torch_operators(dtype: torch.dtype, window: int | None) -> None:
+    """With the kernels that torch brings along, on pages that are large enough for them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    ends = torch.tensor([1, 256, 257, 700], dtype=torch.int32, device="cuda")
+    tables = torch.randperm(12, generator=generator, device="cuda").to(torch.int32).view(4, 3)
+    q, k, v = (
+        torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+        for shape in ((4, 8, 64), (12, 256, 2, 64), (12, 256, 2, 64))
+    )
+    reach = Reach(window=window)
+    begins = torch.tensor([reach.first(end - 1) for end in ends.tolist()], dtype=torch.int32, device="cuda")
+    assert flash_applies(q, k, v, reach=reach, softcap=None, has_sinks=False, activated=activated_kernels())
+    found = decode_attention_flash(q, k, v, tables, ends, scale=0.125, reach=reach, longest=700)
+    wanted = decode_attention_torch(q, k, v, tables, begins, ends, scale=0.125)
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
