@@ -104,7 +104,7 @@ class Runtime:
         )
         if self._rates is None and requests:
             with self.reader() as reader:
-                self._rates = measure_rates(self.model, reader, self.device)
+                self._rates = measure_rates(self.model, reader, self.device, plan.placement.paged)
         return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
 
     def require_within_budget(self, plan: RunPlan) -> None:

@@ -27,7 +27,8 @@ Status: TypeAlias = Literal["ok", "error", "skipped"]
 class PassRow:
     """What one pass over the model did and cost. Prefill passes issue the first token of each sequence they finish.
 
-    What seconds and hits mean: `StageTimes` in the engine. `stage_*` has a value for each stage, the others are sums.
+    What seconds, hits and experts mean: `StageTimes` in the engine. `stage_*` has a value for each stage, the others
+    are sums.
     `padded_tokens` is the size of what was computed, padding included: equal to `real_tokens` where nothing is padded.
     `prompt_tokens` are those of the real ones that were prefilled; `pass_index` counts from 0 within a block, and
     within the run where blocks overlap.
@@ -49,6 +50,9 @@ class PassRow:
     attention_seconds: float = 0.0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
+    experts_total: int = 0
+    experts_hit: int = 0
+    experts_read: int = 0
     bytes_read_disk: int = 0
     bytes_copied_device: int = 0
     bytes_copied_host: int = 0
@@ -82,7 +86,7 @@ class PassRow:
 
 PASS_COUNTS = ("num_sequences", "real_tokens", "padded_tokens", "prompt_tokens", "issued_tokens", "useful_tokens")
 PASS_SECONDS = ("seconds", "compute_seconds", "load_seconds", "stall_seconds", "copy_seconds", "attention_seconds")
-PASS_HITS = ("prefetch_hits", "prefetch_misses")
+PASS_HITS = ("prefetch_hits", "prefetch_misses", "experts_total", "experts_hit", "experts_read")
 PASS_BYTES = (
     *("bytes_read_disk", "bytes_copied_device", "bytes_copied_host", "bytes_written_disk"),
     *("peak_host_bytes", "peak_device_bytes"),
@@ -114,6 +118,15 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertUse:
+    """Of decode passes: shares of all experts in layers that are read expert by expert. Lanes that ask one by one may
+    read some more than once, and together more than all."""
+
+    hit: float
+    read: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryUse:
     host_bytes: int
     device_bytes: int
@@ -141,6 +154,7 @@ class Summary:
     bytes_copied_device: int
     bytes_copied_host: int
     bytes_written_disk: int
+    experts: ExpertUse | None
     measured: Rates
     peak: MemoryUse
     predicted: Rates | None = None
@@ -180,6 +194,7 @@ def summarize(
         bytes_copied_device=sum(row.bytes_copied_device for row in passes),
         bytes_copied_host=sum(row.bytes_copied_host for row in passes),
         bytes_written_disk=sum(row.bytes_written_disk for row in passes),
+        experts=expert_use(passes),
         measured=rates(passes, prefill_seconds(passes), decode_seconds(passes)),
         peak=MemoryUse(
             host_bytes=max((row.peak_host_bytes for row in passes), default=0),
@@ -188,6 +203,19 @@ def summarize(
         predicted=predicted,
         planned=planned,
     )
+
+
+def expert_use(passes: Sequence[PassRow]) -> ExpertUse | None:
+    """None where no expert was read by itself. A mixed pass counts by its share of decoding."""
+
+    def added(counts: Iterable[int]) -> float:
+        return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))
+
+    total = added(row.experts_total for row in passes)
+    if not total:
+        return None
+    hit, read = added(row.experts_hit for row in passes), added(row.experts_read for row in passes)
+    return ExpertUse(hit=hit / total, read=read / total)
 
 
 def prefill_seconds(passes: Iterable[PassRow]) -> float:

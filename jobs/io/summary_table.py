@@ -62,9 +62,18 @@ def _bytes(summary: Summary) -> list[list[str]]:
     peak, planned = summary.peak, summary.planned
     return [
         ["read from disk", format_bytes(summary.bytes_read_disk), ""],
+        *_experts(summary),
         ["copied to the device", format_bytes(summary.bytes_copied_device), ""],
         *([["copied to the host", format_bytes(back), ""]] if (back := summary.bytes_copied_host) else []),
         *([["written to disk", format_bytes(kept), ""]] if (kept := summary.bytes_written_disk) else []),
         ["peak host memory", format_bytes(peak.host_bytes), format_bytes(planned.host_bytes) if planned else ""],
         ["peak device memory", format_bytes(peak.device_bytes), format_bytes(planned.device_bytes) if planned else ""],
     ]
+
+
+def _experts(summary: Summary) -> list[list[str]]:
+    """Where they are read one by one, and of decode passes alone: prompts visit nearly all."""
+    use = summary.experts
+    if use is None:
+        return []
+    return [["experts hit, decode", f"{use.hit:.1%}", ""], ["experts read, decode", f"{use.read:.1%}", ""]]

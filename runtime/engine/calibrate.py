@@ -1,11 +1,12 @@
 """Measures, in about a second, what predictions and `prefetch=cost_aware` need: the disk's rate and that of matrix
 products.
 
-Measured with the run's own reader on the run's own first layer, so that whatever slows the run slows the measurement.
+Measured with the run's own reader on what the run streams, a layer or an expert, so that whatever slows the run slows
+the measurement.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,12 @@ NUM_REPEATS = 3
 
 
 @torch.inference_mode()
-def measure_rates(loaded: LoadedModel, reader: Reader, device: ComputeDevice) -> MachineRates:
-    """Reads the first layer a few times and multiplies with its largest matrix. Allocates one layer, freed on
-    return."""
-    stage = loaded.shape.layers[0]
+def measure_rates(
+    loaded: LoadedModel, reader: Reader, device: ComputeDevice, paged: Collection[int] = ()
+) -> MachineRates:
+    """Reads the first layer, or where stages are `paged` an expert, a few times and multiplies with its largest matrix.
+    Allocates as much, no more than a slot takes, freed on return."""
+    stage = loaded.shape.stages[min(paged)].expert(0) if paged else loaded.shape.layers[0]
     layout = slot_layout(stage)
     host = device.host_buffer(layout.num_bytes)
     read_seconds = _median(lambda: reader.submit(layout.extents, host.numpy().data).wait())

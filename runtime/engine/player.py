@@ -148,6 +148,7 @@ class PassPlayer:
 
     def _attended(self, action: Action) -> torch.Tensor:
         """The workers' answer, or where they have not been asked one's own."""
+        self._crew.experts.expect(action.its_stage)  # the lane that goes on is the next one to ask for experts
         pending, event = self._attending.pop(self._place(action), None), self._events[self._place(action)]
         assert isinstance(event, NeedAttention), f"'{action}': the lane waits for {event}"
         return pending.wait() if pending is not None else self._attend_here(action.its_stage, event)

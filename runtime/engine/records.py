@@ -19,7 +19,8 @@ class StageTimes:
     read, copy: disk and link were busy. compute: inside lanes and experts, with attention that the engine answered at
     once, and with the waiting for experts that are paged.
     attention: wherever it ran, added up over workers. stall: compute waited for bytes, on an accelerator at most.
-    Bytes are those of weights, experts and KV together.
+    Bytes are those of weights, experts and KV together. Experts are those of layers that are read expert by expert: a
+    pass counts each of them, and those that a token visits, once, and reads as often as lanes ask.
     """
 
     read_seconds: tuple[float, ...]
@@ -29,6 +30,9 @@ class StageTimes:
     stall_seconds: tuple[float, ...]
     prefetch_hits: int  # streamed stages whose bytes were there when a lane first asked
     prefetch_misses: int
+    experts_total: int
+    experts_hit: int
+    experts_read: int
     bytes_read_disk: int
     bytes_copied_device: int
     bytes_copied_host: int

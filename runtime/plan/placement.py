@@ -137,7 +137,7 @@ class _Placer:
         if paging is not ExpertPaging.auto:
             return [paging]
         if_it_fits, if_not = (self._best_paging(layer_fits=layer_fits) for layer_fits in (True, False))
-        return [if_it_fits, if_not]
+        return [if_it_fits] if if_it_fits is if_not else [if_it_fits, if_not]
 
     def _best_paging(self, *, layer_fits: bool) -> ExpertPaging:
         stage = self.shape.stages[min(pageable_stages(self.shape))]

@@ -14,6 +14,9 @@ class StreamCounters:
 
     A hit is a streamed stage whose bytes were there when a lane first asked for it. On an accelerator the host's
     waiting may hide behind compute that is queued already, so `stalls` is an upper bound there.
+
+    Of experts that are read one by one: those of the layers that lanes passed, and those of them that a token visited,
+    each once, however many lanes asked; and how many were brought in, each as often as that happened.
     """
 
     bytes_read: int = 0  # disk -> host
@@ -22,6 +25,9 @@ class StreamCounters:
     bytes_written: int = 0  # host -> disk
     num_hits: int = 0
     num_misses: int = 0
+    num_experts: int = 0
+    num_experts_hit: int = 0
+    num_experts_read: int = 0
     reads: defaultdict[int, float] = field(default_factory=_by_stage)
     copies: defaultdict[int, float] = field(default_factory=_by_stage)
     stalls: defaultdict[int, float] = field(default_factory=_by_stage)

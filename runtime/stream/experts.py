@@ -5,7 +5,7 @@ To the weights' stream below, each expert is a stage: the same slots, events, re
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from ..config import ExpertPaging
@@ -20,16 +20,6 @@ from .device import ComputeDevice
 from .weights import StageBytes, WeightStream
 
 MIN_SLOTS = 2  # one is computed while the next one arrives
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertHits:
-    """Since the last `take_hits`: experts that tokens visited, experts brought in, and experts of the asked stages;
-    each once per request."""
-
-    num_hit: int
-    num_brought: int
-    num_experts: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,9 @@ class ExpertStream:
         )
         as_shape = self._pages.as_shape(shape)
         self._stream = WeightStream(as_shape, inner, device, reader, trace, self._pages.name)
-        self._num_hit = self._num_brought = self._num_experts = 0
+        self._asked: set[int] = set()  # stages
+        self._hit: set[int] = set()  # pages
+        self._num_read = 0
 
     def __enter__(self) -> "ExpertStream":
         self._stream.__enter__()
@@ -104,9 +96,9 @@ class ExpertStream:
         """
         wanted = [self._pages.page(stage, expert) for expert in hit]
         brought = self._all_pages(stage) if self._paging is ExpertPaging.all else wanted
-        self._num_hit += len(wanted)
-        self._num_brought += len(brought)
-        self._num_experts += self._shape.stages[stage].num_experts
+        self._asked.add(stage)
+        self._hit.update(wanted)
+        self._num_read += len(brought)
         experts = dict(zip(wanted, hit, strict=True))
         for turn, page in enumerate(brought):
             self._start(brought[turn : turn + self._num_ahead])
@@ -121,12 +113,14 @@ class ExpertStream:
 
     def take_counters(self) -> StreamCounters:
         """Since the last call, by the stages that the experts belong to."""
-        return self._stream.take_counters()
-
-    def take_hits(self) -> ExpertHits:
-        hits = ExpertHits(num_hit=self._num_hit, num_brought=self._num_brought, num_experts=self._num_experts)
-        self._num_hit = self._num_brought = self._num_experts = 0
-        return hits
+        taken = replace(
+            self._stream.take_counters(),
+            num_experts=sum(self._shape.stages[stage].num_experts for stage in self._asked),
+            num_experts_hit=len(self._hit),
+            num_experts_read=self._num_read,
+        )
+        self._asked, self._hit, self._num_read = set(), set(), 0
+        return taken
 
     def _start(self, pages: Sequence[int]) -> None:
         """Sees to it that these pages, and no others, are on their way. Called while no page is in use."""

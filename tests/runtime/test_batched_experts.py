@@ -12,7 +12,7 @@ from runtime.plan.experts import pageable_stages, unpageable_stacks
 from tests.gguf_files import Type, write_gguf
 from tests.quantized import write_fp8, write_mxfp4
 from tests.runtime.expert_support import lanes_of, load, player
-from tests.support import MANY_EXPERTS, synthesize, transformers_model
+from tests.support import synthesize
 
 LANES = lanes_of(3, 2, 9)
 CLOSE = 2e-5  # of fp32 sums in another order, over four layers
@@ -63,21 +63,3 @@ def test_paged_experts_give_the_very_numbers_of_whole_layers(stored: str, tmp_pa
         whole = logits(loaded, ExpertPaging.off, is_batched=is_batched)
         for paging, num_slots in zip(PAGINGS, (2, 3), strict=True):
             assert are_equal(logits(loaded, paging, is_batched=is_batched, num_slots=num_slots), whole)
-
-
-@pytest.mark.parametrize("family", MANY_EXPERTS)
-def test_a_layer_larger_than_its_slots_gives_the_tokens_of_transformers(
-    family: str, many_experts: Callable[[str], Path]
-) -> None:
-    loaded = load(many_experts(family))
-    model = transformers_model(many_experts(family))
-    with player(loaded, ExpertPaging.hit) as played:
-        assert played.experts is not None
-        slots = played.placement.slot_bytes + 2 * played.experts.slot_bytes
-        assert 5 * slots < max(stage.num_bytes for stage in loaded.shape.layers)
-        found = played.logits(LANES, is_batched=True)
-    with torch.inference_mode():
-        expected = [model(input_ids=ids).logits for ids in LANES]
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-        assert torch.equal(mine.argmax(-1), theirs.argmax(-1))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runtime.cache import attention_kernel, host_attention
-from runtime.cache.host_attention import cut, decode_attention
+from runtime.cache.host_attention import cut, decode_attention, prepare_decode_attention
 from runtime.cache.plain_attention import decode_attention_torch
 
 P = 16
@@ -217,6 +217,20 @@ def test_pieces_hold_each_head_of_each_row_once_and_about_the_same_bytes(lengths
         sizes = [sum(lengths[slice(*p.rows)]) * (p.heads[1] - p.heads[0]) for p in pieces]
         assert len(pieces) >= min(2 * num_threads, num_heads)
         assert max(sizes) <= 2 * min(sizes)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_what_is_prepared_serves_every_decode_of_its_dtype(dtype: torch.dtype) -> None:
+    prepare_decode_attention(dtype)
+    compiled = list(signatures())
+    for case in (CASES["ragged"], CASES["softcap"], CASES["group of five"]):
+        decode_attention(*vars(make(case, dtype)).values(), **options(case))
+    assert signatures() == compiled
+
+
+def signatures() -> list[object]:
+    """The argument types that the kernel has been compiled for."""
+    return getattr(attention_kernel.attend, "signatures")  # noqa: B009 - the compiler's, which annotations do not know
 
 
 def test_without_the_compiler_torch_takes_over_and_says_so_once(

@@ -31,12 +31,14 @@ def run(monitor: PassMonitor, stage: int, lane: int) -> None:
 
 def test_streams_are_added_up_by_stage() -> None:
     weights = counted(1, 2.0, bytes_read=10, bytes_copied=7, num_hits=3, num_misses=1)
+    experts = counted(2, 1.0, num_experts=160, num_experts_hit=40, num_experts_read=56)
     kv = counted(1, 0.5, bytes_read=5, bytes_written=4, bytes_returned=2)
-    times = PassMonitor(NUM_STAGES, DEVICE).take([lambda: weights, lambda: kv])
-    assert times.read_seconds == times.copy_seconds == times.stall_seconds == (0, 2.5, 0, 0)
+    times = PassMonitor(NUM_STAGES, DEVICE).take([lambda: weights, lambda: experts, lambda: kv])
+    assert times.read_seconds == times.copy_seconds == times.stall_seconds == (0, 2.5, 1, 0)
     assert (times.bytes_read_disk, times.bytes_copied_device) == (15, 7)
     assert (times.bytes_copied_host, times.bytes_written_disk) == (2, 4)
     assert (times.prefetch_hits, times.prefetch_misses) == (3, 1)
+    assert (times.experts_total, times.experts_hit, times.experts_read) == (160, 40, 56)
 
 
 def test_compute_of_all_lanes_adds_up_to_what_the_trace_shows() -> None:

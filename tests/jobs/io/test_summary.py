@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.summary import MemoryUse, PassRow, Rates, Status, summarize, write_summary
+from jobs.io.summary import ExpertUse, MemoryUse, PassRow, Rates, Status, summarize, write_summary
 from jobs.io.summary_table import format_table
 from runtime.units import GIB, MIB
 
@@ -153,3 +153,21 @@ def test_seconds_and_bytes_of_the_kv_are_shown_where_there_are_any() -> None:
     assert ["copied", "to", "the", "host", "2", "MiB"] in lines
     assert ["written", "to", "disk", "2", "GiB"] in lines
     assert "written" not in format_table(summarize([DECODE], rows=ROWS))
+
+
+def test_experts_are_shares_of_all_in_decode_passes_and_missing_where_none_is_paged() -> None:
+    decode = replace(DECODE, experts_total=160, experts_hit=40, experts_read=56)
+    prefill = replace(PREFILL, experts_total=160, experts_hit=160, experts_read=160)
+    paged = summarize([prefill, decode, decode], rows=ROWS)
+    assert paged.experts == ExpertUse(hit=0.25, read=0.35)
+    assert "experts read, decode" in format_table(paged)
+    assert "35.0%" in format_table(paged)
+    assert "experts" not in format_table(summarize([PREFILL, DECODE], rows=ROWS))
+
+
+def test_experts_of_a_mixed_pass_count_by_what_it_decoded() -> None:
+    mixed = replace(MIXED, experts_total=160, experts_hit=120, experts_read=120)
+    decode = replace(DECODE, experts_total=160, experts_hit=40, experts_read=40)
+    use = summarize([mixed, decode], rows=ROWS).experts
+    assert use is not None
+    assert use.read == pytest.approx((120 * 0.25 + 40) / (160 * 1.25))
