@@ -15,7 +15,8 @@ from runtime.engine.sequence import Request
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel, load_model
 from runtime.plan.extents import slot_layout
-from runtime.plan.memory import block_entries
+from runtime.plan.load import Load
+from runtime.plan.memory import PAGE_TOKENS, lane_entries
 from runtime.plan.shapes import StageKind
 from runtime.store.checkpoint import open_checkpoint
 from tests.runtime.test_fidelity import config_for, tokens
@@ -89,11 +90,12 @@ def test_the_shape_has_the_bytes_that_transformers_caches(family: str, reference
 def test_the_ledger_counts_prompts_once_and_answers_once() -> None:
     """Two lanes, of 2 rows 30 wide and of 1 row 25 wide; answers of up to 16 tokens."""
     shape = toy_shape(4, num_encoder_layers=3, is_packed=False)
-    entries = {e.name: e.num_bytes for e in block_entries(shape, [sizes_of([30, 20]), sizes_of([25])], 8)}
-    assert entries["KV cache"] == 3 * 16 * shape.kv_bytes_per_token
+    lanes = [sizes_of([30, 20]), sizes_of([25])]
+    assert Load.of(shape, lanes, 8).num_kv_pages * PAGE_TOKENS == 3 * 16
+    entries = {e.name: e.num_bytes for e in lane_entries(shape, lanes, 8)}
     assert entries["encoder output"] == (2 * 30 + 25) * (shape.cross_kv_bytes_per_token + shape.hidden_size * 4)
     assert entries["position bias"] == (4 * 4 + 2) * 30**2 + (4 * 4 + 1) * 25**2
-    chunked = {e.name: e.num_bytes for e in block_entries(shape, [sizes_of([30, 20]), sizes_of([25])], 512)}
+    chunked = {e.name: e.num_bytes for e in lane_entries(shape, lanes, 512)}
     assert entries == chunked, "an encoder reads whole prompts"
 
 
