@@ -22,7 +22,7 @@ from runtime.units import GIB
 from tests.support import MANY_EXPERTS, Reference, clear_prompt, greedy, transformers_model
 
 Checkpoints = Callable[[str], Path]
-PROMPT_LENGTHS, NUM_NEW_TOKENS = (5, 17, 3, 9), 5
+PROMPT_LENGTHS, NUM_NEW_TOKENS = (5, 17, 3), 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def expected(request: pytest.FixtureRequest, many_experts: Checkpoints) -> Expec
     model = transformers_model(directory)
     prompts = [clear_prompt(model, length, generator) for length in PROMPT_LENGTHS]
     tokens = [greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
-    assert len({token for row in tokens for token in row}) > 10, "a model that says little proves little"
+    assert len({token for row in tokens for token in row}) > 8, "a model that says little proves little"
     return Expected(directory=directory, prompts=prompts, tokens=tokens)
 
 
@@ -110,8 +110,8 @@ def decode_passes(runtime: Runtime, requests: list[Request]) -> tuple[RunPlan, l
 def test_tokens_equal_transformers_in_less_memory_than_one_layer(
     paging: ExpertPaging, order: Order, admission: Admission, expected: Expected
 ) -> None:
-    """The ledger counts everything: slots, KV, activations and slack. Four sequences hit far fewer than all experts, so
-    `auto` is `hit`; the process, too, stays below one layer."""
+    """The ledger counts everything: slots, KV, activations and slack. Three sequences hit far fewer than all experts,
+    so `auto` is `hit`; the process, too, stays below one layer."""
     policy = replace(policy_for(2, 2, order), admission=admission)
     config = config_for(expected.directory, paging, policy)
     one_layer = layer_bytes(Runtime(config))
