@@ -12,11 +12,15 @@ B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n
 
 import logging
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from llvmlite import binding, ir
 from numba import njit, types
-from numba.extending import overload
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
 
@@ -24,6 +28,10 @@ log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
 CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128
+LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+INT = ir.IntType(32)
+INTS, FLOATS = ir.VectorType(INT, LANES), ir.VectorType(ir.FloatType(), LANES)
+BLOCK = 4 if LANES == 16 else 2
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
 FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `_exp`
 ONE, ZERO = np.float32(1), np.float32(0)
@@ -45,31 +53,176 @@ def kept(function: Function) -> Function:
         return cast(Function, njit(**options)(function))
 
 
-def widen(number: Any) -> np.float32:
-    """float32 of a stored number, in registers."""
-    raise NotImplementedError("exists in compiled code only")
+def _at(context: Any, builder: ir.IRBuilder, array: types.Array, value: ir.Value, index: ir.Value) -> ir.Value:
+    """Where the number lies that is `index` numbers after the first."""
+    return builder.gep(make_array(array)(context, builder, value).data, [index])
 
 
-@overload(widen)
-def _widen(number: Any) -> Callable[[Any], np.float32]:
-    return {types.float32: _same, types.uint16: _from_bfloat16, types.int16: _from_float16}[number]
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Value]) -> ir.Value:
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def _same(number: Any) -> np.float32:
-    return number
+def _load(builder: ir.IRBuilder, dtype: types.Type, pointer: ir.Value, mask: ir.Value | None) -> ir.Value:
+    """float32 of as many stored numbers as lanes, 0 where the mask is, which reads nothing there."""
+    stored = ir.VectorType(pointer.type.pointee, LANES)
+    place, num_bytes = builder.bitcast(pointer, stored.as_pointer()), dtype.bitwidth // 8
+    if mask is None:
+        vector = builder.load(place, align=num_bytes)
+    else:
+        name = f"llvm.masked.load.v{LANES}{'f' if dtype == types.float32 else 'i'}{dtype.bitwidth}.p0"
+        vector = _call(builder, name, stored, [place, INT(num_bytes), mask, stored(None)])
+    if dtype == types.uint16:
+        return builder.bitcast(builder.shl(builder.zext(vector, INTS), INTS([16] * LANES)), FLOATS)
+    if dtype == types.int16:
+        return builder.fpext(builder.bitcast(vector, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+    return vector
 
 
-def _from_bfloat16(number: Any) -> np.float32:
-    return np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
+def _store(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, mask: ir.Value | None = None) -> None:
+    place = builder.bitcast(pointer, vector.type.as_pointer())
+    if mask is None:
+        builder.store(vector, place, align=4)
+    else:
+        _call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
 
 
-def _from_float16(number: Any) -> np.float32:
-    """The product moves the exponent: exact, and right for subnormal numbers."""
-    shifted = np.uint32(np.uint32(number & 0x7FFF) << np.uint32(13))
-    bits = np.float32(np.uint32(shifted).view(np.float32) * np.float32(2.0**112)).view(np.uint32)
-    special = np.uint32(0x7F800000) if shifted >= np.uint32(0x0F800000) else np.uint32(0)
-    sign = np.uint32(np.uint32(number & 0x8000) << np.uint32(16))
-    return np.uint32(bits | special | sign).view(np.float32)
+def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """One instruction where there is one."""
+    return _call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [a, b, c])
+
+
+def _splat(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
+    vector = ir.VectorType(number.type, LANES)
+    first = builder.insert_element(vector(ir.Undefined), number, INT(0))
+    return _shuffle(builder, first, first, [0] * LANES)
+
+
+def _each_vector(builder: ir.IRBuilder, dim: ir.Value, step: Callable[[ir.Value, ir.Value | None], None]) -> None:
+    """Calls `step` for the code at a place of a head's numbers, with a mask for the last ones."""
+    whole = builder.and_(dim, dim.type(-LANES))
+    with cgutils.for_range_slice(builder, dim.type(0), whole, dim.type(LANES), dim.type) as (d, _):
+        step(d, None)
+    with builder.if_then(builder.icmp_signed("<", whole, dim), likely=False):
+        rest = _splat(builder, builder.trunc(builder.sub(dim, whole), INT))
+        step(whole, builder.icmp_signed("<", INTS(list(range(LANES))), rest))
+
+
+def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+    return builder.shuffle_vector(a, b, ir.VectorType(ir.IntType(32), len(lanes))(lanes))
+
+
+def _sums(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """The sum of each vector in a lane of its own. Two become one whose lanes are, in turns, half as many partial sums
+    of either, until one vector is left; its neighbouring lanes are then added."""
+    lanes = width = vectors[0].type.count
+    while len(vectors) > 1:
+        width //= 2
+        is_first = [lane // width % 2 == 0 for lane in range(lanes)]
+        straight = [lane + (0 if first else lanes) for lane, first in enumerate(is_first)]
+        crossed = [lane + (width if first else lanes - width) for lane, first in enumerate(is_first)]
+        pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
+        vectors = [builder.fadd(_shuffle(builder, a, b, straight), _shuffle(builder, a, b, crossed)) for a, b in pairs]
+    total = vectors[0]
+    while width > 1:
+        width //= 2
+        lower = [lane for lane in range(total.type.count) if lane // width % 2 == 0]
+        upper = [lane + width for lane in lower]
+        total = builder.fadd(_shuffle(builder, total, total, lower), _shuffle(builder, total, total, upper))
+    return total
+
+
+def _dots(num_keys: int, num_queries: int) -> Callable[..., None]:
+    """Scores of keys that lie `step` apart, of queries side by side: each loaded once, their sums in registers."""
+
+    @intrinsic
+    def dots(typing, queries, query_at, keys, key_at, step, dim, scores, at):  # noqa: ANN
+        def build(context, builder, signature, arguments):  # noqa: ANN
+            q, query_at, k, key_at, step, dim, out, at = arguments
+            q, out = (_at(context, builder, queries, q, query_at), _at(context, builder, scores, out, at))
+            offset = [builder.mul(step, step.type(i)) for i in range(num_keys)]
+            rows = [_at(context, builder, keys, k, builder.add(key_at, o)) for o in offset]
+            columns = [builder.gep(q, [builder.mul(dim, dim.type(g))]) for g in range(num_queries)]
+            sums = [[cgutils.alloca_once(builder, FLOATS) for _ in rows] for _ in columns]
+            for place in chain(*sums):
+                builder.store(FLOATS(None), place)
+
+            def step(d: ir.Value, mask: ir.Value | None) -> None:
+                xs = [_load(builder, keys.dtype, builder.gep(row, [d]), mask) for row in rows]
+                for column, places in zip(columns, sums, strict=True):
+                    y = _load(builder, types.float32, builder.gep(column, [d]), mask)
+                    for x, place in zip(xs, places, strict=True):
+                        builder.store(_multiply_add(builder, x, y, builder.load(place)), place)
+
+            _each_vector(builder, dim, step)
+            total = _sums(builder, [builder.load(place) for place in chain(*sums)])
+            for g in range(num_queries):
+                picked = _shuffle(builder, total, total, list(range(g * num_keys, (g + 1) * num_keys)))
+                _store(builder, picked, builder.gep(out, [dim.type(g * CHUNK_TOKENS)]))
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(queries, n, keys, n, n, n, scores, n), build
+
+    return dots
+
+
+def _additions(num_values: int, num_queries: int) -> Callable[..., None]:
+    """Adds values that lie `step` apart, by their weights, to the sums of queries side by side."""
+
+    @intrinsic
+    def additions(typing, sums, sum_at, values, value_at, step, dim, weights, at):  # noqa: ANN
+        def build(context, builder, signature, arguments):  # noqa: ANN
+            s, sum_at, v, value_at, step, dim, w, at = arguments
+            s, w = (_at(context, builder, sums, s, sum_at), _at(context, builder, weights, w, at))
+            offset = [builder.mul(step, step.type(i)) for i in range(num_values)]
+            rows = [_at(context, builder, values, v, builder.add(value_at, o)) for o in offset]
+            columns = [builder.gep(s, [builder.mul(dim, dim.type(g))]) for g in range(num_queries)]
+            ws = [
+                [_splat(builder, builder.load(builder.gep(w, [at.type(g * CHUNK_TOKENS + i)]))) for i in range(num_values)]
+                for g in range(num_queries)
+            ]
+
+            def step(d: ir.Value, mask: ir.Value | None) -> None:
+                xs = [_load(builder, values.dtype, builder.gep(row, [d]), mask) for row in rows]
+                for column, factors in zip(columns, ws, strict=True):
+                    place = builder.gep(column, [d])
+                    total = _load(builder, types.float32, place, mask)
+                    for x, factor in zip(xs, factors, strict=True):
+                        total = _multiply_add(builder, x, factor, total)
+                    _store(builder, total, place, mask)
+
+            _each_vector(builder, dim, step)
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(sums, n, values, n, n, n, weights, n), build
+
+    return additions
+
+
+def _blocks(make: Callable[[int, int], Callable[..., None]], num: int) -> Function:
+    """Blocks of `num` positions of a page, of all heads, four queries at a time and then one by one."""
+    four, one = make(num, 4), make(num, 1)
+
+    @njit
+    def blocks(x_HGD, numbers, base, heads, scores_HGS, at):
+        H, G, D = x_HGD.shape
+        for h in range(heads[0], heads[1]):
+            g, begin = 0, base + h * D
+            while g < G:
+                if G - g >= 4:
+                    four(x_HGD, (h * G + g) * D, numbers, begin, H * D, D, scores_HGS, (h * G + g) * CHUNK_TOKENS + at)
+                    g += 4
+                else:
+                    one(x_HGD, (h * G + g) * D, numbers, begin, H * D, D, scores_HGS, (h * G + g) * CHUNK_TOKENS + at)
+                    g += 1
+
+    return blocks
+
+
+_score_four, _score_one = _blocks(_dots, BLOCK), _blocks(_dots, 1)
+_add_four, _add_one = _blocks(_additions, BLOCK), _blocks(_additions, 1)
 
 
 @njit(fastmath=FUSED)
@@ -106,30 +259,13 @@ def _exponentiate(scores: np.ndarray, num: int, top: np.float32) -> None:
 def _score(
     q_HGD: np.ndarray, keys: np.ndarray, base: int, num: int, heads: Span, scores_HGS: np.ndarray, at: int
 ) -> None:
-    """Scores of `num` positions of a page, which begin at keys[base], from place `at` on. Two keys at a time, so that
-    each is loaded once for four queries and each query once for two keys."""
-    H, G, D = q_HGD.shape
-    step = H * D
-    for p in range(0, num, 2):
-        other = step if p + 1 < num else 0  # the last of an odd number is taken twice
-        for h in range(heads[0], heads[1]):
-            begin = base + p * step + h * D
-            k0, k1 = keys[begin : begin + D], keys[begin + other : begin + other + D]
-            s_GS, i, j = scores_HGS[h], at + p, at + p + min(other, 1)
-            for g in range(0, G - 3, 4):
-                q0, q1, q2, q3 = q_HGD[h, g], q_HGD[h, g + 1], q_HGD[h, g + 2], q_HGD[h, g + 3]
-                a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = ZERO
-                for d in range(D):
-                    x, y = widen(k0[d]), widen(k1[d])
-                    a0, a1, a2, a3 = a0 + q0[d] * x, a1 + q1[d] * x, a2 + q2[d] * x, a3 + q3[d] * x
-                    b0, b1, b2, b3 = b0 + q0[d] * y, b1 + q1[d] * y, b2 + q2[d] * y, b3 + q3[d] * y
-                s_GS[g, i], s_GS[g + 1, i], s_GS[g + 2, i], s_GS[g + 3, i] = a0, a1, a2, a3
-                s_GS[g, j], s_GS[g + 1, j], s_GS[g + 2, j], s_GS[g + 3, j] = b0, b1, b2, b3
-            for g in range(G // 4 * 4, G):
-                q0, a0, b0 = q_HGD[h, g], ZERO, ZERO
-                for d in range(D):
-                    a0, b0 = a0 + q0[d] * widen(k0[d]), b0 + q0[d] * widen(k1[d])
-                s_GS[g, i], s_GS[g, j] = a0, b0
+    """Scores of `num` positions of a page."""
+    step = q_HGD.shape[0] * q_HGD.shape[2]
+    whole = num // BLOCK * BLOCK
+    for p in range(0, whole, BLOCK):
+        _score_four(q_HGD, keys, base + p * step, heads, scores_HGS, at + p)
+    for p in range(whole, num):
+        _score_one(q_HGD, keys, base + p * step, heads, scores_HGS, at + p)
 
 
 @njit(fastmath=REORDERED)
@@ -174,44 +310,15 @@ def _highest(scores_S: np.ndarray, num: int) -> np.float32:
 
 @njit(fastmath=REORDERED)
 def _add(
-    sums_HGD: np.ndarray, values: np.ndarray, base: int, num: int, heads: Span, weights_HGS: np.ndarray, at: int
+    sums_HGD: np.ndarray, values: np.ndarray, base: int, num: int, heads: Span, scores_HGS: np.ndarray, at: int
 ) -> None:
-    """Adds the weighted values of `num` positions of a page. Four at a time, so that sums are loaded and stored once
-    for four; and for four queries at a time, so that values are widened once for four."""
-    H, G, D = sums_HGD.shape
-    step = H * D
-    whole = num // 4 * 4
-    for p in range(0, whole, 4):
-        for h in range(heads[0], heads[1]):
-            begin = base + p * step + h * D
-            v0, v1 = values[begin : begin + D], values[begin + step : begin + step + D]
-            begin += 2 * step
-            v2, v3 = values[begin : begin + D], values[begin + step : begin + step + D]
-            w_GS, i = weights_HGS[h], at + p
-            for g in range(0, G - 3, 4):
-                s0, s1, s2, s3 = sums_HGD[h, g], sums_HGD[h, g + 1], sums_HGD[h, g + 2], sums_HGD[h, g + 3]
-                a0, a1, a2, a3 = w_GS[g, i], w_GS[g, i + 1], w_GS[g, i + 2], w_GS[g, i + 3]
-                b0, b1, b2, b3 = w_GS[g + 1, i], w_GS[g + 1, i + 1], w_GS[g + 1, i + 2], w_GS[g + 1, i + 3]
-                c0, c1, c2, c3 = w_GS[g + 2, i], w_GS[g + 2, i + 1], w_GS[g + 2, i + 2], w_GS[g + 2, i + 3]
-                d0, d1, d2, d3 = w_GS[g + 3, i], w_GS[g + 3, i + 1], w_GS[g + 3, i + 2], w_GS[g + 3, i + 3]
-                for d in range(D):
-                    x0, x1, x2, x3 = widen(v0[d]), widen(v1[d]), widen(v2[d]), widen(v3[d])
-                    s0[d] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-                    s1[d] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
-                    s2[d] += c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3
-                    s3[d] += d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3
-            for g in range(G // 4 * 4, G):
-                s0, a0, a1, a2, a3 = sums_HGD[h, g], w_GS[g, i], w_GS[g, i + 1], w_GS[g, i + 2], w_GS[g, i + 3]
-                for d in range(D):
-                    s0[d] += a0 * widen(v0[d]) + a1 * widen(v1[d]) + a2 * widen(v2[d]) + a3 * widen(v3[d])
+    """Adds the weighted values of `num` positions of a page."""
+    step = sums_HGD.shape[0] * sums_HGD.shape[2]
+    whole = num // BLOCK * BLOCK
+    for p in range(0, whole, BLOCK):
+        _add_four(sums_HGD, values, base + p * step, heads, scores_HGS, at + p)
     for p in range(whole, num):
-        for h in range(heads[0], heads[1]):
-            begin = base + p * step + h * D
-            v0 = values[begin : begin + D]
-            for g in range(G):
-                s0, a0 = sums_HGD[h, g], weights_HGS[h, g, at + p]
-                for d in range(D):
-                    s0[d] += a0 * widen(v0[d])
+        _add_one(sums_HGD, values, base + p * step, heads, scores_HGS, at + p)
 
 
 @njit(fastmath=REORDERED)
