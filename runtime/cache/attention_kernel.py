@@ -201,6 +201,33 @@ def _additions(num_values: int, num_queries: int) -> Callable[..., None]:
     return additions
 
 
+@intrinsic
+def _highest(typing, scores, num):  # noqa: ANN
+    """NaN is passed over. In plain code each maximum waits for the one before it, which takes as long as the weights."""
+
+    def build(context, builder, signature, arguments):  # noqa: ANN
+        first = make_array(scores)(context, builder, arguments[0]).data
+        place = cgutils.alloca_once(builder, FLOATS)
+        builder.store(FLOATS([float(LOWEST)] * LANES), place)
+
+        def step(i: ir.Value, mask: ir.Value | None) -> None:
+            x, top = _load(builder, types.float32, builder.gep(first, [i]), mask), builder.load(place)
+            is_higher = builder.fcmp_ordered(">", x, top)
+            is_higher = is_higher if mask is None else builder.and_(is_higher, mask)
+            builder.store(builder.select(is_higher, x, top), place)
+
+        _each_vector(builder, arguments[1], step)
+        top, width = builder.load(place), LANES
+        while width > 1:
+            width //= 2
+            other = _shuffle(builder, top, top, list(range(width, 2 * width)))
+            top = _shuffle(builder, top, top, list(range(width)))
+            top = builder.select(builder.fcmp_ordered(">", top, other), top, other)
+        return builder.extract_element(top, INT(0))
+
+    return types.float32(scores, types.intp), build
+
+
 def _blocks(make: Callable[[int, int], Callable[..., None]], num: int) -> Function:
     """Blocks of `num` positions of a page, of all heads, four queries at a time and then one by one."""
     four, one = make(num, 4), make(num, 1)
@@ -248,11 +275,15 @@ def _cap(scores: np.ndarray, num: int, softcap: np.float32) -> None:
         scores[i] = softcap * np.float32(e / np.float32(e + np.float32(2)))
 
 
-@njit(fastmath=FUSED)
-def _exponentiate(scores: np.ndarray, num: int, top: np.float32) -> None:
+@njit(fastmath=REORDERED)
+def _exponentiate(scores: np.ndarray, num: int, top: np.float32) -> np.float32:
+    """Returns their sum. One loop, as a second one would wait for the stores of the first."""
+    total = ZERO
     for i in range(num):
         x = np.float32(scores[i] - top)
         scores[i] = _exp(x if not x < EXP_MIN else EXP_MIN, ONE)
+        total += scores[i]
+    return total
 
 
 @njit(fastmath=REORDERED)
@@ -289,23 +320,7 @@ def _weigh(
         totals_G[g] *= fade
         for d in range(len(sums_D)):
             sums_D[d] *= fade
-    _exponentiate(scores_S, num, highest)
-    total = ZERO
-    for i in range(num):
-        total += scores_S[i]
-    totals_G[g] += total
-
-
-@njit(fastmath=REORDERED)
-def _highest(scores_S: np.ndarray, num: int) -> np.float32:
-    """Four maxima side by side, as each waits for the one before it. NaN is passed over."""
-    a = b = c = d = LOWEST
-    for i in range(0, num - 3, 4):
-        a, b = max(a, scores_S[i]), max(b, scores_S[i + 1])
-        c, d = max(c, scores_S[i + 2]), max(d, scores_S[i + 3])
-    for i in range(num // 4 * 4, num):
-        a = max(a, scores_S[i])
-    return max(max(a, b), max(c, d))
+    totals_G[g] += _exponentiate(scores_S, num, highest)
 
 
 @njit(fastmath=REORDERED)
