@@ -300,7 +300,7 @@ def _score(
 
 
 @njit(fastmath=REORDERED)
-def _weigh(
+def _raise(
     scores_S: np.ndarray,
     num: int,
     softcap: np.float32,
@@ -309,7 +309,7 @@ def _weigh(
     g: int,
     sums_D: np.ndarray,
 ) -> None:
-    """Scores of one query become weights as seen from the maximum so far, and so do its total and sums."""
+    """Raises one query's maximum to that of its scores; its total and sums are then seen from there."""
     if softcap > ZERO:
         _cap(scores_S, num, softcap)
     highest = max(tops_G[g], _highest(scores_S, num))
@@ -320,7 +320,6 @@ def _weigh(
         totals_G[g] *= fade
         for d in range(len(sums_D)):
             sums_D[d] *= fade
-    totals_G[g] += _exponentiate(scores_S, num, highest)
 
 
 @njit(fastmath=REORDERED)
@@ -368,7 +367,11 @@ def _attend_chunk(
     for h in range(heads[0], heads[1]):
         for g in range(G):
             scores_S, tops_G, totals_G = scratch.scores_HGS[h, g], scratch.tops_HG[h], scratch.totals_HG[h]
-            _weigh(scores_S, last - first, softcap, tops_G, totals_G, g, sums_HGD[h, g])
+            _raise(scores_S, last - first, softcap, tops_G, totals_G, g, sums_HGD[h, g])
+    for h in range(heads[0], heads[1]):  # apart, or each query would wait for its maximum: 1.8 us instead of 0.9
+        for g in range(G):
+            weights = _exponentiate(scratch.scores_HGS[h, g], last - first, scratch.tops_HG[h, g])
+            scratch.totals_HG[h, g] += weights
     place = first
     while place < last:
         page, offset, num = _run(pages, table_n, place, last)
