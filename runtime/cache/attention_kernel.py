@@ -1,4 +1,4 @@
-"c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""The compiled decode attention: one new token per row over KV pages, each read once and in the order of its bytes.
+"""The compiled decode attention: one new token per row over KV pages, each read once and in the order of its bytes.
 
 Softmax goes along with it (Milakov and Gimelshein 2018): scores of CHUNK_TOKENS positions, their maximum, their values.
 Nothing here promises that numbers are finite: NaN and infinities end as they do in torch.
@@ -8,7 +8,7 @@ explicit vectors, in `attention_vectors.py`. numba's cache on disk looks only at
 digest of the other is written here, and a test compares.
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
-"c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""
+"""
 
 import logging
 from collections.abc import Callable
@@ -23,18 +23,20 @@ from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
-VECTORS_SHA256 = "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c"  # of attention_vectors.py: whoever edits it edits this, and so what is kept is compiled anew
+# Of attention_vectors.py: who edits it edits this line, and what numba keeps is compiled anew.
+VECTORS_SHA256 = "388bedd9bb4a581f391284f581c2d573c8de0246c3a8b9053d51ead45ee008e8"
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
 FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `_exp`
 ONE, ZERO = np.float32(1), np.float32(0)
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
+LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 ROUND = np.float32(1.5 * 2**23)  # added to a small number it leaves the nearest integer in the low bits
 T2, T3, T4, T5, T6, T7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
 EXP_MIN, TANH_MAX = np.float32(-87), np.float32(10)  # exp stays a normal number; tanh is 1 from 9.1 on
 
 
 def kept(function: Function) -> Function:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""Compiled at its first call, for the types of its arguments, in 2 to 4 s, and kept on disk, beside the source
+    """Compiled at its first call, for the types of its arguments, in 2 to 4 s, and kept on disk, beside the source
     or in the user's cache."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
     try:
@@ -46,7 +48,7 @@ def kept(function: Function) -> Function:
 
 @njit(fastmath=FUSED)
 def _exp(x: np.float32, shift: np.float32) -> np.float32:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""e^x - 1 + shift for x in [-87, 88], shift 0 or 1, each exact to 2e-7: 2^n times a Taylor series around 0."""
+    """e^x - 1 + shift for x in [-87, 88], shift 0 or 1, each exact to 2e-7: 2^n times a Taylor series around 0."""
     rounded = np.float32(x * LOG2_E + ROUND)
     n = np.float32(rounded - ROUND)
     r = np.float32(np.float32(x - n * LN_2_HIGH) - n * LN_2_LOW)
@@ -69,7 +71,7 @@ def _cap(scores: np.ndarray, num: int, softcap: np.float32) -> None:
 
 @njit(fastmath=REORDERED)
 def _exponentiate(scores: np.ndarray, num: int, top: np.float32) -> np.float32:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""Returns their sum. One loop, as a second one would wait for the stores of the first."""
+    """Returns their sum. One loop, as a second one would wait for the stores of the first."""
     total = ZERO
     for i in range(num):
         x = np.float32(scores[i] - top)
@@ -82,7 +84,7 @@ def _exponentiate(scores: np.ndarray, num: int, top: np.float32) -> np.float32:
 def _score(
     q_HGD: np.ndarray, keys: np.ndarray, base: int, num: int, heads: Span, scores_HGS: np.ndarray, at: int
 ) -> None:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""Scores of `num` positions of a page."""
+    """Scores of `num` positions of a page."""
     step = q_HGD.shape[0] * q_HGD.shape[2]
     whole = num // BLOCK * BLOCK
     for p in range(0, whole, BLOCK):
@@ -101,10 +103,10 @@ def _raise(
     g: int,
     sums_D: np.ndarray,
 ) -> None:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""Raises one query's maximum to that of its scores; its total and sums are then seen from there."""
+    """Raises one query's maximum to that of its scores; its total and sums are then seen from there."""
     if softcap > ZERO:
         _cap(scores_S, num, softcap)
-    highest = max(tops_G[g], highest_of(scores_S, num))
+    highest = highest_of(scores_S, num, tops_G[g])
     if highest > tops_G[g]:
         x = np.float32(tops_G[g] - highest)
         fade = _exp(x, ONE) if x > EXP_MIN else ZERO
@@ -118,7 +120,7 @@ def _raise(
 def _add(
     sums_HGD: np.ndarray, values: np.ndarray, base: int, num: int, heads: Span, scores_HGS: np.ndarray, at: int
 ) -> None:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""Adds the weighted values of `num` positions of a page."""
+    """Adds the weighted values of `num` positions of a page."""
     step = sums_HGD.shape[0] * sums_HGD.shape[2]
     whole = num // BLOCK * BLOCK
     for p in range(0, whole, BLOCK):
@@ -129,7 +131,7 @@ def _add(
 
 @njit(fastmath=REORDERED)
 def _run(pages: Pages, table_n: np.ndarray, place: int, last: int) -> tuple[int, int, int]:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""The page where `place` lies, the offset in it and how many positions up to `last` it holds."""
+    """The page where `place` lies, the offset in it and how many positions up to `last` it holds."""
     page, offset = table_n[place // pages.page_tokens], place % pages.page_tokens
     if page < 0 or page >= pages.num_pages:
         raise IndexError("a page table names a KV page that does not exist")
@@ -148,7 +150,7 @@ def _attend_chunk(
     scratch: Scratch,
     sums_HGD: np.ndarray,
 ) -> None:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""Takes up positions [first, last), a chunk at most, of one row."""
+    """Takes up positions [first, last), a chunk at most, of one row."""
     H, G, Dk = q_HGD.shape
     Dv, place = sums_HGD.shape[2], first
     while place < last:
@@ -183,7 +185,7 @@ def attend(
     heads: Span,
     scratch: Scratch,
 ) -> None:
-    "c372e67d455a04d2b1fb968f2e42c1d90e95f4ead96ba8a0e361d33c4a355c6c""Adds to `out`, which holds zeros, rows and KV heads from the first up to the second number. Scaled queries and
+    """Adds to `out`, which holds zeros, rows and KV heads from the first up to the second number. Scaled queries and
     `out` are float32. A row that sees nothing stays zero."""
     G, Dv = out_BHGD.shape[2:]
     for row in range(piece[0], piece[1]):

@@ -10,7 +10,7 @@ H KV heads, G query heads of each, D of a head, S positions of a chunk.
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from llvmlite import binding, ir
@@ -21,8 +21,9 @@ from numba.np.arrayobj import make_array
 
 from .kernel_arguments import Span
 
+Builder: TypeAlias = Any  # llvmlite says too little of its types
+Value: TypeAlias = Any
 CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128
-LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 BLOCK = 4 if LANES == 16 else 2  # positions: times 4 queries, sums that fit in 32 registers, or in 16
 AHEAD = 8  # positions: 16 KiB of bfloat16 at 8 heads of 128
@@ -30,18 +31,18 @@ INT = ir.IntType(32)
 INTS, FLOATS = ir.VectorType(INT, LANES), ir.VectorType(ir.FloatType(), LANES)
 
 
-def _at(context: Any, builder: ir.IRBuilder, array: types.Array, value: ir.Value, index: ir.Value) -> ir.Value:
+def _at(context: Any, builder: Builder, array: Any, value: Value, index: Value) -> Value:
     """Where the number lies that is `index` numbers after the first."""
     return builder.gep(make_array(array)(context, builder, value).data, [index])
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Value]) -> ir.Value:
+def _call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -> Value:
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def _load(builder: ir.IRBuilder, dtype: types.Type, pointer: ir.Value, mask: ir.Value | None) -> ir.Value:
-    """float32 of as many stored numbers as lanes, 0 where the mask is, which reads nothing there."""
+def _load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Value:
+    """float32 of as many stored numbers as lanes; nothing is read where the mask is off, which gives 0."""
     stored = ir.VectorType(pointer.type.pointee, LANES)
     place, num_bytes = builder.bitcast(pointer, stored.as_pointer()), dtype.bitwidth // 8
     if mask is None:
@@ -56,7 +57,7 @@ def _load(builder: ir.IRBuilder, dtype: types.Type, pointer: ir.Value, mask: ir.
     return vector
 
 
-def _store(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, mask: ir.Value | None = None) -> None:
+def _store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = None) -> None:
     place = builder.bitcast(pointer, vector.type.as_pointer())
     if mask is None:
         builder.store(vector, place, align=4)
@@ -64,25 +65,25 @@ def _store(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, mask: ir.
         _call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
 
 
-def _prefetch(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> None:
-    """A hint: what does not exist is not read."""
+def _prefetch(builder: Builder, pointer: Value, index: Value) -> None:
+    """A hint, not a read: it may lie beyond the end."""
     place = builder.bitcast(builder.gep(pointer, [index]), ir.IntType(8).as_pointer())
     _call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(3), INT(1)])
 
 
-def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+def _multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     """One instruction where there is one."""
     return _call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [a, b, c])
 
 
-def _splat(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
+def _splat(builder: Builder, number: Value) -> Value:
     vector = ir.VectorType(number.type, LANES)
     first = builder.insert_element(vector(ir.Undefined), number, INT(0))
     return _shuffle(builder, first, first, [0] * LANES)
 
 
-def _each_vector(builder: ir.IRBuilder, dim: ir.Value, step: Callable[[ir.Value, ir.Value | None], None]) -> None:
-    """Calls `step` for the code at a place of a head's numbers, with a mask for the last ones."""
+def _each_vector(builder: Builder, dim: Value, step: Callable[[Value, ir.Value | None], None]) -> None:
+    """A loop of what `step` makes for the place and the mask, and that once more for the last ones, if any are left."""
     whole = builder.and_(dim, dim.type(-LANES))
     with cgutils.for_range_slice(builder, dim.type(0), whole, dim.type(LANES), dim.type) as (d, _):
         step(d, None)
@@ -91,11 +92,11 @@ def _each_vector(builder: ir.IRBuilder, dim: ir.Value, step: Callable[[ir.Value,
         step(whole, builder.icmp_signed("<", INTS(list(range(LANES))), rest))
 
 
-def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+def _shuffle(builder: Builder, a: Value, b: Value, lanes: list[int]) -> Value:
     return builder.shuffle_vector(a, b, ir.VectorType(ir.IntType(32), len(lanes))(lanes))
 
 
-def _sums(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+def _sums(builder: Builder, vectors: list[Value]) -> Value:
     """The sum of each vector in a lane of its own. Two become one whose lanes are, in turns, half as many partial sums
     of either, until one vector is left; its neighbouring lanes are then added."""
     lanes = width = vectors[0].type.count
@@ -122,7 +123,7 @@ def _dots(num_keys: int, num_queries: int) -> Callable[..., None]:
     def dots(
         typing: Any, queries: Any, query_at: Any, keys: Any, key_at: Any, step: Any, dim: Any, scores: Any, at: Any
     ) -> Any:
-        def build(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
+        def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             q, query_at, k, key_at, step, dim, out, at = arguments
             q, out = (_at(context, builder, queries, q, query_at), _at(context, builder, scores, out, at))
             offset = [builder.mul(step, step.type(i)) for i in range(num_keys)]
@@ -133,7 +134,7 @@ def _dots(num_keys: int, num_queries: int) -> Callable[..., None]:
             for place in chain(*sums):
                 builder.store(FLOATS(None), place)
 
-            def at_place(d: ir.Value, mask: ir.Value | None) -> None:
+            def at_place(d: Value, mask: Value | None) -> None:
                 for row in rows:
                     _prefetch(builder, row, builder.add(d, ahead))
                 xs = [_load(builder, keys.dtype, builder.gep(row, [d]), mask) for row in rows]
@@ -162,7 +163,7 @@ def _additions(num_values: int, num_queries: int) -> Callable[..., None]:
     def additions(
         typing: Any, sums: Any, sum_at: Any, values: Any, value_at: Any, step: Any, dim: Any, weights: Any, at: Any
     ) -> Any:
-        def build(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
+        def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             s, sum_at, v, value_at, step, dim, w, at = arguments
             s, w = (_at(context, builder, sums, s, sum_at), _at(context, builder, weights, w, at))
             offset = [builder.mul(step, step.type(i)) for i in range(num_values)]
@@ -177,7 +178,7 @@ def _additions(num_values: int, num_queries: int) -> Callable[..., None]:
                 for g in range(num_queries)
             ]
 
-            def at_place(d: ir.Value, mask: ir.Value | None) -> None:
+            def at_place(d: Value, mask: Value | None) -> None:
                 for row in rows:
                     _prefetch(builder, row, builder.add(d, ahead))
                 xs = [_load(builder, values.dtype, builder.gep(row, [d]), mask) for row in rows]
@@ -198,21 +199,19 @@ def _additions(num_values: int, num_queries: int) -> Callable[..., None]:
 
 
 @intrinsic
-def highest_of(typing: Any, scores: Any, num: Any) -> Any:
-    """NaN is passed over. In plain code each maximum waits for the one before it, which takes as long as the weights."""
-
-    def build(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list[ir.Value]) -> ir.Value:
+def _highest(typing: Any, scores: Any, num: Any, least: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first = make_array(scores)(context, builder, arguments[0]).data
         place = cgutils.alloca_once(builder, FLOATS)
-        builder.store(FLOATS([float(LOWEST)] * LANES), place)
+        builder.store(_splat(builder, arguments[2]), place)
 
-        def step(i: ir.Value, mask: ir.Value | None) -> None:
+        def at_place(i: Value, mask: Value | None) -> None:
             x, top = _load(builder, types.float32, builder.gep(first, [i]), mask), builder.load(place)
             is_higher = builder.fcmp_ordered(">", x, top)
             is_higher = is_higher if mask is None else builder.and_(is_higher, mask)
             builder.store(builder.select(is_higher, x, top), place)
 
-        _each_vector(builder, arguments[1], step)
+        _each_vector(builder, arguments[1], at_place)
         top, width = builder.load(place), LANES
         while width > 1:
             width //= 2
@@ -221,7 +220,11 @@ def highest_of(typing: Any, scores: Any, num: Any) -> Any:
             top = builder.select(builder.fcmp_ordered(">", top, other), top, other)
         return builder.extract_element(top, INT(0))
 
-    return types.float32(scores, types.intp), build
+    return types.float32(scores, types.intp, types.float32), build
+
+
+# Of the first `num` scores and `least`, not -inf; NaN is passed over. In plain code each waits for the one before it.
+highest_of: Callable[[np.ndarray, int, np.float32], np.float32] = cast(Any, _highest)
 
 
 def _blocks(make: Callable[[int, int], Callable[..., None]], num: int) -> Callable[..., None]:
