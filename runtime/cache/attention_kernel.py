@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
 # Of attention_vectors.py: who edits it edits this line, and what numba keeps is compiled anew.
-VECTORS_SHA256 = "388bedd9bb4a581f391284f581c2d573c8de0246c3a8b9053d51ead45ee008e8"
+VECTORS_SHA256 = "444ecaf98af9f8b6f740f1393556c9367adc0c6973e135abc5e7e0d29b7367da"
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
 FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `_exp`
 ONE, ZERO = np.float32(1), np.float32(0)

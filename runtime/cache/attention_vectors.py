@@ -51,10 +51,25 @@ def _load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> V
         name = f"llvm.masked.load.v{LANES}{'f' if dtype == types.float32 else 'i'}{dtype.bitwidth}.p0"
         vector = _call(builder, name, stored, [place, INT(num_bytes), mask, stored(None)])
     if dtype == types.uint16:
-        return builder.bitcast(builder.shl(builder.zext(vector, INTS), INTS([16] * LANES)), FLOATS)
+        return builder.bitcast(builder.shl(builder.zext(vector, INTS), _ints(16)), FLOATS)
     if dtype == types.int16:
-        return builder.fpext(builder.bitcast(vector, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+        return _from_float16(builder, builder.zext(vector, INTS))
     return vector
+
+
+def _from_float16(builder: Builder, bits: Value) -> Value:
+    """The product moves the exponent: exact, and right for subnormal numbers. LLVM's own conversion calls, on machines
+    without such an instruction, a function that does not exist."""
+    shifted = builder.shl(builder.and_(bits, _ints(0x7FFF)), _ints(13))
+    moved = builder.fmul(builder.bitcast(shifted, FLOATS), FLOATS([2.0**112] * LANES))
+    is_special = builder.icmp_unsigned(">=", shifted, _ints(0x0F800000))
+    special = builder.select(is_special, _ints(0x7F800000), _ints(0))
+    sign = builder.shl(builder.and_(bits, _ints(0x8000)), _ints(16))
+    return builder.bitcast(builder.or_(builder.bitcast(moved, INTS), builder.or_(special, sign)), FLOATS)
+
+
+def _ints(number: int) -> Value:
+    return INTS([number] * LANES)
 
 
 def _store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = None) -> None:
