@@ -1,5 +1,6 @@
 """The library's front door: `Runtime(config).generate(prompts)` is the same engine as the job, without Hydra."""
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -152,6 +153,9 @@ class Runtime:
         """
         may_back_off = blocks is None and self.config.policy.kind is PolicyKind.auto
         for num_halvings in range(2):
+            if num_halvings:
+                gc.collect()  # the engine of the first try refers to itself
+                reset_peak()
             plan = self.plan(requests, blocks=blocks, num_halvings=num_halvings)
             with ExitStack() as stack:
                 try:

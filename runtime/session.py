@@ -74,8 +74,9 @@ class Session:
         return {i: s.snapshot() for i, s in self._streaming.items() if s.generated and s.finish is None}
 
     def _resumed(self, request: Request, unfinished: Unfinished | None) -> Running:
-        """Behind an encoder a sequence begins again: what was decoded cannot be prefilled there."""
-        if unfinished is None or self._model.start_token_id is not None:
+        """In padded lanes a sequence begins again: with its answer among the prompts a lane would be wider than
+        planned, and behind an encoder no answer can be prefilled."""
+        if unfinished is None or not self._model.shape.is_packed:
             return _begun(request)
         return Running.restored(request, unfinished, self._engine.torch_device)
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from runtime.batching.balance import Block
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request, Unfinished
-from runtime.errors import Interrupted
+from runtime.errors import MillraceError
 
 from .output_rows import GenerationRow
 from .parts import PartStore
@@ -108,7 +108,7 @@ class ContinuousRun:
                     self._parts.add(completed_row(self._asked.request_rows[i], completion))
                     self._unfinished.pop(i, None)
                     self._progress.finish_row(completion)
-            except Interrupted:
+            except MillraceError:
                 self._save()
                 raise
             self._commit_complete()

@@ -110,13 +110,21 @@ class ContinuousPadded(Continuous):
     def run(self) -> Iterator[tuple[PassRecord, list[int]]]:
         lanes: list[Lane] = []
         seated: list[int] = []
-        while self._line or lanes:
-            while self._line and len(lanes) < self._num_lanes:
-                entering = [self._line.popleft() for _ in range(min(self._lane_size, len(self._line)))]
-                lanes.append(self._engine.lane([self._sequences[i] for i in entering]))
-                seated += entering
-            record = self._pass(lanes, [None] * len(lanes))
-            lanes = still_open(lanes)
-            finished = self._finished(seated)
-            seated = [i for i in seated if self._sequences[i].finish is None]
-            yield record, finished
+        try:
+            while self._line or lanes:
+                while self._line and len(lanes) < self._num_lanes:
+                    entering = [self._line.popleft() for _ in range(min(self._lane_size, len(self._line)))]
+                    lanes.append(self._engine.lane([self._sequences[i] for i in entering]))
+                    seated += entering
+                unfilled = [
+                    lane for lane in lanes if not lane.is_prefilled
+                ]  # by themselves: an encoder is theirs alone
+                busy = unfilled or lanes
+                record = self._pass(busy, [None] * len(busy))
+                lanes = still_open(lanes)
+                finished = self._finished(seated)
+                seated = [i for i in seated if self._sequences[i].finish is None]
+                yield record, finished
+        finally:
+            for lane in lanes:
+                lane.close()

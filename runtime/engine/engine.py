@@ -110,14 +110,13 @@ class Engine:
         self._streams.forget(self._pages.pool.take_given())  # before anybody stores what they hold next
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         schedule = self._schedule(walk, len(lanes))
-        events = [lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)]
-        player = PassPlayer(lanes, events, self._crew, walk.travelling)
-        if not self._flows_on(schedule):
-            self._streams.weights.drop()
-            player.play(schedule.prologue)
-        self._played = schedule
-        player.play(schedule.cycle)
-        player.finish()
+        try:
+            self._play(schedule, walk, lanes, new_tokens or [None] * len(lanes))
+        except BaseException:
+            self._played = None
+            for lane in lanes:
+                lane.abandon()
+            raise
         counts = [lane.end_pass() for lane in lanes]
         self._device.finish()
         times = self._monitor.take(self._streams.counters)
@@ -136,6 +135,16 @@ class Engine:
             peak_host_bytes=peak_resident_bytes(),
             peak_device_bytes=self._device.peak_bytes(),
         )
+
+    def _play(self, schedule: Schedule, walk: Walk, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None]) -> None:
+        events = [lane.begin_pass(new) for lane, new in zip(lanes, new_tokens, strict=True)]
+        player = PassPlayer(lanes, events, self._crew, walk.travelling)
+        if not self._flows_on(schedule):
+            self._streams.weights.drop()
+            player.play(schedule.prologue)
+        self._played = schedule
+        player.play(schedule.cycle)
+        player.finish()
 
     def _flows_on(self, schedule: Schedule) -> bool:
         """Whether the slots hold what the schedule expects, because the last pass has left it there."""

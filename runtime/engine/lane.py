@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from greenlet import GreenletExit
 from transformers import PreTrainedModel
 
 from ..model.events import Event, LaneRun, NeedStage, Weights
@@ -87,6 +88,12 @@ class Lane(ABC):
         self._logits_BV, self._run = None, None
         self._num_passes += 1
         return counts
+
+    def abandon(self) -> None:
+        """Ends a pass that will not be finished. A parked greenlet would keep all that it has seen for good."""
+        if self._run is not None:
+            self._run.throw(GreenletExit)
+            self._run = None
 
     def close(self) -> None:  # noqa: B027 - most lanes hold nothing that others wait for
         """Gives back what a lane holds that does not run to its end."""

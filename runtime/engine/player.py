@@ -67,6 +67,8 @@ class PassPlayer:
             self._do[action.op](action)
 
     def finish(self) -> None:
+        """The player is of no more use: it lets go of the lanes at once, not when garbage is next collected."""
+        self._do.clear()
         assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
 
     def _run(self, action: Action) -> None:

@@ -10,32 +10,29 @@ from .shapes import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """`num_kv_pages` are shared by the lanes; each of `lanes` is prefilled by `chunk_tokens` a pass."""
+    """`num_kv_pages` are shared by the lanes; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
+    block may have more pages or rows than any of `lanes`, see `lane_pages` and `lane_rows`."""
 
     shape: ModelShape
     lanes: Sequence[MicroBatch]
     chunk_tokens: int
     num_kv_pages: int
+    lane_pages: int  # KV pages of the lane that has most
+    lane_rows: int  # sequences of the lane that has most
 
     @staticmethod
-    def of(
-        shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, num_kv_pages: int | None = None
-    ) -> "Load":
-        """`num_kv_pages` None: so many that every sequence can run to its limit."""
-        pages = kv_tokens(shape, lanes) // PAGE_TOKENS if num_kv_pages is None else num_kv_pages
-        return Load(shape=shape, lanes=lanes, chunk_tokens=chunk_tokens, num_kv_pages=pages)
+    def of(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> "Load":
+        """Pages so many that every sequence can run to its limit."""
+        return Load(
+            shape=shape,
+            lanes=lanes,
+            chunk_tokens=chunk_tokens,
+            num_kv_pages=kv_tokens(shape, lanes) // PAGE_TOKENS,
+            lane_pages=max((kv_tokens(shape, [lane]) for lane in lanes), default=0) // PAGE_TOKENS,
+            lane_rows=max(map(len, lanes), default=0),
+        )
 
     @cached_property
     def lane_tokens(self) -> tuple[int, ...]:
         """Most tokens of each lane in one pass."""
         return tuple(pass_tokens(self.shape, lane, self.chunk_tokens) for lane in self.lanes)
-
-    @cached_property
-    def lane_rows(self) -> int:
-        return max(map(len, self.lanes), default=0)
-
-    @cached_property
-    def lane_pages(self) -> int:
-        """KV pages of the lane that has most."""
-        most = max((kv_tokens(self.shape, [lane]) for lane in self.lanes), default=0) // PAGE_TOKENS
-        return min(most, self.num_kv_pages)

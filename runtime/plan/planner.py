@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..batching.balance import Block, plan_blocks
-from ..config import Admission, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..config import Admission, KVTier, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
 from .cost import Durations, MachineRates, lane_seconds, simulate
 from .load import Load
 from .memory import PAGE_TOKENS, MicroBatch, SequenceSize, lane_entries, pass_tokens
@@ -148,7 +148,12 @@ def _load(
         return load.num_kv_pages * PAGE_TOKENS * shape.kv_bytes_per_token + sum(entry.num_bytes for entry in entries)
 
     heaviest = max(loads, key=num_bytes, default=Load.of(shape, [], chunk))
-    return replace(heaviest, num_kv_pages=max((load.num_kv_pages for load in loads), default=0))
+    return replace(
+        heaviest,
+        num_kv_pages=max((load.num_kv_pages for load in loads), default=0),
+        lane_pages=max((load.lane_pages for load in loads), default=0),
+        lane_rows=max((load.lane_rows for load in loads), default=0),
+    )
 
 
 def _continuous_load(
@@ -161,14 +166,19 @@ def _continuous_load(
     """As many seats as blocks have, and pages for all of them; fewer pages where the budget says so, but so many that
     the longest sequence can run to its limit alone.
 
-    A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token.
+    A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token. A
+    padded lane may come to hold the longest prompt beside the longest answer.
     """
     chunk = config.policy.prefill_chunk_tokens
     if shape.is_packed:
         whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
         longest = sorted(whole, key=lambda size: -size.capacity_tokens)
     else:
-        longest = sorted(sizes, key=lambda size: -size.capacity_tokens)
+        most = SequenceSize(
+            num_prompt_tokens=max((size.num_prompt_tokens for size in sizes), default=0),
+            max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
+        )
+        longest = [most] * len(sizes)
     seats = max((len(block.members) for block in blocks), default=0)
     lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
     lanes = [longest[i : i + lane_size] for i in range(0, min(seats, len(longest)), lane_size)]
@@ -176,8 +186,9 @@ def _continuous_load(
     if not shape.is_packed or not lanes or place(shape, config, budgets, full).fits:
         return full
     least = longest[0].capacity_tokens // PAGE_TOKENS
-    empty = place(shape, _bare(config), budgets, replace(full, num_kv_pages=0)).ledgers[0]
-    affordable = max(0, empty.left_bytes) // (PAGE_TOKENS * shape.kv_bytes_per_token)
+    empty = place(shape, _bare(config), budgets, replace(full, num_kv_pages=0))
+    left = empty.ledgers[-1 if empty.kv.tier is KVTier.cpu else 0].left_bytes
+    affordable = max(0, left) // (PAGE_TOKENS * shape.kv_bytes_per_token)
     return replace(full, num_kv_pages=max(least, min(full.num_kv_pages, affordable)))
 
 

@@ -4,11 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig, Tier
+from runtime.config import (
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    Prefetch,
+    PrefetchConfig,
+    RuntimeConfig,
+    Tier,
+)
 from runtime.errors import BudgetError
 from runtime.plan.cost import MachineRates
 from runtime.plan.load import Load
-from runtime.plan.memory import SequenceSize
+from runtime.plan.memory import PAGE_TOKENS, SequenceSize
 from runtime.plan.placement import Budgets, place
 from runtime.plan.planner import RunPlan, micro_batches_of, plan_run
 from runtime.units import GIB, MIB
@@ -127,3 +137,16 @@ def test_a_resumed_run_keeps_its_blocks() -> None:
     )
     after = plan_run(toy_shape(), config, Budgets(host_bytes=GIB), SIZES, blocks=before.blocks)
     assert after.blocks == before.blocks
+
+
+def test_slots_of_keys_and_values_hold_the_lanes_of_every_block() -> None:
+    """The block that takes most has lanes of 144 positions, the other one a lane of 160."""
+    sizes = sizes_of([156, 140, 140, 92], max_new_tokens=4)
+    config = RuntimeConfig(
+        offload=OffloadConfig(tier=Tier.nvme),
+        kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0),
+        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=2),
+    )
+    found = plan_run(toy_shape(), config, Budgets(host_bytes=GIB), sizes)
+    lanes = [lane for block in found.blocks for lane in micro_batches_of(block, sizes)]
+    assert found.placement.kv.slot_pages == max(lane[0].capacity_tokens for lane in lanes) // PAGE_TOKENS == 10

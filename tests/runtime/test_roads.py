@@ -2,6 +2,7 @@
 attention and the admission; and each of these roads is really taken.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -23,6 +24,8 @@ from runtime.config import (
 )
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.sequence import Completion, Request
+from runtime.errors import Interrupted
+from runtime.model.events import LaneRun
 from runtime.plan.actions import Op
 from runtime.plan.schedule import make_schedule
 from runtime.trace import Row, Trace
@@ -169,3 +172,43 @@ def test_sequences_that_gave_way_for_lack_of_pages_come_to_the_same_tokens(
     assert [tokens[:NUM_NEW_TOKENS] for tokens in tight.tokens] == ref.expected
     assert tight.tokens == plain.tokens
     assert sum(r.prompt_tokens for r in tight.passes) > sum(r.prompt_tokens for r in plain.passes)
+
+
+def test_behind_an_encoder_lanes_that_enter_later_pass_it_by_themselves(reference: References) -> None:
+    """Answers of three lengths: lanes end at different times, and the next ones enter beside those that decode."""
+    ref = reference("t5")
+    runtime = runtime_for(ref)
+    road = Road(order=Order.zigzag, tier=KVTier.nvme, attention=Attention.device, admission=Admission.continuous)
+    runtime.config = road.changed(runtime.config)
+    runtime.config = replace(
+        runtime.config, policy=replace(runtime.config.policy, micro_batch_size=1, num_micro_batches=2)
+    )
+    limits = [3, 12, 5, 9, 12, 1, 7]
+    requests = [
+        replace(request, max_new_tokens=limit)
+        for request, limit in zip(requests_of(runtime, ref.prompts), limits, strict=True)
+    ]
+    with runtime.session(runtime.plan(requests)) as session:
+        found = dict(session.stream(range(len(requests)), requests, {}))
+    assert [list(found[i].token_ids) for i in range(7)] == [
+        tokens[:limit] for tokens, limit in zip(ref.expected, limits, strict=True)
+    ]
+
+
+def test_an_interrupted_pass_lets_go_of_its_lanes_and_the_session_goes_on(reference: References) -> None:
+    ref = reference("mixtral")
+    stops = iter([False] * 20 + [True] + [False] * 100_000)
+    runtime = Runtime(runtime_for(ref).config, should_stop=lambda: next(stops), trace=Trace())
+    road = Road(order=Order.module_batched, tier=KVTier.nvme, attention=Attention.cpu, admission=Admission.wave)
+    runtime.config = road.changed(runtime.config)
+    requests = requests_of(runtime, ref.prompts)
+    plan = runtime.plan(requests)
+    with runtime.session(plan) as session, pytest.raises(Interrupted):
+        session.run(plan.blocks[0], requests)
+    assert not gc_lanes(), "greenlets that are parked are never collected"
+    assert take(runtime, road, ref.prompts).tokens == ref.expected
+
+
+def gc_lanes() -> list[LaneRun]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, LaneRun) and not thing.dead]
