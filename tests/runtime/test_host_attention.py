@@ -1,12 +1,14 @@
 """The compiled decode attention gives what plain torch and a naive float64 reading of its definition give, and looks at
 nothing outside of a row's range."""
 
+import hashlib
 import logging
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -256,6 +258,12 @@ def test_where_nothing_can_be_written_it_is_compiled_for_the_process(monkeypatch
 
     monkeypatch.setattr(attention_kernel, "njit", njit)
     assert attention_kernel.kept(make) is make
+
+
+def test_what_is_kept_on_disk_follows_the_vectors_too() -> None:
+    """numba compiles anew when the kernel's file changes, and looks at no other."""
+    source = Path(attention_kernel.__file__).with_name("attention_vectors.py").read_bytes()
+    assert hashlib.sha256(source).hexdigest() == attention_kernel.VECTORS_SHA256
 
 
 def test_the_compiler_is_loaded_at_first_use() -> None:
