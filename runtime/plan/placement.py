@@ -114,20 +114,22 @@ class _Placer:
     def _kv_layouts(self) -> Iterator[KVLayout]:
         fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
         beside_cpu = has_device and cpu_attends(self.shape, self.config, has_device=True)
-        seen: list[tuple[int, ...]] = []
+        seen: set[tuple[KVTier, tuple[int, ...]] | None] = set()  # None: nothing travels, in whichever tier
         for tier in kv_tiers(self.shape, self.config, has_device=has_device):
             for share in [0.0] if beside_cpu else KV_FRACTIONS if fraction is None else [fraction]:
                 layers = travelling_layers(self.shape, tier, share, has_device=has_device)
-                if not layers or layers not in seen:
-                    yield kv_layout(
-                        self.shape,
-                        tier,
-                        layers,
-                        num_pages=self.load.num_kv_pages,
-                        slot_pages=min(self.load.lane_pages, self.load.num_kv_pages),
-                        num_slots=0 if beside_cpu else self.config.kv.num_slots,
-                    )
-                seen.append(layers)
+                key = (tier, layers) if layers else None
+                if key in seen:
+                    continue
+                seen.add(key)
+                yield kv_layout(
+                    self.shape,
+                    tier,
+                    layers,
+                    num_pages=self.load.num_kv_pages,
+                    slot_pages=min(self.load.lane_pages, self.load.num_kv_pages),
+                    num_slots=0 if beside_cpu else self.config.kv.num_slots,
+                )
 
     def _pagings(self, kv: KVLayout) -> list[ExpertPaging]:
         """What to try. `auto` pages where that reads less, and where a whole layer has no room."""

@@ -171,3 +171,14 @@ def test_what_does_not_fit_is_refused_with_the_equation_and_the_key() -> None:
         placed(toy_shape(), Budgets(host_bytes=MIB)).require_fit()
     with pytest.raises(BudgetError, match=r"(?s)device memory:.*\(offload\.device_memory_gib\)"):
         placed(toy_shape(), Budgets(host_bytes=GIB, device_bytes=MIB)).require_fit()
+
+
+def test_keys_and_values_go_to_disk_where_neither_memory_has_room() -> None:
+    shape = toy_shape()
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=0), kv=KVConfig(tier=KVTier.auto))
+    load = Load.of(shape, [sizes_of([2000] * 4) for _ in range(8)], 512)
+    roomy = place(shape, config, Budgets(host_bytes=8 * GIB, device_bytes=8 * GIB), load)
+    device_bytes = roomy.ledgers[0].total_bytes * 2 // 3
+    tight = place(shape, config, Budgets(host_bytes=150 * MIB, device_bytes=device_bytes), load)
+    assert (roomy.kv.tier, tight.kv.tier) == (KVTier.device, KVTier.nvme)
+    assert tight.fits
