@@ -4,8 +4,8 @@ Softmax goes along with it (Milakov and Gimelshein 2018): scores of CHUNK_TOKENS
 Nothing here promises that numbers are finite: NaN and infinities end as they do in torch.
 
 The annotations are for the reader; the compiler takes the types of what it is given. What multiplies is written in
-explicit vectors, in `attention_vectors.py`. numba's cache on disk looks only at this file's time of change, so the
-digest of the other is written here, and a test compares.
+explicit vectors, in `attention_blocks.py` and `attention_vectors.py`. numba's cache on disk looks only at this file's
+time of change, so the digest of the others is written here, and a test compares.
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
@@ -17,14 +17,15 @@ from typing import TypeVar, cast
 import numpy as np
 from numba import njit
 
-from .attention_vectors import BLOCK, CHUNK_TOKENS, add_block, add_one, highest_of, score_block, score_one
+from .attention_blocks import ADD_BLOCK, CHUNK_TOKENS, SCORE_BLOCK, add_block, add_one, score_block, score_one
+from .attention_vectors import highest_of
 from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
 
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
-# Of attention_vectors.py: who edits it edits this line, and what numba keeps is compiled anew.
-VECTORS_SHA256 = "444ecaf98af9f8b6f740f1393556c9367adc0c6973e135abc5e7e0d29b7367da"
+# Of attention_blocks.py and attention_vectors.py: who edits them edits this line, and numba compiles anew.
+PARTS_SHA256 = "5966b232790490628400646d9aa9f31da5efcc9260de85699716e6f72ac2b0f7"
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
 FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `_exp`
 ONE, ZERO = np.float32(1), np.float32(0)
@@ -82,15 +83,23 @@ def _exponentiate(scores: np.ndarray, num: int, top: np.float32) -> np.float32:
 
 @njit(fastmath=REORDERED)
 def _score(
-    q_HGD: np.ndarray, keys: np.ndarray, base: int, num: int, heads: Span, scores_HGS: np.ndarray, at: int
+    q_HGD: np.ndarray,
+    keys: np.ndarray,
+    base: int,
+    num: int,
+    heads: Span,
+    scores_HGS: np.ndarray,
+    at: int,
+    ahead: np.ndarray,
+    ahead_base: int,
 ) -> None:
     """Scores of `num` positions of a page."""
     step = q_HGD.shape[0] * q_HGD.shape[2]
-    whole = num // BLOCK * BLOCK
-    for p in range(0, whole, BLOCK):
-        score_block(q_HGD, keys, base + p * step, heads, scores_HGS, at + p)
+    whole = num // SCORE_BLOCK * SCORE_BLOCK
+    for p in range(0, whole, SCORE_BLOCK):
+        score_block(q_HGD, keys, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
     for p in range(whole, num):
-        score_one(q_HGD, keys, base + p * step, heads, scores_HGS, at + p)
+        score_one(q_HGD, keys, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
 
 
 @njit(fastmath=REORDERED)
@@ -118,15 +127,23 @@ def _raise(
 
 @njit(fastmath=REORDERED)
 def _add(
-    sums_HGD: np.ndarray, values: np.ndarray, base: int, num: int, heads: Span, scores_HGS: np.ndarray, at: int
+    sums_HGD: np.ndarray,
+    values: np.ndarray,
+    base: int,
+    num: int,
+    heads: Span,
+    scores_HGS: np.ndarray,
+    at: int,
+    ahead: np.ndarray,
+    ahead_base: int,
 ) -> None:
     """Adds the weighted values of `num` positions of a page."""
     step = sums_HGD.shape[0] * sums_HGD.shape[2]
-    whole = num // BLOCK * BLOCK
-    for p in range(0, whole, BLOCK):
-        add_block(sums_HGD, values, base + p * step, heads, scores_HGS, at + p)
+    whole = num // ADD_BLOCK * ADD_BLOCK
+    for p in range(0, whole, ADD_BLOCK):
+        add_block(sums_HGD, values, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
     for p in range(whole, num):
-        add_one(sums_HGD, values, base + p * step, heads, scores_HGS, at + p)
+        add_one(sums_HGD, values, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
 
 
 @njit(fastmath=REORDERED)
@@ -145,18 +162,20 @@ def _attend_chunk(
     table_n: np.ndarray,
     first: int,
     last: int,
+    end: int,
     heads: Span,
     softcap: np.float32,
     scratch: Scratch,
     sums_HGD: np.ndarray,
 ) -> None:
-    """Takes up positions [first, last), a chunk at most, of one row."""
+    """Takes up positions [first, last), a chunk at most, of one row that ends at `end`."""
     H, G, Dk = q_HGD.shape
     Dv, place = sums_HGD.shape[2], first
     while place < last:
         page, offset, num = _run(pages, table_n, place, last)
-        base = page * pages.key_stride + offset * H * Dk
-        _score(q_HGD, pages.keys, base, num, heads, scratch.scores_HGS, place - first)
+        key = page * pages.key_stride + offset * H * Dk
+        value = page * pages.value_stride + offset * H * Dv
+        _score(q_HGD, pages.keys, key, num, heads, scratch.scores_HGS, place - first, pages.values, value)
         place += num
     for h in range(heads[0], heads[1]):
         for g in range(G):
@@ -169,8 +188,10 @@ def _attend_chunk(
     place = first
     while place < last:
         page, offset, num = _run(pages, table_n, place, last)
-        base = page * pages.value_stride + offset * H * Dv
-        _add(sums_HGD, pages.values, base, num, heads, scratch.scores_HGS, place - first)
+        value = page * pages.value_stride + offset * H * Dv
+        later = place + CHUNK_TOKENS if place + CHUNK_TOKENS < end else place
+        next_key = table_n[later // pages.page_tokens] * pages.key_stride + offset * H * Dk
+        _add(sums_HGD, pages.values, value, num, heads, scratch.scores_HGS, place - first, pages.keys, next_key)
         place += num
 
 
@@ -197,9 +218,8 @@ def attend(
                 scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
         while first < end:
             last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
-            _attend_chunk(
-                q_BHGD[row], pages, rows.tables_Bn[row], first, last, heads, softmax.softcap, scratch, out_BHGD[row]
-            )
+            q_HGD, table_n, sums_HGD = q_BHGD[row], rows.tables_Bn[row], out_BHGD[row]
+            _attend_chunk(q_HGD, pages, table_n, first, last, end, heads, softmax.softcap, scratch, sums_HGD)
             first = last
         for h in range(heads[0], heads[1]):
             for g in range(G):

@@ -63,7 +63,8 @@ def decode_attention(
         return decode_attention_torch(
             q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=scale, softcap=softcap, sinks_H=sinks_H
         )
-    from .attention_kernel import CHUNK_TOKENS, LOWEST, attend  # numba takes 0.2 s to import
+    from .attention_blocks import CHUNK_TOKENS  # numba takes 0.2 s to import
+    from .attention_kernel import LOWEST, attend
 
     num_kv_heads = k_NPHD.shape[2]
     q_BHGD = (q_BHD.float() * scale).unflatten(1, (num_kv_heads, -1)).contiguous()

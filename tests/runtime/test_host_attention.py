@@ -260,10 +260,11 @@ def test_where_nothing_can_be_written_it_is_compiled_for_the_process(monkeypatch
     assert attention_kernel.kept(make) is make
 
 
-def test_what_is_kept_on_disk_follows_the_vectors_too() -> None:
+def test_what_is_kept_on_disk_follows_the_kernels_parts_too() -> None:
     """numba compiles anew when the kernel's file changes, and looks at no other."""
-    source = Path(attention_kernel.__file__).with_name("attention_vectors.py").read_bytes()
-    assert hashlib.sha256(source).hexdigest() == attention_kernel.VECTORS_SHA256
+    kernel = Path(attention_kernel.__file__)
+    source = b"".join(kernel.with_name(f"attention_{part}.py").read_bytes() for part in ("blocks", "vectors"))
+    assert hashlib.sha256(source).hexdigest() == attention_kernel.PARTS_SHA256
 
 
 def test_the_compiler_is_loaded_at_first_use() -> None:
