@@ -19,10 +19,10 @@ from .engine.sequence import Completion, Request
 from .engine.streams import open_streams
 from .errors import BudgetError
 from .model.loading import LoadedModel, load_model
-from .plan.cost import MachineRates
 from .plan.memory import SequenceSize
 from .plan.placement import Budgets
 from .plan.planner import RunPlan, plan_run
+from .plan.rates import MachineRates
 from .session import Session
 from .store.reader import Reader
 from .stream.device import ComputeDevice

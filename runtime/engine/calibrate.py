@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
-from ..plan.cost import MachineRates
 from ..plan.extents import slot_layout
+from ..plan.rates import MachineRates
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 
@@ -41,7 +41,7 @@ def measure_rates(
     matrix = largest[0] if largest.dim() == 3 else largest
     return MachineRates(
         disk_bytes_per_second=layout.num_bytes / read_seconds,
-        link_bytes_per_second=layout.num_bytes / copy_seconds if copy_seconds else float("inf"),
+        link_in_bytes_per_second=layout.num_bytes / copy_seconds if copy_seconds else float("inf"),
         gemm_flops_per_second={rows: _gemm_rate(matrix, rows, device) for rows in NUM_ROWS},
     )
 

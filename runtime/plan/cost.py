@@ -7,30 +7,10 @@ Pure and deterministic. Costs are measured elsewhere (`runtime.calibrate`); noth
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 from .actions import Action, Op
+from .rates import MachineRates
 from .schedule import Schedule
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineRates:
-    """Measured on the machine at hand. `gemm_flops_per_second` maps rows (M) of a product to its rate."""
-
-    disk_bytes_per_second: float
-    link_bytes_per_second: float
-    gemm_flops_per_second: Mapping[int, float]
-
-    def gemm_rate(self, num_rows: int) -> float:
-        """Linear between the measured points, constant rate beyond the last, proportional to M below the first."""
-        points = sorted(self.gemm_flops_per_second.items())
-        rows, rates = [p[0] for p in points], [p[1] for p in points]
-        if num_rows <= rows[0]:
-            return rates[0] * num_rows / rows[0]
-        for (m0, r0), (m1, r1) in pairwise(points):
-            if num_rows <= m1:
-                return r0 + (r1 - r0) * (num_rows - m0) / (m1 - m0)
-        return rates[-1]
 
 
 class Resource(Enum):

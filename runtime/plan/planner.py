@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from ..batching.balance import Block, plan_blocks
 from ..config import Admission, KVTier, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
-from .cost import Durations, MachineRates, lane_seconds, simulate
+from .cost import Durations, lane_seconds, simulate
 from .load import Load
 from .memory import PAGE_TOKENS, MicroBatch, SequenceSize, lane_entries, pass_tokens
 from .placement import Budgets, Placement, kv_tiers, place
+from .rates import MachineRates
 from .schedule import make_schedule
 from .shapes import ModelShape
 from .walk import Walk
@@ -220,7 +221,7 @@ def _pass_seconds(shape: ModelShape, walk: Walk, lane_tokens: Sequence[int], rat
     schedule = make_schedule(walk, len(lane_tokens))
     durations = Durations(
         read=lambda stage: shape.stages[stage].num_bytes / rates.disk_bytes_per_second,
-        copy=lambda stage: shape.stages[stage].num_bytes / rates.link_bytes_per_second,
+        copy=lambda stage: shape.stages[stage].num_bytes / rates.link_in_bytes_per_second,
         run=lane_seconds(rates, [stage.flops_per_token for stage in shape.stages], lane_tokens),
         num_pages=walk.num_pages,
     )

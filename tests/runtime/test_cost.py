@@ -6,7 +6,8 @@ import pytest
 
 from runtime.config import Order
 from runtime.plan.check import check_schedule
-from runtime.plan.cost import Durations, MachineRates, Resource, SimulatedPasses, lane_seconds, simulate
+from runtime.plan.cost import Durations, Resource, SimulatedPasses, lane_seconds, simulate
+from runtime.plan.rates import MachineRates
 from runtime.plan.schedule import make_schedule
 from runtime.plan.walk import Walk
 
@@ -148,7 +149,7 @@ def test_experts_run_once_for_all_lanes() -> None:
 
 
 RATES = MachineRates(
-    disk_bytes_per_second=1.0, link_bytes_per_second=1.0, gemm_flops_per_second={16: 160.0, 1: 20.0, 64: 400.0}
+    disk_bytes_per_second=1.0, link_in_bytes_per_second=1.0, gemm_flops_per_second={16: 160.0, 1: 20.0, 64: 400.0}
 )
 
 

@@ -16,17 +16,17 @@ from runtime.config import (
     Tier,
 )
 from runtime.errors import BudgetError
-from runtime.plan.cost import MachineRates
 from runtime.plan.load import Load
 from runtime.plan.memory import PAGE_TOKENS, SequenceSize
 from runtime.plan.placement import Budgets, place
 from runtime.plan.planner import RunPlan, micro_batches_of, plan_run
+from runtime.plan.rates import MachineRates
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 
 SIZES = sizes_of([16 + 7 * n % 90 for n in range(100)])
 RATES = MachineRates(
-    disk_bytes_per_second=1e9, link_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
+    disk_bytes_per_second=1e9, link_in_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
 )
 
 

@@ -1,0 +1,22 @@
+"""The machine that a plan is made for: memories and rates, measured or from a data sheet."""
+
+from dataclasses import dataclass
+
+from .placement import Budgets
+from .rates import MachineRates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """`device_bytes` is None where compute happens in host memory. Memories are what a run may use, those of
+    `num_devices` devices together."""
+
+    name: str
+    host_bytes: int
+    device_bytes: int | None
+    rates: MachineRates
+    num_devices: int = 1
+
+    @property
+    def budgets(self) -> Budgets:
+        return Budgets(host_bytes=self.host_bytes, device_bytes=self.device_bytes)
