@@ -7,16 +7,14 @@ beside tokens that are decoded.
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Rows
 from itertools import islice
 
 from ..batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from .engine import Engine
-from .lane import Lane
 from .packed import PackedLane
 from .records import PassRecord, Phase
 from .sequence import Sequence
-from .wave import still_open
+from .wave import run_line
 
 
 class Continuous(ABC):
@@ -26,7 +24,6 @@ class Continuous(ABC):
         self._engine = engine
         self._sequences = sequences
         self._line = deque(sequences)
-        self._num_passes = 0
 
     @abstractmethod
     def run(self) -> Iterator[tuple[PassRecord, list[int]]]:
@@ -35,15 +32,6 @@ class Continuous(ABC):
 
     def _finished(self, indices: Iterable[int]) -> list[int]:
         return [i for i in indices if self._sequences[i].finish is not None]
-
-    def _pass(self, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None]) -> PassRecord:
-        index, self._num_passes = self._num_passes, self._num_passes + 1
-        return self._engine.run_pass(0, index, _phase(lanes), lanes, new_tokens)
-
-
-def _phase(lanes: Rows[Lane]) -> Phase:
-    is_prefilled = {sequence.is_prefilled for lane in lanes for sequence in lane.sequences}
-    return Phase.mixed if len(is_prefilled) > 1 else Phase.decode if True in is_prefilled else Phase.prefill
 
 
 class ContinuousPacked(Continuous):
@@ -56,16 +44,18 @@ class ContinuousPacked(Continuous):
         self._lane_of: dict[int, int] = {}  # seated requests, in the order of admission
 
     def run(self) -> Iterator[tuple[PassRecord, list[int]]]:
+        index = 0
         try:
             while self._line or self._lane_of:
                 new_tokens = self._seat()
-                news = [[new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes]
-                busy = [(lane, new) for lane, new in zip(self._lanes, news, strict=True) if any(new)]
-                record = self._pass([lane for lane, _ in busy], [new for _, new in busy])
+                news = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
+                busy = {lane: new for lane, new in news.items() if any(new)}
+                record = self._engine.run_pass(0, index, _phase(busy), list(busy), list(busy.values()))
                 finished = self._finished(self._lane_of)
                 for i in finished:
                     del self._lane_of[i]
                 yield record, finished
+                index += 1
         finally:
             for lane in self._lanes:
                 lane.close()
@@ -106,25 +96,21 @@ class ContinuousPadded(Continuous):
     def __init__(self, engine: Engine, sequences: Mapping[int, Sequence], *, num_lanes: int, lane_size: int):
         super().__init__(engine, sequences)
         self._num_lanes, self._lane_size = num_lanes, lane_size
+        self._seated: list[int] = []
 
     def run(self) -> Iterator[tuple[PassRecord, list[int]]]:
-        lanes: list[Lane] = []
-        seated: list[int] = []
-        try:
-            while self._line or lanes:
-                while self._line and len(lanes) < self._num_lanes:
-                    entering = [self._line.popleft() for _ in range(min(self._lane_size, len(self._line)))]
-                    lanes.append(self._engine.lane([self._sequences[i] for i in entering]))
-                    seated += entering
-                unfilled = [
-                    lane for lane in lanes if not lane.is_prefilled
-                ]  # by themselves: an encoder is theirs alone
-                busy = unfilled or lanes
-                record = self._pass(busy, [None] * len(busy))
-                lanes = still_open(lanes)
-                finished = self._finished(seated)
-                seated = [i for i in seated if self._sequences[i].finish is None]
-                yield record, finished
-        finally:
-            for lane in lanes:
-                lane.close()
+        for record in run_line(self._engine, 0, self._micro_batches(), num_lanes=self._num_lanes):
+            finished = self._finished(self._seated)
+            self._seated = [i for i in self._seated if self._sequences[i].finish is None]
+            yield record, finished
+
+    def _micro_batches(self) -> Iterator[list[Sequence]]:
+        while self._line:
+            entering = [self._line.popleft() for _ in range(min(self._lane_size, len(self._line)))]
+            self._seated += entering
+            yield [self._sequences[i] for i in entering]
+
+
+def _phase(lanes: Iterable[PackedLane]) -> Phase:
+    is_prefilled = {sequence.is_prefilled for lane in lanes for sequence in lane.sequences}
+    return Phase.mixed if len(is_prefilled) > 1 else Phase.decode if True in is_prefilled else Phase.prefill

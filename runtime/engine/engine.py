@@ -100,7 +100,7 @@ class Engine:
 
     @torch.inference_mode()
     def run_pass(
-        self, block: int, index: int, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None] | None = None
+        self, block: int, index: int, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int]] | None = None
     ) -> PassRecord:
         """Every lane passes every stage once. Mutates the lanes' sequences.
 

@@ -1,7 +1,10 @@
-"""Blocks that run to their end before the next begins: reproducible, whenever a run is stopped and resumed."""
+"""Lanes that nobody joins: each runs to its end. Where more micro-batches wait than there may be lanes, the next one
+enters as a lane ends; a wave is a line of which nobody waits, reproducible whenever a run is stopped and resumed.
+"""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from itertools import count, islice
 
 from .engine import Engine
 from .lane import Lane
@@ -9,25 +12,31 @@ from .records import PassRecord, Phase
 from .sequence import Sequence
 
 
-def still_open(lanes: Rows[Lane]) -> list[Lane]:
+def run_block(engine: Engine, block: int, micro_batches: Rows[Rows[Sequence]]) -> Iterator[PassRecord]:
+    """Generates until every sequence is finished, yielding after each pass. Mutates the sequences."""
+    line = [micro_batch for micro_batch in micro_batches if micro_batch]
+    return run_line(engine, block, iter(line), num_lanes=len(line))
+
+
+def run_line(engine: Engine, block: int, line: Iterator[Rows[Sequence]], *, num_lanes: int) -> Iterator[PassRecord]:
+    """As `run_block`; at most `num_lanes` micro-batches of the line, none of them empty, at a time."""
+    lanes: list[Lane] = []
+    try:
+        for index in count():
+            lanes.extend(engine.lane(micro_batch) for micro_batch in islice(line, num_lanes - len(lanes)))
+            if not lanes:
+                return
+            unfilled = [lane for lane in lanes if not lane.is_prefilled]  # by themselves: an encoder is theirs alone
+            yield engine.run_pass(block, index, Phase.prefill if unfilled else Phase.decode, unfilled or lanes)
+            lanes = _still_open(lanes)
+    finally:
+        for lane in lanes:
+            lane.close()
+
+
+def _still_open(lanes: Rows[Lane]) -> list[Lane]:
     """Closes lanes that have run to their end."""
     for lane in lanes:
         if lane.is_done:
             lane.close()
     return [lane for lane in lanes if not lane.is_done]
-
-
-def run_block(engine: Engine, block: int, micro_batches: Rows[Rows[Sequence]]) -> Iterator[PassRecord]:
-    """Generates until every sequence is finished, yielding after each pass. Mutates the sequences."""
-    lanes = [engine.lane(micro_batch) for micro_batch in micro_batches if micro_batch]
-    index = 0
-    try:
-        while lanes:
-            unfilled = [lane for lane in lanes if not lane.is_prefilled]
-            phase = Phase.prefill if unfilled else Phase.decode
-            yield engine.run_pass(block, index, phase, unfilled or lanes)
-            lanes = still_open(lanes)
-            index += 1
-    finally:
-        for lane in lanes:
-            lane.close()
