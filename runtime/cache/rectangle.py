@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from ..plan.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from ..units import round_up
-from .pages import PagePool
+from .pages import PagePool, num_pages_for
 
 
 class ReservedLayer(DynamicLayer):
@@ -111,12 +111,12 @@ class TravellingLayer(ReservedLayer):
 
 class RectangleKV:
     """The travelling layers of a padded lane, to whoever carries them: so many pages of a pool, all of them changed by
-    every pass. Layers that transformers keeps itself stay where they are."""
+    every pass. Layers that transformers keeps itself stay where they are. `capacity` as in `rectangle_cache`."""
 
     def __init__(self, cache: Cache, num_rows: int, capacity: int, pool: PagePool):
         self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, TravellingLayer)}
         self._pool = pool
-        self.pages = pool.take(num_rows * capacity // PAGE_TOKENS) if self._layers else []
+        self.pages = pool.take(num_rows * num_pages_for(capacity)) if self._layers else []
 
     @property
     def changed(self) -> range:

@@ -12,16 +12,16 @@ from transformers import PreTrainedModel
 from ..cache.pages import PagePool
 from ..cache.rectangle import RectangleKV, rectangle_cache
 from ..model.traits import cache_argument
-from ..plan.memory import PAGE_TOKENS, chunk_columns
+from ..plan.memory import chunk_columns
 from ..stream.device import ComputeDevice
-from ..units import round_up
-from .lane import Lane, LanePass
+from .lane import LanePass
+from .rectangle import RectangleLane
 from .sampling import Sampler
 from .sequence import Sequence
 
 
-class PaddedLane(Lane):
-    """Prefilled in chunks of columns. Rows of finished sequences leave the rectangle."""
+class PaddedLane(RectangleLane):
+    """Prefilled in chunks of columns."""
 
     def __init__(
         self,
@@ -33,32 +33,15 @@ class PaddedLane(Lane):
         pool: PagePool,
         travels: frozenset[int] = frozenset(),
     ):
-        super().__init__(model, sequences, sampler, device)
-        self._num_prompt = {s.request.key: s.num_known for s in self.sequences}  # with what was generated earlier
+        self._num_prompt = {s.request.key: s.num_known for s in sequences}  # with what was generated earlier
         self._width = max(self._num_prompt.values())
-        self._columns = chunk_columns(len(self.sequences), self._width, prefill_chunk_tokens)
+        self._columns = chunk_columns(len(sequences), self._width, prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
-        capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in self.sequences)
-        self._cache = rectangle_cache(model.config, capacity, device, travels)
-        self._kv = RectangleKV(self._cache, len(self.sequences), round_up(capacity, PAGE_TOKENS), pool)
         self._cache_argument = cache_argument(model)
-        self._mask_BS = torch.zeros(len(self.sequences), self._width, dtype=torch.long, device=self._device)
-        self._prompts_BS = torch.zeros_like(self._mask_BS)
-        for row, sequence in enumerate(self.sequences):
-            prompt = torch.tensor(sequence.known_ids, device=self._device)
-            self._prompts_BS[row, self._width - len(prompt) :] = prompt
-            self._mask_BS[row, self._width - len(prompt) :] = 1
-
-    @property
-    def cache(self) -> object:
-        return self._cache
-
-    @property
-    def kv(self) -> RectangleKV:
-        return self._kv
-
-    def close(self) -> None:
-        self._kv.close()
+        capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
+        cache = rectangle_cache(model.config, capacity, device, travels)
+        kv = RectangleKV(cache, len(sequences), capacity, pool)
+        super().__init__(model, sequences, sampler, device, cache, kv, padding_side="left")
 
     def _prepare(self) -> None:
         if self._done >= self._width:
@@ -100,11 +83,3 @@ class PaddedLane(Lane):
         )
         self._drop_finished_rows()
         return counts
-
-    def _drop_finished_rows(self) -> None:
-        kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
-        if kept and len(kept) < len(self.sequences):
-            indices = torch.tensor(kept, device=self._device)
-            self._cache.reorder_cache(indices)  # pyright: ignore[reportArgumentType] - a legacy type
-            self._mask_BS = self._mask_BS[indices]
-        self.sequences = [self.sequences[row] for row in kept]

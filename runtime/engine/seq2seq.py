@@ -9,17 +9,15 @@ from transformers import PreTrainedModel
 
 from ..cache.pages import PagePool
 from ..cache.rectangle import RectangleKV, cross_rectangle_cache
-from ..plan.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
-from ..units import round_up
-from .lane import Lane, LanePass
+from .lane import LanePass
+from .rectangle import RectangleLane
 from .sampling import Sampler
 from .sequence import Sequence
 
 
-class Seq2SeqLane(Lane):
-    """A right-padded rectangle of prompts; no padding among generated tokens, as all rows begin together. Rows of
-    finished sequences leave both."""
+class Seq2SeqLane(RectangleLane):
+    """A right-padded rectangle of prompts; no padding among generated tokens, as all rows begin together."""
 
     def __init__(
         self,
@@ -31,31 +29,13 @@ class Seq2SeqLane(Lane):
         pool: PagePool,
         travels: frozenset[int] = frozenset(),
     ):
-        super().__init__(model, sequences, sampler, device)
+        width = max(len(s.request.prompt_ids) for s in sequences)
+        longest = max(s.request.max_new_tokens for s in sequences)
+        cache = cross_rectangle_cache(model.get_decoder().config, longest, width, device, travels)
+        kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, pool)
+        super().__init__(model, sequences, sampler, device, cache, kv, padding_side="right")
         self._start_token_id = start_token_id
-        width = max(len(s.request.prompt_ids) for s in self.sequences)
-        longest = max(s.request.max_new_tokens for s in self.sequences)
-        self._cache = cross_rectangle_cache(model.get_decoder().config, longest, width, device, travels)
-        own = self._cache.self_attention_cache
-        self._kv = RectangleKV(own, len(self.sequences), round_up(longest, PAGE_TOKENS), pool)
-        self._prompts_BS = torch.zeros(len(self.sequences), width, dtype=torch.long, device=self._device)
-        self._mask_BS = torch.zeros_like(self._prompts_BS)
-        for row, sequence in enumerate(self.sequences):
-            prompt = torch.tensor(sequence.request.prompt_ids, device=self._device)
-            self._prompts_BS[row, : len(prompt)] = prompt
-            self._mask_BS[row, : len(prompt)] = 1
         self._encoded_BSD: torch.Tensor | None = None
-
-    @property
-    def cache(self) -> object:
-        return self._cache
-
-    @property
-    def kv(self) -> RectangleKV:
-        return self._kv
-
-    def close(self) -> None:
-        self._kv.close()
 
     def _prepare(self) -> None:
         tokens = [s.generated[-1] if s.generated else self._start_token_id for s in self.sequences]
@@ -92,11 +72,7 @@ class Seq2SeqLane(Lane):
         self._drop_finished_rows()
         return counts
 
-    def _drop_finished_rows(self) -> None:
-        kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
-        if kept and len(kept) < len(self.sequences):
-            assert self._encoded_BSD is not None, "a pass has ended"
-            indices = torch.tensor(kept, device=self._device)
-            self._cache.reorder_cache(indices)  # pyright: ignore[reportArgumentType] - a legacy type, as in processors.py
-            self._mask_BS, self._encoded_BSD = self._mask_BS[indices], self._encoded_BSD[indices]
-        self.sequences = [self.sequences[row] for row in kept]
+    def _keep(self, rows_B: torch.Tensor) -> None:
+        super()._keep(rows_B)
+        assert self._encoded_BSD is not None, "a pass has ended"
+        self._encoded_BSD = self._encoded_BSD[rows_B]

@@ -1,0 +1,58 @@
+"""What lanes with padding have in common: a rectangle of prompts, its mask, and a cache that loses its rows with it."""
+
+from collections.abc import Sequence as Rows
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache, PreTrainedModel
+
+from ..cache.rectangle import RectangleKV
+from ..stream.device import ComputeDevice
+from .lane import Lane
+from .sampling import Sampler
+from .sequence import Sequence
+
+
+class RectangleLane(Lane):
+    """`kv`: the layers of `cache` that travel. Rows of finished sequences leave the rectangle."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sequences: Rows[Sequence],
+        sampler: Sampler,
+        device: ComputeDevice,
+        cache: Cache,
+        kv: RectangleKV,
+        *,
+        padding_side: str,
+    ):
+        super().__init__(model, sequences, sampler, device)
+        self._cache, self._kv = cache, kv
+        prompts = [torch.tensor(s.known_ids, device=self._device) for s in self.sequences]
+        masks = [torch.ones_like(prompt) for prompt in prompts]
+        self._prompts_BS, self._mask_BS = (
+            pad_sequence(rows, batch_first=True, padding_side=padding_side) for rows in (prompts, masks)
+        )
+
+    @property
+    def cache(self) -> Cache:
+        return self._cache
+
+    @property
+    def kv(self) -> RectangleKV:
+        return self._kv
+
+    def close(self) -> None:
+        self._kv.close()
+
+    def _drop_finished_rows(self) -> None:
+        kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
+        if kept and len(kept) < len(self.sequences):
+            self._keep(torch.tensor(kept, device=self._device))
+        self.sequences = [self.sequences[row] for row in kept]
+
+    def _keep(self, rows_B: torch.Tensor) -> None:
+        """Lets go of all rows but these, which ascend."""
+        self._cache.reorder_cache(rows_B)  # pyright: ignore[reportArgumentType] - a legacy type, as in processors.py
+        self._mask_BS = self._mask_BS[rows_B]
