@@ -79,21 +79,24 @@ class PassPlayer:
         self._enter(action, (NeedAttention,))
 
     def _attend(self, action: Action) -> None:
-        event = self._events[self._place(action)]
+        stage, lane = action.turn
+        event = self._events[lane]
         if isinstance(event, NeedAttention) and event.is_decode:  # not every layer of every family attends
             assert self._crew.workers is not None, f"'{action}': nobody attends on the CPU"
-            compute = self._crew.monitor.watched(action.its_stage, action, event.compute)
-            self._attending[self._place(action)] = self._crew.workers.submit(compute)
+            self._attending[lane] = self._crew.workers.submit(self._crew.monitor.watched(stage, action, event.compute))
 
     def _post(self, action: Action) -> None:
-        if self._is_at_attention(action):
-            self._go_on(action, self._attended(action))
+        event = self._events[action.turn[1]]
+        if isinstance(event, NeedAttention):
+            self._go_on(action, self._attended(action, event))
 
     def _route(self, action: Action) -> None:
-        if self._is_at_attention(action):
-            self._go_on(action, self._attended(action), (NeedExperts,))
-        elif self._events[self._place(action)] == NeedStage(action.its_stage):
-            self._crew.experts.expect(action.its_stage)
+        stage, lane = action.turn
+        event = self._events[lane]
+        if isinstance(event, NeedAttention):
+            self._go_on(action, self._attended(action, event), (NeedExperts,))
+        elif event == NeedStage(stage):
+            self._crew.experts.expect(stage)
             self._enter(action, (NeedExperts,))
 
     def _run_experts(self, action: Action) -> None:
@@ -105,15 +108,17 @@ class PassPlayer:
             self._mixed = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
 
     def _end(self, action: Action) -> None:
-        answer = self._mixed.pop(self._place(action), None)
+        answer = self._mixed.pop(action.turn[1], None)
         if answer is not None:
             self._go_on(action, answer)
 
     def _fetch(self, action: Action) -> None:
-        self._kv.fetch(self._layer(action), self._place(action), self._lanes[self._place(action)].kv.pages)
+        stage, lane = action.turn
+        self._kv.fetch(self._layer(stage), lane, self._lanes[lane].kv.pages)
 
     def _store(self, action: Action) -> None:
-        layer, lane = self._layer(action), self._place(action)
+        stage, lane = action.turn
+        layer = self._layer(stage)
         self._lanes[lane].kv.unbind(layer)
         self._kv.store(layer, lane, self._lanes[lane].kv.changed)
 
@@ -129,31 +134,27 @@ class PassPlayer:
         event = self._events[lane]
         assert event == NeedStage(stage), f"'{action}': the lane waits for {event}"
         if stage in self._travelling:
-            layer = self._layer(action)
+            layer = self._layer(stage)
             self._lanes[lane].kv.bind(layer, self._kv.acquire(layer, lane))
         self._go_on(action, self._crew.weights_of(stage), stops)
 
     def _go_on(self, action: Action, answer: Weights | torch.Tensor, stops: Stops = ()) -> None:
         """Until the lane asks for another stage, or for one of `stops`. A stage may be several modules: the lane asks
         for its weights again."""
-        stage, place = action.turn
-        lane = self._lanes[place]
+        stage, lane = action.turn
         begin = self._crew.monitor.begin_compute()
-        event = lane.advance(answer)
+        event = self._lanes[lane].advance(answer)
         while event is not None and not isinstance(event, stops) and not _leaves(event, stage):
-            event = lane.advance(self._answer(stage, event))
-        self._events[place] = event
+            event = self._lanes[lane].advance(self._answer(stage, event))
+        self._events[lane] = event
         self._crew.monitor.end_compute(stage, action, begin)
 
-    def _is_at_attention(self, action: Action) -> bool:
-        return isinstance(self._events[self._place(action)], NeedAttention)
-
-    def _attended(self, action: Action) -> torch.Tensor:
+    def _attended(self, action: Action, event: NeedAttention) -> torch.Tensor:
         """The workers' answer, or where they have not been asked one's own."""
-        self._crew.experts.expect(action.its_stage)  # the lane that goes on is the next one to ask for experts
-        pending, event = self._attending.pop(self._place(action), None), self._events[self._place(action)]
-        assert isinstance(event, NeedAttention), f"'{action}': the lane waits for {event}"
-        return pending.wait() if pending is not None else self._attend_here(action.its_stage, event)
+        stage, lane = action.turn
+        self._crew.experts.expect(stage)  # the lane that goes on is the next one to ask for experts
+        pending = self._attending.pop(lane, None)
+        return pending.wait() if pending is not None else self._attend_here(stage, event)
 
     def _attend_here(self, stage: int, event: NeedAttention) -> torch.Tensor:
         begin = self._crew.monitor.begin_compute()
@@ -174,12 +175,8 @@ class PassPlayer:
         assert self._crew.kv is not None, "keys and values travel without a stream"
         return self._crew.kv
 
-    def _place(self, action: Action) -> int:
-        """Of the action's lane among all."""
-        return action.turn[1]
-
-    def _layer(self, action: Action) -> int:
-        return action.its_stage - self._crew.first_layer
+    def _layer(self, stage: int) -> int:
+        return stage - self._crew.first_layer
 
 
 def _leaves(event: Event, stage: int) -> bool:
