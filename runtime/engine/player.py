@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ from ..stream.weights import WeightStream
 from .experts import BatchedExperts
 from .lane import Lane
 from .monitor import PassMonitor
-from .workers import AttentionWorkers, PendingAttention
+from .workers import AttentionWorkers
 
 Stops: TypeAlias = tuple[type[Event], ...]
 
@@ -44,7 +45,7 @@ class PassPlayer:
     def __init__(self, lanes: Rows[Lane], events: Rows[NeedStage], crew: Crew, travelling: Iterable[int]):
         self._lanes, self._crew, self._travelling = lanes, crew, frozenset(travelling)
         self._events: list[Event | None] = list(events)
-        self._attending: dict[int, PendingAttention] = {}  # by lane
+        self._attending: dict[int, Future[torch.Tensor]] = {}  # by lane
         self._mixed: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
         self._do: dict[Op, Callable[[Action], None]] = {
             Op.read: lambda action: crew.weights.read(action.its_stage, action.page),
@@ -154,7 +155,7 @@ class PassPlayer:
         stage, lane = action.turn
         self._crew.experts.expect(stage)  # the lane that goes on is the next one to ask for experts
         pending = self._attending.pop(lane, None)
-        return pending.wait() if pending is not None else self._attend_here(stage, event)
+        return pending.result() if pending is not None else self._attend_here(stage, event)
 
     def _attend_here(self, stage: int, event: NeedAttention) -> torch.Tensor:
         begin = self._crew.monitor.begin_compute()

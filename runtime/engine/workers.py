@@ -1,44 +1,12 @@
 """Attention off the engine's thread: it hands in a lane's attention, goes on with the next lane, and comes back for
 the answer."""
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Barrier, BoundedSemaphore
 from types import TracebackType
 
 import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attended:
-    """Begin and end are monotonic seconds, without the time spent in the queue."""
-
-    out: torch.Tensor
-    begin: float
-    end: float
-
-
-class PendingAttention:
-    """One lane's attention in flight."""
-
-    def __init__(self, future: Future[Attended]):
-        self._future = future
-
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> torch.Tensor:
-        """What the compute returned. Raises what it raised."""
-        return self._future.result().out
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """When it was computed, from and to, in monotonic seconds. Waits as `wait` does."""
-        attended = self._future.result()
-        return attended.begin, attended.end
 
 
 class AttentionWorkers:
@@ -68,7 +36,7 @@ class AttentionWorkers:
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, compute: Callable[[], torch.Tensor]) -> PendingAttention:
+    def submit(self, compute: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
         """Returns at once, unless `max_pending` computes are under way: then when the first of them has ended."""
         self._room.acquire()
         try:
@@ -77,7 +45,7 @@ class AttentionWorkers:
             self._room.release()
             raise
         future.add_done_callback(lambda _: self._room.release())
-        return PendingAttention(future)
+        return future
 
     def _limit_torch_threads(self, num_workers: int) -> None:
         """The limit is each thread's own, but torch also keeps the last number set, and gives it to a thread that first
@@ -96,7 +64,5 @@ class AttentionWorkers:
 
 
 @torch.inference_mode()
-def _attend(compute: Callable[[], torch.Tensor]) -> Attended:
-    begin = time.monotonic()
-    out = compute()
-    return Attended(out=out, begin=begin, end=time.monotonic())
+def _attend(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return compute()
