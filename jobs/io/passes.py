@@ -4,13 +4,13 @@ from runtime.engine.records import PassRecord
 
 from .summary import PassRow
 
-APART = ("block", "index", "phase", "times")
+APART = ("block", "index", "phase", "counts", "times")
 
 
 def pass_row(record: PassRecord, pass_index: int) -> PassRow:
     times = record.times
     lists = {f"stage_{name}": list(value) for name, value in vars(times).items() if isinstance(value, tuple)}
-    counts = {name: value for name, value in vars(times).items() if isinstance(value, int)}
+    sums = {name: value for name, value in vars(times).items() if isinstance(value, int)}
     return PassRow(
         pass_index=pass_index,
         phase=record.phase.value,
@@ -19,7 +19,8 @@ def pass_row(record: PassRecord, pass_index: int) -> PassRow:
         compute_seconds=sum(times.compute_seconds),
         attention_seconds=sum(times.attention_seconds),
         stall_seconds=sum(times.stall_seconds),
-        **counts,
+        **vars(record.counts),
+        **sums,
         **lists,
         **{name: value for name, value in vars(record).items() if name not in APART},
     )

@@ -38,8 +38,8 @@ class Progress:
     def advance(self, record: PassRecord) -> None:
         place = f"block {self._num_finished_blocks + 1}/{self._num_blocks} {record.phase.value}"
         self._bar.set_description(place, refresh=False)
-        self._bar.update(record.useful_tokens)
-        self._done_tokens += record.useful_tokens
+        self._bar.update(record.counts.useful_tokens)
+        self._done_tokens += record.counts.useful_tokens
         now = time.monotonic()
         if not self._is_terminal and now - self._last_line >= SECONDS_PER_LINE:
             self._last_line = now

@@ -26,7 +26,7 @@ from .monitor import PassMonitor
 from .packed import PackedLane
 from .padded import PaddedLane
 from .player import Crew, PassPlayer
-from .records import PassRecord, Phase
+from .records import PassCounts, PassRecord, Phase
 from .sampling import Sampler
 from .seq2seq import Seq2SeqLane
 from .sequence import Sequence
@@ -117,19 +117,14 @@ class Engine:
             for lane in lanes:
                 lane.abandon()
             raise
-        counts = [lane.end_pass() for lane in lanes]
+        counts = PassCounts.total([lane.end_pass() for lane in lanes])
         self._device.finish()
         times = self._monitor.take(self._streams.counters)
         return PassRecord(
             block=block,
             index=index,
             phase=phase,
-            num_sequences=sum(c.num_sequences for c in counts),
-            real_tokens=sum(c.real_tokens for c in counts),
-            padded_tokens=sum(c.padded_tokens for c in counts),
-            prompt_tokens=sum(c.prompt_tokens for c in counts),
-            issued_tokens=sum(c.issued_tokens for c in counts),
-            useful_tokens=sum(c.useful_tokens for c in counts),
+            counts=counts,
             seconds=time.monotonic() - begin,
             times=times,
             peak_host_bytes=peak_resident_bytes(),

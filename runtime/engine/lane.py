@@ -4,7 +4,6 @@ engine. Its two kinds are `PackedLane` and `PaddedLane`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,21 +12,9 @@ from transformers import PreTrainedModel
 
 from ..model.events import Event, LaneRun, NeedStage, Weights
 from ..stream.device import ComputeDevice
+from .records import PassCounts
 from .sampling import Sampler
 from .sequence import FinishReason, Sequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanePass:
-    """Token counts of one lane in one pass: `real` were computed for a reason, `padded` includes the padding beside
-    them."""
-
-    num_sequences: int
-    real_tokens: int
-    padded_tokens: int
-    prompt_tokens: int  # of the real ones, those of prompts (or of what a sequence that was stopped knows already)
-    issued_tokens: int  # new tokens computed, those of rows that had finished before included
-    useful_tokens: int  # new tokens that are part of a completion
 
 
 class TravellingKV(Protocol):
@@ -81,7 +68,7 @@ class Lane(ABC):
         event = self._run.switch(answer)
         return None if self._run.dead else event
 
-    def end_pass(self) -> LanePass:
+    def end_pass(self) -> PassCounts:
         """Samples, drops finished sequences and says what the pass amounted to."""
         assert self._logits_BV is not None, "the pass has not ended"
         counts = self._finish()
@@ -118,4 +105,4 @@ class Lane(ABC):
     def _forward(self) -> None: ...
 
     @abstractmethod
-    def _finish(self) -> LanePass: ...
+    def _finish(self) -> PassCounts: ...

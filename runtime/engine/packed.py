@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from ..cache.paged import PagedKV
 from ..model.events import NeedStage
 from ..stream.device import ComputeDevice
-from .lane import Lane, LanePass
+from .lane import Lane
+from .records import PassCounts
 from .sampling import Sampler
 from .sequence import Sequence
 
@@ -95,7 +96,7 @@ class PackedLane(Lane):
         )
         self._logits_BV = out.logits[0]
 
-    def _finish(self) -> LanePass:
+    def _finish(self) -> PassCounts:
         assert self._logits_BV is not None
         self._cache.end_pass()
         num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
@@ -103,7 +104,7 @@ class PackedLane(Lane):
             sequence.num_cached += new
         asking = [self.sequences[row] for row in self._asking]
         useful = self._sample(asking, self._logits_BV) if asking else 0
-        counts = LanePass(
+        counts = PassCounts(
             num_sequences=sum(1 for new in self._new if new),
             real_tokens=sum(self._new),
             padded_tokens=sum(self._new),

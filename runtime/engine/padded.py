@@ -14,7 +14,7 @@ from ..cache.rectangle import RectangleKV, rectangle_cache
 from ..model.traits import cache_argument
 from ..plan.memory import chunk_columns
 from ..stream.device import ComputeDevice
-from .lane import LanePass
+from .records import PassCounts
 from .rectangle import RectangleLane
 from .sampling import Sampler
 from .sequence import Sequence
@@ -63,7 +63,7 @@ class PaddedLane(RectangleLane):
         )
         self._logits_BV = out.logits[:, -1]
 
-    def _finish(self) -> LanePass:
+    def _finish(self) -> PassCounts:
         assert self._logits_BV is not None
         real = int(self._mask_BS[:, self._done : self._end].sum())
         is_prefill = self._done < self._width
@@ -73,7 +73,7 @@ class PaddedLane(RectangleLane):
         self._done = self._end
         asking = self.sequences if self._done >= self._width else []
         useful = self._sample(asking, self._logits_BV) if asking else 0
-        counts = LanePass(
+        counts = PassCounts(
             num_sequences=len(self.sequences),
             real_tokens=real,
             padded_tokens=self._ids_BT.numel(),

@@ -1,6 +1,7 @@
 """What a pass came to, in numbers."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from enum import Enum
 
 
@@ -10,6 +11,24 @@ class Phase(Enum):
     prefill = "prefill"
     decode = "decode"
     mixed = "mixed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCounts:
+    """Token counts of a lane, or of all lanes together, in one pass: `real` were computed for a reason, `padded`
+    includes the padding beside them."""
+
+    num_sequences: int
+    real_tokens: int
+    padded_tokens: int
+    prompt_tokens: int  # of the real ones, those of prompts (or of what a sequence that was stopped knows already)
+    issued_tokens: int  # new tokens computed, those of rows that had finished before included
+    useful_tokens: int  # new tokens that are part of a completion
+
+    @staticmethod
+    def total(lanes: Iterable["PassCounts"]) -> "PassCounts":
+        counts = list(lanes)
+        return PassCounts(**{f.name: sum(getattr(each, f.name) for each in counts) for f in fields(PassCounts)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +65,7 @@ class PassRecord:
     block: int
     index: int
     phase: Phase
-    num_sequences: int
-    real_tokens: int
-    padded_tokens: int
-    prompt_tokens: int
-    issued_tokens: int
-    useful_tokens: int
+    counts: PassCounts
     seconds: float
     times: StageTimes
     peak_host_bytes: int

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..cache.pages import PagePool
 from ..cache.rectangle import RectangleKV, cross_rectangle_cache
 from ..stream.device import ComputeDevice
-from .lane import LanePass
+from .records import PassCounts
 from .rectangle import RectangleLane
 from .sampling import Sampler
 from .sequence import Sequence
@@ -54,14 +54,14 @@ class Seq2SeqLane(RectangleLane):
         self._encoded_BSD = out.encoder_last_hidden_state
         self._logits_BV = out.logits[:, -1]
 
-    def _finish(self) -> LanePass:
+    def _finish(self) -> PassCounts:
         assert self._logits_BV is not None
         is_prefill = not self.is_prefilled
         tokens_BS = self._prompts_BS if is_prefill else self._ids_B1
         real = int(self._mask_BS.sum()) if is_prefill else tokens_BS.numel()
         for sequence in self.sequences:
             sequence.num_cached = sequence.num_known
-        counts = LanePass(
+        counts = PassCounts(
             num_sequences=len(self.sequences),
             real_tokens=real,
             padded_tokens=tokens_BS.numel(),

@@ -171,7 +171,7 @@ def test_sequences_that_gave_way_for_lack_of_pages_come_to_the_same_tokens(
     plain, tight = (take(runtime, road, ref.prompts, num_kv_pages=pages) for pages in (None, num_kv_pages))
     assert [tokens[:NUM_NEW_TOKENS] for tokens in tight.tokens] == ref.expected
     assert tight.tokens == plain.tokens
-    assert sum(r.prompt_tokens for r in tight.passes) > sum(r.prompt_tokens for r in plain.passes)
+    assert sum(r.counts.prompt_tokens for r in tight.passes) > sum(r.counts.prompt_tokens for r in plain.passes)
 
 
 def test_behind_an_encoder_lanes_that_enter_later_pass_it_by_themselves(reference: References) -> None:

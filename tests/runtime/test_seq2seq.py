@@ -68,7 +68,7 @@ def test_decode_passes_leave_the_encoder_on_disk(reference: References) -> None:
             session.run(block, requests, records.append)
     passes = [record.phase for record in records]
     assert passes == [Phase.prefill, *[Phase.decode] * (NUM_NEW_TOKENS - 1)]
-    assert records[0].real_tokens == sum(map(len, ref.prompts))
+    assert records[0].counts.real_tokens == sum(map(len, ref.prompts))
     layouts = {stage.kind: slot_layout(stage).num_bytes for stage in runtime.model.shape.stages}
     decoder = NUM_DECODER * layouts[StageKind.layer]
     read = [record.times.bytes_read_disk for record in records]

@@ -181,7 +181,7 @@ def _millrace(task: Task) -> Result:
     seconds = sum(record.seconds for record in passes) + sum(writing_seconds)
     return Result(
         seconds=seconds,
-        prefill_seconds=sum(record.seconds * record.prompt_tokens / record.real_tokens for record in passes),
+        prefill_seconds=sum(p.seconds * p.counts.prompt_tokens / p.counts.real_tokens for p in passes),
         rate=sum(map(len, tokens.values())) / seconds,
         peak_bytes=peak_resident_bytes(),
         baseline_bytes=runtime.baseline_bytes,

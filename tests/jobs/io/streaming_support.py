@@ -15,7 +15,7 @@ from jobs.io.run_dir import RunDirectory, RunManifest
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
 from runtime.engine.logprobs import TokenLogprobs
-from runtime.engine.records import PassRecord, Phase, StageTimes
+from runtime.engine.records import PassCounts, PassRecord, Phase, StageTimes
 from runtime.engine.sequence import Completion, FinishReason, Request, Unfinished
 from runtime.errors import Interrupted
 
@@ -207,12 +207,14 @@ def _record(index: int, num_tokens: int, num_prompt: int, num_drawn: int) -> Pas
         block=0,
         index=index,
         phase=phase,
-        num_sequences=num_drawn,
-        real_tokens=num_tokens,
-        padded_tokens=num_tokens,
-        prompt_tokens=num_prompt,
-        issued_tokens=num_drawn,
-        useful_tokens=num_drawn,
+        counts=PassCounts(
+            num_sequences=num_drawn,
+            real_tokens=num_tokens,
+            padded_tokens=num_tokens,
+            prompt_tokens=num_prompt,
+            issued_tokens=num_drawn,
+            useful_tokens=num_drawn,
+        ),
         seconds=0.25,
         times=TIMES,
         peak_host_bytes=0,
