@@ -8,6 +8,7 @@ B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads
 import torch
 
 from ..units import MIB
+from .rule import Rule
 
 GATHERED_BYTES = 16 * MIB  # keys of a few rows in float32; values take as much again
 
@@ -25,6 +26,7 @@ def decode_attention_torch(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `decode_attention`; on any device."""
+    rule = Rule(scale, softcap, sinks_H)
     num_kv_heads, page_tokens = k_NPHD.shape[2], k_NPHD.shape[1]
     out_BHD = q_BHD.new_zeros(*q_BHD.shape[:2], v_NPHD.shape[3])
     seeing = torch.nonzero(ends_B > begins_B).flatten()
@@ -39,19 +41,7 @@ def decode_attention_torch(
         pages_Bn = tables_Bn[rows, first:last].long().masked_fill(is_unused_Bn, 0)
         k_BHSD, v_BHSD = (pages[pages_Bn].flatten(1, 2).transpose(1, 2).float() for pages in (k_NPHD, v_NPHD))
         q_BHGD = q_BHD[rows].float().unflatten(1, (num_kv_heads, -1)) * scale
-        scores_BHGS = q_BHGD @ k_BHSD.transpose(2, 3)
-        if softcap is not None:
-            scores_BHGS = torch.tanh(scores_BHGS / softcap) * softcap
-        scores_BHGS = scores_BHGS.masked_fill(hidden_BS[:, None, None], float("-inf"))
+        weights_BHGS = rule.weights(q_BHGD @ k_BHSD.transpose(2, 3), sinks_HG1, hidden_BS[:, None, None])
         seen_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)  # 0 times NaN is NaN
-        out_BHGD = _weights(scores_BHGS, sinks_HG1) @ seen_BHSD
-        out_BHD[rows] = out_BHGD.flatten(1, 2).to(out_BHD.dtype)
+        out_BHD[rows] = (weights_BHGS @ seen_BHSD).flatten(1, 2).to(out_BHD.dtype)
     return out_BHD
-
-
-def _weights(scores_BHGS: torch.Tensor, sinks_HG1: torch.Tensor | None) -> torch.Tensor:
-    """Softmax beside the sinks, whose own weight is dropped."""
-    if sinks_HG1 is None:
-        return torch.softmax(scores_BHGS, -1)
-    column = sinks_HG1.expand(*scores_BHGS.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores_BHGS, column], -1), -1)[..., :-1]
