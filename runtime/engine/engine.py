@@ -21,7 +21,7 @@ from ..stream.device import ComputeDevice
 from ..stream.host_memory import peak_resident_bytes
 from ..trace import Trace
 from .experts import BatchedExperts
-from .lane import Lane
+from .lane import Lane, LaneKit
 from .monitor import PassMonitor
 from .packed import PackedLane
 from .padded import PaddedLane
@@ -51,10 +51,16 @@ class Engine:
         trace: Trace | None = None,
     ):
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
-        self._sampler, self._chunk_tokens = sampler, prefill_chunk_tokens
         self._monitor = PassMonitor(len(loaded.shape.stages), device, trace)
         self._pages = KVPages(placement.kv.num_pages, device, placement.host_layers, streams.exchange)
-        self._travels = frozenset(placement.kv.page_bytes) - placement.host_layers
+        self._kit = LaneKit(
+            model=loaded.staged.model,
+            sampler=sampler,
+            device=device,
+            pool=self._pages.pool,
+            travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+        )
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
         self._played: Schedule | None = None
@@ -84,19 +90,15 @@ class Engine:
         return schedule
 
     def packed_lane(self, sequences: Rows[Sequence]) -> PackedLane:
-        cache = PagedKV(self._pages, expands=self._loaded.expands_latents, travels=self._travels)
-        return PackedLane(self._loaded.staged.model, sequences, self._sampler, self._device, cache, self._chunk_tokens)
+        cache = PagedKV(self._pages, expands=self._loaded.expands_latents, travels=self._kit.travels)
+        return PackedLane(self._kit, sequences, cache)
 
     def lane(self, sequences: Rows[Sequence]) -> Lane:
         """Of the kind that the model's class allows."""
-        model, device = self._loaded.staged.model, self._device
         if self._loaded.shape.is_packed:
             return self.packed_lane(sequences)
-        if self._loaded.start_token_id is not None:
-            start = self._loaded.start_token_id
-            return Seq2SeqLane(model, sequences, self._sampler, device, start, self._pages.pool, self._travels)
-        chunk = self._chunk_tokens
-        return PaddedLane(model, sequences, self._sampler, device, chunk, self._pages.pool, self._travels)
+        start = self._loaded.start_token_id
+        return PaddedLane(self._kit, sequences) if start is None else Seq2SeqLane(self._kit, sequences, start)
 
     @torch.inference_mode()
     def run_pass(

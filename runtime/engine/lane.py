@@ -4,17 +4,31 @@ engine. Its two kinds are `PackedLane` and `PaddedLane`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from greenlet import GreenletExit
 from transformers import PreTrainedModel
 
+from ..cache.pages import PagePool
 from ..model.events import Event, LaneRun, NeedStage, Weights
 from ..stream.device import ComputeDevice
 from .records import PassCounts
 from .sampling import Sampler
 from .sequence import FinishReason, Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneKit:
+    """What the lanes of a run share. Keys and values of layers in `travels` live in a tier."""
+
+    model: PreTrainedModel
+    sampler: Sampler
+    device: ComputeDevice
+    pool: PagePool
+    travels: frozenset[int]
+    prefill_chunk_tokens: int
 
 
 class TravellingKV(Protocol):
@@ -39,8 +53,8 @@ class TravellingKV(Protocol):
 class Lane(ABC):
     """`begin_pass`, then `advance` until it returns None, then `end_pass`; `sequences` holds those still unfinished."""
 
-    def __init__(self, model: PreTrainedModel, sequences: Rows[Sequence], sampler: Sampler, device: ComputeDevice):
-        self._model, self._sampler, self._device = model, sampler, device.torch_device
+    def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
+        self._model, self._sampler, self._device = kit.model, kit.sampler, kit.device.torch_device
         self.sequences = list(sequences)
         self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None

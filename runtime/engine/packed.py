@@ -4,31 +4,20 @@ from collections.abc import Sequence as Rows
 from itertools import accumulate
 
 import torch
-from transformers import PreTrainedModel
 
 from ..cache.paged import PagedKV
 from ..model.events import NeedStage
-from ..stream.device import ComputeDevice
-from .lane import Lane
+from .lane import Lane, LaneKit
 from .records import PassCounts
-from .sampling import Sampler
 from .sequence import Sequence
 
 
 class PackedLane(Lane):
     """Sequences may enter and leave between passes, and a pass may carry prompts beside tokens that are decoded."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sequences: Rows[Sequence],
-        sampler: Sampler,
-        device: ComputeDevice,
-        cache: PagedKV,
-        prefill_chunk_tokens: int,
-    ):
-        super().__init__(model, [], sampler, device)
-        self._chunk_tokens, self._cache = prefill_chunk_tokens, cache
+    def __init__(self, kit: LaneKit, sequences: Rows[Sequence], cache: PagedKV):
+        super().__init__(kit, [])
+        self._chunk_tokens, self._cache = kit.prefill_chunk_tokens, cache
         self._new: list[int] = []
         for sequence in sequences:
             self.enter(sequence)

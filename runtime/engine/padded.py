@@ -7,41 +7,29 @@ but a CUDA kernel's knows in a packed row.
 from collections.abc import Sequence as Rows
 
 import torch
-from transformers import PreTrainedModel
 
-from ..cache.pages import PagePool
 from ..cache.rectangle import RectangleKV, rectangle_cache
 from ..model.traits import cache_argument
 from ..plan.memory import chunk_columns
-from ..stream.device import ComputeDevice
+from .lane import LaneKit
 from .records import PassCounts
 from .rectangle import RectangleLane
-from .sampling import Sampler
 from .sequence import Sequence
 
 
 class PaddedLane(RectangleLane):
     """Prefilled in chunks of columns."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sequences: Rows[Sequence],
-        sampler: Sampler,
-        device: ComputeDevice,
-        prefill_chunk_tokens: int,
-        pool: PagePool,
-        travels: frozenset[int] = frozenset(),
-    ):
+    def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
         self._num_prompt = {s.request.key: s.num_known for s in sequences}  # with what was generated earlier
         self._width = max(self._num_prompt.values())
-        self._columns = chunk_columns(len(sequences), self._width, prefill_chunk_tokens)
+        self._columns = chunk_columns(len(sequences), self._width, kit.prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
-        self._cache_argument = cache_argument(model)
+        self._cache_argument = cache_argument(kit.model)
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
-        cache = rectangle_cache(model.config, capacity, device, travels)
-        kv = RectangleKV(cache, len(sequences), capacity, pool)
-        super().__init__(model, sequences, sampler, device, cache, kv, padding_side="left")
+        cache = rectangle_cache(kit.model.config, capacity, kit.device, kit.travels)
+        kv = RectangleKV(cache, len(sequences), capacity, kit.pool)
+        super().__init__(kit, sequences, cache, kv, padding_side="left")
 
     def _prepare(self) -> None:
         if self._done >= self._width:

@@ -4,30 +4,18 @@ from collections.abc import Sequence as Rows
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from ..cache.rectangle import RectangleKV
-from ..stream.device import ComputeDevice
-from .lane import Lane
-from .sampling import Sampler
+from .lane import Lane, LaneKit
 from .sequence import Sequence
 
 
 class RectangleLane(Lane):
     """`kv`: the layers of `cache` that travel. Rows of finished sequences leave the rectangle."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sequences: Rows[Sequence],
-        sampler: Sampler,
-        device: ComputeDevice,
-        cache: Cache,
-        kv: RectangleKV,
-        *,
-        padding_side: str,
-    ):
-        super().__init__(model, sequences, sampler, device)
+    def __init__(self, kit: LaneKit, sequences: Rows[Sequence], cache: Cache, kv: RectangleKV, *, padding_side: str):
+        super().__init__(kit, sequences)
         self._cache, self._kv = cache, kv
         prompts = [torch.tensor(s.known_ids, device=self._device) for s in self.sequences]
         masks = [torch.ones_like(prompt) for prompt in prompts]

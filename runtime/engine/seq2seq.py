@@ -5,35 +5,23 @@ decoder's first token; what they became stays with the lane, and every later pas
 from collections.abc import Sequence as Rows
 
 import torch
-from transformers import PreTrainedModel
 
-from ..cache.pages import PagePool
 from ..cache.rectangle import RectangleKV, cross_rectangle_cache
-from ..stream.device import ComputeDevice
+from .lane import LaneKit
 from .records import PassCounts
 from .rectangle import RectangleLane
-from .sampling import Sampler
 from .sequence import Sequence
 
 
 class Seq2SeqLane(RectangleLane):
     """A right-padded rectangle of prompts; no padding among generated tokens, as all rows begin together."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sequences: Rows[Sequence],
-        sampler: Sampler,
-        device: ComputeDevice,
-        start_token_id: int,
-        pool: PagePool,
-        travels: frozenset[int] = frozenset(),
-    ):
+    def __init__(self, kit: LaneKit, sequences: Rows[Sequence], start_token_id: int):
         width = max(len(s.request.prompt_ids) for s in sequences)
         longest = max(s.request.max_new_tokens for s in sequences)
-        cache = cross_rectangle_cache(model.get_decoder().config, longest, width, device, travels)
-        kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, pool)
-        super().__init__(model, sequences, sampler, device, cache, kv, padding_side="right")
+        cache = cross_rectangle_cache(kit.model.get_decoder().config, longest, width, kit.device, kit.travels)
+        kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, kit.pool)
+        super().__init__(kit, sequences, cache, kv, padding_side="right")
         self._start_token_id = start_token_id
         self._encoded_BSD: torch.Tensor | None = None
 
