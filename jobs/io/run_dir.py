@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from runtime.closing import Closing
 from runtime.errors import ConfigError, DamagedRunError, MillraceError, RunMismatchError
 
 from .files import (
@@ -123,7 +122,7 @@ def _slug(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunState:
+class RunState(Closing):
     """An opened run directory; a context manager that gives its lock back."""
 
     directory: RunDirectory
@@ -133,14 +132,6 @@ class RunState:
 
     def close(self) -> None:
         self.lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_run(path: Path, manifest: RunManifest) -> RunState:

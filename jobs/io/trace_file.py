@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from runtime.closing import Closing
 from runtime.errors import ConfigError
 from runtime.trace import Row, Span, Trace
 
@@ -42,7 +41,7 @@ class Tracks:
         return min(len(ends), MAX_TRACKS) - 1
 
 
-class TraceFile:
+class TraceFile(Closing):
     """A context manager. `begin` is the second that becomes 0 in the file, as `Trace.begin`."""
 
     def __init__(self, folder: Path, begin: float):
@@ -74,14 +73,6 @@ class TraceFile:
                 os.close(descriptor)
             except OSError as error:
                 log.warning("%s: the end of the trace may be missing: %s", self.path, error.strerror or error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _events(self, span: Span) -> list[str]:
         """The span, behind its track's name if that is new. Formatted by hand, for there is one for each action of a

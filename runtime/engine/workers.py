@@ -4,12 +4,13 @@ the answer."""
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Barrier, BoundedSemaphore
-from types import TracebackType
 
 import torch
 
+from ..closing import Closing
 
-class AttentionWorkers:
+
+class AttentionWorkers(Closing):
     """Owns the threads; computes begin in the order in which they were submitted. Closing waits for those that run and
     drops those that do not yet.
 
@@ -24,14 +25,6 @@ class AttentionWorkers:
         self._room = BoundedSemaphore(max_pending)
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="attend")
         self._limit_torch_threads(num_workers)
-
-    def __enter__(self) -> "AttentionWorkers":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -12,8 +12,8 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
+from ..closing import Closing
 from ..errors import BudgetError, KVFileError
 from ..plan.kv import KVLayout, stretches
 from ..units import MIB, format_bytes
@@ -26,7 +26,7 @@ MAX_VIEWS = 1024  # of one request: the kernel's IOV_MAX
 ADVICE = "make room, name another directory by kv.directory, or lower policy.num_micro_batches or micro_batch_size"
 
 
-class KVFile:
+class KVFile(Closing):
     """Owns the file and its threads; a context manager. Pages in flight must not be asked for again before they are
     done; otherwise any thread may call. Raises ConfigError or BudgetError when there is no room for `layout`.
 
@@ -51,14 +51,6 @@ class KVFile:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-file")
         self._checksums: dict[tuple[int, int], int] = {}  # (layer, page), of what was written
         self._zeros = memoryview(bytes(max(map(layout.stride_bytes, layout.page_bytes), default=0)))
-
-    def __enter__(self) -> "KVFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
+from ..closing import Closing
 from ..errors import CheckpointError
 from ..plan.extents import Extent
 from ..units import MIB
@@ -21,7 +21,7 @@ from .transfer import ChunkTiming, PendingTransfer, transfer
 log = logging.getLogger(__name__)
 
 
-class Reader:
+class Reader(Closing):
     """Owns the threads and file descriptors. Reads are served in the order in which they were submitted."""
 
     def __init__(self, *, num_threads: int, chunk_bytes: int = 4 * MIB, direct: bool = True):
@@ -30,14 +30,6 @@ class Reader:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="reader")
         self._lock = threading.Lock()
         self._files: dict[str, tuple[int, bool]] = {}  # path -> descriptor, is it O_DIRECT
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
