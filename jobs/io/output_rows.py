@@ -18,13 +18,16 @@ FinishReason: TypeAlias = Literal["stop", "eos", "length"]
 INT64_RANGE = range(-(2**63), 2**63)
 EXACT_FLOAT_RANGE = range(-(2**53), 2**53 + 1)  # integers that a float64 holds exactly
 
+COMPLETION_FIELDS = (
+    pa.field("id", pa.string(), nullable=False),
+    pa.field("sample_index", pa.int32(), nullable=False),
+    pa.field("status", pa.string(), nullable=False),
+    pa.field("completion", pa.string(), nullable=False),
+    pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+)
 GENERATION_SCHEMA = pa.schema(
     [
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("sample_index", pa.int32(), nullable=False),
-        pa.field("status", pa.string(), nullable=False),
-        pa.field("completion", pa.string(), nullable=False),
-        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        *COMPLETION_FIELDS,
         pa.field("finish_reason", pa.string()),
         pa.field("num_prompt_tokens", pa.int32(), nullable=False),
         pa.field("num_completion_tokens", pa.int32(), nullable=False),

@@ -18,7 +18,7 @@ from runtime.engine.sequence import Unfinished
 from runtime.errors import OutputError
 
 from .files import PARQUET_PROBLEMS, canonical_json, json_digest, parse_parquet, publish, set_aside, write_parquet
-from .output_rows import LOGPROB_FIELDS, GenerationRow, clean_text
+from .output_rows import COMPLETION_FIELDS, LOGPROB_FIELDS, GenerationRow, clean_text
 from .plan_file import PlannedRequest, plan_digest
 from .run_dir import RunDirectory, RunManifest
 from .summary import PassRow
@@ -32,11 +32,7 @@ RunningRow: TypeAlias = dict[str, Any]  # a row of RUNNING_SCHEMA
 
 RUNNING_SCHEMA = pa.schema(
     [
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("sample_index", pa.int32(), nullable=False),
-        pa.field("status", pa.string(), nullable=False),
-        pa.field("completion", pa.string(), nullable=False),
-        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        *COMPLETION_FIELDS,
         *LOGPROB_FIELDS,
         pa.field("finish_reason", pa.string()),
         pa.field("error", pa.string()),
