@@ -1,5 +1,5 @@
 """A lane carries one micro-batch through the model's own forward pass, as a greenlet that parks wherever it needs the
-engine. Its two kinds are `PackedLane` and `PaddedLane`.
+engine. Its kinds are `PackedLane`, `PaddedLane` and `Seq2SeqLane`.
 """
 
 from abc import ABC, abstractmethod
@@ -85,7 +85,7 @@ class Lane(ABC):
     def end_pass(self) -> PassCounts:
         """Samples, drops finished sequences and says what the pass amounted to."""
         assert self._logits_BV is not None, "the pass has not ended"
-        counts = self._finish()
+        counts = self._finish(self._logits_BV)
         self._logits_BV, self._run = None, None
         self._num_passes += 1
         return counts
@@ -96,12 +96,13 @@ class Lane(ABC):
             self._run.throw(GreenletExit)
             self._run = None
 
-    def close(self) -> None:  # noqa: B027 - most lanes hold nothing that others wait for
-        """Gives back what a lane holds that does not run to its end."""
-
     def _sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> int:
         self._sampler.step(sequences, logits_BV, self._num_passes)
         return sum(sequence.finish is not FinishReason.error for sequence in sequences)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back the KV pages that the lane holds."""
 
     @property
     @abstractmethod
@@ -119,4 +120,4 @@ class Lane(ABC):
     def _forward(self) -> None: ...
 
     @abstractmethod
-    def _finish(self) -> PassCounts: ...
+    def _finish(self, logits_BV: torch.Tensor) -> PassCounts: ...

@@ -85,14 +85,13 @@ class PackedLane(Lane):
         )
         self._logits_BV = out.logits[0]
 
-    def _finish(self) -> PassCounts:
-        assert self._logits_BV is not None
+    def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
         self._cache.end_pass()
         num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
         for sequence, new in zip(self.sequences, self._new, strict=True):
             sequence.num_cached += new
         asking = [self.sequences[row] for row in self._asking]
-        useful = self._sample(asking, self._logits_BV) if asking else 0
+        useful = self._sample(asking, logits_BV) if asking else 0
         counts = PassCounts(
             num_sequences=sum(1 for new in self._new if new),
             real_tokens=sum(self._new),

@@ -51,8 +51,7 @@ class PaddedLane(RectangleLane):
         )
         self._logits_BV = out.logits[:, -1]
 
-    def _finish(self) -> PassCounts:
-        assert self._logits_BV is not None
+    def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
         real = int(self._mask_BS[:, self._done : self._end].sum())
         is_prefill = self._done < self._width
         for sequence in self.sequences:
@@ -60,7 +59,7 @@ class PaddedLane(RectangleLane):
             sequence.num_cached = max(0, self._end - num_pads)
         self._done = self._end
         asking = self.sequences if self._done >= self._width else []
-        useful = self._sample(asking, self._logits_BV) if asking else 0
+        useful = self._sample(asking, logits_BV) if asking else 0
         counts = PassCounts(
             num_sequences=len(self.sequences),
             real_tokens=real,

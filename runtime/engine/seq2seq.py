@@ -42,8 +42,7 @@ class Seq2SeqLane(RectangleLane):
         self._encoded_BSD = out.encoder_last_hidden_state
         self._logits_BV = out.logits[:, -1]
 
-    def _finish(self) -> PassCounts:
-        assert self._logits_BV is not None
+    def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
         is_prefill = not self.is_prefilled
         tokens_BS = self._prompts_BS if is_prefill else self._ids_B1
         real = int(self._mask_BS.sum()) if is_prefill else tokens_BS.numel()
@@ -55,7 +54,7 @@ class Seq2SeqLane(RectangleLane):
             padded_tokens=tokens_BS.numel(),
             prompt_tokens=real if is_prefill else 0,
             issued_tokens=len(self.sequences),
-            useful_tokens=self._sample(self.sequences, self._logits_BV),
+            useful_tokens=self._sample(self.sequences, logits_BV),
         )
         self._drop_finished_rows()
         return counts

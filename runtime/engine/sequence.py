@@ -67,10 +67,6 @@ class Sequence:
         """All but the token that was sampled last is cached."""
         return bool(self.generated) and self.num_cached == self.num_known - 1
 
-    @property
-    def capacity_tokens(self) -> int:
-        return len(self.request.prompt_ids) + self.request.max_new_tokens
-
     def fail(self, error: str) -> None:
         self.finish, self.error = FinishReason.error, error
 
