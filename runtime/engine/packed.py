@@ -91,14 +91,13 @@ class PackedLane(Lane):
         for sequence, new in zip(self.sequences, self._new, strict=True):
             sequence.num_cached += new
         asking = [self.sequences[row] for row in self._asking]
-        useful = self._sample(asking, logits_BV) if asking else 0
         counts = PassCounts(
             num_sequences=sum(1 for new in self._new if new),
             real_tokens=sum(self._new),
             padded_tokens=sum(self._new),
             prompt_tokens=sum(self._new) - num_decoded,
             issued_tokens=len(asking),
-            useful_tokens=useful,
+            useful_tokens=self._sample(asking, logits_BV),
         )
         for sequence in [s for s in self.sequences if s.finish is not None]:
             self.leave(sequence)

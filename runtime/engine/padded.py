@@ -59,14 +59,13 @@ class PaddedLane(RectangleLane):
             sequence.num_cached = max(0, self._end - num_pads)
         self._done = self._end
         asking = self.sequences if self._done >= self._width else []
-        useful = self._sample(asking, logits_BV) if asking else 0
         counts = PassCounts(
             num_sequences=len(self.sequences),
             real_tokens=real,
             padded_tokens=self._ids_BT.numel(),
             prompt_tokens=real if is_prefill else 0,
             issued_tokens=len(asking),
-            useful_tokens=useful,
+            useful_tokens=self._sample(asking, logits_BV),
         )
         self._drop_finished_rows()
         return counts
