@@ -24,7 +24,7 @@ def ignore(record: PassRecord) -> None:
 
 
 class Session:
-    """Valid inside `Runtime.session`. Not thread-safe."""
+    """Valid inside `Runtime.session`; once it has raised, for `snapshot` alone. Not thread-safe."""
 
     def __init__(self, model: LoadedModel, engine: Engine, plan: RunPlan, policy: PolicyConfig):
         self._model, self._engine, self._plan, self._policy = model, engine, plan, policy

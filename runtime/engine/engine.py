@@ -36,7 +36,8 @@ from .streams import Streams
 class Engine:
     """Owns order and residency; the model owns the mathematics. Single-threaded; the streams must be open.
 
-    `should_stop` is asked before every stage; when it says yes, `Interrupted` is raised and the pass is lost.
+    `should_stop` is asked before every stage; when it says yes, `Interrupted` is raised. A pass that raises is
+    lost, and no other can be run: slots, workers and trips still hold what was on its way.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
         self._played: Schedule | None = None
+        self._has_lost_a_pass = False
         self._schedule = lru_cache(self._checked_schedule)
         self._crew = Crew(
             weights=streams.weights,
@@ -108,6 +110,7 @@ class Engine:
 
         `new_tokens`: of each lane, how many tokens of each of its sequences the pass carries; None: the lane's choice.
         """
+        assert not self._has_lost_a_pass, "an earlier pass of this session was lost: open another session"
         begin = time.monotonic()
         self._streams.forget(self._pages.pool.take_given())  # before anybody stores what they hold next
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
@@ -115,7 +118,7 @@ class Engine:
         try:
             self._play(schedule, walk, lanes, new_tokens or [None] * len(lanes))
         except BaseException:
-            self._played = None
+            self._has_lost_a_pass = True
             for lane in lanes:
                 lane.abandon()
             raise

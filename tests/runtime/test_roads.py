@@ -195,7 +195,7 @@ def test_behind_an_encoder_lanes_that_enter_later_pass_it_by_themselves(referenc
     ]
 
 
-def test_an_interrupted_pass_lets_go_of_its_lanes_and_the_session_goes_on(reference: References) -> None:
+def test_an_interrupted_pass_lets_go_of_its_lanes_and_another_session_goes_on(reference: References) -> None:
     ref = reference("mixtral")
     stops = iter([False] * 20 + [True] + [False] * 100_000)
     runtime = Runtime(runtime_for(ref).config, should_stop=lambda: next(stops), trace=Trace())
@@ -203,8 +203,11 @@ def test_an_interrupted_pass_lets_go_of_its_lanes_and_the_session_goes_on(refere
     runtime.config = road.changed(runtime.config)
     requests = requests_of(runtime, ref.prompts)
     plan = runtime.plan(requests)
-    with runtime.session(plan) as session, pytest.raises(Interrupted):
-        session.run(plan.blocks[0], requests)
+    with runtime.session(plan) as session:
+        with pytest.raises(Interrupted):
+            session.run(plan.blocks[0], requests)
+        with pytest.raises(AssertionError, match="open another session"):
+            session.run(plan.blocks[0], requests)
     assert not gc_lanes(), "greenlets that are parked are never collected"
     assert take(runtime, road, ref.prompts).tokens == ref.expected
 
