@@ -19,6 +19,7 @@ from .engine.sequence import Completion, Request
 from .engine.streams import open_streams
 from .errors import BudgetError
 from .model.loading import LoadedModel, load_model
+from .plan.advice import advice
 from .plan.memory import SequenceSize
 from .plan.placement import Budgets
 from .plan.planner import RunPlan, plan_run
@@ -65,6 +66,7 @@ class Runtime:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
         self._rates: MachineRates | None = None
+        self._advised: set[str] = set()
         if self.model.shape.is_packed and not self.device.is_accelerator:
             prepare_decode_attention(self.model.compute_dtype)
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
@@ -157,6 +159,7 @@ class Runtime:
                 gc.collect()  # the engine of the first try refers to itself
                 reset_peak()
             plan = self.plan(requests, blocks=blocks, num_halvings=num_halvings)
+            self._announce(plan)
             with ExitStack() as stack:
                 try:
                     session = stack.enter_context(self.session(plan))
@@ -177,6 +180,14 @@ class Runtime:
                         raise out_of_memory(plan) from error
                     raise
                 return
+
+    def _announce(self, plan: RunPlan) -> None:
+        """Before weights are read. What was said once is not said again."""
+        found = advice(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
+        for sentence in found:
+            if sentence not in self._advised:
+                log.warning("%s", sentence)
+        self._advised.update(found)
 
     def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Completion | Rejected]:
         """`sampling.n` results per prompt, in order of prompts and then of samples: a completion, or why there is
