@@ -20,6 +20,7 @@ from .engine.streams import open_streams
 from .errors import BudgetError
 from .model.loading import LoadedModel, load_model
 from .plan.advice import advice
+from .plan.facts import PlanFacts
 from .plan.memory import SequenceSize
 from .plan.placement import Budgets
 from .plan.planner import RunPlan, plan_run
@@ -110,6 +111,10 @@ class Runtime:
                 self._rates = measure_rates(self.model, reader, self.device, plan.placement.paged)
         return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
 
+    def facts(self, plan: RunPlan) -> PlanFacts:
+        dtype = str(self.model.compute_dtype).removeprefix("torch.")
+        return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype)
+
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
         host = next(ledger for ledger in plan.placement.ledgers if ledger.memory == "host")
@@ -182,7 +187,10 @@ class Runtime:
                 return
 
     def _announce(self, plan: RunPlan) -> None:
-        """Before weights are read. What was said once is not said again."""
+        """Before weights are read. What was advised once is not said again."""
+        log.info("%s", self.facts(plan))
+        for ledger in plan.placement.ledgers:
+            log.info("%s", ledger)
         found = advice(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
         for sentence in found:
             if sentence not in self._advised:

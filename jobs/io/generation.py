@@ -117,8 +117,6 @@ class _Run:
         done = store.committed()
         if self._state.is_resumed:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
-        if plan is not None:
-            _log_plan(plan)
         if session is not None:
             self._generate([block for block in blocks if block.index not in done], session, store)
         if self._asked.rejected and len(blocks) not in done:
@@ -138,17 +136,6 @@ class _Run:
                 ).finish()
 
 
-def _log_plan(plan: RunPlan) -> None:
-    walk = plan.placement.walk
-    log.info(
-        "%d blocks of up to %d sequences; %d of %d stages resident, the others through %d slots",
-        len(plan.blocks), max(len(block.members) for block in plan.blocks), len(plan.placement.resident),
-        walk.num_stages, walk.num_slots,
-    )  # fmt: skip
-    for ledger in plan.placement.ledgers:
-        log.info("%s", ledger)
-
-
 def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_finished: bool) -> Outcome:
     counts = dict.fromkeys(("ok", "error", "skipped"), 0)
     for part in store.committed().values():
@@ -159,6 +146,7 @@ def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_fi
         rows=counts,
         predicted=_predicted(plan, store) if plan is not None else None,
         planned=_planned_memory(plan, runtime) if plan is not None else None,
+        plan=runtime.facts(plan) if plan is not None else None,
     )
     if not was_finished:
         write_summary(store.directory.summary, summary)
