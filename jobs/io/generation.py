@@ -12,6 +12,7 @@ import transformers
 from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.config import Admission
+from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
 from runtime.session import Session
 from runtime.trace import Trace
@@ -20,6 +21,7 @@ from .chat import require_template
 from .config import GenerateConfig, operational, run_name, semantic
 from .continuous import ContinuousRun
 from .dataset import Row, input_digest, read_rows, shard_rows
+from .files import publish, write_all
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
 from .plan_file import PlannedRequest, fix_plan, read_plan
@@ -117,6 +119,9 @@ class _Run:
         done = store.committed()
         if self._state.is_resumed:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
+        if plan is not None:
+            text = schedule_text(plan)
+            publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
         if session is not None:
             self._generate([block for block in blocks if block.index not in done], session, store)
         if self._asked.rejected and len(blocks) not in done:
