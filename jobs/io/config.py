@@ -21,6 +21,7 @@ from runtime.config import (
     RuntimeConfig,
     SamplingConfig,
     require,
+    require_groups_agree,
 )
 from runtime.errors import ConfigError
 
@@ -69,6 +70,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         _require_path(self.model)
         _require_output_root(self.output_root)
+        require_groups_agree(self.policy, self.prefetch, self.offload)
         require(self.checkpoint_seconds >= 0, f"checkpoint_seconds must be 0 or more, got {self.checkpoint_seconds}")
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
