@@ -143,10 +143,9 @@ class Runtime:
     @contextmanager
     def session(self, plan: RunPlan) -> Iterator[Session]:
         """Holds the weights, the slots and the reader threads."""
-        shape, config = self.model.shape, self.config
         with (
             self.reader() as reader,
-            open_streams(shape, plan.placement, self.device, reader, config.kv, config.policy, self.trace) as streams,
+            open_streams(self.model.shape, plan.placement, self.device, reader, self.config, self.trace) as streams,
         ):
             engine = Engine(
                 self.model,
