@@ -62,7 +62,7 @@ def open_streams(
             experts = ExpertStream(shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace)
         exchange = None
         if placement.host_layers:
-            exchange = stack.enter_context(HostExchange(placement.exchange, device))
+            exchange = stack.enter_context(HostExchange(placement.exchange, device, first_stage=first, trace=trace))
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
             file = stack.enter_context(_kv_file(layout, config)) if layout.tier is KVTier.nvme else None
