@@ -33,7 +33,7 @@ T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
 SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
-FREE_KEYS = frozenset({"policy.schedule", "policy.attention"})  # of those groups: the way, not the text
+FREE_KEYS = frozenset({"policy.schedule", "policy.attention"})  # of those groups: greedy float32 text is the same
 
 
 class LogLevel(Enum):
