@@ -19,10 +19,13 @@ from .engine.sequence import Completion, Request
 from .engine.streams import open_streams
 from .errors import BudgetError
 from .model.loading import LoadedModel, load_model
+from .plan.advice import advice
+from .plan.facts import PlanFacts
 from .plan.memory import SequenceSize
-from .plan.placement import Budgets
+from .plan.placement import Budgets, kv_tiers
 from .plan.planner import RunPlan, plan_run
 from .plan.rates import MachineRates
+from .plan.schedule import require_slots
 from .session import Session
 from .store.reader import Reader
 from .stream.device import ComputeDevice
@@ -64,11 +67,28 @@ class Runtime:
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
+        self._refuse_early()
         self._rates: MachineRates | None = None
+        self._advised: set[str] = set()
         if self.model.shape.is_packed and not self.device.is_accelerator:
             prepare_decode_attention(self.model.compute_dtype)
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
+
+    def _refuse_early(self) -> None:
+        """What the settings and the model say already: before rows are read, not behind them."""
+        kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
+        self._sampler()
+
+    def _sampler(self) -> Sampler:
+        return Sampler(
+            self.config.sampling,
+            vocab_size=self.model.shape.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            tokenizer=self.model.tokenizer,
+            start_token_id=self.model.start_token_id,
+            device=self.device.torch_device,
+        )
 
     def request(
         self, id: str, prompt: str | Sequence[int], *, overrides: SamplingOverrides | None = None
@@ -97,16 +117,21 @@ class Runtime:
     def plan(
         self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0
     ) -> RunPlan:
-        """`blocks`: of the run that is resumed; otherwise the policy chooses them. See `plan_run`."""
+        """`blocks`: of the run that is resumed; otherwise the policy chooses them. See `plan_run`. What cannot be
+        is refused (ConfigError, BudgetError) before anything is read, also for measuring."""
         sizes = [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
         budgets = self.budgets()
-        plan = plan_run(  # refuse what cannot fit before anything is read, also for measuring
-            self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings
-        )
+        plan = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
+        for walk in (plan.placement.walk, plan.placement.decode_walk):
+            require_slots(walk, plan.num_lanes)
         if self._rates is None and requests:
             with self.reader() as reader:
                 self._rates = measure_rates(self.model, reader, self.device, plan.placement.paged)
         return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
+
+    def facts(self, plan: RunPlan) -> PlanFacts:
+        dtype = str(self.model.compute_dtype).removeprefix("torch.")
+        return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype)
 
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
@@ -118,25 +143,16 @@ class Runtime:
     @contextmanager
     def session(self, plan: RunPlan) -> Iterator[Session]:
         """Holds the weights, the slots and the reader threads."""
-        sampler = Sampler(
-            self.config.sampling,
-            vocab_size=self.model.shape.vocab_size,
-            eos_token_ids=self.model.eos_token_ids,
-            tokenizer=self.model.tokenizer,
-            start_token_id=self.model.start_token_id,
-            device=self.device.torch_device,
-        )
-        shape, config = self.model.shape, self.config
         with (
             self.reader() as reader,
-            open_streams(shape, plan.placement, self.device, reader, config.kv, config.policy, self.trace) as streams,
+            open_streams(self.model.shape, plan.placement, self.device, reader, self.config, self.trace) as streams,
         ):
             engine = Engine(
                 self.model,
                 plan.placement,
                 streams,
                 self.device,
-                sampler,
+                self._sampler(),
                 self.config.policy.prefill_chunk_tokens,
                 self._should_stop,
                 self.trace,
@@ -157,6 +173,7 @@ class Runtime:
                 gc.collect()  # the engine of the first try refers to itself
                 reset_peak()
             plan = self.plan(requests, blocks=blocks, num_halvings=num_halvings)
+            self._announce(plan)
             with ExitStack() as stack:
                 try:
                     session = stack.enter_context(self.session(plan))
@@ -177,6 +194,17 @@ class Runtime:
                         raise out_of_memory(plan) from error
                     raise
                 return
+
+    def _announce(self, plan: RunPlan) -> None:
+        """Before weights are read. What was advised once is not said again."""
+        log.info("%s", self.facts(plan))
+        for ledger in plan.placement.ledgers:
+            log.info("%s", ledger)
+        found = advice(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
+        for sentence in found:
+            if sentence not in self._advised:
+                log.warning("%s", sentence)
+        self._advised.update(found)
 
     def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Completion | Rejected]:
         """`sampling.n` results per prompt, in order of prompts and then of samples: a completion, or why there is

@@ -72,6 +72,9 @@ class Order(Enum):
     module_batched = "module_batched"
 
 
+ORDERS_AHEAD = (Order.flexgen, Order.cgopipe)  # weights of two consecutive stages lie side by side
+
+
 class Attention(Enum):
     """Where decode attention runs: where the model computes, or on the CPU's workers, beside the keys and values."""
 
@@ -276,3 +279,16 @@ class RuntimeConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def __post_init__(self) -> None:
+        require_groups_agree(self.policy, self.prefetch, self.offload)
+
+
+def require_groups_agree(policy: PolicyConfig, prefetch: PrefetchConfig, offload: OffloadConfig) -> None:
+    """Raises ConfigError where the groups contradict each other, whatever the model and the machine."""
+    order, is_off = policy.schedule, prefetch.kind is Prefetch.off
+    require(
+        not (order in ORDERS_AHEAD and is_off and offload.tier is Tier.nvme),
+        f"policy.schedule={order.value} reads a stage while the one before it is computed, which prefetch=off forbids: "
+        "prefetch=lookahead, or policy.schedule=zigzag",
+    )

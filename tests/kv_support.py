@@ -11,6 +11,7 @@ from runtime.plan.kv import KVLayout
 from runtime.store.kv_file import KVFile
 from runtime.stream.device import ComputeDevice
 from runtime.stream.kv import KVStream
+from runtime.trace import Trace
 from tests.fake_device import FakeDevice
 
 NUM_PAGES, SLOT_PAGES = 24, 8
@@ -20,13 +21,15 @@ TIERS = [KVTier.cpu, KVTier.nvme]
 
 
 @contextmanager
-def opened(tier: KVTier, device: ComputeDevice, directory: Path, *, num_slots: int = 3) -> Iterator[KVStream]:
+def opened(
+    tier: KVTier, device: ComputeDevice, directory: Path, *, num_slots: int = 3, trace: Trace | None = None
+) -> Iterator[KVStream]:
     layout = KVLayout(tier=tier, page_bytes=PAGE_BYTES, num_pages=NUM_PAGES, slot_pages=SLOT_PAGES, num_slots=num_slots)
     if tier is KVTier.cpu:
-        with KVStream(layout, device) as stream:
+        with KVStream(layout, device, trace=trace) as stream:
             yield stream
     else:
-        with KVFile(layout, directory=str(directory)) as file, KVStream(layout, device, file) as stream:
+        with KVFile(layout, directory=str(directory)) as file, KVStream(layout, device, file, trace=trace) as stream:
             yield stream
 
 

@@ -2,6 +2,7 @@
 decoder behind an encoder begins with the same embeddings."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from runtime.plan.memory import SequenceSize
 from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
@@ -43,6 +44,22 @@ def toy_shape(
         is_packed=is_packed,
         cross_kv_bytes_per_token=2 * num_layers * 2 * 64 * 4 if num_encoder_layers else 0,
     )
+
+
+def toy_mixture(num_layers: int = 8, num_experts: int = 8) -> ModelShape:
+    """The same bytes, of which each layer's are those of its experts."""
+
+    def mixture(stage: Stage) -> Stage:
+        if stage.kind is not StageKind.layer:
+            return stage
+        (parameter,) = stage.parameters
+        shape = (num_experts, LAYER_ROWS // num_experts, HIDDEN)
+        piece = replace(parameter.slices[0], shape=shape)
+        stack = replace(parameter, shape=shape, pieces=((piece,),), is_experts=True)
+        return replace(stage, parameters=(stack,), num_experts=num_experts, num_experts_per_token=2)
+
+    shape = toy_shape(num_layers)
+    return replace(shape, stages=tuple(map(mixture, shape.stages)))
 
 
 def sizes_of(num_prompt_tokens: Sequence[int], max_new_tokens: int = 16) -> list[SequenceSize]:

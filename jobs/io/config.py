@@ -13,7 +13,6 @@ from runtime.config import (
     Admission,
     DType,
     KVConfig,
-    KVTier,
     MachineConfig,
     ModelConfig,
     OffloadConfig,
@@ -21,8 +20,8 @@ from runtime.config import (
     PrefetchConfig,
     RuntimeConfig,
     SamplingConfig,
-    Tier,
     require,
+    require_groups_agree,
 )
 from runtime.errors import ConfigError
 
@@ -34,7 +33,7 @@ T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
 SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
-FREE_KEYS = frozenset({"policy.schedule", "policy.attention"})  # of those groups: the way, not the text
+FREE_KEYS = frozenset({"policy.schedule", "policy.attention"})  # of those groups: greedy float32 text is the same
 
 
 class LogLevel(Enum):
@@ -71,6 +70,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         _require_path(self.model)
         _require_output_root(self.output_root)
+        require_groups_agree(self.policy, self.prefetch, self.offload)
         require(self.checkpoint_seconds >= 0, f"checkpoint_seconds must be 0 or more, got {self.checkpoint_seconds}")
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
@@ -190,8 +190,9 @@ def run_name(config: GenerateConfig) -> str:
 
 
 def ignored_settings(config: GenerateConfig) -> list[str]:
-    """A sentence for each setting that has no effect beside the others; for the job to log as warnings."""
-    sampling, offload = config.sampling, config.offload
+    """A sentence for each setting that has no effect beside the others; for the job to log as warnings. Those that the
+    model or the plan leaves without effect: `runtime.plan.advice`."""
+    sampling = config.sampling
     narrowing = {"top_k": sampling.top_k != 0, "top_p": sampling.top_p != 1, "min_p": sampling.min_p != 0}
     ignored = [
         f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.temperature=0 is greedy"
@@ -202,17 +203,6 @@ def ignored_settings(config: GenerateConfig) -> list[str]:
         ignored.append(f"sampling.min_new_tokens={sampling.min_new_tokens} has no effect: sampling.ignore_eos=true")
     if config.checkpoint_seconds != GenerateConfig.checkpoint_seconds and config.policy.admission is Admission.wave:
         ignored.append(f"checkpoint_seconds={config.checkpoint_seconds} has no effect: policy.admission=wave")
-    if offload.resident_layers is not None and offload.tier is Tier.none:
-        ignored.append(
-            f"offload.resident_layers={offload.resident_layers} has no effect: offload=none keeps every layer"
-        )
-    if offload.device_memory_gib is not None and config.machine.device == "cpu":
-        gib = offload.device_memory_gib
-        ignored.append(f"offload.device_memory_gib={gib} has no effect: machine.device=cpu computes in host memory")
-    if config.kv.directory is not None and config.kv.tier in (KVTier.device, KVTier.cpu):
-        ignored.append(f"kv.directory={config.kv.directory} has no effect: kv={config.kv.tier.value} needs no file")
-    if config.kv.device_fraction is not None and config.kv.tier is KVTier.device:
-        ignored.append(f"kv.device_fraction={config.kv.device_fraction} has no effect: kv=device keeps every layer's")
     return ignored
 
 

@@ -12,6 +12,7 @@ import transformers
 from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.config import Admission
+from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
 from runtime.session import Session
 from runtime.trace import Trace
@@ -20,6 +21,7 @@ from .chat import require_template
 from .config import GenerateConfig, operational, run_name, semantic
 from .continuous import ContinuousRun
 from .dataset import Row, input_digest, read_rows, shard_rows
+from .files import publish, write_all
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
 from .plan_file import PlannedRequest, fix_plan, read_plan
@@ -118,7 +120,8 @@ class _Run:
         if self._state.is_resumed:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
         if plan is not None:
-            _log_plan(plan)
+            text = schedule_text(plan)
+            publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
         if session is not None:
             self._generate([block for block in blocks if block.index not in done], session, store)
         if self._asked.rejected and len(blocks) not in done:
@@ -138,17 +141,6 @@ class _Run:
                 ).finish()
 
 
-def _log_plan(plan: RunPlan) -> None:
-    walk = plan.placement.walk
-    log.info(
-        "%d blocks of up to %d sequences; %d of %d stages resident, the others through %d slots",
-        len(plan.blocks), max(len(block.members) for block in plan.blocks), len(plan.placement.resident),
-        walk.num_stages, walk.num_slots,
-    )  # fmt: skip
-    for ledger in plan.placement.ledgers:
-        log.info("%s", ledger)
-
-
 def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_finished: bool) -> Outcome:
     counts = dict.fromkeys(("ok", "error", "skipped"), 0)
     for part in store.committed().values():
@@ -159,6 +151,7 @@ def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_fi
         rows=counts,
         predicted=_predicted(plan, store) if plan is not None else None,
         planned=_planned_memory(plan, runtime) if plan is not None else None,
+        plan=runtime.facts(plan) if plan is not None else None,
     )
     if not was_finished:
         write_summary(store.directory.summary, summary)

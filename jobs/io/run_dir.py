@@ -46,6 +46,10 @@ class RunDirectory:
         return self.path / "plan.parquet"
 
     @property
+    def schedule(self) -> Path:
+        return self.path / "schedule.txt"
+
+    @property
     def generations(self) -> Path:
         return self.path / "generations"
 

@@ -17,6 +17,8 @@ from typing import Literal, TypeAlias
 
 import pyarrow as pa
 
+from runtime.plan.facts import PlanFacts
+
 from .files import JsonValue, write_json
 
 Phase: TypeAlias = Literal["prefill", "decode", "mixed"]
@@ -134,7 +136,8 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said."""
+    """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said; `plan`
+    is that of the last start."""
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -159,6 +162,7 @@ class Summary:
     peak: MemoryUse
     predicted: Rates | None = None
     planned: MemoryUse | None = None
+    plan: PlanFacts | None = None
 
     @property
     def hit_rate(self) -> float | None:
@@ -173,6 +177,7 @@ def summarize(
     rows: Mapping[Status, int],
     predicted: Rates | None = None,
     planned: MemoryUse | None = None,
+    plan: PlanFacts | None = None,
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
     return Summary(
@@ -202,6 +207,7 @@ def summarize(
         ),
         predicted=predicted,
         planned=planned,
+        plan=plan,
     )
 
 

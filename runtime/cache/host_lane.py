@@ -20,8 +20,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HostLayerKV(LayerKV):
-    """Pages in host memory; `key` and `value` (1, H, T, D) are those of the pass, in compute memory."""
+    """Pages of layer `index` in host memory; `key`, `value` (1, H, T, D) are those of the pass, in compute memory."""
 
+    index: int
     key: torch.Tensor
     value: torch.Tensor
     exchange: HostExchange
@@ -32,7 +33,8 @@ class HostLayerKV(LayerKV):
             self.exchange.new((segment.end, pages.shape[2], pages.shape[3]), pages.dtype) for pages, _ in sources
         ]
         pairs = zip(sources, rows_SHD, strict=True)
-        self.exchange.load([copy for (pages, _), row in pairs for copy in self._cached(pages, row, segment)])
+        copies = [copy for (pages, _), row in pairs for copy in self._cached(pages, row, segment)]
+        self.exchange.load(self.index, copies)
         for (_, new), row in zip(sources, rows_SHD, strict=True):
             row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
         return rows_SHD[0].transpose(0, 1), rows_SHD[1].transpose(0, 1)
@@ -97,14 +99,14 @@ class HostLane:
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> HostLayerKV:
         k_NPHD, v_NPHD = self._pages.layer(index, key, value)
-        return HostLayerKV(k_NPHD, v_NPHD, self._layout, key, value, self._exchange)
+        return HostLayerKV(k_NPHD, v_NPHD, self._layout, index, key, value, self._exchange)
 
     def store_prompts(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Begins to bring keys and values (1, H, T, D) of prompts to their pages."""
         pairs = zip(self._pages.layer(index, key, value), (key, value), strict=True)
         copies = [copy for pages, new in pairs for copy in self._new(pages, new)]
         if copies:
-            self._exchange.store(copies)
+            self._exchange.store(index, copies)
 
     def _new(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[Copy]:
         if not self._segments:
@@ -127,5 +129,5 @@ class HostLane:
         sent = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
         out = self._exchange.new((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)
         sinks = [] if sinks_H is None else [sinks_H.float().contiguous()]
-        trip = self._exchange.send([*sent, *sinks], out)
+        trip = self._exchange.send(index, [*sent, *sinks], out)
         return HostVisit(trip, self.layer(index, *qkv[1:]), self._rows, tokens_B)

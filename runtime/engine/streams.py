@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from ..config import Attention, KVConfig, KVTier, PolicyConfig
+from ..config import Attention, KVTier, RuntimeConfig
+from ..plan.kv import KVLayout
 from ..plan.placement import Placement
 from ..plan.shapes import ModelShape
 from ..store.kv_file import KVFile
@@ -16,6 +17,7 @@ from ..stream.experts import ExpertStream
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
 from ..trace import Trace
+from ..units import MIB
 from .workers import AttentionWorkers
 
 
@@ -47,11 +49,11 @@ def open_streams(
     placement: Placement,
     device: ComputeDevice,
     reader: Reader,
-    kv: KVConfig,
-    policy: PolicyConfig,
+    config: RuntimeConfig,
     trace: Trace | None,
 ) -> Iterator[Streams]:
     """Reads the resident weights. Raises CheckpointError, KVFileError."""
+    first = shape.layers[0].index
     with ExitStack() as stack:
         experts = None
         if placement.paged:
@@ -60,16 +62,27 @@ def open_streams(
             experts = ExpertStream(shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace)
         exchange = None
         if placement.host_layers:
-            exchange = stack.enter_context(HostExchange(placement.exchange, device))
+            exchange = stack.enter_context(HostExchange(placement.exchange, device, first_stage=first, trace=trace))
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
-            file = stack.enter_context(KVFile(layout, directory=kv.directory)) if layout.tier is KVTier.nvme else None
-            first = shape.layers[0].index
+            file = stack.enter_context(_kv_file(layout, config)) if layout.tier is KVTier.nvme else None
             pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
         yield Streams(
             weights=stack.enter_context(WeightStream(shape, placement, device, reader, trace)),
             experts=None if experts is None else stack.enter_context(experts),
             kv=pages,
             exchange=exchange,
-            workers=stack.enter_context(AttentionWorkers()) if policy.attention is Attention.cpu else None,
+            workers=stack.enter_context(AttentionWorkers()) if config.policy.attention is Attention.cpu else None,
         )
+
+
+def _kv_file(layout: KVLayout, config: RuntimeConfig) -> KVFile:
+    """Read and written as weights are read."""
+    offload = config.offload
+    return KVFile(
+        layout,
+        directory=config.kv.directory,
+        num_threads=offload.reader_threads,
+        chunk_bytes=offload.read_chunk_mib * MIB,
+        direct=offload.direct_io,
+    )

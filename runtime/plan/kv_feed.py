@@ -7,13 +7,9 @@ from .walk import Walk
 
 
 def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
-    """By gap: fetches fill the slots as a pass begins; behind each turn its slot is stored and fetched into again.
-
-    Raises ConfigError when the slots are fewer than the turns that the order has open at once.
-    """
+    """By gap: fetches fill the slots as a pass begins; behind each turn its slot is stored and fetched into again."""
     if not walk.travelling:
         return {}
-    _require_slots(walk, num_lanes)
     turns = [
         (step, Action(Op.fetch, stage, lane), Action(Op.store, stage, lane))
         for step, (stage, lane) in enumerate((stage, lane) for stage in walk.stages for lane in range(num_lanes))
@@ -26,7 +22,10 @@ def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
     return gaps
 
 
-def _require_slots(walk: Walk, num_lanes: int) -> None:
+def require_kv_slots(walk: Walk, num_lanes: int) -> None:
+    """Raises ConfigError when the slots are fewer than the turns that the order has open at once."""
+    if not walk.travelling:
+        return
     overlaps = STYLES[walk.order].num_ahead if set(walk.travelling) & set(walk.attending) else 0
     needed = min(1 + overlaps, num_lanes)
     if walk.num_kv_slots < needed:

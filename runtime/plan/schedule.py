@@ -8,15 +8,13 @@ decode passes leave out an encoder do they walk another way than prefill passes;
 
 from dataclasses import dataclass
 
-from ..config import Order
+from ..config import ORDERS_AHEAD
 from ..errors import ConfigError
 from .actions import Action, Op, parse_action
-from .kv_feed import kv_feed
+from .kv_feed import kv_feed, require_kv_slots
 from .orders import lane_steps
 from .walk import Walk
 from .weight_feed import weight_feed
-
-MIN_SLOTS = {Order.flexgen: 2, Order.cgopipe: 2}  # weights of two consecutive stages lie side by side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +36,9 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     """The walk's order of computing, with weights and KV brought in as early as their slots are free.
 
     With one slot no weights are read ahead (prefetch off); with k+1 slots reads run k stages ahead; with block b > 1,
-    groups of b stages are read while the group before is computed. Raises ConfigError when the slots do not fit.
+    groups of b stages are read while the group before is computed. Raises as `require_slots`.
     """
-    _require_slots(walk)
+    require_slots(walk, num_lanes)
     weights, kv, frees = weight_feed(walk, num_lanes), kv_feed(walk, num_lanes), _frees(walk, num_lanes)
 
     def begun_at(gap: int) -> list[Action]:
@@ -59,13 +57,15 @@ def _frees(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
     return {(stage - walk.first_stage + 1) * num_lanes: [Action(Op.free, stage)] for stage in walk.streamed}
 
 
-def _require_slots(walk: Walk) -> None:
+def require_slots(walk: Walk, num_lanes: int) -> None:
+    """Raises ConfigError when the walk's slots, of weights or of KV, are too few for its order, or too many."""
+    require_kv_slots(walk, num_lanes)
     if walk.num_slots > len(walk.streamed) > 0:
         raise ConfigError(
             f"{walk.num_slots} slots for {len(walk.streamed)} streamed stages: "
             "lower prefetch.depth or prefetch.block_layers"
         )
-    needed = min(MIN_SLOTS.get(walk.order, 0), len(walk.streamed))
+    needed = min(2 if walk.order in ORDERS_AHEAD else 1, len(walk.streamed))
     if walk.num_slots < needed:
         raise ConfigError(
             f"{walk.num_slots} slots, but policy.schedule={walk.order.value} brings a stage in while the one before it "

@@ -3,7 +3,9 @@
 On a CPU work is over when the call returns, and is told of at once. An accelerator's events are read once per pass.
 """
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -28,19 +30,22 @@ class Work(NamedTuple):
 
 
 class DeviceClock:
-    """One per device. Only the engine's thread calls it. `new_event` makes events with timing; None: a CPU's clock."""
+    """One per device. Any thread may begin and end work, the engine's alone resolves. `new_event` makes events with
+    timing; None: a CPU's clock."""
 
     def __init__(self, new_event: Callable[[], torch.Event] | None = None):
         self._new_event = new_event
         self._reference: Reference | None = None
-        self._running: list[Work] = []
+        self._making_reference = threading.Lock()
+        self._running: deque[Work] = deque()  # appending and popping are atomic; exchanging a list would lose work
 
     def begin(self, stream: torch.Stream | None = None) -> Moment:
         """Before the work is queued on `stream`, and behind what it waits for. Costs an event on an accelerator."""
         if self._new_event is None:
             return time.monotonic()
-        if self._reference is None:
-            self._reference = self._refer(self._new_event())
+        with self._making_reference:
+            if self._reference is None:
+                self._reference = self._refer(self._new_event())
         event = self._new_event()
         event.record(stream)
         return event
@@ -62,13 +67,12 @@ class DeviceClock:
         reference, which waits for the current stream."""
         if self._new_event is None:
             return
-        running: list[Work] = []
-        for work in self._running:
+        for _ in range(len(self._running)):
+            work = self._running.popleft()
             if work.end.query():
                 work.then(_seconds(work.begin, work.reference), _seconds(work.end, work.reference))
             else:
-                running.append(work)
-        self._running = running
+                self._running.append(work)
         self._reference = self._refer(self._new_event())
 
     def _refer(self, event: torch.Event) -> Reference:

@@ -3,12 +3,14 @@
 A thread each way keeps the order of fetches and that of stores; the file's own threads do the reading and writing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from ..plan.kv import KVLayout, stretches
 from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
+from ..trace import Row
 from .device import ComputeDevice
 from .kv_slot import Departure, KVSlot
 
@@ -16,8 +18,11 @@ from .kv_slot import Departure, KVSlot
 class DiskPages:
     """The tier `nvme`. Only the engine's thread calls it."""
 
-    def __init__(self, layout: KVLayout, device: ComputeDevice, file: KVFile):
-        self._layout, self._device, self._file = layout, device, file
+    def __init__(
+        self, layout: KVLayout, device: ComputeDevice, file: KVFile, told: Callable[[Row, int, float, float], None]
+    ):
+        """`told` hears of each copy's row and layer, and when it ran; of reading and writing the futures tell."""
+        self._layout, self._device, self._file, self._told = layout, device, file, told
         self._into, self._out = device.new_stream(), device.new_stream()
         self._fetching = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._storing = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
@@ -33,9 +38,10 @@ class DiskPages:
         """Begins to write pages, which are where `places` says, behind `slot.free`. Returns the bytes to be copied."""
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
+            told = partial(self._told, Row.device_to_host, layer)
             for run in stretches(places.values()):
                 there = slice(run.start * stride, run.stop * stride)
-                self._device.copy(slot.buffer[there], slot.staging[there], on=self._out, after=slot.free)
+                self._device.copy(slot.buffer[there], slot.staging[there], on=self._out, after=slot.free, then=told)
             slot.free.record(self._out)
         written = self._storing.submit(self._store, slot, layer, places)
         slot.departure = Departure(layer=layer, pages=frozenset(places), written=written)
@@ -62,7 +68,8 @@ class DiskPages:
         pending.wait()
         if slot.is_staged:
             num_bytes = len(pages) * self._layout.stride_bytes(layer)
-            self._device.copy(slot.staging[:num_bytes], slot.buffer[:num_bytes], on=self._into, after=slot.free)
+            told, source = partial(self._told, Row.host_to_device, layer), slot.staging[:num_bytes]
+            self._device.copy(source, slot.buffer[:num_bytes], on=self._into, after=slot.free, then=told)
             slot.ready.record(self._into)
         return pending
 

@@ -6,13 +6,16 @@ compute waits for an answer where the lane goes on. Bytes only: what they mean i
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
 from ..plan.exchange import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, ExchangeSize
+from ..trace import Row, Trace
 from ..units import round_up
+from .clock import Then
 from .counters import StreamCounters
 from .device import ComputeDevice, Event
 
@@ -44,8 +47,16 @@ class TripMemory:
 class Trip:
     """One lane's attention in one layer. `arrived` and `answer` may be called on any thread."""
 
-    def __init__(self, exchange: "HostExchange", memory: TripMemory, sent: Sequence[torch.Tensor], out: torch.Tensor):
-        self._exchange, self._memory, self._sent = exchange, memory, sent  # sent: kept until it has gone down
+    def __init__(
+        self,
+        exchange: "HostExchange",
+        layer: int,
+        memory: TripMemory,
+        sent: Sequence[torch.Tensor],
+        out: torch.Tensor,
+    ):
+        self._exchange, self._layer, self._memory = exchange, layer, memory
+        self._sent = sent  # kept until it has gone down
         *self._places, self._answer = memory.parts([*sent, out])
         self.out = out
 
@@ -58,7 +69,7 @@ class Trip:
         """Begins to bring it up into `out`. Comes behind `arrived`, so the last answer has left the same memory:
         compute waited for that one before it made what has arrived."""
         self._answer.copy_(answer)
-        self._exchange.lift(self._answer, self.out, self._memory)
+        self._exchange.lift(self._layer, Copy(self._answer, self.out), self._memory)
 
     def receive(self) -> torch.Tensor:
         """The answer, for compute that is queued from now on. The engine's thread calls it, once, behind `answer`."""
@@ -67,10 +78,12 @@ class Trip:
 
 
 class HostExchange:
-    """One per run; a context manager. Its methods are the engine's thread's, but for `lift`."""
+    """One per run; a context manager. Its methods are the engine's thread's, but for `lift`. `layer` counts decoder
+    layers from 0; `first_stage` is what counters and spans call that one."""
 
-    def __init__(self, size: ExchangeSize, device: ComputeDevice):
+    def __init__(self, size: ExchangeSize, device: ComputeDevice, *, first_stage: int = 0, trace: Trace | None = None):
         self._size, self._device = size, device
+        self._first_stage, self._trace = first_stage, trace
         self._down, self._up = device.new_stream(), device.new_stream()
         self._free = [TripMemory(device, size.trip_bytes) for _ in range(size.num_trips)]
         self._begun, self._loaded = device.new_event(), device.new_event()
@@ -93,22 +106,21 @@ class HostExchange:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._device.compute_buffer(num_bytes)[:num_bytes].view(dtype).view(*shape)
 
-    def send(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Trip:
+    def send(self, layer: int, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> Trip:
         """Begins to bring contiguous tensors down; the answer will go to `out`, compute memory that nobody else uses.
         Trips that are under way are limited in number."""
         assert self._free, f"more than {self._size.num_trips} lanes attend beside their KV"
         memory = self._free.pop()
-        trip = Trip(self, memory, tensors, out)
+        trip = Trip(self, layer, memory, tensors, out)
         memory.begun.record(self._device.compute_stream())
-        for source, target in zip(tensors, memory.parts(tensors), strict=True):
-            self._device.copy(source, target, on=self._down, after=memory.begun)
-            self._counters.bytes_returned += source.nbytes
+        copies = [Copy(source, place) for source, place in zip(tensors, memory.parts(tensors), strict=True)]
+        self._counters.bytes_returned += self._bring_down("send", layer, copies, memory.begun)
         memory.arrived.record(self._down)
         return trip
 
-    def lift(self, answer: torch.Tensor, out: torch.Tensor, memory: TripMemory) -> None:
+    def lift(self, layer: int, answer: Copy, memory: TripMemory) -> None:
         """The thread that attends calls it."""
-        self._device.copy(answer, out, on=self._up, after=memory.begun)
+        self._bring_up("answer", layer, [answer], memory.begun)
         memory.left.record(self._up)
 
     def end(self, memory: TripMemory, answer_bytes: int) -> None:
@@ -116,31 +128,50 @@ class HostExchange:
         self._counters.bytes_copied += answer_bytes
         self._free.append(memory)
 
-    def store(self, copies: Sequence[Copy]) -> None:
+    def store(self, layer: int, copies: Sequence[Copy]) -> None:
         """Begins to bring compute memory down to where it stays. Nobody may change the sources. Of several such calls
         compute waits for the last but one, so that their memory is bounded."""
         while len(self._stored) >= STORES_IN_FLIGHT:
             self._device.compute_waits_for(self._stored.popleft()[0])
         self._begun.record(self._device.compute_stream())
-        for copy in copies:
-            self._device.copy(copy.source, copy.target, on=self._down, after=self._begun)
-            self._counters.bytes_returned += copy.source.nbytes
+        self._counters.bytes_returned += self._bring_down("store", layer, copies, self._begun)
         stored = self._device.new_event()
         stored.record(self._down)
         self._stored.append((stored, copies))
 
-    def load(self, copies: Iterable[Copy]) -> None:
+    def load(self, layer: int, copies: Iterable[Copy]) -> None:
         """Brings up what lies in host memory, behind all that was stored there, for compute that is queued from now
         on."""
         self._begun.record(self._device.compute_stream())
         if self._up is not None and self._stored:
             self._device.wait(self._up, self._stored[-1][0])
-        for copy in copies:
-            self._device.copy(copy.source, copy.target, on=self._up, after=self._begun)
-            self._counters.bytes_copied += copy.source.nbytes
+        self._counters.bytes_copied += self._bring_up("load", layer, copies, self._begun)
         self._loaded.record(self._up)
         self._device.compute_waits_for(self._loaded)
 
     def take_counters(self) -> StreamCounters:
         counters, self._counters = self._counters, StreamCounters()
         return counters
+
+    def _bring_down(self, verb: str, layer: int, copies: Iterable[Copy], after: Event) -> int:
+        return self._bring(copies, self._down, after, partial(self._brought, Row.device_to_host, verb, layer))
+
+    def _bring_up(self, verb: str, layer: int, copies: Iterable[Copy], after: Event) -> int:
+        return self._bring(copies, self._up, after, partial(self._brought, Row.host_to_device, verb, layer))
+
+    def _bring(self, copies: Iterable[Copy], on: torch.Stream | None, after: Event, then: Then) -> int:
+        """Queues them as one piece of work, whose span is theirs; returns their bytes."""
+        if on is not None:
+            self._device.wait(on, after)
+        begin, num_bytes = self._device.clock.begin(on), 0
+        for copy in copies:
+            self._device.copy(copy.source, copy.target, on=on, after=after)
+            num_bytes += copy.source.nbytes
+        self._device.clock.end(begin, then, on)
+        return num_bytes
+
+    def _brought(self, row: Row, verb: str, layer: int, begin: float, end: float) -> None:
+        stage = self._first_stage + layer
+        self._counters.copies[stage] += end - begin
+        if self._trace is not None and end > begin:
+            self._trace.span(row, f"{verb} {stage}", begin, end)

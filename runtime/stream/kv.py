@@ -50,7 +50,8 @@ class KVStream:
         assert (layout.tier is KVTier.nvme) == (file is not None), f"kv={layout.tier.value} with file {file}"
         self._layout, self._device = layout, device
         self._first_stage, self._trace = first_stage, trace  # what decoder layer 0 is called in counters and spans
-        self._tier = PinnedPages(layout, device, self._copied) if file is None else DiskPages(layout, device, file)
+        told = self._copied
+        self._tier = PinnedPages(layout, device, told) if file is None else DiskPages(layout, device, file, told)
         self._slots = [self._new_slot() for _ in range(layout.num_slots)]
         self._free_slots = list(self._slots)
         self._held: dict[tuple[int, int], Held] = {}  # (layer, lane)

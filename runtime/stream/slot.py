@@ -13,6 +13,7 @@ class Slot:
     def __init__(self, buffer: torch.Tensor, device: ComputeDevice):
         self.buffer = buffer
         self.free: Event = device.new_event()
+        self.free.record(device.compute_stream())  # what lay in this memory before may still be in use
         self.ready: Event = device.new_event()
         self.reads: dict[int, PendingTransfer] = {}
         self.is_fresh = False

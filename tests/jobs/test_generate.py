@@ -1,5 +1,7 @@
 """The contract of a run: every row once, the same rows however often it was killed, nothing rewritten."""
 
+import json
+import logging
 import os
 import random
 import signal
@@ -27,6 +29,7 @@ from runtime.config import (
     Tier,
 )
 from runtime.errors import Interrupted, RunMismatchError
+from runtime.plan.actions import Op, parse_action
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2)
@@ -144,6 +147,18 @@ def test_every_tier_and_prefetch_gives_the_same_rows(tier: Tier, kind: Prefetch,
     offload = OffloadConfig(tier=tier, resident_layers=1)
     run(tmp_path / "other", offload=offload, prefetch=PrefetchConfig(kind=kind))
     assert rows(tmp_path / "other").equals(rows(tmp_path / "plain"))
+
+
+def test_a_run_keeps_its_schedule_and_what_it_resolved_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, offload=OffloadConfig(tier=Tier.nvme, resident_layers=1))
+    directory = RunDirectory(path=tmp_path / "generate" / "case")
+    lines = directory.schedule.read_text().splitlines()
+    actions = [parse_action(line) for line in lines if not line.startswith("#")]
+    assert {Op.read, Op.run, Op.free} <= {action.op for action in actions}
+    plan = json.loads(directory.summary.read_text())["plan"]
+    assert (plan["num_lanes"], plan["weights"], plan["kv"], plan["prefetch"]) == (2, "nvme", "device", "lookahead")
+    assert any(record.message.startswith("plan:") for record in caplog.records)
 
 
 def test_shards_partition_the_rows(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from runtime.plan.exchange import STORES_IN_FLIGHT, ExchangeSize
 from runtime.stream.exchange import Copy, HostExchange
+from runtime.trace import Row, Trace
 from tests.fake_device import Careless, FakeDevice
 
 COMPUTE, COPIES, DOWN, UP = range(4)  # streams in the order in which the device makes them
@@ -23,7 +24,7 @@ def trips(device: FakeDevice, num_trips: int = 3) -> list[tuple[float, float]]:
         for number in range(num_trips):
             made = exchange.new((2, 3), torch.float32)
             device.compute(lambda made=made, number=number: made.fill_(number))
-            trip = exchange.send([made, made], exchange.new((5,), torch.float32))
+            trip = exchange.send(0, [made, made], exchange.new((5,), torch.float32))
             arrived = trip.arrived()
             found.append(float(arrived[1].mean()))
             trip.answer(torch.full((5,), number + 0.5))
@@ -72,8 +73,8 @@ def stored_and_loaded(device: FakeDevice) -> list[float]:
         for number in range(4):
             made, back = exchange.new((8,), torch.float32), exchange.new((8,), torch.float32)
             device.compute(lambda made=made, number=number: made.fill_(number))
-            exchange.store([Copy(made, home[:8])])
-            exchange.load([Copy(home[:8], back)])
+            exchange.store(0, [Copy(made, home[:8])])
+            exchange.load(0, [Copy(home[:8], back)])
             device.compute(lambda back=back: seen.append(float(back.mean())))
         device.finish()
     return seen
@@ -85,10 +86,32 @@ def test_stores_that_are_not_done_are_bounded() -> None:
     home = device.host_pages(4096).view(torch.float32)[:8].fill_(-1)
     with HostExchange(SIZE, device) as exchange:
         for number in range(8):
-            exchange.store([Copy(exchange.new((1,), torch.float32).fill_(number), home[number : number + 1])])
+            exchange.store(0, [Copy(exchange.new((1,), torch.float32).fill_(number), home[number : number + 1])])
         num_done = 8 - STORES_IN_FLIGHT
         assert home.tolist() == [*range(num_done), *[-1] * STORES_IN_FLIGHT]
     assert home.tolist() == [*range(8)]
+
+
+def test_each_copy_is_a_span_on_the_row_of_its_way() -> None:
+    device, trace = FakeDevice((False, True, True, True)), Trace()
+    home = device.host_pages(4096).view(torch.float32)[:8]
+    with HostExchange(SIZE, device, first_stage=5, trace=trace) as exchange:
+        made = exchange.new((8,), torch.float32)
+        exchange.store(0, [Copy(made, home)])
+        exchange.load(1, [Copy(home, made)])
+        trip = exchange.send(2, [made, made], exchange.new((4,), torch.float32))
+        trip.arrived()
+        trip.answer(torch.zeros(4))
+        trip.receive()
+        counters = exchange.take_counters()
+    down, up = Row.device_to_host, Row.host_to_device
+    spans = trace.take()
+    assert [(span.row, span.name) for span in spans] == [
+        (down, "store 5"), (up, "load 6"), (down, "send 7"), (up, "answer 7"),
+    ]  # fmt: skip
+    assert set(counters.copies) == {5, 6, 7}
+    assert sum(counters.copies.values()) == pytest.approx(sum(span.end - span.begin for span in spans))
+    assert (counters.bytes_returned, counters.bytes_copied) == (32 + 64, 32 + 16)
 
 
 def test_more_trips_or_bytes_than_planned_are_our_mistake() -> None:
@@ -96,8 +119,8 @@ def test_more_trips_or_bytes_than_planned_are_our_mistake() -> None:
     with HostExchange(SIZE, device) as exchange:
         out = exchange.new((1,), torch.float32)
         with pytest.raises(AssertionError, match="a trip of 4,432 B has 4,096 B of pinned"):
-            exchange.send([torch.zeros(1000)], exchange.new((100,), torch.float32))
+            exchange.send(0, [torch.zeros(1000)], exchange.new((100,), torch.float32))
     with HostExchange(SIZE, device) as exchange:
-        exchange.send([torch.zeros(1)], out)
+        exchange.send(0, [torch.zeros(1)], out)
         with pytest.raises(AssertionError, match="more than 1 lanes attend"):
-            exchange.send([torch.zeros(1)], out)
+            exchange.send(0, [torch.zeros(1)], out)

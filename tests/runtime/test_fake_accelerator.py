@@ -13,7 +13,7 @@ from runtime.plan.shapes import ModelShape
 from runtime.store.reader import Reader
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
-from tests.fake_device import Careless, FakeDevice
+from tests.fake_device import POISON, Careless, FakeDevice
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.runtime.test_weight_stream import shape, tensors
 from tests.support import Reference
@@ -109,3 +109,17 @@ def test_a_wait_that_is_missing_shows(
     placement = device_placement(shape, tier)
     with WeightStream(shape, placement, device, reader) as stream:
         assert not all(looks(stream, device, placement, tensors))
+
+
+def test_a_new_slot_waits_for_compute_that_used_its_memory_before(shape: ModelShape, reader: Reader) -> None:
+    """Copies are as early as they may be."""
+    device = FakeDevice((True, False), defers_compute=True)
+    device.compute(lambda: None)
+    placement = device_placement(shape, Tier.cpu)
+    with WeightStream(shape, placement, device, reader) as stream:
+        stage = placement.walk.streamed[0]
+        stream.copy(stage)
+        slot = stream._present[stage]
+        assert bool((slot.buffer == POISON).all()), "overwritten while compute was still busy"
+        device.finish()
+        assert not bool((slot.buffer == POISON).all())

@@ -195,7 +195,7 @@ def test_a_trip_waits_for_nothing_but_itself(device: ComputeDevice) -> None:
     """It arrives, and its answer is computed with, although compute that came later has hardly begun."""
     with HostExchange(ExchangeSize(num_trips=1, trip_bytes=MIB), device) as exchange:
         made, out = exchange.new((64,), torch.float32).fill_(3), exchange.new((64,), torch.float32)
-        trip = exchange.send([made], out)
+        trip = exchange.send(0, [made], out)
         busy(device)
         behind = torch.Event(device=device.torch_device)
         behind.record(device.compute_stream())

@@ -12,6 +12,7 @@ from runtime.errors import KVFileError
 from runtime.plan import kv as kv_plan
 from runtime.stream.counters import StreamCounters
 from runtime.stream.device import ComputeDevice
+from runtime.trace import Row, Trace
 from tests.fake_device import FakeDevice
 from tests.kv_support import TIERS, opened, play
 
@@ -155,6 +156,19 @@ def test_counters_count_each_page_once_and_start_again(
         if tier is KVTier.nvme:
             assert min(found.reads[0], found.stalls[0]) > 0
         assert stream.take_counters() == StreamCounters()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_in_front_of_an_accelerator_both_ways_of_a_page_are_in_the_trace(tier: KVTier, tmp_path: Path) -> None:
+    trace = Trace()
+    with opened(tier, FakeDevice(), tmp_path, trace=trace) as stream:
+        for lane in (0, 1):
+            stream.fetch(0, lane, [0])
+            stream.acquire(0, lane).fill_(lane)
+            stream.store(0, lane, [0])
+    both_ways = {(Row.host_to_device, "fetch 0"), (Row.device_to_host, "store 0")}
+    on_disk = {(Row.disk, "fetch 0"), (Row.disk, "store 0")} if tier is KVTier.nvme else set()
+    assert {(span.row, span.name) for span in trace.take()} == both_ways | on_disk
 
 
 def test_closing_ends_the_threads(tmp_path: Path) -> None:

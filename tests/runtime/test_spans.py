@@ -72,3 +72,20 @@ def test_a_cpus_work_is_told_of_at_once() -> None:
     assert told[1] >= told[0]
     clock.resolve()
     assert len(told) == 2
+
+
+def test_work_that_ends_on_another_thread_while_it_is_resolved_is_told_of_once() -> None:
+    """A disk's threads and those that attend queue copies too."""
+    clock, told = DeviceClock(lambda: cast(torch.Event, FakeEvent(0.0))), list[int]()
+
+    def work(thread: int) -> None:
+        for number in range(NUM_SPANS):
+            clock.end(clock.begin(), lambda began, ended, n=thread * NUM_SPANS + number: told.append(n))
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        clock.resolve()
+    clock.resolve()
+    assert sorted(told) == list(range(NUM_THREADS * NUM_SPANS))

@@ -97,6 +97,10 @@ def test_interpolations_are_resolved() -> None:
         (["sampling.no_repeat_ngram_size=-1"], "sampling.no_repeat_ngram_size must be 0 (off) or more, got -1"),
         (["sampling.logprobs=-1"], "sampling.logprobs must be 0 (off) or more, got -1"),
         (["sampling.bad_words=['']"], "sampling.bad_words holds an empty string"),
+        (
+            ["policy.schedule=flexgen", "offload.tier=nvme", "prefetch={kind: 'off'}"],
+            "policy.schedule=flexgen reads a stage while the one before it is computed, which prefetch=off forbids",
+        ),
     ],
 )
 def test_refusal_is_one_line_that_names_the_key(overrides: list[str], message: str) -> None:
@@ -175,17 +179,12 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
     ("overrides", "keys"),
     [
         ([], []),
+        (["policy.schedule=flexgen", "prefetch={kind: 'off'}"], []),  # nothing streams
         (["sampling.temperature=1", "sampling.top_k=4"], []),
         (["sampling.top_k=4", "sampling.top_p=0.5", "sampling.min_p=0.1"], ["top_k", "top_p", "min_p"]),
         (["sampling.top_k=4", "dataset={kind: jsonl, path: x, temperature_field: t}"], []),
         (["sampling.min_new_tokens=4"], []),
         (["sampling.min_new_tokens=4", "sampling.ignore_eos=true"], ["sampling.min_new_tokens"]),
-        (["offload.resident_layers=2"], ["offload.resident_layers"]),
-        (["offload.resident_layers=2", "offload.tier=nvme"], []),
-        (["kv={tier: cpu, directory: x}"], ["kv.directory"]),
-        (["kv={tier: device, device_fraction: 0.5}"], ["kv.device_fraction"]),
-        (["kv={tier: nvme, directory: x, device_fraction: 0.5}"], []),
-        (["machine.device=cpu", "offload.device_memory_gib=4"], ["offload.device_memory_gib"]),
         (["checkpoint_seconds=5"], ["checkpoint_seconds=5.0"]),
         (["checkpoint_seconds=5", "policy.admission=continuous"], []),
     ],

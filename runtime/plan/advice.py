@@ -1,0 +1,179 @@
+"""What a user should hear of their settings once the plan is known: which have no effect, or less than they promise.
+
+A sentence each: the key, why, and what to do. `jobs.io.config.ignored_settings` says what needs no plan to be known.
+"""
+
+from collections.abc import Iterator
+
+from ..config import (
+    Admission,
+    Attention,
+    ExpertPaging,
+    KVConfig,
+    KVTier,
+    Order,
+    Prefetch,
+    PrefetchConfig,
+    RuntimeConfig,
+    Tier,
+)
+from .experts import pageable_stages
+from .placement import Placement
+from .planner import RunPlan
+from .shapes import ModelShape
+from .walks import cpu_attends
+
+ROOM_FOR_ALL = "there is room for all keys and values where compute happens"
+
+
+def advice(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
+    """All there is to say, for whoever runs the plan to log as warnings."""
+    return [*ignored_by_plan(config, shape, plan, has_device=has_device), *slow_by_plan(config, plan)]
+
+
+def ignored_by_plan(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
+    """Settings that do nothing for this model, on this machine, in this plan."""
+    return [
+        *_weights(config, has_device=has_device),
+        *_experts(config, shape, plan.placement),
+        *_attention(config, shape, has_device=has_device),
+        *_keys_and_values(config, shape, plan.placement, has_device=has_device),
+        *_prefetch(config, plan.placement),
+        *_admission(config, shape),
+    ]
+
+
+def slow_by_plan(config: RuntimeConfig, plan: RunPlan) -> list[str]:
+    """Settings that came to something slow which the user can avoid."""
+    return [*_kv_on_disk(config, plan.placement), *_experts_read_by_lane(config, plan)]
+
+
+def _weights(config: RuntimeConfig, *, has_device: bool) -> Iterator[str]:
+    offload = config.offload
+    if offload.tier is Tier.cpu and not has_device:
+        yield "offload=cpu is as offload=none here: compute happens in host memory; offload=nvme streams from disk"
+    if offload.resident_layers is not None and _keeps_all(offload.tier, has_device=has_device):
+        yield (
+            f"offload.resident_layers={offload.resident_layers} has no effect: offload={offload.tier.value} keeps "
+            "every layer; leave it null"
+        )
+    if offload.device_memory_gib is not None and not has_device:
+        yield (
+            f"offload.device_memory_gib={offload.device_memory_gib:g} has no effect: compute happens in host memory; "
+            "offload.host_memory_gib limits that"
+        )
+
+
+def _keeps_all(tier: Tier, *, has_device: bool) -> bool:
+    return tier is Tier.none or (tier is Tier.cpu and not has_device)
+
+
+def _experts(config: RuntimeConfig, shape: ModelShape, placement: Placement) -> Iterator[str]:
+    has_experts = any(stage.num_experts for stage in shape.stages)
+    if config.policy.schedule is Order.module_batched and not placement.decode_walk.routing:
+        why = "the model runs its experts in its own code" if has_experts else "the model has no experts"
+        yield f"policy.schedule=module_batched has no effect: {why}; policy.schedule=zigzag is the same"
+    paging = config.offload.expert_paging
+    if paging in (ExpertPaging.hit, ExpertPaging.all) and placement.paging is ExpertPaging.off:
+        yield (
+            f"offload.expert_paging={paging.value} has no effect: {_why_not_paged(shape, has_experts=has_experts)}; "
+            "leave it auto"
+        )
+
+
+def _why_not_paged(shape: ModelShape, *, has_experts: bool) -> str:
+    if not has_experts:
+        return "the model has no experts"
+    if not pageable_stages(shape):
+        return "this checkpoint's experts share bytes or scales, so none can be read by itself"
+    return "every layer stays in memory"
+
+
+def _attention(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
+    if config.policy.attention is not Attention.cpu or cpu_attends(shape, config, has_device=has_device):
+        return
+    why = (
+        "an accelerator expands this model's latents in its own memory"
+        if shape.is_packed
+        else "padded lanes attend in the model's own code"
+    )
+    yield f"policy.attention=cpu has no effect: {why}; policy.attention=device is the same"
+
+
+def _keys_and_values(
+    config: RuntimeConfig, shape: ModelShape, placement: Placement, *, has_device: bool
+) -> Iterator[str]:
+    kv, layout = config.kv, placement.kv
+    if kv.tier is KVTier.cpu and not has_device:
+        yield ("kv=cpu is as kv=device here: compute happens in host memory; kv=nvme keeps keys and values elsewhere")
+    if layout.page_bytes and not layout.stays_in_host:
+        if kv.directory is not None and layout.tier is not KVTier.nvme:
+            yield f"kv.directory={kv.directory} has no effect: keys and values lie in host memory; kv=nvme uses it"
+        return
+    why = _why_nothing_travels(kv, shape, placement, has_device=has_device)
+    if kv.tier in (KVTier.cpu, KVTier.nvme) and kv.device_fraction is None and why == ROOM_FOR_ALL:
+        yield f"kv={kv.tier.value} has no effect: {why}; kv.device_fraction=0 keeps them elsewhere nevertheless"
+    if kv.device_fraction is not None:
+        yield f"kv.device_fraction={kv.device_fraction:g} has no effect: {why}; leave it null"
+    if kv.num_slots != KVConfig.num_slots:
+        yield f"kv.num_slots={kv.num_slots} has no effect: {why}; leave it {KVConfig.num_slots}"
+    if kv.directory is not None:
+        yield f"kv.directory={kv.directory} has no effect: {why}; leave it null, or choose kv=nvme"
+
+
+def _why_nothing_travels(kv: KVConfig, shape: ModelShape, placement: Placement, *, has_device: bool) -> str:
+    if placement.kv.stays_in_host:
+        return "policy.attention=cpu attends where all keys and values are"
+    if not shape.kv_bytes_per_token:
+        return "the model keeps no keys and values"
+    if kv.tier is KVTier.device or (kv.tier is KVTier.cpu and not has_device):
+        return f"kv={kv.tier.value} keeps all keys and values where compute happens"
+    if kv.tier is KVTier.auto or kv.device_fraction is None:
+        return ROOM_FOR_ALL
+    return f"no layer's keys and values are left to kv={kv.tier.value}"
+
+
+def _prefetch(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
+    prefetch, kind = config.prefetch, config.prefetch.kind
+    if not placement.walk.streamed:
+        if prefetch != PrefetchConfig():
+            yield f"prefetch={kind.value} has no effect: every stage stays in memory; leave the group prefetch out"
+        return
+    depth, block_layers = prefetch.depth, prefetch.block_layers
+    if depth != PrefetchConfig.depth:
+        if kind is Prefetch.cost_aware:
+            yield f"prefetch.depth={depth} has no effect: prefetch=cost_aware finds one; prefetch=lookahead takes it"
+        elif kind is not Prefetch.lookahead and not placement.paged:  # experts have slots by depth
+            yield f"prefetch.depth={depth} has no effect beside prefetch={kind.value}; prefetch=lookahead takes it"
+    if block_layers != PrefetchConfig.block_layers and kind is not Prefetch.block:
+        yield (
+            f"prefetch.block_layers={block_layers} has no effect beside prefetch={kind.value}; prefetch=block takes it"
+        )
+
+
+def _admission(config: RuntimeConfig, shape: ModelShape) -> Iterator[str]:
+    if config.policy.admission is Admission.continuous and not shape.is_packed:
+        yield (
+            "policy.admission=continuous goes by whole micro-batches: padded lanes cannot be joined, so requests enter "
+            "as the last of a micro-batch ends; a smaller policy.micro_batch_size lets them enter earlier"
+        )
+
+
+def _kv_on_disk(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
+    layout = placement.kv
+    if config.kv.tier is KVTier.auto and layout.tier is KVTier.nvme and layout.page_bytes:
+        keys = " or ".join(ledger.budget_key for ledger in placement.ledgers)
+        yield (
+            f"kv=auto keeps keys and values of {len(layout.page_bytes)} layers on disk, which is slow: memory has no "
+            f"room for more; raise {keys}, or lower policy.micro_batch_size or sampling.max_new_tokens"
+        )
+
+
+def _experts_read_by_lane(config: RuntimeConfig, plan: RunPlan) -> Iterator[str]:
+    paging, placement = config.offload.expert_paging, plan.placement
+    is_asked_for = paging in (ExpertPaging.hit, ExpertPaging.all) and bool(placement.paged)
+    if is_asked_for and plan.num_lanes > 1 and not placement.decode_walk.routing:
+        yield (
+            f"offload.expert_paging={paging.value} reads an expert up to {plan.num_lanes} times in a pass: each of "
+            f"{plan.num_lanes} micro-batches asks by itself; policy.schedule=module_batched reads it once"
+        )

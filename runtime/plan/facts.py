@@ -1,0 +1,94 @@
+"""What every `auto` of a run came to: to be logged when the plan is known, and kept beside the results."""
+
+from dataclasses import dataclass
+
+from ..config import Attention, KVTier, RuntimeConfig
+from .planner import RunPlan
+from .shapes import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFacts:
+    """Values of JSON, most of them words of the config. `str` is a few lines for a log.
+
+    `prefetch_depth` counts stages that reads run ahead of compute: layers of a block, 0 where they wait for their turn.
+    """
+
+    dtype: str
+    weights: str
+    num_stages: int
+    num_resident_stages: int
+    prefetch: str
+    prefetch_depth: int
+    num_slots: int
+    expert_paging: str
+    num_paged_stages: int
+    kv: str
+    num_kv_layers: int
+    num_travelling_layers: int  # of those, with keys and values elsewhere than compute
+    schedule: str
+    attention: str
+    admission: str
+    num_blocks: int
+    num_lanes: int
+    lane_size: int  # most sequences of a micro-batch
+
+    @staticmethod
+    def of(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, dtype: str) -> "PlanFacts":
+        placement = plan.placement
+        attention = Attention.cpu if placement.decode_walk.attending else Attention.device
+        kv = placement.kv.tier if placement.kv.page_bytes else KVTier.device
+        return PlanFacts(
+            dtype=dtype,
+            weights=config.offload.tier.value,
+            num_stages=len(shape.stages),
+            num_resident_stages=len(placement.resident),
+            prefetch=plan.prefetch.kind.value,
+            prefetch_depth=_depth(plan),
+            num_slots=placement.walk.num_slots,
+            expert_paging=placement.paging.value,
+            num_paged_stages=len(placement.paged),
+            kv=kv.value,
+            num_kv_layers=sum(1 for size in shape.kv_layer_bytes if size),
+            num_travelling_layers=len(placement.kv.page_bytes),
+            schedule=placement.decode_walk.order.value,
+            attention=attention.value,
+            admission=config.policy.admission.value,
+            num_blocks=len(plan.blocks),
+            num_lanes=plan.num_lanes,
+            lane_size=plan.lane_size,
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                "plan:",
+                f"  blocks    {self.num_blocks} of up to {self.num_lanes} micro-batches of {self.lane_size} sequences, "
+                f"admission={self.admission}, {self.dtype}",
+                f"  schedule  {self.schedule}, decode attention={self.attention}",
+                f"  weights   {self.weights}{self._streaming}",
+                f"  experts   paging={self.expert_paging}{self._paging}",
+                f"  KV        {self.kv}{self._travelling}",
+            ]
+        )
+
+    @property
+    def _streaming(self) -> str:
+        counts = f": {self.num_resident_stages} of {self.num_stages} stages resident"
+        if self.num_resident_stages == self.num_stages:
+            return counts
+        return f"{counts}, {self.num_slots} slots, prefetch={self.prefetch} {self.prefetch_depth} ahead"
+
+    @property
+    def _paging(self) -> str:
+        return f" in {self.num_paged_stages} stages" if self.num_paged_stages else ""
+
+    @property
+    def _travelling(self) -> str:
+        away, num_layers = self.num_travelling_layers, self.num_kv_layers
+        return f": {away} of {num_layers} layers, the others where compute happens" if away else ""
+
+
+def _depth(plan: RunPlan) -> int:
+    walk = plan.placement.walk
+    return walk.block if walk.block > 1 else max(0, walk.num_slots - 1)

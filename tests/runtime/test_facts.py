@@ -1,0 +1,92 @@
+"""What is logged and stored of a plan is what was resolved, not what was asked."""
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.config import (
+    Attention,
+    ExpertPaging,
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    Order,
+    PolicyConfig,
+    PolicyKind,
+    Prefetch,
+    PrefetchConfig,
+    RuntimeConfig,
+    Tier,
+)
+from runtime.plan.facts import PlanFacts
+from runtime.plan.placement import Budgets
+from runtime.plan.planner import plan_run
+from runtime.plan.rates import MachineRates
+from runtime.plan.shapes import ModelShape
+from runtime.units import GIB
+from tests.toy import sizes_of, toy_mixture, toy_shape
+
+POLICY = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=3, num_micro_batches=2)
+NVME = RuntimeConfig(policy=POLICY, offload=OffloadConfig(tier=Tier.nvme, resident_layers=2))
+RATES = MachineRates(
+    disk_bytes_per_second=1e9, link_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
+)
+
+
+def facts(config: RuntimeConfig, shape: ModelShape | None = None, *, has_device: bool = False) -> PlanFacts:
+    shape, budgets = shape or toy_shape(), Budgets(host_bytes=GIB, device_bytes=GIB if has_device else None)
+    plan = plan_run(shape, config, budgets, sizes_of([30] * 10), rates=RATES)
+    return PlanFacts.of(config, shape, plan, dtype="float32")
+
+
+def test_blocks_and_stages_are_counted() -> None:
+    found = facts(NVME)
+    assert (found.num_blocks, found.num_lanes, found.lane_size) == (2, 2, 3)
+    assert (found.num_resident_stages, found.num_stages, found.num_slots) == (4, 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "resolved", "depth"),
+    [
+        (PrefetchConfig(kind=Prefetch.off), "off", 0),
+        (PrefetchConfig(depth=3), "lookahead", 3),
+        (PrefetchConfig(depth=64), "lookahead", 5),  # of six streamed stages five are others
+        (PrefetchConfig(kind=Prefetch.block, block_layers=2), "block", 2),
+        (PrefetchConfig(kind=Prefetch.cost_aware), "lookahead", 1),
+    ],
+)
+def test_prefetch_is_the_one_that_runs(prefetch: PrefetchConfig, resolved: str, depth: int) -> None:
+    found = facts(replace(NVME, prefetch=prefetch))
+    assert (found.prefetch, found.prefetch_depth) == (resolved, depth)
+    assert f"prefetch={resolved} {depth} ahead" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("kv", "has_device", "tier", "num_travelling"),
+    [
+        (KVConfig(), False, "device", 0),
+        (KVConfig(tier=KVTier.cpu), False, "device", 0),
+        (KVConfig(tier=KVTier.cpu, device_fraction=0.25), True, "cpu", 6),
+        (KVConfig(tier=KVTier.nvme, device_fraction=0.0), False, "nvme", 8),
+    ],
+)
+def test_keys_and_values_are_where_the_plan_puts_them(
+    kv: KVConfig, has_device: bool, tier: str, num_travelling: int
+) -> None:
+    found = facts(replace(NVME, kv=kv), has_device=has_device)
+    assert (found.kv, found.num_travelling_layers, found.num_kv_layers) == (tier, num_travelling, 8)
+    assert (f"{tier}: {num_travelling} of 8 layers" in str(found)) == (num_travelling > 0)
+
+
+@pytest.mark.parametrize(("is_packed", "attention"), [(True, "cpu"), (False, "device")])
+def test_attention_is_where_it_really_runs(is_packed: bool, attention: str) -> None:
+    config = replace(NVME, policy=replace(POLICY, attention=Attention.cpu, schedule=Order.flexgen))
+    found = facts(config, toy_shape(is_packed=is_packed))
+    assert (found.attention, found.schedule) == (attention, "flexgen")
+
+
+@pytest.mark.parametrize(("paging", "num_paged"), [(ExpertPaging.off, 0), (ExpertPaging.all, 6)])
+def test_paged_are_the_streamed_mixtures(paging: ExpertPaging, num_paged: int) -> None:
+    config = replace(NVME, offload=OffloadConfig(tier=Tier.nvme, resident_layers=2, expert_paging=paging))
+    found = facts(config, toy_mixture())
+    assert (found.expert_paging, found.num_paged_stages) == (paging.value, num_paged)
