@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from ..config import Attention, KVConfig, KVTier, PolicyConfig
+from ..plan.model_shape import ModelShape
 from ..plan.placement import Placement
-from ..plan.shapes import ModelShape
 from ..store.kv_file import KVFile
 from ..store.reader import Reader
 from ..stream.counters import StreamCounters

@@ -10,7 +10,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import DType, ModelConfig
 from ..errors import ConfigError
-from ..plan.shapes import ModelShape, Parameter, Stage, StageKind
+from ..plan.model_shape import ModelShape
+from ..plan.shapes import Parameter, Stage, StageKind
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from . import attention, experts
 from .converted import cache_root, convert_once

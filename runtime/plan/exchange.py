@@ -8,8 +8,8 @@ from .extents import pinned_bytes
 from .kv import KVLayout
 from .ledger import Entry
 from .load import Load
+from .model_shape import ModelShape
 from .orders import STYLES
-from .shapes import ModelShape
 from .walk import Walk
 
 TRIP_PARTS = 5  # queries, keys, values, sinks; the answer

@@ -8,9 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ExpertPaging
-from .extents import pinned_bytes, slot_layout
+from .extents import pinned_bytes
 from .ledger import Entry
-from .shapes import ModelShape, Stage
+from .model_shape import ModelShape
+from .shapes import Stage
+from .stage_sizes import ExpertSizes
 from .walk import Walk
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
@@ -94,21 +96,6 @@ class ExpertPages:
             reads=outer.reads,
             copies=outer.copies,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """What the experts of one stage take as they are placed, alignment included: the largest one, and all in pinned
-    buffers of their own. Making it takes some milliseconds."""
-
-    num_experts: int
-    slot_bytes: int
-    pinned_bytes: int
-
-    @staticmethod
-    def of(stage: Stage) -> "ExpertSizes":
-        sizes = [slot_layout(stage.expert(expert)).num_bytes for expert in range(stage.num_experts)]
-        return ExpertSizes(num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_bytes, sizes)))
 
 
 def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:

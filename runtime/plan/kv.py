@@ -11,7 +11,7 @@ from ..units import MIB, round_up
 from .extents import ALIGNMENT_BYTES, pinned_bytes
 from .ledger import Entry
 from .memory import PAGE_TOKENS
-from .shapes import ModelShape
+from .model_shape import ModelShape
 from .spread import spread
 
 SEGMENT_BYTES = (

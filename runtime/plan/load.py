@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, pass_tokens
-from .shapes import ModelShape
+from .model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..units import MIB, round_up
 from .ledger import Entry
-from .shapes import ModelShape
+from .model_shape import ModelShape
 
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
 PRODUCT_WORKSPACE_BYTES = 16 * MIB  # upcast panels, one per product in flight

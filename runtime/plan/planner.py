@@ -12,9 +12,10 @@ from ..config import Admission, KVTier, PolicyKind, Prefetch, PrefetchConfig, Ru
 from .cost import Durations, MachineRates, lane_seconds, simulate
 from .load import Load
 from .memory import PAGE_TOKENS, MicroBatch, SequenceSize, lane_entries, pass_tokens
-from .placement import Budgets, Placement, kv_tiers, place
+from .model_shape import ModelShape
+from .placement import Budgets, Placement
+from .placer import kv_tiers, place
 from .schedule import make_schedule
-from .shapes import ModelShape
 from .walk import Walk
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers

@@ -15,8 +15,8 @@ import torch
 from ..errors import CheckpointError
 from ..plan.experts import dense_shape
 from ..plan.extents import group_layout, resident_groups, slot_layout
+from ..plan.model_shape import ModelShape
 from ..plan.placement import Placement
-from ..plan.shapes import ModelShape
 from ..store.reader import Reader
 from ..trace import Row, Trace
 from .counters import StreamCounters

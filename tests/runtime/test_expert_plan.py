@@ -9,7 +9,6 @@ import pytest
 from runtime.config import ExpertPaging
 from runtime.plan.experts import (
     ExpertPages,
-    ExpertSizes,
     batch_entries,
     choose_paging,
     dense_shape,
@@ -20,7 +19,9 @@ from runtime.plan.experts import (
     unpageable_stacks,
 )
 from runtime.plan.extents import slot_layout
-from runtime.plan.shapes import ModelShape, Parameter, Scales, Stage, StageKind, TensorSlice
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.shapes import Parameter, Scales, Stage, StageKind, TensorSlice
+from runtime.plan.stage_sizes import ExpertSizes
 from runtime.plan.walk import Walk
 from runtime.units import KIB
 from tests.toy import toy_shape

@@ -9,7 +9,7 @@ from runtime.config import KVTier
 from runtime.plan.extents import ALIGNMENT_BYTES
 from runtime.plan.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, travelling_layers
 from runtime.plan.memory import PAGE_TOKENS
-from runtime.plan.shapes import ModelShape
+from runtime.plan.model_shape import ModelShape
 from runtime.units import KIB
 from tests.toy import toy_shape
 

@@ -8,9 +8,10 @@ from runtime.config import KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchCo
 from runtime.errors import BudgetError
 from runtime.plan.check import check_schedule
 from runtime.plan.load import Load
-from runtime.plan.placement import Budgets, Placement, place
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets, Placement
+from runtime.plan.placer import place
 from runtime.plan.schedule import make_schedule
-from runtime.plan.shapes import ModelShape
 from runtime.plan.spread import spread
 from runtime.plan.walks import num_slots_for
 from runtime.units import GIB, MIB

@@ -12,8 +12,10 @@ from runtime.config import OffloadConfig, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError
 from runtime.plan.extents import Extent
 from runtime.plan.load import Load
-from runtime.plan.placement import Budgets, Placement, place
-from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets, Placement
+from runtime.plan.placer import place
+from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.store.header import read_header
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming, PendingTransfer
