@@ -32,6 +32,11 @@ class Load:
             lane_rows=max(map(len, lanes), default=0),
         )
 
+    @property
+    def is_roomy(self) -> bool:
+        """Every other sequence could run to its limit, or all of them halfway."""
+        return 2 * self.num_kv_pages >= kv_tokens(self.shape, self.lanes) // PAGE_TOKENS
+
     @cached_property
     def lane_tokens(self) -> tuple[int, ...]:
         """Most tokens of each lane in one pass."""
