@@ -26,22 +26,36 @@ def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: int)
     return num_experts * (1 - (1 - num_experts_per_token / num_experts) ** num_tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Passes that are alike: in each, a layer's experts are asked for `num_requests` times, for `num_tokens` each time.
+    Module batching asks once, for all lanes."""
+
+    num_passes: float
+    num_requests: int
+    num_tokens: int
+
+
 def choose_paging(
-    *, num_experts: int, num_experts_per_token: int, num_tokens: int, num_requests: int, layer_fits: bool
+    *, num_experts: int, num_experts_per_token: int, phases: Sequence[Phase], layer_fits: bool
 ) -> ExpertPaging:
-    """What `offload.expert_paging=auto` means for a layer whose experts are asked for `num_requests` times in a pass,
-    for `num_tokens` each time. Module batching asks once, for all lanes.
+    """What `offload.expert_paging=auto` means for a layer, from what all passes of a run read of it.
 
     Only hit experts are read where that leaves out a tenth of the layer's bytes. Where it doesn't, the whole layer is
-    read once, ahead of its turn; and if the slots cannot hold it, all its experts one by one, which at least need not
-    wait for the routers.
+    read once in each pass, ahead of its turn; and if the slots cannot hold it, all its experts one by one for each that
+    asks, which at least need not wait for the routers.
     """
-    hits = expected_hits(num_experts, num_experts_per_token, num_tokens)
-    if num_requests * hits < WORTHWHILE_SHARE * num_experts:
+    hits = layers = requests = 0.0  # experts read, and layers' worth of them
+    for phase in phases:
+        asked = phase.num_passes * phase.num_requests
+        hits += asked * expected_hits(num_experts, num_experts_per_token, phase.num_tokens)
+        layers += phase.num_passes
+        requests += asked
+    if hits < WORTHWHILE_SHARE * num_experts * layers:
         return ExpertPaging.hit
     if layer_fits:
         return ExpertPaging.off
-    return ExpertPaging.hit if hits < WORTHWHILE_SHARE * num_experts else ExpertPaging.all
+    return ExpertPaging.hit if hits < WORTHWHILE_SHARE * num_experts * requests else ExpertPaging.all
 
 
 def pageable_stages(shape: ModelShape) -> frozenset[int]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, pass_tokens
+from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, pass_tokens, prefill_passes
 from .model_shape import ModelShape
 
 
@@ -19,6 +19,8 @@ class Load:
     num_kv_pages: int
     lane_pages: int  # KV pages of the lane that has most
     lane_rows: int  # sequences of the lane that has most
+    num_prefill_passes: float  # of the whole run or of one block: what counts is how they compare
+    num_decode_passes: float
 
     @staticmethod
     def of(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> "Load":
@@ -30,6 +32,8 @@ class Load:
             num_kv_pages=kv_tokens(shape, lanes) // PAGE_TOKENS,
             lane_pages=max((kv_tokens(shape, [lane]) for lane in lanes), default=0) // PAGE_TOKENS,
             lane_rows=max(map(len, lanes), default=0),
+            num_prefill_passes=max((prefill_passes(shape, lane, chunk_tokens) for lane in lanes), default=0),
+            num_decode_passes=max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0),
         )
 
     @property

@@ -49,7 +49,7 @@ def _longest(shape: ModelShape, lane: MicroBatch) -> int:
 
 
 def _prompt_width(lane: MicroBatch) -> int:
-    return max(size.num_prompt_tokens for size in lane)
+    return max((size.num_prompt_tokens for size in lane), default=0)
 
 
 def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
@@ -68,6 +68,12 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
     if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
         return len(lane) * width
     return len(lane) * chunk_columns(len(lane), width, prefill_chunk_tokens)
+
+
+def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
+    """Passes that a lane's prompts take."""
+    tokens = sum(size.num_prompt_tokens for size in lane) if shape.is_packed else len(lane) * _prompt_width(lane)
+    return -(-tokens // pass_tokens(shape, lane, prefill_chunk_tokens)) if tokens else 0
 
 
 def lane_entries(

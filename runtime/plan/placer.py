@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier, require
 from .exchange import exchange_size
-from .experts import choose_paging, pageable_stages
+from .experts import Phase, choose_paging, pageable_stages
 from .kv import KVLayout, kv_layout, travelling_layers
 from .load import Load
 from .model_shape import ModelShape
@@ -112,14 +112,23 @@ class _Placer:
 
     def _best_paging(self, *, layer_fits: bool) -> ExpertPaging:
         stage = self.shape.stages[min(pageable_stages(self.shape))]
-        is_batched = self.config.policy.schedule is Order.module_batched
-        rows = sum(map(len, self.load.lanes)) if is_batched else self.load.lane_rows
         return choose_paging(
             num_experts=stage.num_experts,
             num_experts_per_token=stage.num_experts_per_token,
-            num_tokens=rows,
-            num_requests=1 if is_batched else len(self.load.lanes),
+            phases=self._phases,
             layer_fits=layer_fits,
+        )
+
+    @property
+    def _phases(self) -> tuple[Phase, Phase]:
+        """One choice serves both: prompts visit nearly all experts, but passes that decode are mostly many more."""
+        load, is_batched = self.load, self.config.policy.schedule is Order.module_batched
+        prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]
+        tokens = [sum(each) if is_batched else max(each, default=0) for each in (prefill, decode)]
+        num_requests = 1 if is_batched else len(load.lanes)
+        return (
+            Phase(num_passes=load.num_prefill_passes, num_requests=num_requests, num_tokens=tokens[0]),
+            Phase(num_passes=load.num_decode_passes, num_requests=num_requests, num_tokens=tokens[1]),
         )
 
     @property

@@ -81,6 +81,11 @@ def _continuous_load(
     lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
     lanes = [longest[i : i + lane_size] for i in range(0, min(seats, len(longest)), lane_size)]
     full = Load.of(shape, lanes, chunk)
+    full = replace(
+        full,
+        num_prefill_passes=sum(size.num_prompt_tokens for size in sizes) / max(1, sum(full.lane_tokens)),
+        num_decode_passes=sum(size.max_new_tokens - 1 for size in sizes) / max(1, seats),
+    )
     if not shape.is_packed or not lanes:
         return full
     return _with_fewer_pages(shape, config, budgets, full)
