@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..units import MIB, round_up
+from .delta_rule import CHUNK_COLUMNS
 from .ledger import Entry
 from .model_shape import ModelShape
 
@@ -93,6 +94,7 @@ def lane_entries(
     return (
         *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
         *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
+        *(_delta_rule_entries(shape, micro_batches, prefill_chunk_tokens) if shape.delta_rule is not None else ()),
         Entry(
             name="hidden states",
             num_bytes=sum(tokens) * between * size,
@@ -119,6 +121,24 @@ def lane_entries(
 def _state_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
     rows, per_row = sum(map(len, micro_batches)), shape.state_bytes_per_sequence
     return (Entry(name="states", num_bytes=rows * per_row, equation=f"{rows:,} sequences x {per_row:,} B"),)
+
+
+def _delta_rule_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> tuple[Entry, ...]:
+    """Of the lane that takes most: many short rows are padded to many columns."""
+    rule, size = shape.delta_rule, shape.compute_dtype_bytes
+    assert rule is not None, "asked of a model without a delta rule"
+    rectangles = [
+        (len(lane), chunk_columns(len(lane), _prompt_width(lane), chunk_tokens)) for lane in micro_batches if lane
+    ]
+    rows, columns = max(rectangles, key=lambda each: rule.num_bytes(*each, size), default=(0, 0))
+    return (
+        Entry(
+            name="delta rule",
+            num_bytes=rule.num_bytes(rows, columns, size),
+            equation=f"{rows:,} rows of {columns:,} columns in chunks of {CHUNK_COLUMNS}, {rule.num_heads} heads of "
+            f"{rule.key_dim} x {rule.value_dim} in float32",
+        ),
+    )
 
 
 def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
