@@ -133,14 +133,15 @@ def host_entries(paged: Collection[ExpertSizes], outer: Walk) -> tuple[Entry, ..
     return (Entry(name="experts", num_bytes=num_bytes, equation=f"{num_experts} experts, pinned"),)
 
 
-def batch_entries(shape: ModelShape, tokens_of_lanes: Sequence[int]) -> tuple[Entry, ...]:
-    """Module batching, in the compute device's memory. Lanes wait at their experts with the residual, the experts'
-    input, shared experts' output and the routing; then one layer's experts run over all their tokens.
+def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
+    """Module batching of so many tokens of all lanes, in the compute device's memory. Lanes wait at their experts with
+    the residual, the experts' input, shared experts' output and the routing; then one layer's experts run over all
+    their tokens.
 
     The worst case has one expert visited by all tokens: its input, gate and up, their product twice, output and
     weighted output.
     """
-    size, tokens = shape.compute_dtype_bytes, sum(tokens_of_lanes)
+    size = shape.compute_dtype_bytes
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     waiting = (3 * shape.hidden_size + num_experts) * size + choices * (size + INDEX_BYTES)
@@ -148,12 +149,12 @@ def batch_entries(shape: ModelShape, tokens_of_lanes: Sequence[int]) -> tuple[En
     return (
         Entry(
             name="lanes at their experts",
-            num_bytes=tokens * waiting,
-            equation=f"{tokens:,} tokens of all lanes x {waiting:,} B",
+            num_bytes=num_tokens * waiting,
+            equation=f"{num_tokens:,} tokens of all lanes x {waiting:,} B",
         ),
         Entry(
             name="batched experts",
-            num_bytes=tokens * running,
-            equation=f"{tokens:,} tokens of all lanes x {running:,} B",
+            num_bytes=num_tokens * running,
+            equation=f"{num_tokens:,} tokens of all lanes x {running:,} B",
         ),
     )

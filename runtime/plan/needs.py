@@ -70,7 +70,7 @@ class Needs:
         if placement.host_layers:
             entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
         if placement.walk.routing:
-            entries += batch_entries(self.shape, self.load.lane_tokens)
+            entries += batch_entries(self.shape, self.load.all_tokens)
         return tuple(entries)
 
     def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:

@@ -96,7 +96,7 @@ class _Placer:
                     tier,
                     layers,
                     num_pages=self.load.num_kv_pages,
-                    slot_pages=min(self.load.lane_pages, self.load.num_kv_pages),
+                    slot_pages=min(self.load.most_pages, self.load.num_kv_pages),
                     num_slots=0 if beside_cpu else self.config.kv.num_slots,
                 )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..batching.balance import Block
 from ..config import Admission, Prefetch, PrefetchConfig, RuntimeConfig
 from .load import Load
-from .memory import PAGE_TOKENS, MicroBatch, SequenceSize, lane_entries
+from .memory import PAGE_TOKENS, MicroBatch, SequenceSize
 from .model_shape import ModelShape
 from .placement import Budgets
 from .placer import kv_tiers, place
@@ -34,24 +34,12 @@ def run_load(
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
 ) -> Load:
-    """What memory must hold: the lanes of the block that takes the most bytes, and the pages of the one with most; or,
-    where sequences come and go, the longest ones side by side."""
+    """What memory must hold: the most that any block takes, or where sequences come and go the longest ones side by
+    side."""
     chunk = config.policy.prefill_chunk_tokens
     if config.policy.admission is Admission.continuous:
         return _continuous_load(shape, config, budgets, blocks, sizes)
-    loads = [Load.of(shape, micro_batches_of(block, sizes), chunk) for block in blocks]
-
-    def num_bytes(load: Load) -> int:
-        entries = lane_entries(shape, load.lanes, chunk)
-        return load.num_kv_pages * PAGE_TOKENS * shape.kv_bytes_per_token + sum(entry.num_bytes for entry in entries)
-
-    heaviest = max(loads, key=num_bytes, default=Load.of(shape, [], chunk))
-    return replace(
-        heaviest,
-        num_kv_pages=max((load.num_kv_pages for load in loads), default=0),
-        lane_pages=max((load.lane_pages for load in loads), default=0),
-        lane_rows=max((load.lane_rows for load in loads), default=0),
-    )
+    return Load.of_blocks(shape, [micro_batches_of(block, sizes) for block in blocks], chunk)
 
 
 def _continuous_load(
@@ -83,7 +71,7 @@ def _continuous_load(
     full = Load.of(shape, lanes, chunk)
     full = replace(
         full,
-        num_prefill_passes=sum(size.num_prompt_tokens for size in sizes) / max(1, sum(full.lane_tokens)),
+        num_prefill_passes=sum(size.num_prompt_tokens for size in sizes) / max(1, full.all_tokens),
         num_decode_passes=sum(size.max_new_tokens - 1 for size in sizes) / max(1, seats),
     )
     if not shape.is_packed or not lanes:

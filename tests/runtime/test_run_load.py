@@ -6,9 +6,11 @@ import pytest
 
 from runtime.config import (
     Admission,
+    Attention,
     KVConfig,
     KVTier,
     OffloadConfig,
+    Order,
     PolicyConfig,
     PolicyKind,
     Prefetch,
@@ -81,6 +83,29 @@ def test_disk_is_taken_only_where_memory_has_not_half_the_pages(share: float, ti
     assert bool(placement.kv.page_bytes) == (tier is KVTier.nvme)
     if tier is KVTier.device:
         assert placement.kv.num_pages >= int(share * FULL)  # embeddings and head may make room for more
+
+
+BLOCKS = {
+    "many short rows": [sizes_of([40] * 96, max_new_tokens=8)],
+    "few long rows": [sizes_of([1800] * 8, max_new_tokens=200)],
+    "one row in each lane": [sizes_of([500])] * 6,
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("order", [Order.zigzag, Order.module_batched])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_each_of_a_runs_blocks_finds_the_memory_it_takes(name: str, order: Order) -> None:
+    """Beside the pool of pages, which is as large as the block with most pages needs it: many rows take logits, long
+    ones scores."""
+    config = bare(replace(CONTINUOUS, policy=PolicyConfig(schedule=order, attention=Attention.cpu)))
+    budgets = Budgets(host_bytes=8 * GIB, device_bytes=8 * GIB)
+    together = Load.of_blocks(SHAPE, BLOCKS.values(), 512)
+    alone = replace(Load.of(SHAPE, BLOCKS[name], 512), num_kv_pages=together.num_kv_pages)
+    for mine, all_of_them in zip(
+        *(place(SHAPE, config, budgets, load).ledgers for load in (alone, together)), strict=True
+    ):
+        assert mine.total_bytes <= all_of_them.total_bytes
 
 
 def test_auto_seats_so_many_that_half_of_what_they_may_come_to_fits() -> None:
