@@ -18,6 +18,8 @@ SEGMENT_BYTES = (
     16 * MIB
 )  # pinned memory is taken in powers of two: a layer's pages in one piece could take twice theirs
 
+CHECKSUM_BYTES = 8  # that the file keeps of each page
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
@@ -122,8 +124,10 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
         return KVCost(compute=(resident,), host=(_pinned(layout),))
     if layout.tier is KVTier.cpu:
         return KVCost(compute=(resident, _slots(layout)), host=(_pinned(layout),))
-    host = (_staging(layout),) if has_device else ()
-    return KVCost(compute=(resident, _slots(layout)), host=host, disk_bytes=layout.tier_bytes)
+    slots, checksums = _slots(layout), _checksums(layout)
+    if has_device:
+        return KVCost(compute=(resident, slots), host=(_staging(layout), checksums), disk_bytes=layout.tier_bytes)
+    return KVCost(compute=(resident, slots, checksums), disk_bytes=layout.tier_bytes)
 
 
 def _share(shape: ModelShape, layout: KVLayout) -> str:
@@ -145,6 +149,13 @@ def _staging(layout: KVLayout) -> Entry:
         name="KV staging",
         num_bytes=layout.num_slots * size,
         equation=f"{layout.num_slots} x {size:,} B, pinned",
+    )
+
+
+def _checksums(layout: KVLayout) -> Entry:
+    num_pages = layout.num_pages * len(layout.page_bytes)
+    return Entry(
+        name="KV checksums", num_bytes=num_pages * CHECKSUM_BYTES, equation=f"{num_pages:,} pages x {CHECKSUM_BYTES} B"
     )
 
 

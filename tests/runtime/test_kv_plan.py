@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from runtime.plan.extents import ALIGNMENT_BYTES
 from runtime.plan.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, travelling_layers
 from runtime.plan.memory import PAGE_TOKENS
 from runtime.plan.model_shape import ModelShape
+from runtime.store.kv_file import KVFile
 from runtime.units import KIB
 from tests.toy import toy_shape
 
@@ -89,8 +91,8 @@ def test_where_nothing_travels_the_ledger_has_one_entry() -> None:
     ("tier", "has_device", "compute", "host"),
     [
         (KVTier.cpu, True, ["KV cache", "KV slots"], ["KV pages"]),
-        (KVTier.nvme, True, ["KV cache", "KV slots"], ["KV staging"]),
-        (KVTier.nvme, False, ["KV cache", "KV slots"], []),
+        (KVTier.nvme, True, ["KV cache", "KV slots"], ["KV staging", "KV checksums"]),
+        (KVTier.nvme, False, ["KV cache", "KV slots", "KV checksums"], []),
     ],
 )
 def test_each_memory_has_the_entries_of_the_tier(
@@ -101,6 +103,14 @@ def test_each_memory_has_the_entries_of_the_tier(
     assert [entry.name for entry in cost.compute] == compute
     assert [entry.name for entry in cost.host] == host
     assert total(cost, "KV slots") == 3 * 4 * max(layout.page_bytes.values())
+
+
+@pytest.mark.parametrize("has_device", [True, False])
+def test_what_is_kept_of_each_page_on_disk_is_counted(has_device: bool, tmp_path: Path) -> None:
+    layout = layout_of(toy_shape(), KVTier.nvme, has_device=has_device)
+    with KVFile(layout, directory=str(tmp_path)) as file:
+        kept = file._checksums.nbytes
+    assert total(kv_cost(toy_shape(), layout, has_device=has_device), "KV checksums") == kept == 10 * 4 * 8
 
 
 def test_pages_on_disk_begin_at_whole_blocks_and_do_not_overlap() -> None:
