@@ -5,6 +5,7 @@ that takes of each memory.
 from dataclasses import dataclass
 
 from ..config import ExpertPaging
+from .advice import ways_to_fit
 from .exchange import ExchangeSize
 from .kv import KVLayout
 from .ledger import Ledger
@@ -50,8 +51,6 @@ class Placement:
         return all(ledger.fits for ledger in self.ledgers)
 
     def require_fit(self) -> None:
+        """Raises BudgetError, with the equation and the keys that can make it true."""
         for ledger in self.ledgers:
-            ledger.require_fit(
-                f"raise {ledger.budget_key}, or lower policy.micro_batch_size, policy.num_micro_batches, "
-                "policy.prefill_chunk_tokens, sampling.max_new_tokens or prefetch.depth, or use offload=nvme or kv=nvme"
-            )
+            ledger.require_fit(ways_to_fit(ledger, self.walk, self.kv))
