@@ -7,7 +7,7 @@ from functools import cached_property
 from ..config import RuntimeConfig, Tier
 from .exchange import device_entry, pinned_entry
 from .experts import batch_entries, host_entries, slot_entry
-from .extents import pinned_bytes
+from .extents import LOADING_BYTES, pinned_bytes
 from .kv import KVCost, KVLayout, kv_cost
 from .ledger import Entry, Ledger
 from .load import Load
@@ -80,6 +80,9 @@ class Needs:
         entries = [
             Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
         ]
+        if placement.resident:
+            loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
+            entries.append(Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned"))
         if self.config.offload.tier is Tier.cpu:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
             num_bytes = sum(pinned_bytes(sizes[stage]) for stage in walk.streamed)
