@@ -21,7 +21,16 @@ from .meta import build_meta_model
 from .origin import eos_token_ids, find_checkpoint, load_tokenizer, read_config, start_token_id
 from .quantization import pair_scales, take_quantization
 from .stages import StagedModel, stage_model
-from .traits import CacheShape, ExpertKind, choose_lanes, delta_rule, expanded_width, expert_kind, measure_cache
+from .traits import (
+    CacheShape,
+    ExpertKind,
+    bounded_layers,
+    choose_lanes,
+    delta_rule,
+    expanded_width,
+    expert_kind,
+    measure_cache,
+)
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +155,7 @@ def _shape(
         state_bytes_per_sequence=cache.bytes_per_sequence,
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
         expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
+        bounded_layers=frozenset() if is_packed else bounded_layers(model),
         delta_rule=delta_rule(model),
         score_heads=num_heads // num_kv_heads if has_own_scores else 0,
     )

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from ..config import Lanes
 from ..errors import ConfigError
@@ -99,6 +99,12 @@ def expanded_width(model: PreTrainedModel) -> int:
     """Elements of keys and values that a layer makes of the latents of one position, its own temporaries included."""
     config = model.config.get_text_config()
     return config.num_attention_heads * (2 * (config.qk_nope_head_dim + config.v_head_dim) + config.qk_rope_head_dim)
+
+
+def bounded_layers(model: PreTrainedModel) -> frozenset[int]:
+    """Layers of which transformers' own cache keeps a window, or a state, and not every position."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return frozenset(index for index, layer in enumerate(layers) if type(layer) is not DynamicLayer)
 
 
 def delta_rule(model: PreTrainedModel) -> DeltaRule | None:

@@ -75,11 +75,12 @@ class KVCost:
 
 def travelling_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_device: bool) -> tuple[int, ...]:
     """Decoder layers, from 0, whose keys and values live in `tier`; those of the share `fraction` stay in compute
-    memory, evenly over the depth. Host memory is no other tier where compute happens in it."""
+    memory, evenly over the depth, and so do the windows that padded lanes keep. Host memory is no other tier where
+    compute happens in it."""
     assert tier is not KVTier.auto, "a plan settles on a tier first"
     if tier is KVTier.device or (tier is KVTier.cpu and not has_device):
         return ()
-    layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size]
+    layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size and layer not in shape.bounded_layers]
     staying = {layers[place] for place in spread(len(layers), round(fraction * len(layers)))}
     return tuple(layer for layer in layers if layer not in staying)
 

@@ -31,6 +31,7 @@ class ModelShape:
     expanded_kv_width: int = 0  # elements that a layer makes of one position's latents (MLA), while it attends
     cross_kv_bytes_per_token: int = 0  # of one encoder position, which every decoder layer looks at
     score_heads: int = 0  # heads whose prefill scores lie in memory at a time, where no fused kernel can make them
+    bounded_layers: frozenset[int] = frozenset()  # of padded lanes: decoder layers that transformers keeps a window of
     delta_rule: DeltaRule | None = None  # of layers with a gated delta net
     weight_bytes: int = field(init=False, default=0)
 

@@ -67,6 +67,14 @@ def test_layers_without_keys_and_values_neither_travel_nor_count() -> None:
     assert travelling_layers(hybrid(), KVTier.nvme, 0.5, has_device=False) == (3,)
 
 
+def test_windows_of_padded_lanes_stay_and_count_where_compute_is() -> None:
+    shape = replace(toy_shape(4, is_packed=False), bounded_layers=frozenset({0, 2}))
+    assert travelling_layers(shape, KVTier.nvme, 0, has_device=True) == (1, 3)
+    assert travelling_layers(shape, KVTier.cpu, 0.5, has_device=True) == (1,)
+    cost = kv_cost(shape, layout_of(shape, KVTier.nvme, 0), has_device=True)
+    assert total(cost, "KV cache") == 10 * PAGE_TOKENS * 2 * shape.kv_layer_bytes[0]
+
+
 @pytest.mark.parametrize("tier", TRAVELLING_TIERS)
 @pytest.mark.parametrize("fraction", [0, 0.5, 1])
 @pytest.mark.parametrize("shape", [toy_shape(8), hybrid()], ids=["toy", "hybrid"])
