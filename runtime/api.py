@@ -22,7 +22,8 @@ from .model.loading import LoadedModel, load_model
 from .plan.advice import advice
 from .plan.facts import PlanFacts
 from .plan.memory import SequenceSize
-from .plan.placement import Budgets, kv_tiers
+from .plan.placement import Budgets
+from .plan.placer import kv_tiers
 from .plan.planner import RunPlan, plan_run
 from .plan.rates import MachineRates
 from .plan.schedule import require_slots

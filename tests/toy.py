@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from runtime.plan.memory import SequenceSize
-from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.units import MIB
 
 HIDDEN, VOCAB = 256, 8192  # embeddings and head: 8 MiB each in float32

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..config import Attention, KVTier, RuntimeConfig
 from ..plan.kv import KVLayout
+from ..plan.model_shape import ModelShape
 from ..plan.placement import Placement
-from ..plan.shapes import ModelShape
 from ..store.kv_file import KVFile
 from ..store.reader import Reader
 from ..stream.counters import StreamCounters

@@ -10,7 +10,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import DType, ModelConfig
 from ..errors import ConfigError
-from ..plan.shapes import ModelShape, Parameter, Stage, StageKind
+from ..plan.model_shape import ModelShape
+from ..plan.shapes import Parameter, Stage, StageKind
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from . import attention, experts
 from .converted import cache_root, convert_once
@@ -20,7 +21,16 @@ from .meta import build_meta_model
 from .origin import eos_token_ids, find_checkpoint, load_tokenizer, read_config, start_token_id
 from .quantization import pair_scales, take_quantization
 from .stages import StagedModel, stage_model
-from .traits import CacheShape, ExpertKind, choose_lanes, expanded_width, expert_kind, measure_cache
+from .traits import (
+    CacheShape,
+    ExpertKind,
+    bounded_layers,
+    choose_lanes,
+    delta_rule,
+    expanded_width,
+    expert_kind,
+    measure_cache,
+)
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +155,8 @@ def _shape(
         state_bytes_per_sequence=cache.bytes_per_sequence,
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
         expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
+        bounded_layers=frozenset() if is_packed else bounded_layers(model),
+        delta_rule=delta_rule(model),
         score_heads=num_heads // num_kv_heads if has_own_scores else 0,
     )
 

@@ -10,10 +10,11 @@ from enum import Enum
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from ..config import Lanes
 from ..errors import ConfigError
+from ..plan.delta_rule import DeltaRule
 from .experts import is_experts
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,25 @@ def expanded_width(model: PreTrainedModel) -> int:
     """Elements of keys and values that a layer makes of the latents of one position, its own temporaries included."""
     config = model.config.get_text_config()
     return config.num_attention_heads * (2 * (config.qk_nope_head_dim + config.v_head_dim) + config.qk_rope_head_dim)
+
+
+def bounded_layers(model: PreTrainedModel) -> frozenset[int]:
+    """Layers of which transformers' own cache keeps a window, or a state, and not every position."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return frozenset(index for index, layer in enumerate(layers) if type(layer) is not DynamicLayer)
+
+
+def delta_rule(model: PreTrainedModel) -> DeltaRule | None:
+    """Of a model with gated delta nets, as all such classes name their heads; None for others."""
+    config = model.config.get_text_config()
+    if "linear_attention" not in layer_types(model) or not hasattr(config, "linear_num_value_heads"):
+        return None
+    return DeltaRule(
+        num_key_heads=config.linear_num_key_heads,
+        num_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+    )
 
 
 def measure_cache(model: PreTrainedModel) -> CacheShape:

@@ -18,9 +18,9 @@ from ..config import (
     Tier,
 )
 from .experts import pageable_stages
+from .model_shape import ModelShape
 from .placement import Placement
 from .planner import RunPlan
-from .shapes import ModelShape
 from .walks import cpu_attends
 
 ROOM_FOR_ALL = "there is room for all keys and values where compute happens"

@@ -5,6 +5,7 @@ from enum import Enum
 
 from .actions import Action, Op
 from .check_slots import KVSlots, WeightSlots, broken
+from .orders import STYLES
 from .schedule import Schedule
 from .walk import Walk
 
@@ -14,8 +15,11 @@ def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: i
     every further pass then goes the same way.
 
     Raises ValueError that begins with the action in quotes and says which rule it breaks: slots never overflow and are
-    not freed while a lane needs them, nothing is used before it is brought in, nothing is missing or done twice.
+    not freed while a lane needs them, nothing is used before it is brought in, nothing is missing or done twice. A pass
+    without lanes is no pass, and a ValueError too.
     """
+    if num_lanes < 1:
+        raise ValueError(f"a schedule for {num_lanes} lanes computes nothing: it takes 1 or more")
     play = _Play(walk, num_lanes)
     play.play(schedule.prologue)
     for _ in range(num_passes):
@@ -84,6 +88,9 @@ class _Play:
 
     def play(self, actions: Sequence[Action]) -> None:
         for action in actions:
+            if action.stage is not None and action.stage not in self._walk.stages:
+                stages = self._walk.stages
+                raise broken(action, f"no such stage, the walk has stages {stages.start} to {stages.stop - 1}")
             self._rules[action.op](action)
 
     def play_pass(self, actions: Sequence[Action]) -> None:
@@ -103,12 +110,25 @@ class _Play:
         self._require_stop(action, stage)
         if lane.stage != stage or lane.place not in origins:
             raise broken(action, f"out of order, lane {index} stands {lane}")
+        if action.op is Op.attend:
+            self._require_room_to_attend(action)
         if lane.place is _Place.entrance:
             self.weights.use(action)
             self._kv.use(action)
         lane.place = target
         if target is _Place.exit:
             lane.stage, lane.place = stage + 1, _Place.entrance
+
+    def _require_room_to_attend(self, action: Action) -> None:
+        """Only so many can be under way between the device and the CPU."""
+        most = STYLES[self._walk.order].num_ahead + 1
+        attending = [index for index, lane in enumerate(self._lanes) if lane.place is _Place.attending]
+        if len(attending) >= most:
+            raise broken(
+                action,
+                f"policy.schedule={self._walk.order.value} has {most} attentions under way at most, "
+                f"those of lanes {attending} are",
+            )
 
     def _experts(self, action: Action) -> None:
         self._require_stop(action, action.its_stage)

@@ -73,6 +73,8 @@ class WeightSlots:
         held = slots.setdefault(stage, set())
         if held & pages:
             raise broken(action, f"brought in twice, pages {sorted(held & pages)} are there already")
+        if action.page not in (None, len(held)):
+            raise broken(action, f"brought in out of order, page {len(held)} comes next")
         held |= pages
 
     def _pages(self, action: Action) -> frozenset[int]:

@@ -8,8 +8,8 @@ from .extents import pinned_bytes
 from .kv import KVLayout
 from .ledger import Entry
 from .load import Load
+from .model_shape import ModelShape
 from .orders import STYLES
-from .shapes import ModelShape
 from .walk import Walk
 
 TRIP_PARTS = 5  # queries, keys, values, sinks; the answer
@@ -31,7 +31,7 @@ def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> Ex
         return ExchangeSize(num_trips=0, trip_bytes=0)
     sinks = shape.num_heads * 4 + TRIP_PARTS * PART_ALIGNMENT_BYTES
     return ExchangeSize(
-        num_trips=STYLES[walk.order].num_ahead + 1, trip_bytes=load.lane_rows * _row_bytes(shape, kv) + sinks
+        num_trips=STYLES[walk.order].num_ahead + 1, trip_bytes=load.most_rows * _row_bytes(shape, kv) + sinks
     )
 
 
@@ -53,12 +53,10 @@ def pinned_entry(size: ExchangeSize) -> Entry:
 
 
 def device_entry(shape: ModelShape, kv: KVLayout, size: ExchangeSize, load: Load) -> Entry:
-    """Trips' own ends; prompts' keys and values that have not left yet; and what the longest row has cached, which is
-    brought up where a prompt goes on."""
+    """Trips' own ends; prompts' keys and values that have not left yet, beside those that are made meanwhile; and what
+    the longest row has cached, which is brought up where a prompt goes on."""
     per_position = _position_bytes(shape, kv)
-    tokens = max(load.lane_tokens, default=0)
-    longest = max((each.capacity_tokens for lane in load.lanes for each in lane), default=0)
-    positions = STORES_IN_FLIGHT * tokens + longest
+    positions = (STORES_IN_FLIGHT + 1) * load.most_tokens + load.most_positions
     return Entry(
         name="KV exchange",
         num_bytes=size.num_trips * size.trip_bytes + positions * per_position,

@@ -8,9 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import ExpertPaging
-from .extents import pinned_bytes, slot_layout
+from .extents import pinned_bytes
 from .ledger import Entry
-from .shapes import ModelShape, Stage
+from .model_shape import ModelShape
+from .shapes import Stage
+from .stage_sizes import ExpertSizes
 from .walk import Walk
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
@@ -24,22 +26,36 @@ def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: int)
     return num_experts * (1 - (1 - num_experts_per_token / num_experts) ** num_tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Passes that are alike: in each, a layer's experts are asked for `num_requests` times, for `num_tokens` each time.
+    Module batching asks once, for all lanes."""
+
+    num_passes: float
+    num_requests: int
+    num_tokens: int
+
+
 def choose_paging(
-    *, num_experts: int, num_experts_per_token: int, num_tokens: int, num_requests: int, layer_fits: bool
+    *, num_experts: int, num_experts_per_token: int, phases: Sequence[Phase], layer_fits: bool
 ) -> ExpertPaging:
-    """What `offload.expert_paging=auto` means for a layer whose experts are asked for `num_requests` times in a pass,
-    for `num_tokens` each time. Module batching asks once, for all lanes.
+    """What `offload.expert_paging=auto` means for a layer, from what all passes of a run read of it.
 
     Only hit experts are read where that leaves out a tenth of the layer's bytes. Where it doesn't, the whole layer is
-    read once, ahead of its turn; and if the slots cannot hold it, all its experts one by one, which at least need not
-    wait for the routers.
+    read once in each pass, ahead of its turn; and if the slots cannot hold it, all its experts one by one for each that
+    asks, which at least need not wait for the routers.
     """
-    hits = expected_hits(num_experts, num_experts_per_token, num_tokens)
-    if num_requests * hits < WORTHWHILE_SHARE * num_experts:
+    hits = layers = requests = 0.0  # experts read, and layers' worth of them
+    for phase in phases:
+        asked = phase.num_passes * phase.num_requests
+        hits += asked * expected_hits(num_experts, num_experts_per_token, phase.num_tokens)
+        layers += phase.num_passes
+        requests += asked
+    if hits < WORTHWHILE_SHARE * num_experts * layers:
         return ExpertPaging.hit
     if layer_fits:
         return ExpertPaging.off
-    return ExpertPaging.hit if hits < WORTHWHILE_SHARE * num_experts else ExpertPaging.all
+    return ExpertPaging.hit if hits < WORTHWHILE_SHARE * num_experts * requests else ExpertPaging.all
 
 
 def pageable_stages(shape: ModelShape) -> frozenset[int]:
@@ -96,21 +112,6 @@ class ExpertPages:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """What the experts of one stage take as they are placed, alignment included: the largest one, and all in pinned
-    buffers of their own. Making it takes some milliseconds."""
-
-    num_experts: int
-    slot_bytes: int
-    pinned_bytes: int
-
-    @staticmethod
-    def of(stage: Stage) -> "ExpertSizes":
-        sizes = [slot_layout(stage.expert(expert)).num_bytes for expert in range(stage.num_experts)]
-        return ExpertSizes(num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_bytes, sizes)))
-
-
 def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
     """In the compute device's memory."""
     size = max(stage.slot_bytes for stage in paged)
@@ -132,14 +133,15 @@ def host_entries(paged: Collection[ExpertSizes], outer: Walk) -> tuple[Entry, ..
     return (Entry(name="experts", num_bytes=num_bytes, equation=f"{num_experts} experts, pinned"),)
 
 
-def batch_entries(shape: ModelShape, tokens_of_lanes: Sequence[int]) -> tuple[Entry, ...]:
-    """Module batching, in the compute device's memory. Lanes wait at their experts with the residual, the experts'
-    input, shared experts' output and the routing; then one layer's experts run over all their tokens.
+def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
+    """Module batching of so many tokens of all lanes, in the compute device's memory. Lanes wait at their experts with
+    the residual, the experts' input, shared experts' output and the routing; then one layer's experts run over all
+    their tokens.
 
     The worst case has one expert visited by all tokens: its input, gate and up, their product twice, output and
     weighted output.
     """
-    size, tokens = shape.compute_dtype_bytes, sum(tokens_of_lanes)
+    size = shape.compute_dtype_bytes
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     waiting = (3 * shape.hidden_size + num_experts) * size + choices * (size + INDEX_BYTES)
@@ -147,12 +149,12 @@ def batch_entries(shape: ModelShape, tokens_of_lanes: Sequence[int]) -> tuple[En
     return (
         Entry(
             name="lanes at their experts",
-            num_bytes=tokens * waiting,
-            equation=f"{tokens:,} tokens of all lanes x {waiting:,} B",
+            num_bytes=num_tokens * waiting,
+            equation=f"{num_tokens:,} tokens of all lanes x {waiting:,} B",
         ),
         Entry(
             name="batched experts",
-            num_bytes=tokens * running,
-            equation=f"{tokens:,} tokens of all lanes x {running:,} B",
+            num_bytes=num_tokens * running,
+            equation=f"{num_tokens:,} tokens of all lanes x {running:,} B",
         ),
     )

@@ -5,13 +5,16 @@ file have no such alignment. So a slot holds the aligned *supersets* of the rang
 is a view into it.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from ..units import round_down, round_up
+from ..units import MIB, round_down, round_up
 from .shapes import Stage, TensorSlice
 
 ALIGNMENT_BYTES = 4096
+LOADING_BYTES = (
+    32 * MIB - ALIGNMENT_BYTES
+)  # pinned, through which resident weights come; a power of two to align by hand
 MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than another request
 
 
@@ -54,8 +57,26 @@ class SlotLayout:
 
     def page_extents(self, page: int, num_pages: int) -> tuple[Extent, ...]:
         """What fills `page_bounds`."""
-        begin, end = self.page_bounds(page, num_pages)
+        return self._within(*self.page_bounds(page, num_pages))
+
+    def windows(self, window_bytes: int) -> Iterator["Window"]:
+        """All of it through memory of so many bytes, a multiple of `ALIGNMENT_BYTES`."""
+        for begin in range(0, self.num_bytes, window_bytes):
+            end = min(begin + window_bytes, self.num_bytes)
+            moved = [replace(part, slot_offset=part.slot_offset - begin) for part in self._within(begin, end)]
+            yield Window(begin=begin, end=end, extents=tuple(moved))
+
+    def _within(self, begin: int, end: int) -> tuple[Extent, ...]:
         return tuple(part for extent in self.extents if (part := extent.within(begin, end)) is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Bytes [begin, end) of a slot; `extents` count from `begin`."""
+
+    begin: int
+    end: int
+    extents: tuple[Extent, ...]
 
 
 def resident_groups(stages: Iterable[Stage]) -> list[list[Stage]]:

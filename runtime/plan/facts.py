@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..config import Attention, KVTier, RuntimeConfig
+from .model_shape import ModelShape
 from .planner import RunPlan
-from .shapes import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,14 @@ from ..units import MIB, round_up
 from .extents import ALIGNMENT_BYTES, pinned_bytes
 from .ledger import Entry
 from .memory import PAGE_TOKENS
-from .shapes import ModelShape
+from .model_shape import ModelShape
 from .spread import spread
 
 SEGMENT_BYTES = (
     16 * MIB
 )  # pinned memory is taken in powers of two: a layer's pages in one piece could take twice theirs
+
+CHECKSUM_BYTES = 8  # that the file keeps of each page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +75,12 @@ class KVCost:
 
 def travelling_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_device: bool) -> tuple[int, ...]:
     """Decoder layers, from 0, whose keys and values live in `tier`; those of the share `fraction` stay in compute
-    memory, evenly over the depth. Host memory is no other tier where compute happens in it."""
+    memory, evenly over the depth, and so do the windows that padded lanes keep. Host memory is no other tier where
+    compute happens in it."""
     assert tier is not KVTier.auto, "a plan settles on a tier first"
     if tier is KVTier.device or (tier is KVTier.cpu and not has_device):
         return ()
-    layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size]
+    layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size and layer not in shape.bounded_layers]
     staying = {layers[place] for place in spread(len(layers), round(fraction * len(layers)))}
     return tuple(layer for layer in layers if layer not in staying)
 
@@ -122,8 +125,10 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
         return KVCost(compute=(resident,), host=(_pinned(layout),))
     if layout.tier is KVTier.cpu:
         return KVCost(compute=(resident, _slots(layout)), host=(_pinned(layout),))
-    host = (_staging(layout),) if has_device else ()
-    return KVCost(compute=(resident, _slots(layout)), host=host, disk_bytes=layout.tier_bytes)
+    slots, checksums = _slots(layout), _checksums(layout)
+    if has_device:
+        return KVCost(compute=(resident, slots), host=(_staging(layout), checksums), disk_bytes=layout.tier_bytes)
+    return KVCost(compute=(resident, slots, checksums), disk_bytes=layout.tier_bytes)
 
 
 def _share(shape: ModelShape, layout: KVLayout) -> str:
@@ -145,6 +150,13 @@ def _staging(layout: KVLayout) -> Entry:
         name="KV staging",
         num_bytes=layout.num_slots * size,
         equation=f"{layout.num_slots} x {size:,} B, pinned",
+    )
+
+
+def _checksums(layout: KVLayout) -> Entry:
+    num_pages = layout.num_pages * len(layout.page_bytes)
+    return Entry(
+        name="KV checksums", num_bytes=num_pages * CHECKSUM_BYTES, equation=f"{num_pages:,} pages x {CHECKSUM_BYTES} B"
     )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..units import MIB, round_up
+from .delta_rule import CHUNK_COLUMNS
 from .ledger import Entry
-from .shapes import ModelShape
+from .model_shape import ModelShape
 
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
 PRODUCT_WORKSPACE_BYTES = 16 * MIB  # upcast panels, one per product in flight
@@ -49,7 +50,7 @@ def _longest(shape: ModelShape, lane: MicroBatch) -> int:
 
 
 def _prompt_width(lane: MicroBatch) -> int:
-    return max(size.num_prompt_tokens for size in lane)
+    return max((size.num_prompt_tokens for size in lane), default=0)
 
 
 def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
@@ -70,6 +71,12 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
     return len(lane) * chunk_columns(len(lane), width, prefill_chunk_tokens)
 
 
+def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
+    """Passes that a lane's prompts take."""
+    tokens = sum(size.num_prompt_tokens for size in lane) if shape.is_packed else len(lane) * _prompt_width(lane)
+    return -(-tokens // pass_tokens(shape, lane, prefill_chunk_tokens)) if tokens else 0
+
+
 def lane_entries(
     shape: ModelShape, micro_batches: Sequence[MicroBatch], prefill_chunk_tokens: int
 ) -> tuple[Entry, ...]:
@@ -87,6 +94,7 @@ def lane_entries(
     return (
         *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
         *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
+        *(_delta_rule_entries(shape, micro_batches, prefill_chunk_tokens) if shape.delta_rule is not None else ()),
         Entry(
             name="hidden states",
             num_bytes=sum(tokens) * between * size,
@@ -113,6 +121,24 @@ def lane_entries(
 def _state_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
     rows, per_row = sum(map(len, micro_batches)), shape.state_bytes_per_sequence
     return (Entry(name="states", num_bytes=rows * per_row, equation=f"{rows:,} sequences x {per_row:,} B"),)
+
+
+def _delta_rule_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> tuple[Entry, ...]:
+    """Of the lane that takes most: many short rows are padded to many columns."""
+    rule, size = shape.delta_rule, shape.compute_dtype_bytes
+    assert rule is not None, "asked of a model without a delta rule"
+    rectangles = [
+        (len(lane), chunk_columns(len(lane), _prompt_width(lane), chunk_tokens)) for lane in micro_batches if lane
+    ]
+    rows, columns = max(rectangles, key=lambda each: rule.num_bytes(*each, size), default=(0, 0))
+    return (
+        Entry(
+            name="delta rule",
+            num_bytes=rule.num_bytes(rows, columns, size),
+            equation=f"{rows:,} rows of {columns:,} columns in chunks of {CHUNK_COLUMNS}, {rule.num_heads} heads of "
+            f"{rule.key_dim} x {rule.value_dim} in float32",
+        ),
+    )
 
 
 def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:

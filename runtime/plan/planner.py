@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..batching.balance import Block, plan_blocks
-from ..config import Admission, KVTier, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
 from .cost import Durations, lane_seconds, simulate
 from .load import Load
-from .memory import PAGE_TOKENS, MicroBatch, SequenceSize, lane_entries, pass_tokens
-from .placement import Budgets, Placement, kv_tiers, place
+from .memory import SequenceSize, pass_tokens
+from .model_shape import ModelShape
+from .placement import Budgets, Placement
+from .placer import kv_tiers, place
 from .rates import MachineRates
+from .run_load import bare, micro_batches_of, run_load
 from .schedule import make_schedule
-from .shapes import ModelShape
 from .walk import Walk
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
@@ -66,49 +68,36 @@ def plan_run(
     """
     blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
     chunk = config.policy.prefill_chunk_tokens
-    load = _load(shape, config, budgets, blocks, sizes)
+    load = run_load(shape, config, budgets, blocks, sizes)
     if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
         prefetch, placement = _cost_aware(shape, config, budgets, load, rates)
     else:
-        prefetch, placement = config.prefetch, place(shape, config, budgets, load)
+        prefetch = bare(config).prefetch
+        placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
     placement.require_fit()
     prediction = _predict(shape, placement, blocks, sizes, chunk, rates) if rates else None
     return RunPlan(blocks=blocks, placement=placement, prefetch=prefetch, prediction=prediction)
 
 
-def micro_batches_of(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]:
-    return [[sizes[i] for i in micro_batch] for micro_batch in block.micro_batches]
-
-
 def _choose_blocks(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], num_halvings: int
 ) -> tuple[Block, ...]:
-    """`fixed`: as configured. `auto`: the most sequences, up to what is configured, whose block fits with no resident
-    layer."""
+    """`fixed`: as configured. `auto`: the most sequences, up to what is configured, whose block fits with no more
+    resident layers than `offload.resident_layers` asks for."""
     policy = config.policy
     if policy.kind is PolicyKind.fixed:
         return _blocks(shape, sizes, policy.micro_batch_size, policy.num_micro_batches)
     most = min(policy.micro_batch_size * policy.num_micro_batches, max(1, len(sizes))) >> num_halvings
-    bare = _bare(config)
     blocks: tuple[Block, ...] = ()
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
-        in_tier = replace(bare, kv=replace(bare.kv, tier=tier))
+        in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
         for num_sequences in _ladder(max(1, most)):
             num_micro_batches = -(-num_sequences // policy.micro_batch_size)
             blocks = _blocks(shape, sizes, -(-num_sequences // num_micro_batches), num_micro_batches)
-            if place(shape, in_tier, budgets, _load(shape, in_tier, budgets, blocks, sizes)).fits:
+            load = run_load(shape, in_tier, budgets, blocks, sizes)
+            if load.is_roomy and place(shape, in_tier, budgets, load).fits:
                 return blocks
     return blocks
-
-
-def _bare(config: RuntimeConfig) -> RuntimeConfig:
-    """Without a resident layer, and as shallow as prefetching can be."""
-    is_open = config.prefetch.kind is Prefetch.cost_aware
-    return replace(
-        config,
-        offload=replace(config.offload, resident_layers=0),
-        prefetch=PrefetchConfig(depth=1) if is_open else config.prefetch,
-    )
 
 
 def _blocks(
@@ -128,69 +117,6 @@ def _ladder(most: int) -> list[int]:
         3 * most >> turn + 2 for turn in range(most.bit_length())
     }
     return sorted(steps - {0}, reverse=True)
-
-
-def _load(
-    shape: ModelShape,
-    config: RuntimeConfig,
-    budgets: Budgets,
-    blocks: Sequence[Block],
-    sizes: Sequence[SequenceSize],
-) -> Load:
-    """What memory must hold: the lanes of the block that takes the most bytes, and the pages of the one with most; or,
-    where sequences come and go, the longest ones side by side."""
-    chunk = config.policy.prefill_chunk_tokens
-    if config.policy.admission is Admission.continuous:
-        return _continuous_load(shape, config, budgets, blocks, sizes)
-    loads = [Load.of(shape, micro_batches_of(block, sizes), chunk) for block in blocks]
-
-    def num_bytes(load: Load) -> int:
-        entries = lane_entries(shape, load.lanes, chunk)
-        return load.num_kv_pages * PAGE_TOKENS * shape.kv_bytes_per_token + sum(entry.num_bytes for entry in entries)
-
-    heaviest = max(loads, key=num_bytes, default=Load.of(shape, [], chunk))
-    return replace(
-        heaviest,
-        num_kv_pages=max((load.num_kv_pages for load in loads), default=0),
-        lane_pages=max((load.lane_pages for load in loads), default=0),
-        lane_rows=max((load.lane_rows for load in loads), default=0),
-    )
-
-
-def _continuous_load(
-    shape: ModelShape,
-    config: RuntimeConfig,
-    budgets: Budgets,
-    blocks: Sequence[Block],
-    sizes: Sequence[SequenceSize],
-) -> Load:
-    """As many seats as blocks have, and pages for all of them; fewer pages where the budget says so, but so many that
-    the longest sequence can run to its limit alone.
-
-    A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token. A
-    padded lane may come to hold the longest prompt beside the longest answer.
-    """
-    chunk = config.policy.prefill_chunk_tokens
-    if shape.is_packed:
-        whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
-        longest = sorted(whole, key=lambda size: -size.capacity_tokens)
-    else:
-        most = SequenceSize(
-            num_prompt_tokens=max((size.num_prompt_tokens for size in sizes), default=0),
-            max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
-        )
-        longest = [most] * len(sizes)
-    seats = max((len(block.members) for block in blocks), default=0)
-    lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
-    lanes = [longest[i : i + lane_size] for i in range(0, min(seats, len(longest)), lane_size)]
-    full = Load.of(shape, lanes, chunk)
-    if not shape.is_packed or not lanes or place(shape, config, budgets, full).fits:
-        return full
-    least = longest[0].capacity_tokens // PAGE_TOKENS
-    empty = place(shape, _bare(config), budgets, replace(full, num_kv_pages=0))
-    left = empty.ledgers[-1 if empty.kv.tier is KVTier.cpu else 0].left_bytes
-    affordable = max(0, left) // (PAGE_TOKENS * shape.kv_bytes_per_token)
-    return replace(full, num_kv_pages=max(least, min(full.num_kv_pages, affordable)))
 
 
 def _cost_aware(

@@ -1,4 +1,4 @@
-"""What a model is made of, in bytes and FLOPs: plain values, no torch. Everything planned is computed from these.
+"""What a model is made of, in bytes and FLOPs: plain values, no torch.
 
 A **stage** is what the weights of one step of the forward pass are called: 0 is the embeddings, 1..L the decoder
 layers, the last one the norm and head. An encoder's layers and a **bridge**, its norm and what the decoder begins with,
@@ -6,7 +6,7 @@ come between the embeddings and the decoder layers. A stage's **parameters** say
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -173,51 +173,3 @@ class Stage:
         experts = sum(p.num_elements for p in self.parameters if p.is_stacked or len(p.shape) == 3)
         share = self.num_experts_per_token / self.num_experts if self.num_experts else 1.0
         return 2.0 * (dense + share * experts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes that memory and time follow from. `*_bytes_per_token` are for one sequence position over all layers;
-    `kv_layer_bytes` for each decoder layer by itself, 0 where it keeps no keys and values."""
-
-    name: str
-    stages: tuple[Stage, ...]
-    hidden_size: int
-    intermediate_size: int  # widest feed-forward activation a token meets, experts per token included
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context_tokens: int
-    kv_layer_bytes: tuple[int, ...]
-    compute_dtype_bytes: int
-    is_packed: bool  # lanes without padding
-    state_bytes_per_sequence: int = 0  # recurrent layers
-    expanded_kv_width: int = 0  # elements that a layer makes of one position's latents (MLA), while it attends
-    cross_kv_bytes_per_token: int = 0  # of one encoder position, which every decoder layer looks at
-    score_heads: int = 0  # heads whose prefill scores lie in memory at a time, where no fused kernel can make them
-    weight_bytes: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        slices = {piece.name: piece.num_bytes for s in self.stages for p in s.parameters for piece in p.slices}
-        object.__setattr__(self, "weight_bytes", sum(slices.values()))
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return sum(self.kv_layer_bytes)
-
-    @property
-    def layers(self) -> tuple[Stage, ...]:
-        return self.of_kind(StageKind.layer)
-
-    def of_kind(self, kind: StageKind) -> tuple[Stage, ...]:
-        return tuple(stage for stage in self.stages if stage.kind is kind)
-
-    @property
-    def has_encoder(self) -> bool:
-        return bool(self.of_kind(StageKind.encoder))
-
-    @property
-    def first_decode_stage(self) -> int:
-        """Where a decode pass begins: an encoder runs in the prefill pass alone."""
-        return self.of_kind(StageKind.bridge)[0].index if self.has_encoder else 0

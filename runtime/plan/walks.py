@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..config import Attention, Order, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from .kv import KVLayout
-from .shapes import ModelShape
+from .model_shape import ModelShape
 from .walk import Walk
 
 

@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from ..closing import Closing
 from ..errors import BudgetError, KVFileError
 from ..plan.kv import KVLayout, stretches
@@ -23,6 +25,7 @@ from .unnamed_file import free_bytes, make_direct, open_unnamed
 log = logging.getLogger(__name__)
 
 MAX_VIEWS = 1024  # of one request: the kernel's IOV_MAX
+NEVER_WRITTEN = -1  # no checksum
 ADVICE = "make room, name another directory by kv.directory, or lower policy.num_micro_batches or micro_batch_size"
 
 
@@ -49,7 +52,10 @@ class KVFile(Closing):
         self._file = open_unnamed(self.directory)
         self._is_direct = direct and make_direct(self._file, self.directory)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-file")
-        self._checksums: dict[tuple[int, int], int] = {}  # (layer, page), of what was written
+        self._row = {layer: row for row, layer in enumerate(sorted(layout.page_bytes))}
+        self._checksums = np.full(
+            (len(self._row), layout.num_pages), NEVER_WRITTEN, dtype=np.int64
+        )  # see `CHECKSUM_BYTES`
         self._zeros = memoryview(bytes(max(map(layout.stride_bytes, layout.page_bytes), default=0)))
 
     def close(self) -> None:
@@ -60,7 +66,8 @@ class KVFile(Closing):
         """Fills place `places[page]` of the page-aligned slot with each page; one that was never written with zeros,
         at once. The slot must live until the read is done, which raises KVFileError for a page that has changed."""
         stride = self._layout.stride_bytes(layer)
-        written = [page for page in places if (layer, page) in self._checksums]
+        known = self._checksums[self._row[layer]]
+        written = [page for page in places if known[page] != NEVER_WRITTEN]
         for page in places.keys() - set(written):
             slot[places[page] * stride : (places[page] + 1) * stride] = self._zeros[:stride]
         return PendingTransfer(
@@ -83,9 +90,7 @@ class KVFile(Closing):
 
     def forget(self, pages: Sequence[int]) -> None:
         """These pages, in every layer, were never written."""
-        for layer in self._layout.page_bytes:
-            for page in pages:
-                self._checksums.pop((layer, page), None)
+        self._checksums[:, list(pages)] = NEVER_WRITTEN
 
     def _runs(self, pages: Iterable[int], stride: int) -> Iterator[range]:
         """Neighbours in the file, as many as one request takes."""
@@ -100,7 +105,7 @@ class KVFile(Closing):
             raise self._failed("reading", layer, run, error) from error
         self._forget_cached(offset, wanted)
         for page, view in zip(run, views, strict=True):
-            if done < wanted or self._checksum(layer, view) != self._checksums[layer, page]:
+            if done < wanted or self._checksum(layer, view) != self._checksums[self._row[layer], page]:
                 raise KVFileError(
                     f"{self.directory}: page {page} of layer {layer}, {self._layout.page_bytes[layer]:,} bytes at "
                     f"{self._offset(layer, page):,} of the file of keys and values, is not what was written there; "
@@ -119,7 +124,7 @@ class KVFile(Closing):
         except OSError as error:
             raise self._failed("writing", layer, run, error) from error
         self._forget_cached(offset, wanted)
-        self._checksums.update({(layer, page): checksum for page, checksum in zip(run, checksums, strict=True)})
+        self._checksums[self._row[layer], run.start : run.stop] = checksums
         return ChunkTiming(begin=begin, end=time.monotonic(), num_bytes=done)
 
     def _checksum(self, layer: int, view: memoryview) -> int:

@@ -11,8 +11,9 @@ from types import TracebackType
 from ..config import ExpertPaging
 from ..plan.experts import ExpertPages
 from ..plan.extents import slot_layout
+from ..plan.model_shape import ModelShape
 from ..plan.placement import Placement
-from ..plan.shapes import ModelShape, Stage
+from ..plan.shapes import Stage
 from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters

@@ -14,9 +14,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..plan.experts import dense_shape
-from ..plan.extents import group_layout, resident_groups, slot_layout
+from ..plan.extents import LOADING_BYTES, SlotLayout, group_layout, resident_groups, slot_layout
+from ..plan.model_shape import ModelShape
 from ..plan.placement import Placement
-from ..plan.shapes import ModelShape
 from ..store.reader import Reader
 from ..trace import Row, Trace
 from .counters import StreamCounters
@@ -195,16 +195,22 @@ class WeightStream:
 
     def _load_resident(self) -> None:
         stages = [self._shape.stages[index] for index in sorted(self._placement.resident)]
-        for group in resident_groups(stages):
-            layout = group_layout(group)
-            host = self._device.host_buffer(layout.num_bytes)
-            self._reader.submit(layout.extents, host.numpy().data).wait()
-            buffer = host
-            if self._device.is_accelerator:
-                buffer = self._device.compute_buffer(layout.num_bytes)
-                buffer.copy_(host[: buffer.numel()])
+        groups = [(group, group_layout(group)) for group in resident_groups(stages)]
+        largest = max((layout.num_bytes for _, layout in groups), default=0)
+        staging = self._device.host_buffer(min(largest, LOADING_BYTES)) if self._device.is_accelerator else None
+        for group, layout in groups:
+            buffer = self._device.compute_buffer(layout.num_bytes)
+            if staging is None:
+                self._reader.submit(layout.extents, buffer.numpy().data).wait()
+            else:
+                self._load_through(staging, layout, buffer)
             for stage in group:
                 self._resident[stage.index] = StageBytes(buffer, layout.tensor_offsets, id(buffer))
+
+    def _load_through(self, staging: torch.Tensor, layout: SlotLayout, buffer: torch.Tensor) -> None:
+        for window in layout.windows(len(staging)):
+            self._reader.submit(window.extents, staging.numpy().data).wait()
+            buffer[window.begin : window.end].copy_(staging[: window.end - window.begin])
 
     def _load_host_tier(self) -> None:
         for stage in self._placement.walk.streamed:

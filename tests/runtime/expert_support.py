@@ -23,7 +23,8 @@ from runtime.model.loading import LoadedModel, load_model
 from runtime.model.weights import stage_weights
 from runtime.plan.experts import dense_shape
 from runtime.plan.load import Load
-from runtime.plan.placement import Budgets, Placement, place
+from runtime.plan.placement import Budgets, Placement
+from runtime.plan.placer import place
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from runtime.stream.experts import ExpertStream

@@ -16,14 +16,17 @@ RING = Walk(num_stages=3, streamed=(0, 1, 2), num_slots=2)
 STAGED = Walk(num_stages=2, streamed=(0, 1), num_slots=1, num_staging_slots=1, copies=True)
 LINKED = Walk(num_stages=2, streamed=(0, 1), num_slots=1, reads=False, copies=True)
 PAGED = Walk(num_stages=1, streamed=(0,), num_slots=1, num_pages=3)
+PAGED_STAGED = Walk(num_stages=1, streamed=(0,), num_slots=1, num_pages=3, num_staging_slots=1, copies=True)
+DECODER = Walk(num_stages=3, first_stage=1, streamed=(), num_slots=0)
 RESIDENT = Walk(num_stages=2, streamed=(), num_slots=0)
 STOPPING = Walk(num_stages=2, streamed=(), num_slots=0, attending=(0, 1), routing=(1,))
+BARRED = Walk(num_stages=2, streamed=(), num_slots=0, attending=(0, 1), order=Order.flexgen)
 TRAVELLING = Walk(num_stages=2, streamed=(), num_slots=0, travelling=(0, 1), num_kv_slots=1)
 STREAMED = Walk(num_stages=2, streamed=(0,), num_slots=1, attending=(0,), routing=(0,))
 
 # walk, number of lanes, prologue, cycle
 LEGAL = {
-    "pages in any order": (PAGED, 1, "", "read 0#2, read 0#0, read 0#1, run 0.0, free 0"),
+    "pages one behind the other": (PAGED, 1, "", "read 0#0, read 0#1, read 0#2, run 0.0, free 0"),
     "a whole stage for its pages": (PAGED, 1, "", "read 0, run 0.0, free 0"),
     "lanes stop where they may or run": (
         STOPPING, 2, "", "run 0.0, pre 0.1, attend 0.1, post 0.1, pre 1.0, attend 1.0, route 1.0, route 1.1, "
@@ -40,6 +43,11 @@ BROKEN = {
     "device slots overflow": (STAGED, 1, "read 0, copy 0, read 1, copy 1", "", "'copy 1': no free device slot, all 1"),
     "read twice": (RING, 1, "read 0, read 0", "", "'read 0': brought in twice"),
     "page read twice": (PAGED, 1, "read 0#0, read 0#1, read 0#1", "", r"'read 0#1': brought in twice, pages \[1\]"),
+    "page before its turn": (PAGED, 1, "read 0#0, read 0#2", "", "'read 0#2': brought in out of order, page 1 comes"),
+    "last page first": (PAGED, 1, "read 0#2", "", "'read 0#2': brought in out of order, page 0 comes next"),
+    "page copied before its turn": (
+        PAGED_STAGED, 1, "read 0, copy 0#1", "", "'copy 0#1': brought in out of order, page 0 comes next",
+    ),
     "page that is none": (PAGED, 1, "read 0#3", "", "'read 0#3': a stage has pages 0 to 2"),
     "resident stage read": (PLAIN, 1, "read 0", "", "'read 0': the stage is resident"),
     "read without a disk": (LINKED, 1, "read 0", "", "'read 0': the walk reads nothing"),
@@ -47,7 +55,7 @@ BROKEN = {
     "copied before it was read": (STAGED, 1, "", "copy 0", "'copy 0': copied before it was read"),
     "run before read": (PLAIN, 1, "", "run 0.0, run 1.0", "'run 1.0': used before its weights were brought in, 0 of 1"),
     "run before the last page": (
-        PAGED, 1, "", "read 0#0, read 0#2, run 0.0", "'run 0.0': used before its weights .* 2 of 3 pages",
+        PAGED, 1, "", "read 0#0, read 0#1, run 0.0", "'run 0.0': used before its weights .* 2 of 3 pages",
     ),
     "freed twice": (PLAIN, 1, "", "run 0.0, read 1, run 1.0, free 1, free 1", "'free 1': freed but not present"),
     "freed with nothing gained": (
@@ -68,6 +76,17 @@ BROKEN = {
     "missing end of a pass": (RESIDENT, 1, "", "run 0.0", "'run 1.0': missing: .*lane 0 stands before stage 1"),
     "wrong order": (PLAIN, 1, "", "read 1, run 1.0, run 0.0", "'run 1.0': out of order, lane 0 stands before stage 0"),
     "run twice": (PLAIN, 1, "", "run 0.0, run 0.0", "'run 0.0': out of order, lane 0 stands before stage 1"),
+    "stage that is none": (RESIDENT, 1, "", "run 2.0", "'run 2.0': no such stage, the walk has stages 0 to 1"),
+    "read of a stage that is none": (PLAIN, 1, "read 3", "", "'read 3': no such stage, .* 0 to 2"),
+    "experts of a stage that is none": (STOPPING, 1, "", "experts 7", "'experts 7': no such stage"),
+    "stage in front of the walk": (DECODER, 1, "", "run 0.0", "'run 0.0': no such stage, the walk has stages 1 to 2"),
+    "more attentions than there is memory for": (
+        STOPPING, 3, "", "pre 0.0, attend 0.0, pre 0.1, attend 0.1, pre 0.2, attend 0.2",
+        r"'attend 0.2': policy.schedule=zigzag has 2 attentions under way at most, those of lanes \[0, 1\] are",
+    ),
+    "two attentions where none runs ahead": (
+        BARRED, 2, "", "pre 0.0, attend 0.0, pre 0.1, attend 0.1", "'attend 0.1': policy.schedule=flexgen has 1 ",
+    ),
     "lane that is none": (RESIDENT, 2, "", "run 0.2", "'run 0.2': no such lane, there are 2"),
     "lanes in a prologue": (RESIDENT, 2, "run 0.0", "", "'run 0.0': no such lane, .*a prologue has none"),
     "post without attention": (STOPPING, 1, "", "pre 0.0, post 0.0", "'post 0.0': .*lane 0 stands at the attention"),
@@ -114,6 +133,12 @@ def test_a_broken_schedule_is_refused_naming_the_action_and_the_rule(name: str) 
 def test_what_breaks_no_rule_passes(name: str) -> None:
     walk, num_lanes, prologue, cycle = LEGAL[name]
     check_schedule(schedule_of(prologue, cycle), walk, num_lanes)
+
+
+@pytest.mark.parametrize("num_lanes", [0, -1])
+def test_a_pass_without_lanes_is_refused(num_lanes: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_lanes} lanes"):
+        check_schedule(schedule_of("", ""), RESIDENT, num_lanes)
 
 
 def test_what_goes_wrong_only_in_a_later_pass_is_found() -> None:

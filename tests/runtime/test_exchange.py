@@ -1,14 +1,19 @@
 """Whichever way streams race, what goes down has arrived when it is looked at, and so has what comes up."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
 
-from runtime.plan.exchange import STORES_IN_FLIGHT, ExchangeSize
+from runtime.config import KVTier
+from runtime.plan.exchange import STORES_IN_FLIGHT, ExchangeSize, device_entry
+from runtime.plan.kv import kv_layout
+from runtime.plan.load import Load
 from runtime.stream.exchange import Copy, HostExchange
 from runtime.trace import Row, Trace
 from tests.fake_device import Careless, FakeDevice
+from tests.toy import sizes_of, toy_shape
 
 COMPUTE, COPIES, DOWN, UP = range(4)  # streams in the order in which the device makes them
 RACES = [(compute, True, down, up) for compute, down, up in itertools.product([False, True], repeat=3)]
@@ -124,3 +129,22 @@ def test_more_trips_or_bytes_than_planned_are_our_mistake() -> None:
         exchange.send(0, [torch.zeros(1)], out)
         with pytest.raises(AssertionError, match="more than 1 lanes attend"):
             exchange.send(0, [torch.zeros(1)], out)
+
+
+def test_prompts_on_their_way_down_are_counted_with_those_made_meanwhile() -> None:
+    """Compute waits for the last store but one when it has already made what the next one takes."""
+    alive, refs = list[int](), list[weakref.ref[torch.Tensor]]()
+    home = torch.zeros(4)
+    with HostExchange(SIZE, FakeDevice((False,) * 4)) as exchange:
+        for _ in range(6):
+            source = exchange.new((4,), torch.float32)
+            refs.append(weakref.ref(source))
+            alive.append(sum(ref() is not None for ref in refs))
+            exchange.store(0, [Copy(source, home)])
+            del source
+    shape = toy_shape()
+    load = Load.of(shape, [sizes_of([100, 30], max_new_tokens=12)], 64)
+    kv = kv_layout(shape, KVTier.cpu, range(8), num_pages=load.num_kv_pages, slot_pages=load.most_pages, num_slots=0)
+    entry = device_entry(shape, kv, SIZE, load)
+    assert max(alive) == STORES_IN_FLIGHT + 1 == 3
+    assert entry.num_bytes == SIZE.trip_bytes + (3 * 64 + 112) * shape.kv_layer_bytes[0]

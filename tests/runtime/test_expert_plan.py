@@ -6,10 +6,18 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.config import ExpertPaging
+from runtime.config import (
+    Admission,
+    ExpertPaging,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    Tier,
+)
 from runtime.plan.experts import (
     ExpertPages,
-    ExpertSizes,
+    Phase,
     batch_entries,
     choose_paging,
     dense_shape,
@@ -20,10 +28,14 @@ from runtime.plan.experts import (
     unpageable_stacks,
 )
 from runtime.plan.extents import slot_layout
-from runtime.plan.shapes import ModelShape, Parameter, Scales, Stage, StageKind, TensorSlice
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets
+from runtime.plan.planner import plan_run
+from runtime.plan.shapes import Parameter, Scales, Stage, StageKind, TensorSlice
+from runtime.plan.stage_sizes import ExpertSizes
 from runtime.plan.walk import Walk
-from runtime.units import KIB
-from tests.toy import toy_shape
+from runtime.units import GIB, KIB
+from tests.toy import sizes_of, toy_shape
 
 NUM_EXPERTS, ROWS, COLUMNS = 6, 128, 64
 MATRIX_BYTES = ROWS * COLUMNS * 2
@@ -164,30 +176,50 @@ def test_expected_hits_grow_from_one_tokens_choices_to_all_experts(num_experts: 
     assert hits[-1] == pytest.approx(num_experts)
 
 
+ONE, FEW, MANY = (1, 1), (1, 40), (1, 64)  # requests, tokens: 8, 139 and 154 of 160 experts
+LANES, FULL_LANES = (8, 4), (8, 64)  # 30 eight times; 154 eight times
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "num_requests", "layer_fits", "expected"),
+    ("prefill", "decode", "layer_fits", "expected"),
     [
-        (1, 1, True, ExpertPaging.hit),  # 8 of 160
-        (1, 1, False, ExpertPaging.hit),
-        (40, 1, True, ExpertPaging.hit),  # 139
-        (64, 1, True, ExpertPaging.off),  # 154
-        (64, 1, False, ExpertPaging.all),
-        (4, 8, True, ExpertPaging.off),  # 30 eight times
-        (4, 8, False, ExpertPaging.hit),
-        (64, 8, False, ExpertPaging.all),
+        (None, ONE, True, ExpertPaging.hit),
+        (None, ONE, False, ExpertPaging.hit),
+        (None, FEW, True, ExpertPaging.hit),
+        (None, MANY, True, ExpertPaging.off),
+        (None, MANY, False, ExpertPaging.all),
+        (None, LANES, True, ExpertPaging.off),
+        (None, LANES, False, ExpertPaging.hit),
+        (None, FULL_LANES, False, ExpertPaging.all),
+        ((4, *MANY), ONE, True, ExpertPaging.hit),  # 20 passes of 8 pay for 4 of 154
+        ((4, *FULL_LANES), (8, 1), True, ExpertPaging.off),  # 8 x 154 in each pass of 8 lanes of prompts
+        ((4, *FULL_LANES), (8, 1), False, ExpertPaging.hit),
+        ((1, *FULL_LANES), (2, 1), True, ExpertPaging.hit),
+        ((400, *MANY), ONE, True, ExpertPaging.off),
+        ((400, *MANY), ONE, False, ExpertPaging.all),
     ],
 )
-def test_paging_is_chosen_by_what_is_read(
-    num_tokens: int, num_requests: int, layer_fits: bool, expected: ExpertPaging
+def test_paging_is_chosen_by_what_all_passes_read(
+    prefill: tuple[int, int, int] | None, decode: tuple[int, int], layer_fits: bool, expected: ExpertPaging
 ) -> None:
-    chosen = choose_paging(
-        num_experts=160,
-        num_experts_per_token=8,
-        num_tokens=num_tokens,
-        num_requests=num_requests,
-        layer_fits=layer_fits,
-    )
+    phases = [
+        Phase(num_passes=passes, num_requests=requests, num_tokens=tokens)
+        for passes, requests, tokens in [prefill or (0, 0, 0), (20, *decode)]
+    ]
+    chosen = choose_paging(num_experts=160, num_experts_per_token=8, phases=phases, layer_fits=layer_fits)
     assert chosen is expected
+
+
+@pytest.mark.parametrize("admission", Admission)
+@pytest.mark.parametrize(("max_new_tokens", "paging"), [(2, ExpertPaging.off), (400, ExpertPaging.hit)])
+def test_long_prompts_read_whole_layers_and_long_answers_the_experts_they_visit(
+    max_new_tokens: int, paging: ExpertPaging, admission: Admission
+) -> None:
+    """Two lanes, of one row each: a prompt visits all 6 experts in each, a token 2."""
+    policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=2, admission=admission)
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=0), policy=policy)
+    found = plan_run(shape_with(STAGE), config, Budgets(host_bytes=GIB), sizes_of([200] * 4, max_new_tokens))
+    assert found.placement.paging is paging
 
 
 @pytest.mark.parametrize(("reads", "copies"), [(True, False), (True, True), (False, True)])
@@ -206,6 +238,6 @@ def test_slots_hold_any_expert_and_are_counted_where_they_lie(reads: bool, copie
 
 def test_batched_experts_cost_by_the_token_of_all_lanes() -> None:
     shape = shape_with(STAGE)
-    one, three = (sum(e.num_bytes for e in batch_entries(shape, lanes)) for lanes in ([10], [10, 15, 5]))
+    one, three = (sum(e.num_bytes for e in batch_entries(shape, n)) for n in (10, 30))
     assert three == 3 * one > 10 * 5 * shape.hidden_size * shape.compute_dtype_bytes
-    assert sum(e.num_bytes for e in batch_entries(shape, [])) == 0
+    assert sum(e.num_bytes for e in batch_entries(shape, 0)) == 0

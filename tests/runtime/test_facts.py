@@ -19,17 +19,17 @@ from runtime.config import (
     Tier,
 )
 from runtime.plan.facts import PlanFacts
+from runtime.plan.model_shape import ModelShape
 from runtime.plan.placement import Budgets
 from runtime.plan.planner import plan_run
 from runtime.plan.rates import MachineRates
-from runtime.plan.shapes import ModelShape
 from runtime.units import GIB
 from tests.toy import sizes_of, toy_mixture, toy_shape
 
 POLICY = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=3, num_micro_batches=2)
 NVME = RuntimeConfig(policy=POLICY, offload=OffloadConfig(tier=Tier.nvme, resident_layers=2))
 RATES = MachineRates(
-    disk_bytes_per_second=1e9, link_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
+    disk_bytes_per_second=1e9, link_in_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
 )
 
 

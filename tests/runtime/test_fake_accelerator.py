@@ -8,8 +8,9 @@ import torch
 from runtime import OffloadConfig, PrefetchConfig, RuntimeConfig
 from runtime.config import Prefetch, Tier
 from runtime.plan.load import Load
-from runtime.plan.placement import Budgets, Placement, place
-from runtime.plan.shapes import ModelShape
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets, Placement
+from runtime.plan.placer import place
 from runtime.store.reader import Reader
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB

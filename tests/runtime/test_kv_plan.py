@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,8 @@ from runtime.config import KVTier
 from runtime.plan.extents import ALIGNMENT_BYTES
 from runtime.plan.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, travelling_layers
 from runtime.plan.memory import PAGE_TOKENS
-from runtime.plan.shapes import ModelShape
+from runtime.plan.model_shape import ModelShape
+from runtime.store.kv_file import KVFile
 from runtime.units import KIB
 from tests.toy import toy_shape
 
@@ -65,6 +67,14 @@ def test_layers_without_keys_and_values_neither_travel_nor_count() -> None:
     assert travelling_layers(hybrid(), KVTier.nvme, 0.5, has_device=False) == (3,)
 
 
+def test_windows_of_padded_lanes_stay_and_count_where_compute_is() -> None:
+    shape = replace(toy_shape(4, is_packed=False), bounded_layers=frozenset({0, 2}))
+    assert travelling_layers(shape, KVTier.nvme, 0, has_device=True) == (1, 3)
+    assert travelling_layers(shape, KVTier.cpu, 0.5, has_device=True) == (1,)
+    cost = kv_cost(shape, layout_of(shape, KVTier.nvme, 0), has_device=True)
+    assert total(cost, "KV cache") == 10 * PAGE_TOKENS * 2 * shape.kv_layer_bytes[0]
+
+
 @pytest.mark.parametrize("tier", TRAVELLING_TIERS)
 @pytest.mark.parametrize("fraction", [0, 0.5, 1])
 @pytest.mark.parametrize("shape", [toy_shape(8), hybrid()], ids=["toy", "hybrid"])
@@ -89,8 +99,8 @@ def test_where_nothing_travels_the_ledger_has_one_entry() -> None:
     ("tier", "has_device", "compute", "host"),
     [
         (KVTier.cpu, True, ["KV cache", "KV slots"], ["KV pages"]),
-        (KVTier.nvme, True, ["KV cache", "KV slots"], ["KV staging"]),
-        (KVTier.nvme, False, ["KV cache", "KV slots"], []),
+        (KVTier.nvme, True, ["KV cache", "KV slots"], ["KV staging", "KV checksums"]),
+        (KVTier.nvme, False, ["KV cache", "KV slots", "KV checksums"], []),
     ],
 )
 def test_each_memory_has_the_entries_of_the_tier(
@@ -101,6 +111,14 @@ def test_each_memory_has_the_entries_of_the_tier(
     assert [entry.name for entry in cost.compute] == compute
     assert [entry.name for entry in cost.host] == host
     assert total(cost, "KV slots") == 3 * 4 * max(layout.page_bytes.values())
+
+
+@pytest.mark.parametrize("has_device", [True, False])
+def test_what_is_kept_of_each_page_on_disk_is_counted(has_device: bool, tmp_path: Path) -> None:
+    layout = layout_of(toy_shape(), KVTier.nvme, has_device=has_device)
+    with KVFile(layout, directory=str(tmp_path)) as file:
+        kept = file._checksums.nbytes
+    assert total(kv_cost(toy_shape(), layout, has_device=has_device), "KV checksums") == kept == 10 * 4 * 8
 
 
 def test_pages_on_disk_begin_at_whole_blocks_and_do_not_overlap() -> None:

@@ -1,5 +1,6 @@
 """Every stage is resident or streamed; the budget decides how many, and more of it is never worse."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -8,9 +9,10 @@ from runtime.config import KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchCo
 from runtime.errors import BudgetError
 from runtime.plan.check import check_schedule
 from runtime.plan.load import Load
-from runtime.plan.placement import Budgets, Placement, place
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets, Placement
+from runtime.plan.placer import place
 from runtime.plan.schedule import make_schedule
-from runtime.plan.shapes import ModelShape
 from runtime.plan.spread import spread
 from runtime.plan.walks import num_slots_for
 from runtime.units import GIB, MIB
@@ -157,9 +159,9 @@ def test_embeddings_and_head_are_streamed_where_they_do_not_fit_and_resident_lay
 @pytest.mark.parametrize(
     ("tier", "host"),
     [
-        (Tier.none, {"staging slots": 0}),
-        (Tier.cpu, {"staging slots": 0, "weights": 8 * 8 * MIB}),
-        (Tier.nvme, {"staging slots": 2 * 8 * MIB}),
+        (Tier.none, {"staging slots": 0, "loading": 32 * MIB}),
+        (Tier.cpu, {"staging slots": 0, "loading": 32 * MIB, "weights": 8 * 8 * MIB}),
+        (Tier.nvme, {"staging slots": 2 * 8 * MIB, "loading": 32 * MIB}),
     ],
 )
 def test_an_accelerators_host_memory_holds_what_the_tier_says(tier: Tier, host: dict[str, int]) -> None:
@@ -167,10 +169,44 @@ def test_an_accelerators_host_memory_holds_what_the_tier_says(tier: Tier, host: 
 
 
 def test_what_does_not_fit_is_refused_with_the_equation_and_the_key() -> None:
-    with pytest.raises(BudgetError, match=r"(?s)KV cache.*positions x.*total.*offload\.host_memory_gib.*offload=nvme"):
+    with pytest.raises(BudgetError, match=r"(?s)KV cache.*positions x.*total.*offload\.host_memory_gib.*kv=nvme"):
         placed(toy_shape(), Budgets(host_bytes=MIB)).require_fit()
     with pytest.raises(BudgetError, match=r"(?s)device memory:.*\(offload\.device_memory_gib\)"):
         placed(toy_shape(), Budgets(host_bytes=GIB, device_bytes=MIB)).require_fit()
+
+
+LANES = {"policy.micro_batch_size", "policy.num_micro_batches", "policy.prefill_chunk_tokens"}
+DEEP = LANES | {"prefetch.depth"}
+SMALL, SMALL_HOST = Budgets(host_bytes=MIB), Budgets(host_bytes=MIB, device_bytes=GIB)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "offload", "kv", "prefetch", "keys"),
+    [
+        (SMALL, Tier.nvme, KVTier.device, Prefetch.lookahead, DEEP | {"sampling.max_new_tokens", "kv=nvme"}),
+        (SMALL, Tier.nvme, KVTier.device, Prefetch.off, LANES | {"sampling.max_new_tokens", "kv=nvme"}),
+        (SMALL, Tier.nvme, KVTier.nvme, Prefetch.lookahead, DEEP | {"sampling.max_new_tokens", "kv.num_slots"}),
+        (SMALL, Tier.none, KVTier.device, Prefetch.lookahead,
+         LANES | {"sampling.max_new_tokens", "kv=nvme", "offload=nvme"}),
+        (SMALL_HOST, Tier.nvme, KVTier.device, Prefetch.lookahead, set()),
+        (SMALL_HOST, Tier.cpu, KVTier.device, Prefetch.lookahead, {"offload=nvme"}),
+        (SMALL_HOST, Tier.nvme, KVTier.cpu, Prefetch.lookahead,
+         {"policy.micro_batch_size", "policy.num_micro_batches", "sampling.max_new_tokens", "kv=nvme"}),
+    ],
+)  # fmt: skip
+def test_only_keys_that_can_help_are_named(
+    budgets: Budgets, offload: Tier, kv: KVTier, prefetch: Prefetch, keys: set[str]
+) -> None:
+    config = RuntimeConfig(
+        offload=OffloadConfig(tier=offload, resident_layers=0),
+        prefetch=PrefetchConfig(kind=prefetch),
+        kv=KVConfig(tier=kv, device_fraction=0.0),
+    )
+    placement = place(toy_shape(), config, budgets, Load.of(toy_shape(), BLOCK, 512))
+    with pytest.raises(BudgetError) as error:
+        placement.require_fit()
+    advice = str(error.value).splitlines()[-1]
+    assert set(re.findall(r"[a-z_]+(?:\.[a-z_]+|=[a-z]+)", advice)) - {"offload.host_memory_gib"} == keys
 
 
 def test_keys_and_values_go_to_disk_where_neither_memory_has_room() -> None:

@@ -18,7 +18,8 @@ from runtime.config import (
 from runtime.errors import BudgetError
 from runtime.plan.load import Load
 from runtime.plan.memory import PAGE_TOKENS, SequenceSize
-from runtime.plan.placement import Budgets, place
+from runtime.plan.placement import Budgets
+from runtime.plan.placer import place
 from runtime.plan.planner import RunPlan, micro_batches_of, plan_run
 from runtime.plan.rates import MachineRates
 from runtime.units import GIB, MIB

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from runtime.cache.rectangle import TravellingLayer, rectangle_cache
 from runtime.model.families import FAMILIES
 from runtime.model.meta import build_meta_model
 from runtime.model.synthesize import config_for
-from runtime.model.traits import CacheShape, layer_types, measure_cache
+from runtime.model.traits import CacheShape, bounded_layers, layer_types, measure_cache
+from runtime.stream.device import ComputeDevice
 
 
 def measured(name: str) -> tuple[CacheShape, list[str]]:
@@ -35,3 +37,14 @@ def test_latents_cost_their_rank_and_the_rotated_keys() -> None:
     config = config_for("deepseek_v3", FAMILIES["deepseek-v3"].overrides)
     assert set(cache.layer_bytes_per_token) == {4 * (config.kv_lora_rank + config.qk_rope_head_dim)}
     assert cache.is_latent
+
+
+@pytest.mark.parametrize("name", ["gemma-2", "qwen3-next", "llama"])
+def test_padded_lanes_bound_every_layer_that_does_not_attend_to_all_positions(name: str) -> None:
+    family = FAMILIES[name]
+    model = build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
+    windows = {index for index, kind in enumerate(layer_types(model)) if kind != "full_attention"}
+    assert bounded_layers(model) == windows
+    cache = rectangle_cache(model.config, 32, ComputeDevice("cpu"), frozenset(range(len(layer_types(model)))))
+    travelling = {index for index, layer in enumerate(cache.layers) if isinstance(layer, TravellingLayer)}
+    assert travelling == set(range(len(layer_types(model)))) - windows

@@ -12,8 +12,10 @@ from runtime.config import OffloadConfig, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError
 from runtime.plan.extents import Extent
 from runtime.plan.load import Load
-from runtime.plan.placement import Budgets, Placement, place
-from runtime.plan.shapes import ModelShape, Parameter, Stage, StageKind, TensorSlice
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets, Placement
+from runtime.plan.placer import place
+from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.store.header import read_header
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming, PendingTransfer
@@ -21,6 +23,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.stream.weights import WeightStream
 from runtime.trace import Row, Trace
 from runtime.units import GIB
+from tests.fake_device import FakeDevice
 from tests.toy import toy_shape
 
 NUM_LAYERS = 4
@@ -111,6 +114,19 @@ def test_tied_resident_stages_share_one_buffer_that_is_read_once(shape: ModelSha
     with WeightStream(shape, placement_of(shape, resident_layers=0), DEVICE, reader) as stream:
         assert stream.acquire(0).buffer.data_ptr() == stream.acquire(NUM_LAYERS + 1).buffer.data_ptr()
         assert len(reader.targets) == 1
+
+
+def test_an_accelerators_resident_stages_come_through_a_little_pinned_memory(
+    shape: ModelShape, tensors: dict[str, torch.Tensor], reader: CountingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.stream.weights.LOADING_BYTES", 4096)
+    placement = placement_of(shape, resident_layers=4)
+    assert max(shape.sizes.whole_bytes) > 4096
+    with WeightStream(shape, placement, FakeDevice(), reader) as stream:
+        assert len({*reader.targets}) == 1
+        for stage in placement.resident:
+            name = f"w{stage % (NUM_LAYERS + 1)}"
+            assert torch.equal(weight(stream, stage, name, tensors[name]), tensors[name])
 
 
 def test_a_slot_is_not_handed_to_a_new_read_before_it_is_freed(shape: ModelShape, reader: CountingReader) -> None:

@@ -1,0 +1,64 @@
+"""A model in the sizes that memory and time follow from: plain values, no torch. Everything planned is computed from
+these.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .delta_rule import DeltaRule
+from .shapes import Stage, StageKind
+from .stage_sizes import StageSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes that memory and time follow from. `*_bytes_per_token` are for one sequence position over all layers;
+    `kv_layer_bytes` for each decoder layer by itself, 0 where it keeps no keys and values."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    hidden_size: int
+    intermediate_size: int  # widest feed-forward activation a token meets, experts per token included
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_tokens: int
+    kv_layer_bytes: tuple[int, ...]
+    compute_dtype_bytes: int
+    is_packed: bool  # lanes without padding
+    state_bytes_per_sequence: int = 0  # recurrent layers
+    expanded_kv_width: int = 0  # elements that a layer makes of one position's latents (MLA), while it attends
+    cross_kv_bytes_per_token: int = 0  # of one encoder position, which every decoder layer looks at
+    score_heads: int = 0  # heads whose prefill scores lie in memory at a time, where no fused kernel can make them
+    bounded_layers: frozenset[int] = frozenset()  # of padded lanes: decoder layers that transformers keeps a window of
+    delta_rule: DeltaRule | None = None  # of layers with a gated delta net
+    weight_bytes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        slices = {piece.name: piece.num_bytes for s in self.stages for p in s.parameters for piece in p.slices}
+        object.__setattr__(self, "weight_bytes", sum(slices.values()))
+
+    @cached_property
+    def sizes(self) -> StageSizes:
+        return StageSizes(self.stages)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(self.kv_layer_bytes)
+
+    @property
+    def layers(self) -> tuple[Stage, ...]:
+        return self.of_kind(StageKind.layer)
+
+    def of_kind(self, kind: StageKind) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if stage.kind is kind)
+
+    @property
+    def has_encoder(self) -> bool:
+        return bool(self.of_kind(StageKind.encoder))
+
+    @property
+    def first_decode_stage(self) -> int:
+        """Where a decode pass begins: an encoder runs in the prefill pass alone."""
+        return self.of_kind(StageKind.bridge)[0].index if self.has_encoder else 0

@@ -1,0 +1,143 @@
+"""As many pages of keys and values as the memory holds where they are kept, to the last one."""
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.config import (
+    Admission,
+    Attention,
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    Order,
+    PolicyConfig,
+    PolicyKind,
+    Prefetch,
+    PrefetchConfig,
+    RuntimeConfig,
+    Tier,
+)
+from runtime.plan.load import Load
+from runtime.plan.memory import PAGE_TOKENS
+from runtime.plan.placement import Budgets, Placement
+from runtime.plan.placer import place
+from runtime.plan.planner import plan_run
+from runtime.plan.run_load import bare
+from runtime.units import GIB, MIB
+from tests.toy import sizes_of, toy_shape
+
+SHAPE = toy_shape()
+SIZES = sizes_of([1000] * 64, max_new_tokens=24)  # 64 pages each, of 128 KiB over all layers: 512 MiB
+FULL = 64 * 64
+CONTINUOUS = RuntimeConfig(
+    offload=OffloadConfig(tier=Tier.nvme),
+    policy=PolicyConfig(
+        kind=PolicyKind.fixed, admission=Admission.continuous, micro_batch_size=16, num_micro_batches=4
+    ),
+)
+
+
+def planned(budgets: Budgets, tier: KVTier, kind: PolicyKind = PolicyKind.fixed) -> Placement:
+    policy = replace(CONTINUOUS.policy, kind=kind)
+    config = replace(CONTINUOUS, kv=KVConfig(tier=tier), policy=policy)
+    return plan_run(SHAPE, config, budgets, SIZES).placement
+
+
+def load_of(num_pages: int) -> Load:
+    whole = sizes_of([size.capacity_tokens for size in SIZES], max_new_tokens=0)
+    full = Load.of(SHAPE, [whole[i : i + 16] for i in range(0, 64, 16)], 512)
+    return replace(full, num_kv_pages=num_pages)
+
+
+@pytest.mark.parametrize(
+    ("tier", "budgets"),
+    [
+        (KVTier.device, Budgets(host_bytes=400 * MIB)),
+        (KVTier.device, Budgets(host_bytes=GIB, device_bytes=400 * MIB)),
+        (KVTier.cpu, Budgets(host_bytes=300 * MIB, device_bytes=300 * MIB)),
+        (KVTier.cpu, Budgets(host_bytes=100 * MIB, device_bytes=300 * MIB)),
+        (KVTier.nvme, Budgets(host_bytes=210 * MIB)),
+    ],
+)
+def test_one_page_more_would_not_fit(tier: KVTier, budgets: Budgets) -> None:
+    placement = planned(budgets, tier)
+    config = bare(replace(CONTINUOUS, kv=KVConfig(tier=tier)))
+    num_pages = placement.kv.num_pages
+    assert placement.fits
+    assert num_pages == FULL or not place(SHAPE, config, budgets, load_of(num_pages + 1)).fits
+    assert tier is KVTier.nvme or num_pages < FULL
+
+
+def test_pages_on_disk_are_not_paid_for_in_memory() -> None:
+    """Slots hold one lane's pages of one layer each, however many lie on disk."""
+    assert planned(Budgets(host_bytes=250 * MIB), KVTier.nvme).kv.num_pages == FULL
+
+
+@pytest.mark.parametrize(("share", "tier"), [(0.9, KVTier.device), (0.55, KVTier.device), (0.45, KVTier.nvme)])
+def test_disk_is_taken_only_where_memory_has_not_half_the_pages(share: float, tier: KVTier) -> None:
+    without = place(SHAPE, bare(CONTINUOUS), Budgets(host_bytes=GIB), load_of(0)).ledgers[0].total_bytes
+    pages_bytes = int(share * FULL) * PAGE_TOKENS * SHAPE.kv_bytes_per_token
+    placement = planned(Budgets(host_bytes=without + pages_bytes), KVTier.auto)
+    assert placement.fits
+    assert bool(placement.kv.page_bytes) == (tier is KVTier.nvme)
+    if tier is KVTier.device:
+        assert placement.kv.num_pages >= int(share * FULL)  # embeddings and head may make room for more
+
+
+BLOCKS = {
+    "many short rows": [sizes_of([40] * 96, max_new_tokens=8)],
+    "few long rows": [sizes_of([1800] * 8, max_new_tokens=200)],
+    "one row in each lane": [sizes_of([500])] * 6,
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("order", [Order.zigzag, Order.module_batched])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_each_of_a_runs_blocks_finds_the_memory_it_takes(name: str, order: Order) -> None:
+    """Beside the pool of pages, which is as large as the block with most pages needs it: many rows take logits, long
+    ones scores."""
+    config = bare(replace(CONTINUOUS, policy=PolicyConfig(schedule=order, attention=Attention.cpu)))
+    budgets = Budgets(host_bytes=8 * GIB, device_bytes=8 * GIB)
+    together = Load.of_blocks(SHAPE, BLOCKS.values(), 512)
+    alone = replace(Load.of(SHAPE, BLOCKS[name], 512), num_kv_pages=together.num_kv_pages)
+    for mine, all_of_them in zip(
+        *(place(SHAPE, config, budgets, load).ledgers for load in (alone, together)), strict=True
+    ):
+        assert mine.total_bytes <= all_of_them.total_bytes
+
+
+def test_auto_seats_so_many_that_half_of_what_they_may_come_to_fits() -> None:
+    placement = planned(Budgets(host_bytes=300 * MIB), KVTier.device, PolicyKind.auto)
+    assert placement.fits
+    assert 0 < placement.kv.num_pages < FULL // 2
+    fewest = planned(Budgets(host_bytes=300 * MIB), KVTier.device)
+    assert placement.kv.num_pages > fewest.kv.num_pages
+
+
+def test_fixed_resident_layers_stay_and_the_block_becomes_smaller() -> None:
+    config = RuntimeConfig(
+        offload=OffloadConfig(tier=Tier.nvme, resident_layers=6),
+        policy=PolicyConfig(kind=PolicyKind.auto, micro_batch_size=16, num_micro_batches=4),
+    )
+    blocks = {}
+    for resident_layers in (None, 6):
+        each = replace(config, offload=replace(config.offload, resident_layers=resident_layers))
+        found = plan_run(SHAPE, each, Budgets(host_bytes=180 * MIB), SIZES)
+        blocks[resident_layers] = max(len(block.members) for block in found.blocks)
+        assert found.placement.fits
+    assert len(found.placement.resident) >= 6
+    assert blocks[6] < blocks[None]
+
+
+@pytest.mark.parametrize("kind", PolicyKind)
+def test_what_is_aware_of_costs_reads_one_stage_ahead_while_nothing_is_measured(kind: PolicyKind) -> None:
+    config = RuntimeConfig(
+        offload=OffloadConfig(tier=Tier.nvme, resident_layers=0),
+        policy=PolicyConfig(kind=kind),
+        prefetch=PrefetchConfig(kind=Prefetch.cost_aware, depth=5),
+    )
+    found = plan_run(SHAPE, config, Budgets(host_bytes=4 * GIB), SIZES[:4])
+    assert found.prefetch == PrefetchConfig(kind=Prefetch.lookahead, depth=1)
+    assert found.placement.walk.num_slots == 2
