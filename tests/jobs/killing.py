@@ -1,4 +1,4 @@
-"""Runs to be killed, each in a process of its own: forked off one that has loaded the libraries, once for all of them."""
+"""Runs to be killed, each in a process of its own that is forked off one which has loaded the libraries."""
 
 import multiprocessing
 import signal
