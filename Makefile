@@ -1,7 +1,7 @@
 # Each target sets up .venv by itself, once; it is set up again when pyproject.toml or constraints.txt change.
 #   PYTHON       which Python makes the venv (3.11 or newer)
 #   TORCH_INDEX  another index for torch, e.g. https://download.pytorch.org/whl/cpu for the small CPU build
-#   ARGS         passed on: make run ARGS="offload=nvme", make test ARGS="-k resume"
+#   ARGS         passed on: make run ARGS="offload=nvme", make test ARGS="-k resume", ARGS="-n 0" in one process
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
@@ -19,7 +19,7 @@ run: $(STAMP) ## generate for the bundled prompts with a tiny model
 	$(BIN)/python -m jobs.generate $(ARGS)
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .

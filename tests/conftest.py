@@ -11,6 +11,7 @@ from runtime.model.families import FAMILIES
 from tests.support import MANY_EXPERTS, Reference, synthesize
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # the tests never look for a network
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that they start
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,5 +55,12 @@ def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> None:
+def one_thread() -> None:
+    """Work on tensors this small is slower on two threads, and `make test` has a process for each core."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def two_threads(one_thread: None) -> None:
+    """For tests of what torch's number of threads matters to."""
     torch.set_num_threads(2)

@@ -59,8 +59,8 @@ class Reference:
         )
         generator = torch.Generator().manual_seed(0)
         model = transformers_model(directory)
-        prompts = [clear_prompt(model, length, generator) for length in PROMPT_LENGTHS]
-        expected = [greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
+        clear = [clear_answer(model, length, generator) for length in PROMPT_LENGTHS]
+        prompts, expected = [prompt for prompt, _ in clear], [tokens for _, tokens in clear]
         assert len({token for tokens in expected for token in tokens}) > 20, "a model that says little proves little"
         return Reference(
             directory=directory,
@@ -70,8 +70,9 @@ class Reference:
         )
 
 
-def clear_prompt(model: PreTrainedModel, length: int, generator: torch.Generator) -> list[int]:
-    """One whose every greedy choice is clear: where two tokens tie to the last bits, so does what is right."""
+def clear_answer(model: PreTrainedModel, length: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
+    """A prompt and its greedy tokens, each of them a clear choice: where two tie to the last bits, so does what is
+    right."""
     while True:
         prompt = torch.randint(5, 600, (length,), generator=generator).tolist()
         out = _generate(
@@ -84,7 +85,7 @@ def clear_prompt(model: PreTrainedModel, length: int, generator: torch.Generator
         )
         best = torch.cat(out.logits).topk(2).values
         if float((best[:, 0] - best[:, 1]).min()) > CLEAR_MARGIN:
-            return prompt
+            return prompt, out.sequences[0, -NUM_NEW_TOKENS:].tolist()
 
 
 def transformers_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

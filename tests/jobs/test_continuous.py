@@ -19,6 +19,7 @@ from jobs.io.parts import read_generations
 from jobs.io.run_dir import RunDirectory
 from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
+from tests.jobs.killing import run_and_kill
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_KILLS = 5
@@ -31,6 +32,25 @@ def policy(admission: Admission) -> PolicyConfig:
     )
 
 
+def config(
+    output_root: Path,
+    *,
+    name: str = "case",
+    admission: Admission = Admission.continuous,
+    sampling: SamplingConfig = SAMPLED,
+    num_rows: int = 12,
+    checkpoint_seconds: float = 0.0,
+) -> GenerateConfig:
+    return GenerateConfig(
+        run=name,
+        output_root=str(output_root),
+        dataset=DatasetConfig(limit=num_rows),
+        policy=policy(admission),
+        sampling=sampling,
+        checkpoint_seconds=checkpoint_seconds,
+    )
+
+
 def run(
     output_root: Path,
     *,
@@ -38,15 +58,7 @@ def run(
     sampling: SamplingConfig = SAMPLED,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    config = GenerateConfig(
-        run="case",
-        output_root=str(output_root),
-        dataset=DatasetConfig(limit=12),
-        policy=policy(admission),
-        sampling=sampling,
-        checkpoint_seconds=0.0,
-    )
-    return generate(config, should_stop)
+    return generate(config(output_root, admission=admission, sampling=sampling), should_stop)
 
 
 def directory(output_root: Path, name: str = "case") -> RunDirectory:
@@ -99,31 +111,37 @@ def test_a_stopped_run_goes_on_and_no_token_is_sampled_twice(tmp_path: Path, num
     assert sorted(indices) == list(range(len(indices)))
 
 
+def test_killed_five_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    def long(name: str) -> GenerateConfig:
+        sampling = SamplingConfig(max_new_tokens=24, ignore_eos=True)
+        return config(tmp_path, name=name, sampling=sampling, num_rows=24, checkpoint_seconds=0.05)
+
+    generate(long("whole"), lambda: False)
+    checkpoint, moments = directory(tmp_path, "killed").running, random.Random(7)
+    for _ in range(NUM_KILLS):
+        before = changed_at(checkpoint)
+        run_and_kill(
+            long("killed"),
+            lambda before=before: changed_at(checkpoint) > before,  # so that every start gets somewhere
+            after_seconds=moments.uniform(0, 0.1),
+        )
+    generate(long("killed"), lambda: False)
+    assert tokens_by_id(directory(tmp_path, "killed")) == tokens_by_id(directory(tmp_path, "whole"))
+    assert not [path for path in tmp_path.rglob(".*") if "tmp" in path.name]
+    indices = throughput(directory(tmp_path, "killed"))["pass_index"].to_pylist()
+    assert len(set(indices)) == len(indices)
+
+
+def changed_at(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
 def command(output_root: Path, name: str) -> list[str]:
     return [
         *(sys.executable, "-m", "jobs.generate", f"run={name}", f"output_root={output_root}", "policy=fixed"),
         *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "policy.admission=continuous"),
         *("dataset.limit=24", "sampling.max_new_tokens=48", "sampling.ignore_eos=true", "checkpoint_seconds=0.05"),
     ]
-
-
-def test_killed_five_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    subprocess.run(command(tmp_path, "whole"), cwd=ROOT, check=True, capture_output=True)
-    checkpoint, moments = directory(tmp_path, "killed").running, random.Random(7)
-    for _ in range(NUM_KILLS):
-        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        process = subprocess.Popen(command(tmp_path, "killed"), cwd=ROOT, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
-            time.sleep(0.005)  # so that every start gets somewhere
-        time.sleep(moments.uniform(0, 0.1))
-        assert process.poll() is None, "the run ended before it could be killed: make it longer"
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    subprocess.run(command(tmp_path, "killed"), cwd=ROOT, check=True, capture_output=True)
-    assert tokens_by_id(directory(tmp_path, "killed")) == tokens_by_id(directory(tmp_path, "whole"))
-    assert not [path for path in tmp_path.rglob(".*") if "tmp" in path.name]
-    indices = throughput(directory(tmp_path, "killed"))["pass_index"].to_pylist()
-    assert len(set(indices)) == len(indices)
 
 
 def test_sigterm_ends_the_process_with_75_and_a_checkpoint(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import random
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from runtime.config import (
 )
 from runtime.errors import Interrupted, RunMismatchError
 from runtime.plan.actions import Op, parse_action
+from tests.jobs.killing import run_and_kill
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2)
@@ -59,33 +59,32 @@ def tokens_by_id(table: pa.Table) -> Mapping[str, list[int]]:
     return dict(zip(table["id"].to_pylist(), table["token_ids"].to_pylist(), strict=True))
 
 
-def command(output_root: Path, name: str) -> list[str]:
+def command(output_root: Path, *settings: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "jobs.generate", f"run={name}", f"output_root={output_root}", "policy=fixed"),
-        *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "dataset.limit=24"),
-        *("sampling.max_new_tokens=48", "sampling.ignore_eos=true"),
+        *(sys.executable, "-m", "jobs.generate", f"output_root={output_root}", "policy=fixed"),
+        *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "sampling.ignore_eos=true", *settings),
     ]
 
 
 def test_killed_five_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    subprocess.run(command(tmp_path, "whole"), cwd=ROOT, check=True, capture_output=True)
-    moments = random.Random(7)
-    num_killed = 0
-    while num_killed < NUM_KILLS:
-        process = subprocess.Popen(command(tmp_path, "killed"), cwd=ROOT, stderr=subprocess.DEVNULL)
-        folder = tmp_path / "generate" / "killed" / "generations"
-        before = len(list(folder.glob("*.parquet"))) if folder.exists() else 0
-        while process.poll() is None and (not folder.exists() or len(list(folder.glob("*.parquet"))) == before):
-            time.sleep(0.005)  # wait for a first commit, so that every start gets somewhere
-        time.sleep(moments.uniform(0, 0.2))
-        assert process.poll() is None, "the run ended before it could be killed: make it longer"
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        num_killed += 1
-    subprocess.run(command(tmp_path, "killed"), cwd=ROOT, check=True, capture_output=True)
+    long = {"dataset": DatasetConfig(limit=24), "sampling": SamplingConfig(max_new_tokens=24, ignore_eos=True)}
+    run(tmp_path, **long, run="whole")
+    folder, moments = tmp_path / "generate" / "killed" / "generations", random.Random(7)
+    for _ in range(NUM_KILLS):
+        before = num_parts(folder)
+        run_and_kill(
+            config(tmp_path, **long, run="killed"),
+            lambda before=before: num_parts(folder) > before,  # so that every start gets somewhere
+            after_seconds=moments.uniform(0, 0.1),
+        )
+    run(tmp_path, **long, run="killed")
     assert rows(tmp_path, "killed").equals(rows(tmp_path, "whole"))
     assert len(set(rows(tmp_path, "killed")["id"].to_pylist())) == 24
     assert not [path for path in tmp_path.rglob(".*") if "tmp" in path.name]
+
+
+def num_parts(folder: Path) -> int:
+    return len(list(folder.glob("*.parquet")))
 
 
 def test_a_stopped_run_exits_resumable_and_goes_on_with_equal_rows(tmp_path: Path) -> None:
@@ -99,7 +98,8 @@ def test_a_stopped_run_exits_resumable_and_goes_on_with_equal_rows(tmp_path: Pat
 
 
 def test_sigterm_ends_the_process_with_75(tmp_path: Path) -> None:
-    process = subprocess.Popen(command(tmp_path, "stopped"), cwd=ROOT, stderr=subprocess.DEVNULL)
+    long = command(tmp_path, "dataset.limit=24", "sampling.max_new_tokens=48")
+    process = subprocess.Popen(long, cwd=ROOT, stderr=subprocess.DEVNULL)
     while process.poll() is None and not list(tmp_path.rglob("part-*.parquet")):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -201,5 +201,6 @@ def test_policy_auto_gives_the_same_rows_as_fixed(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_beside_the_run_directory(tmp_path: Path) -> None:
-    subprocess.run(command(tmp_path, "alone"), cwd=ROOT, check=True, capture_output=True, env=dict(os.environ))
+    short = command(tmp_path, "dataset.limit=2", "sampling.max_new_tokens=2")
+    subprocess.run(short, cwd=ROOT, check=True, capture_output=True)
     assert [path.name for path in tmp_path.iterdir()] == ["generate"]

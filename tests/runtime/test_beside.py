@@ -17,6 +17,8 @@ from tests.fake_device import FakeDevice
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 References = Callable[[str], Reference]
 FAMILIES = ("llama", "mixtral", "gemma-2", "gpt-oss", "deepseek-v3")
 

@@ -19,7 +19,7 @@ from runtime.plan.planner import RunPlan
 from runtime.plan.shapes import Stage
 from runtime.stream.experts import ExpertStream
 from runtime.units import GIB
-from tests.support import MANY_EXPERTS, Reference, clear_prompt, greedy, transformers_model
+from tests.support import MANY_EXPERTS, Reference, clear_answer, transformers_model
 
 Checkpoints = Callable[[str], Path]
 PROMPT_LENGTHS, NUM_NEW_TOKENS = (5, 17, 3), 4
@@ -38,8 +38,8 @@ class Expected:
 def expected(request: pytest.FixtureRequest, many_experts: Checkpoints) -> Expected:
     directory, generator = many_experts(request.param), torch.Generator().manual_seed(0)
     model = transformers_model(directory)
-    prompts = [clear_prompt(model, length, generator) for length in PROMPT_LENGTHS]
-    tokens = [greedy(model, prompt, NUM_NEW_TOKENS) for prompt in prompts]
+    clear = [clear_answer(model, length, generator) for length in PROMPT_LENGTHS]
+    prompts, tokens = [prompt for prompt, _ in clear], [answer[:NUM_NEW_TOKENS] for _, answer in clear]
     assert len({token for row in tokens for token in row}) > 8, "a model that says little proves little"
     return Expected(directory=directory, prompts=prompts, tokens=tokens)
 

@@ -18,6 +18,8 @@ from runtime.cache import attention_kernel, host_attention
 from runtime.cache.host_attention import cut, decode_attention, prepare_decode_attention
 from runtime.cache.plain_attention import decode_attention_torch
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 P = 16
 NAN = float("nan")
 

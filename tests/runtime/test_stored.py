@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from runtime.model import panels
 from runtime.model.stored import StoredWeight
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 STORED = (torch.bfloat16, torch.float16, torch.float32)
 NUM_ROWS = (1, 2, 31, 95, 96, 97, 128, 200)
 K, N = 48, 80

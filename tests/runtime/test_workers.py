@@ -9,6 +9,8 @@ import torch
 
 from runtime.engine.workers import AttentionWorkers
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 PATIENCE_SECONDS = 20.0
 
 
