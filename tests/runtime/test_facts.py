@@ -29,7 +29,7 @@ from tests.toy import sizes_of, toy_mixture, toy_shape
 POLICY = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=3, num_micro_batches=2)
 NVME = RuntimeConfig(policy=POLICY, offload=OffloadConfig(tier=Tier.nvme, resident_layers=2))
 RATES = MachineRates(
-    disk_bytes_per_second=1e9, link_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
+    disk_bytes_per_second=1e9, link_in_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
 )
 
 
