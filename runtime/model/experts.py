@@ -1,8 +1,8 @@
 """Mixture-of-experts feed-forward over stored experts: tokens sorted by expert, each expert's matrices used once, as
 they lie.
 
-Registered under its own name with transformers' experts interface: it asks the engine, which answers for one lane with
-`sorted_experts` or for several at once (engine/experts.py). The module still owns gating, activation and layout.
+Registered under its own name with transformers' experts interface: it asks the engine, which answers for one lane or
+for several at once (engine/experts.py). The module still owns gating, activation and layout.
 
 Shapes: T tokens of D numbers, each visiting K experts; V = T x K visits.
 """
@@ -71,13 +71,6 @@ def asking_experts(
 ) -> torch.Tensor:
     """hidden_states (T, D), top_k_index and top_k_weights (T, K) -> (T, D)."""
     return need_tensor(NeedExperts(self, hidden_states, top_k_index, top_k_weights))
-
-
-def sorted_experts(asked: NeedExperts) -> torch.Tensor:
-    """The plain answer: all experts that are hit, with the matrices bound to the module."""
-    visits = Visits.sorted(asked.top_k_index_TK, asked.top_k_weights_TK)
-    hit = ((expert, bound_matrices(asked.module, expert)) for expert in visits.hit)
-    return mixed(asked.module, asked.hidden_TD, visits, hit)
 
 
 def mixed(

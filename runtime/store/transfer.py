@@ -43,14 +43,6 @@ class PendingTransfer:
             num_bytes=sum(t.num_bytes for t in timings),
         )
 
-    @property
-    def num_bytes(self) -> int:
-        return self.timing.num_bytes
-
-    @property
-    def seconds(self) -> float:
-        return self.timing.end - self.timing.begin
-
 
 def transfer(
     call: Callable[[int, list[memoryview], int], int],

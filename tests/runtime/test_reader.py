@@ -61,8 +61,8 @@ def test_memory_equals_the_file(name: str, reader: Reader, file: Path) -> None:
         place = found.tensor_offsets[str(number)]
         assert bytes(buffer[place : place + end - begin].numpy()) == raw[begin:end]
     assert pending.is_done
-    assert sum(e.used_bytes for e in found.extents) <= pending.num_bytes <= found.num_bytes
-    assert pending.seconds >= 0
+    assert sum(e.used_bytes for e in found.extents) <= pending.timing.num_bytes <= found.num_bytes
+    assert pending.timing.end >= pending.timing.begin
 
 
 @pytest.mark.parametrize("lost", [1, 5000, 500_000, SIZE])
