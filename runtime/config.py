@@ -6,7 +6,8 @@ Resolving a config (which dtype `auto` means, how many layers stay resident) yie
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from .errors import ConfigError
+from .errors import require
+from .profiles import DataSheet, MeasuredRates
 
 
 class Tier(Enum):
@@ -89,11 +90,6 @@ class DType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +251,20 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The compute device and its threads. `device: auto` takes an accelerator when torch finds one."""
+    """The compute device and its threads, and how fast it is where that is known. `device: auto` takes an accelerator
+    when torch finds one."""
 
     name: str = "auto"
     device: str = "auto"
     num_threads: int | None = None  # null: torch's own choice
+    sheet: DataSheet | None = None
+    rates: MeasuredRates | None = None  # null, with sheet: measured in the run
 
     def __post_init__(self) -> None:
+        require(
+            self.sheet is None or self.rates is None,
+            f"machine.sheet and machine.rates are both given for {self.name}: keep the one, and set the other to null",
+        )
         require(
             self.num_threads is None or self.num_threads >= 1,
             f"machine.num_threads must be 1 or more, got {self.num_threads}",

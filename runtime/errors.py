@@ -12,6 +12,12 @@ class ConfigError(MillraceError):
     """A config value is unknown, of the wrong type, or impossible together with another."""
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError."""
+    if not condition:
+        raise ConfigError(message)
+
+
 class CheckpointError(MillraceError):
     """Weights are missing, truncated, or disagree with their index or with the model's own shapes."""
 

@@ -22,7 +22,7 @@ ALLOWED = {
     "model": {"plan", "store", "stream", "cache"},
     "engine": {"plan", "store", "stream", "cache", "model", "batching", "trace"},
 }
-FOR_ALL = {"closing", "config", "errors", "units"}
+FOR_ALL = {"closing", "config", "errors", "profiles", "units"}
 PURE = ("plan", "batching")
 HEAVY = {"torch", "transformers", "datasets", "safetensors", "greenlet"}
 

@@ -1,0 +1,115 @@
+"""From a profile of the `machine` group to the machine that a plan is made for.
+
+A data sheet prints peaks. What a run attains of them is an assumption, the same for every device and stated here
+once, share by share; `jobs.measure` on the machine itself replaces all of it.
+"""
+
+from ..config import DType, MachineConfig
+from ..errors import ConfigError
+from ..profiles import DataSheet, MeasuredRates
+from ..units import gib_to_bytes
+from .machine import Machine
+from .rates import UNLIMITED, MachineRates
+
+GIGA, TERA = 1e9, 1e12
+USABLE_SHARE = 0.9  # of each memory: the rest is the driver's, the system's and the libraries'
+COMPUTE_SHARE = 0.6  # of dense peak FLOP/s, in products of many rows: clocks fall under load, tiles do not fit
+MEMORY_SHARE = 0.8  # of a memory's bandwidth, the device's and the host's
+LINK_SHARE = 0.8  # of one direction, from pinned memory: packets have headers
+DISK_SHARE = 0.9  # of sequential reads
+PREFILL_ATTENTION_SHARE = 0.3  # of dense peak FLOP/s: prompts attend one by one
+DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
+CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
+TURN_SECONDS = 1e-3  # Python and launches of one decoder layer
+PASS_SECONDS = 5e-3
+ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
+
+
+def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
+    """The machine that the profile describes, for one compute dtype. `auto` as in a run: float32 on a CPU, otherwise
+    bfloat16, or float16 on a device without units for it. Raises ConfigError where the config holds no profile, or
+    not this dtype."""
+    if config.sheet is not None:
+        return _of_sheet(config.name, config.sheet, dtype)
+    if config.rates is not None:
+        return _of_measured(config.name, config.rates, dtype)
+    raise ConfigError(
+        f"machine={config.name} says nothing of how fast it is: choose a profile such as machine=l4, "
+        "or measure this one: python -m jobs.measure"
+    )
+
+
+def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
+    """Devices work side by side, each on its own link: what they exchange is not counted."""
+    count = sheet.num_devices
+    if dtype is DType.auto:
+        dtype = DType.float16 if sheet.bfloat16_tflops is None else DType.bfloat16
+    peak = count * _tflops(sheet, dtype) * TERA
+    memory = count * sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
+    link = count * sheet.link_gb_per_second * GIGA * LINK_SHARE
+    cpu = min(
+        sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE, sheet.host_num_cores * CORE_ATTENTION_BYTES_PER_SECOND
+    )
+    return Machine(
+        name=name,
+        num_devices=count,
+        host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * USABLE_SHARE),
+        device_bytes=int(count * gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
+        rates=MachineRates(
+            disk_bytes_per_second=sheet.disk_gb_per_second * GIGA * DISK_SHARE,
+            gemm_flops_per_second=_roofline(peak * COMPUTE_SHARE, memory, ITEM_BYTES[dtype]),
+            link_in_bytes_per_second=link,
+            link_out_bytes_per_second=link,
+            memory_bytes_per_second=memory,
+            attention_bytes_per_second=memory / DECODE_ATTENTION_TRIPS,
+            cpu_attention_bytes_per_second=cpu,
+            prefill_attention_flops_per_second=peak * PREFILL_ATTENTION_SHARE,
+            turn_seconds=TURN_SECONDS,
+            pass_seconds=PASS_SECONDS,
+        ),
+    )
+
+
+def _tflops(sheet: DataSheet, dtype: DType) -> float:
+    if dtype is DType.float16:
+        return sheet.float16_tflops
+    is_narrow = dtype is DType.bfloat16 and sheet.bfloat16_tflops is not None
+    return sheet.bfloat16_tflops if is_narrow and sheet.bfloat16_tflops is not None else sheet.float32_tflops
+
+
+def _roofline(flops: float, memory_bytes: float, item_bytes: int) -> dict[int, float]:
+    """A product of M rows takes the longer of its FLOPs and its weights' bytes, 2 M FLOPs for each number. So one point
+    says it all: below the M where both take as long, rates are proportional to M (see `MachineRates.gemm_rate`)."""
+    return {max(1, round(flops * item_bytes / (2 * memory_bytes))): flops}
+
+
+def _of_measured(name: str, rates: MeasuredRates, dtype: DType) -> Machine:
+    if dtype is DType.auto:
+        dtype = DType.float32 if rates.device_memory_gib is None else DType.bfloat16
+    found = rates.dtypes.get(dtype.value)
+    if found is None:
+        known = ", ".join(rates.dtypes) or "none"
+        raise ConfigError(f"machine={name} was not measured for {dtype.value}, only for: {known}; set model.dtype")
+    device = rates.device_memory_gib
+    gemm = zip(rates.gemm_rows, found.gemm_gflops, strict=False)  # the largest may be missing
+    return Machine(
+        name=name,
+        host_bytes=gib_to_bytes(rates.host_memory_gib),
+        device_bytes=None if device is None else gib_to_bytes(device),
+        rates=MachineRates(
+            disk_bytes_per_second=rates.disk_gb_per_second * GIGA,
+            gemm_flops_per_second={num_rows: gflops * GIGA for num_rows, gflops in gemm},
+            link_in_bytes_per_second=_link(rates.link_in_gb_per_second),
+            link_out_bytes_per_second=_link(rates.link_out_gb_per_second),
+            memory_bytes_per_second=rates.memory_gb_per_second * GIGA,
+            attention_bytes_per_second=found.attention_gb_per_second * GIGA,
+            cpu_attention_bytes_per_second=found.cpu_attention_gb_per_second * GIGA,
+            prefill_attention_flops_per_second=found.prefill_attention_gflops * GIGA,
+            turn_seconds=rates.turn_seconds,
+            pass_seconds=rates.pass_seconds,
+        ),
+    )
+
+
+def _link(gb_per_second: float | None) -> float:
+    return UNLIMITED if gb_per_second is None else gb_per_second * GIGA

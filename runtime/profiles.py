@@ -1,0 +1,87 @@
+"""What is known of a machine without being there: a data sheet's peaks, or rates that `jobs.measure` found.
+
+Config like that of `config.py`. GB and TFLOP are powers of ten, as data sheets count; GiB are not.
+"""
+
+from dataclasses import dataclass, field, fields
+
+from .errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSheet:
+    """Peaks that vendors print: of one device, and of the host around `num_devices` of it. What a run attains of them
+    is for `runtime/plan/profile.py` to say. `bfloat16_tflops` None: no units for it, float32's are used."""
+
+    num_devices: int = 1
+    memory_gib: float
+    memory_gb_per_second: float
+    link_gb_per_second: float  # one direction
+    float32_tflops: float
+    float16_tflops: float  # dense, summed in float32
+    bfloat16_tflops: float | None
+    host_memory_gib: float
+    host_memory_gb_per_second: float
+    host_num_cores: int
+    disk_gb_per_second: float
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            require(value is None or value > 0, f"machine.sheet.{field_.name} must be above 0, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DTypeRates:
+    """Of one compute dtype. `gemm_gflops` belongs to the first of `MeasuredRates.gemm_rows`; larger products are as
+    fast as the last. Attention by bytes of keys and values in this dtype: where the model computes, by the CPU's
+    workers."""
+
+    gemm_gflops: list[float]
+    attention_gb_per_second: float
+    cpu_attention_gb_per_second: float
+    prefill_attention_gflops: float
+
+    def __post_init__(self) -> None:
+        require(bool(self.gemm_gflops), "machine.rates: gemm_gflops is empty")
+        rates = (*self.gemm_gflops, *(value for value in vars(self).values() if isinstance(value, float)))
+        require(all(rate > 0 for rate in rates), f"machine.rates: every rate must be above 0, got {min(rates)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRates:
+    """What `jobs.measure` found. `device_memory_gib` and the links are None where compute is in host memory; a dtype is
+    None where it was not measured. Memories are what was free."""
+
+    host_memory_gib: float
+    device_memory_gib: float | None = None
+    disk_gb_per_second: float  # sustained
+    link_in_gb_per_second: float | None = None
+    link_out_gb_per_second: float | None = None
+    memory_gb_per_second: float  # of the compute device, read and written
+    turn_seconds: float
+    pass_seconds: float
+    gemm_rows: list[int] = field(default_factory=list)
+    float32: DTypeRates | None = None
+    bfloat16: DTypeRates | None = None
+    float16: DTypeRates | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float):
+                require(value > 0, f"machine.rates.{name} must be above 0, got {value}")
+        rows = self.gemm_rows
+        require(
+            bool(rows) and rows[0] >= 1 and rows == sorted(set(rows)),
+            f"machine.rates.gemm_rows must be whole numbers from 1 that rise, got {rows}",
+        )
+        for name, found in self.dtypes.items():
+            require(
+                len(found.gemm_gflops) <= len(rows),
+                f"machine.rates.{name}.gemm_gflops has {len(found.gemm_gflops)} rates for {len(rows)} gemm_rows",
+            )
+
+    @property
+    def dtypes(self) -> dict[str, DTypeRates]:
+        found = {"float32": self.float32, "bfloat16": self.bfloat16, "float16": self.float16}
+        return {name: rates for name, rates in found.items() if rates is not None}

@@ -1,0 +1,116 @@
+"""What a profile of the `machine` group becomes: one rule for every data sheet, and measured rates as they are."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.io.typed import build
+from runtime.config import DType, MachineConfig
+from runtime.errors import ConfigError
+from runtime.plan.profile import COMPUTE_SHARE, MEMORY_SHARE, machine_of
+from runtime.profiles import DataSheet, DTypeRates, MeasuredRates
+from runtime.units import GIB
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "machine"
+SHEETS = ("t4", "4xt4", "l4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx3090", "rtx4090")
+RATES = MeasuredRates(
+    host_memory_gib=20.0,
+    disk_gb_per_second=0.9,
+    memory_gb_per_second=10.0,
+    turn_seconds=4e-4,
+    pass_seconds=2e-3,
+    gemm_rows=[1, 16, 64],
+    float32=DTypeRates(
+        gemm_gflops=[5.0, 60.0, 110.0],
+        attention_gb_per_second=8.0,
+        cpu_attention_gb_per_second=8.0,
+        prefill_attention_gflops=50.0,
+    ),
+)
+
+
+def profile(option: str) -> MachineConfig:
+    return build(MachineConfig, yaml.safe_load((CONF / f"{option}.yaml").read_text()), "machine.")
+
+
+def sheet_of(option: str) -> DataSheet:
+    sheet = profile(option).sheet
+    assert sheet is not None
+    return sheet
+
+
+@pytest.mark.parametrize("option", SHEETS)
+def test_every_profile_is_a_machine(option: str) -> None:
+    machine, sheet = machine_of(profile(option)), sheet_of(option)
+    assert machine.name == option
+    assert machine.device_bytes is not None
+    assert 0 < machine.device_bytes < sheet.num_devices * sheet.memory_gib * GIB
+    assert 0 < machine.host_bytes < sheet.host_memory_gib * GIB
+
+
+@pytest.mark.parametrize("option", SHEETS)
+@pytest.mark.parametrize("num_rows", [1, 8, 60, 100_000])
+def test_a_product_is_bound_by_its_flops_or_by_the_bytes_of_its_weights(option: str, num_rows: int) -> None:
+    sheet = sheet_of(option)
+    compute = sheet.num_devices * sheet.float16_tflops * 1e12 * COMPUTE_SHARE
+    memory = sheet.num_devices * sheet.memory_gb_per_second * 1e9 * MEMORY_SHARE
+    rate = machine_of(profile(option), DType.float16).rates.gemm_rate(num_rows)
+    assert rate == pytest.approx(min(compute, num_rows * 2 * memory / 2), rel=0.02)
+
+
+def test_four_devices_are_four_times_one_beside_one_host_memory() -> None:
+    sheet = replace(sheet_of("t4"), num_devices=1)
+    one, four = (machine_of(MachineConfig(sheet=replace(sheet, num_devices=n))) for n in (1, 4))
+    assert four.device_bytes == pytest.approx(4 * (one.device_bytes or 0))
+    assert four.rates.gemm_rate(1e6) == pytest.approx(4 * one.rates.gemm_rate(1e6))
+    assert four.rates.link_in_bytes_per_second == pytest.approx(4 * one.rates.link_in_bytes_per_second)
+    assert four.rates.cpu_attention_bytes_per_second == one.rates.cpu_attention_bytes_per_second
+    assert (four.num_devices, four.host_bytes) == (4, one.host_bytes)
+
+
+def test_a_device_without_units_for_bfloat16_computes_it_as_float32_and_takes_float16_by_itself() -> None:
+    t4 = profile("t4")
+    assert machine_of(t4, DType.bfloat16).rates.gemm_rate(1e6) == machine_of(t4, DType.float32).rates.gemm_rate(1e6)
+    assert machine_of(t4) == machine_of(t4, DType.float16)
+    assert machine_of(profile("l4")) == machine_of(profile("l4"), DType.bfloat16)
+
+
+def test_measured_rates_are_taken_as_they_are() -> None:
+    machine = machine_of(MachineConfig(name="here", rates=RATES))
+    assert (machine.name, machine.device_bytes, machine.host_bytes) == ("here", None, 20 * GIB)
+    assert machine.rates.disk_bytes_per_second == 0.9e9
+    assert machine.rates.gemm_flops_per_second == {1: 5e9, 16: 60e9, 64: 110e9}
+    assert machine.rates.link_in_bytes_per_second == float("inf")
+    assert machine.rates.turn_seconds == 4e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "message"),
+    [
+        (MachineConfig(), DType.auto, r"machine=auto says nothing .* python -m jobs.measure"),
+        (MachineConfig(name="here", rates=RATES), DType.float16, "not measured for float16, only for: float32"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_what_to_do(config: MachineConfig, dtype: DType, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        machine_of(config, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gemm_rows": [8, 1]}, r"gemm_rows must be whole numbers from 1 that rise, got \[8, 1\]"),
+        ({"gemm_rows": [1]}, r"float32.gemm_gflops has 3 rates for 1 gemm_rows"),
+        ({"disk_gb_per_second": 0.0}, "disk_gb_per_second must be above 0"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused_by_key(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(MeasuredRates, {**vars(RATES), "float32": vars(RATES.float32), **changes}, "machine.rates.")
+
+
+def test_sheet_and_rates_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="both given"):
+        MachineConfig(sheet=sheet_of("t4"), rates=RATES)
