@@ -51,7 +51,7 @@ class DTypeRates:
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRates:
     """What `jobs.measure` found. `device_memory_gib` and the links are None where compute is in host memory; a dtype is
-    None where it was not measured. Memories are what was free."""
+    None where it was not measured. Memories are what a run may use."""
 
     host_memory_gib: float
     device_memory_gib: float | None = None
@@ -68,13 +68,11 @@ class MeasuredRates:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, float):
+            if isinstance(value, float) and name != "pass_seconds":
                 require(value > 0, f"machine.rates.{name} must be above 0, got {value}")
+        require(self.pass_seconds >= 0, f"machine.rates.pass_seconds must be 0 or more, got {self.pass_seconds}")
         rows = self.gemm_rows
-        require(
-            bool(rows) and rows[0] >= 1 and rows == sorted(set(rows)),
-            f"machine.rates.gemm_rows must be whole numbers from 1 that rise, got {rows}",
-        )
+        _require_rising("machine.rates.gemm_rows", rows)
         for name, found in self.dtypes.items():
             require(
                 len(found.gemm_gflops) <= len(rows),
@@ -85,3 +83,33 @@ class MeasuredRates:
     def dtypes(self) -> dict[str, DTypeRates]:
         found = {"float32": self.float32, "bfloat16": self.bfloat16, "float16": self.float16}
         return {name: rates for name, rates in found.items() if rates is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """What `jobs.measure` measures, and for how long. `times`: 2 or more are held against each other."""
+
+    out: str | None = None
+    directory: str = "."
+    times: int = 1
+    seconds: float = 30.0
+    num_rounds: int = 5
+    disk_mib: int = 512
+    memory_mib: int = 512
+    matrix_width: int = 4096
+    gemm_rows: list[int] = field(default_factory=lambda: [1, 8, 16, 64, 128, 256, 512, 1024])
+
+    def __post_init__(self) -> None:
+        require(bool(self.directory.strip()), "measure.directory is empty: name one on the disk of your checkpoints")
+        require(self.out is None or self.out.endswith(".yaml"), f"measure.out must end in .yaml, got {self.out}")
+        for name in ("times", "num_rounds", "disk_mib", "memory_mib"):
+            require(getattr(self, name) >= 1, f"measure.{name} must be 1 or more, got {getattr(self, name)}")
+        require(self.seconds > 0, f"measure.seconds must be above 0 s, got {self.seconds}")
+        width = self.matrix_width
+        require(width >= 256 and width % 256 == 0, f"measure.matrix_width must be a multiple of 256, got {width}")
+        _require_rising("measure.gemm_rows", self.gemm_rows)
+
+
+def _require_rising(key: str, rows: list[int]) -> None:
+    is_rising = bool(rows) and rows[0] >= 1 and rows == sorted(set(rows))
+    require(is_rising, f"{key} must be whole numbers from 1 that rise, got {rows}")

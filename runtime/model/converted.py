@@ -7,7 +7,6 @@ checkpoint's fingerprint, and is published whole or not at all.
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -20,12 +19,6 @@ from ..store.writer import TensorSpec, write_safetensors
 from .conversions import Conversion
 
 log = logging.getLogger(__name__)
-
-
-def cache_root(configured: str | None) -> Path:
-    """`offload.cache_dir`, or the user's cache directory by the XDG rules."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(configured or f"{base}/millrace").expanduser()
 
 
 def convert_once(

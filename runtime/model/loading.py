@@ -12,9 +12,10 @@ from ..config import DType, ModelConfig
 from ..errors import ConfigError
 from ..plan.model_shape import ModelShape
 from ..plan.shapes import Parameter, Stage, StageKind
+from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from . import attention, experts
-from .converted import cache_root, convert_once
+from .converted import convert_once
 from .gguf import map_gguf
 from .layout import map_weights
 from .meta import build_meta_model

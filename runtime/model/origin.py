@@ -10,9 +10,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError
+from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, is_gguf
 from ..store.gguf import read_gguf
-from .converted import cache_root
 from .foreign import deepseek_moe
 from .synthesize import tiny_checkpoint
 

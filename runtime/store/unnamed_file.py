@@ -16,15 +16,16 @@ log = logging.getLogger(__name__)
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
-def open_unnamed(directory: str) -> BinaryIO:
+def open_unnamed(directory: str, *, key: str = "kv.directory") -> BinaryIO:
     """For its owner alone (0600), unbuffered; to be closed by the caller. O_TMPFILE, or where the file system knows no
-    such thing, a file whose name is removed at once. Warns when `directory` lies in memory."""
+    such thing, a file whose name is removed at once. Warns when `directory`, named by the setting `key`, lies in
+    memory."""
     try:
         file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - the caller closes it
     except OSError as error:
-        raise _unusable(directory, error) from error
+        raise _unusable(directory, key, error) from error
     if _is_memory(directory):
-        log.warning("kv.directory=%s lies in memory: what is kept there is in no ledger; name a disk", directory)
+        log.warning("%s=%s lies in memory: what is kept there is in no ledger; name a disk", key, directory)
     return file
 
 
@@ -41,15 +42,15 @@ def make_direct(file: BinaryIO, directory: str) -> bool:
     return True
 
 
-def free_bytes(directory: str) -> int:
+def free_bytes(directory: str, *, key: str = "kv.directory") -> int:
     try:
         return shutil.disk_usage(directory).free
     except OSError as error:
-        raise _unusable(directory, error) from error
+        raise _unusable(directory, key, error) from error
 
 
-def _unusable(directory: str, error: OSError) -> ConfigError:
-    return ConfigError(f"kv.directory={directory}: no file can be made there: {error.strerror}")
+def _unusable(directory: str, key: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{key}={directory}: no file can be made there: {error.strerror}")
 
 
 def _is_memory(directory: str) -> bool:

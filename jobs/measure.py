@@ -1,0 +1,59 @@
+"""python -m jobs.measure: how fast this machine is, as a table, for machine=auto and as YAML of the machine group."""
+
+import logging
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import hydra
+
+from jobs.io.cli import as_job, run_job
+from jobs.io.config import Composed, load
+from jobs.io.measure.config import MeasureJobConfig
+from runtime.errors import OutputError
+
+
+@hydra.main(config_path="../conf", config_name="measure", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(MeasureJobConfig, composed)
+    logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+
+    from jobs.io.files import publish, write_all
+    from jobs.io.measure.progress import Steps
+    from jobs.io.measure.report import Source, agreement, format_table, format_yaml
+    from runtime.machine_cache import keep
+    from runtime.measurement import measure_machine
+
+    found = []
+    for _ in range(config.measure.times):
+        with Steps() as steps:
+            found.append(measure_machine(config.machine, config.measure, steps.advance))
+    last = found[-1]
+    print(format_table([measurement.figures for measurement in found]))
+    if len(found) > 1:
+        print(agreement([measurement.figures for measurement in found]))
+    try:
+        keep(last.host, last.rates)
+    except OSError as error:
+        raise OutputError(f"{last.host.path}: cannot be written: {error.strerror}; set XDG_CACHE_HOME") from error
+    print(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")
+    if config.measure.out is not None:
+        out = Path(config.measure.out)
+        source = Source(
+            command=f"python -m jobs.measure {' '.join(sys.argv[1:])}".strip(),
+            date=datetime.now(UTC).date().isoformat(),
+            host=last.host,
+            versions={package: version(package) for package in ("torch", "transformers", "numba")},
+            device_choice=config.machine.device,
+            seconds=last.seconds,
+        )
+        text = format_yaml(out.stem, source, last.rates, last.figures)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        publish(out, lambda file: write_all(file, text.encode()), exclusive=False)
+        print(out)
+
+
+if __name__ == "__main__":
+    run_job(main, MeasureJobConfig)

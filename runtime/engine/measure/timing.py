@@ -1,0 +1,106 @@
+"""What is measured, and the statistics of it: rounds over all probes, so that a spread shows what a minute changes."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+GIGA = 1e9
+SHORTEST_SECONDS = 1e-7  # that a clock tells from nothing
+READING_SECONDS = 4e-3  # at least: shorter ones are as long as what starts and stops the clock
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """The median of the rounds, the least and the most of them, in `unit`."""
+
+    value: float
+    low: float
+    high: float
+    unit: str
+
+    @property
+    def spread(self) -> float:
+        """How far from the median a round was at most, as a share of it."""
+        return max(self.high - self.value, self.value - self.low) / self.value if self.value else 0.0
+
+    def agrees_with(self, other: "Figure") -> bool:
+        """Whether there is a value that both have seen."""
+        return self.low <= other.high and other.low <= self.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """`read` takes one reading, in `unit`. Its first call may take longer and tell nonsense."""
+
+    name: str
+    unit: str
+    read: Callable[[], float]
+
+
+class Timed:
+    """Readings of how much of `amount` is done a second, in units of 1e9. Each repeats `act` as often as it takes to
+    last `READING_SECONDS`, then calls `finish`, which waits for what `act` has only begun."""
+
+    def __init__(
+        self,
+        amount: float,
+        act: Callable[[], object],
+        finish: Callable[[], object] = lambda: None,
+        *,
+        clock: Clock = time.perf_counter,
+    ):
+        self._amount, self._act, self._finish, self._clock = amount, act, finish, clock
+        self._num_acts = 0  # of a reading
+
+    def __call__(self) -> float:
+        if not self._num_acts:
+            seconds = self._run(1)  # which compiles and takes up pages
+            if seconds < 10 * READING_SECONDS:
+                seconds = self._run(1)
+            self._num_acts = max(1, math.ceil(READING_SECONDS / max(seconds, SHORTEST_SECONDS)))
+        return self._amount * self._num_acts / self._run(self._num_acts) / GIGA
+
+    def _run(self, num_acts: int) -> float:
+        begin = self._clock()
+        for _ in range(num_acts):
+            self._act()
+        self._finish()
+        return self._clock() - begin
+
+
+def measure(
+    probes: Sequence[Probe],
+    *,
+    num_rounds: int,
+    seconds: float,
+    clock: Clock = time.perf_counter,
+    advance: Callable[[str], object] = lambda name: None,
+) -> dict[str, Figure]:
+    """Each probe in each round as often as its share of `seconds` allows, once at least; a round's value is the median
+    of its readings. `advance` is told each probe that a round, or the warm-up before them, is done with."""
+    for probe in probes:
+        probe.read()
+        advance(probe.name)
+    share = seconds / (num_rounds * max(len(probes), 1))
+    rounds: dict[str, list[float]] = {probe.name: [] for probe in probes}
+    for _ in range(num_rounds):
+        for probe in probes:
+            rounds[probe.name].append(median(_readings(probe, share, clock)))
+            advance(probe.name)
+    return {probe.name: figure_of(rounds[probe.name], probe.unit) for probe in probes}
+
+
+def figure_of(values: Sequence[float], unit: str) -> Figure:
+    return Figure(value=median(values), low=min(values), high=max(values), unit=unit)
+
+
+def _readings(probe: Probe, seconds: float, clock: Clock) -> list[float]:
+    begin = clock()
+    found = [probe.read()]
+    while clock() - begin < seconds:
+        found.append(probe.read())
+    return found

@@ -1,0 +1,104 @@
+"""What `jobs.measure` found of this host, kept in the user's cache directory. Loads no torch."""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from .config import DType, MachineConfig
+from .errors import ConfigError
+from .plan.profile import machine_of
+from .plan.rates import MachineRates
+from .profiles import DTypeRates, MeasuredRates
+from .store.cache_root import cache_root
+
+log = logging.getLogger(__name__)
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What rates hold for: another of any of these is another machine."""
+
+    hostname: str
+    cpu: str
+    device: str  # "cpu" where compute is in host memory
+    torch: str
+    num_threads: int
+
+    @property
+    def path(self) -> Path:
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return cache_root() / "machine" / f"{digest[:16]}.json"
+
+
+def this_host(device: str, num_threads: int) -> Host:
+    return Host(
+        hostname=platform.node(), cpu=_cpu_model(), device=device, torch=version("torch"), num_threads=num_threads
+    )
+
+
+def keep(host: Host, rates: MeasuredRates) -> None:
+    """Replaces what was kept. Raises OSError."""
+    host.path.parent.mkdir(parents=True, exist_ok=True)
+    temp = host.path.with_name(f".{host.path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    temp.write_text(json.dumps({"host": asdict(host), "rates": asdict(rates)}, indent=1) + "\n")
+    temp.replace(host.path)
+
+
+def find(host: Host) -> MeasuredRates | None:
+    """None where nothing was measured. What cannot be read is named in a warning and counts as nothing."""
+    return _read(host.path) if host.path.exists() else None
+
+
+def find_latest() -> MeasuredRates | None:
+    """Of this host, with whatever device, torch and threads it was measured last."""
+    here = (platform.node(), _cpu_model())
+    paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in paths:
+        rates = _read(path)
+        if rates is not None:
+            host = json.loads(path.read_text())["host"]
+            if (host["hostname"], host["cpu"]) == here:
+                return rates
+    return None
+
+
+def known_rates(config: MachineConfig, dtype: DType, host: Host) -> MachineRates | None:
+    """Of the profile that the config holds, else of what was measured of this host; None where that is nothing for
+    this dtype."""
+    if config.sheet is None and config.rates is None:
+        found = find(host)
+        if found is None or dtype.value not in found.dtypes:
+            return None
+        config = replace(config, rates=found)
+    return machine_of(config, dtype).rates
+
+
+def _read(path: Path) -> MeasuredRates | None:
+    try:
+        return _rates_of(json.loads(path.read_text())["rates"])
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        log.warning("%s cannot be used and is passed over: %s; python -m jobs.measure writes it anew", path, error)
+        return None
+
+
+def _rates_of(values: Mapping[str, object]) -> MeasuredRates:
+    """Raises TypeError or ConfigError for what is no such thing."""
+    parts = {name: DTypeRates(**value) if isinstance(value, dict) else value for name, value in values.items()}
+    return MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class, as far as it matters
+
+
+def _cpu_model() -> str:
+    for line in CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
