@@ -55,20 +55,16 @@ def keep(host: Host, rates: MeasuredRates) -> None:
 
 def find(host: Host) -> MeasuredRates | None:
     """None where nothing was measured. What cannot be read is named in a warning and counts as nothing."""
-    return _read(host.path) if host.path.exists() else None
+    kept = _read(host.path) if host.path.exists() else None
+    return None if kept is None else kept.rates
 
 
 def find_latest() -> MeasuredRates | None:
     """Of this host, with whatever device, torch and threads it was measured last."""
     here = (platform.node(), _cpu_model())
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in paths:
-        rates = _read(path)
-        if rates is not None:
-            host = json.loads(path.read_text())["host"]
-            if (host["hostname"], host["cpu"]) == here:
-                return rates
-    return None
+    found = (kept for path in paths if (kept := _read(path)) is not None)
+    return next((kept.rates for kept in found if (kept.host.hostname, kept.host.cpu) == here), None)
 
 
 def known_rates(config: MachineConfig, dtype: DType, host: Host) -> MachineRates | None:
@@ -82,9 +78,16 @@ def known_rates(config: MachineConfig, dtype: DType, host: Host) -> MachineRates
     return machine_of(config, dtype).rates
 
 
-def _read(path: Path) -> MeasuredRates | None:
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    host: Host
+    rates: MeasuredRates
+
+
+def _read(path: Path) -> _Kept | None:
     try:
-        return _rates_of(json.loads(path.read_text())["rates"])
+        values = json.loads(path.read_text())
+        return _Kept(host=Host(**values["host"]), rates=_rates_of(values["rates"]))
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         log.warning("%s cannot be used and is passed over: %s; python -m jobs.measure writes it anew", path, error)
         return None
@@ -92,7 +95,7 @@ def _read(path: Path) -> MeasuredRates | None:
 
 def _rates_of(values: Mapping[str, object]) -> MeasuredRates:
     """Raises TypeError or ConfigError for what is no such thing."""
-    parts = {name: DTypeRates(**value) if isinstance(value, dict) else value for name, value in values.items()}
+    parts = {name: DTypeRates(**value) if isinstance(value, dict) else value for name, value in dict(values).items()}
     return MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class, as far as it matters
 
 

@@ -92,7 +92,7 @@ class MeasureConfig:
     out: str | None = None
     directory: str = "."
     times: int = 1
-    seconds: float = 30.0
+    seconds: float = 20.0
     num_rounds: int = 5
     disk_mib: int = 512
     memory_mib: int = 512

@@ -12,7 +12,7 @@ from ...units import MIB
 from .attention import attention_name, attention_probes, prefill_name
 from .disk import disk_probes
 from .memory import memory_probes
-from .products import DTYPES, Matrices, product_kinds, product_probes, usual_kind, widening_probes
+from .products import DTYPES, MOST_ROWS_BESIDE, Matrices, product_kinds, product_probes, usual_kind, widening_probes
 from .timing import Figure, Probe
 
 WEIGHT_SHARE = 2  # of `memory_mib`: the matrices of a dtype take one part in so many
@@ -36,9 +36,11 @@ def machine_probes(config: MeasureConfig, device: ComputeDevice) -> Iterator[Mac
         probes = [*disk, *memory_probes(device, num_bytes=memory_bytes)]
         gemm_rows: dict[str, Sequence[int]] = {}
         for kind in product_kinds(device):
-            found = product_probes(kind, config.gemm_rows, matrices, device)
+            is_usual = kind == usual_kind(kind.compute, device)
+            rows = [num_rows for num_rows in config.gemm_rows if is_usual or num_rows <= MOST_ROWS_BESIDE]
+            found = product_probes(kind, rows, matrices, device)
             probes += found.values()
-            if kind == usual_kind(kind.compute, device):
+            if is_usual:
                 gemm_rows[kind.compute] = list(found)
         probes += widening_probes(device, width=config.matrix_width)
         for dtype in DTYPES:

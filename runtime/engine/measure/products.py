@@ -21,7 +21,8 @@ from ...store.gguf import BLOCKS
 from ...stream.device import ComputeDevice
 from .timing import Probe, Timed
 
-LONGEST_SECONDS = 0.3  # a product that takes longer is the last of its kind: larger ones are no faster
+LONGEST_SECONDS = 0.4  # a product that takes longer is the last of its kind: larger ones are no faster
+MOST_ROWS_BESIDE = 256  # of kinds that only a person looks at
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -72,7 +73,8 @@ def product_probes(
     """By M, from the smallest. Those are missing that are larger than one which takes `LONGEST_SECONDS`."""
     probes: dict[int, Probe] = {}
     for num_rows in sorted(rows):
-        act = _product(kind, num_rows, matrices, device)
+        x_MK = torch.randn(num_rows, matrices.width, device=device.torch_device).to(DTYPES[kind.compute])
+        act = product_of(kind, x_MK, matrices)
         flops = 2.0 * num_rows * matrices.width**2
         probes[num_rows] = Probe(name=kind.name(num_rows), unit="GFLOP/s", read=Timed(flops, act, device.finish))
         if _seconds(act, device) > LONGEST_SECONDS:
@@ -86,11 +88,10 @@ def product_with(weight: torch.Tensor, num_rows: int, device: ComputeDevice) -> 
     return Timed(2.0 * num_rows * weight.shape[0] * weight.shape[1], lambda: F.linear(x_MK, weight), device.finish)
 
 
-def _product(kind: ProductKind, num_rows: int, matrices: Matrices, device: ComputeDevice) -> Callable[[], torch.Tensor]:
-    compute = DTYPES[kind.compute]
-    weights = cycle([_as_model_has_it(matrix, compute) for matrix in matrices.of(kind.stored)])
-    x_MK = torch.randn(num_rows, matrices.width, device=device.torch_device).to(compute)
-    bias_N = torch.zeros(matrices.width, dtype=compute, device=device.torch_device)
+def product_of(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices) -> Callable[[], torch.Tensor]:
+    """Each call takes the next matrix."""
+    weights = cycle([_as_model_has_it(matrix, x_MK.dtype) for matrix in matrices.of(kind.stored)])
+    bias_N = x_MK.new_zeros(matrices.width)
     if kind.is_flipped:
         return lambda: torch.addmm(bias_N, x_MK, next(weights))
     return lambda: F.linear(x_MK, next(weights))
@@ -103,8 +104,6 @@ def _as_model_has_it(matrix: torch.Tensor, compute: torch.dtype) -> torch.Tensor
 
 
 def _seconds(act: Callable[[], object], device: ComputeDevice) -> float:
-    act()
-    device.finish()
     begin = time.perf_counter()
     act()
     device.finish()

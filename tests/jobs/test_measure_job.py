@@ -1,0 +1,138 @@
+"""From a measurement to the table and to an option of the machine group."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs import measure
+from jobs.io.cli import run_job
+from jobs.io.measure.config import MeasureJobConfig
+from jobs.io.measure.report import Source, agreement, format_table, format_value, format_yaml
+from jobs.io.typed import build
+from runtime.config import MachineConfig
+from runtime.engine.measure.timing import Figure
+from runtime.machine_cache import find, this_host
+from runtime.profiles import DTypeRates, MeasuredRates
+
+FIGURES = {
+    "disk, sustained": Figure(value=0.9, low=0.81, high=0.95, unit="GB/s"),
+    "a turn": Figure(value=0.000412, low=0.0004, high=0.00042, unit="s"),
+}
+SLOWER = {**FIGURES, "disk, sustained": Figure(value=0.5, low=0.4, high=0.8, unit="GB/s")}
+RATES = MeasuredRates(
+    host_memory_gib=20.25,
+    disk_gb_per_second=0.9,
+    memory_gb_per_second=1234.5,
+    turn_seconds=0.000412,
+    pass_seconds=0.0,
+    gemm_rows=[1, 8],
+    float32=DTypeRates(
+        gemm_gflops=[5.0, 6.0e5],
+        attention_gb_per_second=8.0,
+        cpu_attention_gb_per_second=8.0,
+        prefill_attention_gflops=50.0,
+    ),
+)
+SOURCE = Source(
+    command="python -m jobs.measure",
+    date="2026-11-21",
+    host=replace(this_host("cpu", 2), hostname="here", cpu="A CPU"),
+    versions={"torch": "2.13"},
+    device_choice="cpu",
+    seconds=41.2,
+)
+TOY = ["seconds=0.01", "num_rounds=1", "disk_mib=1", "memory_mib=1", "matrix_width=256", "gemm_rows=[1,4]"]
+
+
+def test_table_has_a_spread_beside_each_figure() -> None:
+    assert format_table([FIGURES]).splitlines() == [
+        "                 measured  spread  unit",
+        "disk, sustained       0.9     10%  GB/s",
+        "a turn           0.000412      3%  s",
+    ]
+
+
+def test_measurements_side_by_side_say_which_figures_agree() -> None:
+    table = format_table([FIGURES, SLOWER]).splitlines()
+    assert table[0].split() == ["measured", "spread", "measured", "spread", "unit", "agree"]
+    assert [line.split()[-1] for line in table[1:]] == ["no", "yes"]
+    assert agreement([FIGURES, SLOWER]) == "1 of 2 figures agree within their spreads"
+    assert agreement([FIGURES, FIGURES]) == "2 of 2 figures agree within their spreads"
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (0.00041234, "0.000412"), (99.95, "100"), (1234.5, "1234")])
+def test_values_have_three_digits(value: float, text: str) -> None:
+    assert format_value(value) == text
+
+
+def test_yaml_is_an_option_of_the_machine_group_with_the_rates_that_were_measured() -> None:
+    text = format_yaml("mine", SOURCE, RATES, FIGURES)
+    config = build(MachineConfig, yaml.safe_load(text), "machine.")
+    assert (config.name, config.device, config.num_threads) == ("mine", "cpu", 2)
+    assert config.rates == RATES
+
+
+def test_yaml_says_where_it_comes_from() -> None:
+    comments = [line for line in format_yaml("mine", SOURCE, RATES, FIGURES).splitlines() if line.startswith("#")]
+    assert comments[:3] == [
+        "# Measured by: python -m jobs.measure",
+        "# 2026-11-21, in 41 s, on here: A CPU, 2 threads; device: cpu",
+        "# torch 2.13",
+    ]
+    assert comments[-2].split() == ["#", "disk,", "sustained", "0.9", "GB/s", "spread", "10%"]
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # run_job sets it; this puts it back
+    monkeypatch.setattr(sys, "argv", ["measure", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_job(measure.main, MeasureJobConfig)
+    return ended.value.code
+
+
+def test_program_prints_keeps_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "new" / "mine.yaml"
+    settings = [f"measure.{setting}" for setting in (*TOY, f"directory={tmp_path}", f"out={out}", "times=2")]
+    assert command(monkeypatch, "machine=cpu", "machine.num_threads=1", *settings) == 0
+    printed = capsys.readouterr().out
+    assert "disk, sustained" in printed
+    assert "figures agree within their spreads" in printed
+    written = build(MachineConfig, yaml.safe_load(out.read_text()), "machine.")
+    kept = find(this_host("cpu", 1))
+    assert written.name == "mine"
+    assert written.rates is not None
+    assert kept is not None
+    assert written.rates.disk_gb_per_second == pytest.approx(kept.disk_gb_per_second, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("machine=l4", "machine=l4 is a profile: measure with machine=auto, cpu or cuda"),
+        ("measure.out=mine.txt", "measure.out must end in .yaml, got mine.txt"),
+        ("measure.times=0", "measure.times must be 1 or more, got 0"),
+        ("measure.matrix_width=300", "measure.matrix_width must be a multiple of 256, got 300"),
+        ("measure.gemm_rows=[8,1]", "measure.gemm_rows must be whole numbers from 1 that rise, got [8, 1]"),
+        ("measure.second=1", "unknown key measure.second: did you mean measure.seconds?"),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_one_line(
+    argument: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, argument) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_defaults_of_yaml_and_code_are_the_same() -> None:
+    from hydra import compose, initialize_config_dir
+
+    from jobs.io.config import load
+
+    with initialize_config_dir(str(Path(__file__).resolve().parents[2] / "conf"), version_base=None):
+        assert load(MeasureJobConfig, compose("measure")) == MeasureJobConfig()

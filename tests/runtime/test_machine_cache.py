@@ -1,0 +1,130 @@
+"""What was measured of this host is found again, by it and by nobody else."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime import Runtime
+from runtime.config import DType, MachineConfig
+from runtime.engine.requests import Request
+from runtime.machine_cache import Host, find, find_latest, keep, known_rates, this_host
+from runtime.plan.profile import machine_of
+from runtime.profiles import DTypeRates, MeasuredRates
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = this_host("cpu", 2)
+ONE = DTypeRates(
+    gemm_gflops=[5.0, 60.0], attention_gb_per_second=8.0, cpu_attention_gb_per_second=8.0, prefill_attention_gflops=50.0
+)
+RATES = MeasuredRates(
+    host_memory_gib=20.0,
+    disk_gb_per_second=0.9,
+    memory_gb_per_second=10.0,
+    turn_seconds=4e-4,
+    pass_seconds=0.0,
+    gemm_rows=[1, 16],
+    float32=ONE,
+)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.machine_cache.cache_root", lambda: tmp_path / "millrace")
+
+
+def test_what_is_kept_is_found_and_replaced() -> None:
+    assert find(HOST) is None
+    keep(HOST, RATES)
+    assert find(HOST) == RATES
+    keep(HOST, replace(RATES, disk_gb_per_second=2.0))
+    assert find(HOST) == replace(RATES, disk_gb_per_second=2.0)
+    assert len(list(HOST.path.parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(HOST, hostname="elsewhere"),
+        replace(HOST, cpu="another"),
+        replace(HOST, device="NVIDIA L4"),
+        replace(HOST, torch="1.0"),
+        replace(HOST, num_threads=3),
+    ],
+)
+def test_another_machine_finds_nothing(other: Host) -> None:
+    keep(other, RATES)
+    assert find(HOST) is None
+
+
+def test_latest_is_of_this_host_whatever_its_threads() -> None:
+    first, last, elsewhere = HOST, replace(HOST, num_threads=7), replace(HOST, hostname="elsewhere")
+    for age, (host, disk) in enumerate([(elsewhere, 3.0), (last, 2.0), (first, 1.0)]):
+        keep(host, replace(RATES, disk_gb_per_second=disk))
+        os.utime(host.path, (1000 - age, 1000 - age))
+    latest = find_latest()
+    assert latest is not None
+    assert latest.disk_gb_per_second == 2.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "3",
+        json.dumps({"host": vars(HOST), "rates": {"nothing": 1}}),
+        json.dumps({"host": vars(HOST), "rates": 3}),
+    ],
+)
+def test_a_damaged_file_is_named_and_passed_over(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    keep(HOST, RATES)
+    HOST.path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert find(HOST) is None
+    assert str(HOST.path) in caplog.text
+    assert "python -m jobs.measure" in caplog.text
+
+
+def test_a_profile_comes_before_what_was_measured() -> None:
+    keep(HOST, RATES)
+    profile = MachineConfig(rates=replace(RATES, disk_gb_per_second=2.0))
+    assert known_rates(profile, DType.float32, HOST) == machine_of(profile).rates
+    assert known_rates(MachineConfig(), DType.float32, HOST) == machine_of(MachineConfig(rates=RATES)).rates
+
+
+def test_a_dtype_that_was_not_measured_is_not_known() -> None:
+    keep(HOST, RATES)
+    assert known_rates(MachineConfig(), DType.bfloat16, HOST) is None
+
+
+def test_a_run_takes_the_disk_and_products_from_itself_and_the_rest_from_what_was_measured() -> None:
+    keep(HOST, replace(RATES, disk_gb_per_second=1e9, turn_seconds=0.125))
+    runtime = Runtime()
+    request = runtime.request("0", [1, 2, 3])
+    assert isinstance(request, Request)
+    runtime.plan([request])
+    assert runtime._rates is not None
+    assert runtime._rates.turn_seconds == 0.125
+    assert runtime._rates.cpu_attention_bytes_per_second == 8e9
+    assert runtime._rates.disk_bytes_per_second < 1e18
+    assert len(runtime._rates.gemm_flops_per_second) > len(RATES.gemm_rows)
+
+
+def test_what_was_measured_is_read_without_torch(tmp_path: Path) -> None:
+    keep(HOST, RATES)
+    assert set(json.loads(HOST.path.read_text())["host"]) == set(vars(HOST))
+    program = (
+        "import sys; from runtime.machine_cache import find_latest; found = find_latest(); "
+        "print(found.disk_gb_per_second, 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.split() == ["0.9", "False"], ended.stderr

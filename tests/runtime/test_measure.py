@@ -1,0 +1,191 @@
+"""How the machine is measured: the statistics on clocks that are set by hand, the probes at toy size."""
+
+from collections.abc import Iterator
+from itertools import chain, repeat
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.config import DType, MachineConfig
+from runtime.engine.measure.disk import SUSTAINED, disk_probes
+from runtime.engine.measure.machine import dtype_rates, machine_probes
+from runtime.engine.measure.products import (
+    DTYPES,
+    LONGEST_SECONDS,
+    Matrices,
+    ProductKind,
+    product_kinds,
+    product_of,
+    product_probes,
+    usual_kind,
+)
+from runtime.engine.measure.timing import READING_SECONDS, Figure, Probe, Timed, figure_of, measure
+from runtime.errors import ConfigError
+from runtime.plan.profile import machine_of
+from runtime.profiles import MeasureConfig
+from runtime.stream.device import ComputeDevice
+from runtime.units import MIB
+
+CPU = ComputeDevice("cpu")
+TOY = MeasureConfig(seconds=0.01, num_rounds=2, disk_mib=1, memory_mib=1, matrix_width=256, gemm_rows=[1, 4])
+
+
+class HandClock:
+    """Goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def probe_of(clock: HandClock, values: Iterator[float], name: str = "it") -> Probe:
+    """A reading a second."""
+
+    def read() -> float:
+        clock.take(1.0)
+        return next(values)
+
+    return Probe(name=name, unit="GB/s", read=read)
+
+
+def test_a_rate_is_the_amount_by_the_seconds_it_took() -> None:
+    clock = HandClock()
+    timed = Timed(3e9, lambda: clock.take(2.0), clock=clock)
+    assert timed() == pytest.approx(1.5)
+
+
+def test_short_acts_are_repeated_until_a_reading_is_long_enough_and_the_wait_for_them_counts() -> None:
+    clock, num_acts = HandClock(), 0
+
+    def act() -> None:
+        nonlocal num_acts
+        num_acts += 1
+        clock.take(READING_SECONDS / 8)
+
+    timed = Timed(1e9, act, lambda: clock.take(READING_SECONDS / 8), clock=clock)
+    timed()
+    num_acts = 0
+    assert timed() == pytest.approx(4 / (5 * READING_SECONDS / 8))
+    assert num_acts == 4
+
+
+def test_the_slow_first_act_is_in_no_reading() -> None:
+    clock, seconds = HandClock(), chain([100.0], repeat(1.0))
+    timed = Timed(1e9, lambda: clock.take(next(seconds)), clock=clock)
+    assert [timed(), timed()] == [1.0, 1.0]
+
+
+def test_a_figure_is_the_median_of_rounds_whose_values_are_medians_of_readings() -> None:
+    """Two rounds of two seconds each, a reading a second; the warm-up's 1000 is in none of them."""
+    clock = HandClock()
+    readings = iter([1000.0, 1.0, 3.0, 7.0, 9.0])
+    figures = measure([probe_of(clock, readings)], num_rounds=2, seconds=4.0, clock=clock)
+    assert figures == {"it": Figure(value=5.0, low=2.0, high=8.0, unit="GB/s")}
+
+
+def test_rounds_go_over_all_probes_so_that_a_slow_minute_is_in_every_spread() -> None:
+    clock, order = HandClock(), list[str]()
+    probes = [probe_of(clock, repeat(1.0), name) for name in ("a", "b")]
+    measure(probes, num_rounds=2, seconds=0.1, clock=clock, advance=order.append)
+    assert order == ["a", "b"] * 3
+
+
+def test_spread_is_the_farthest_round_from_the_median() -> None:
+    assert figure_of([8.0, 10.0, 11.0], "s").spread == pytest.approx(0.2)
+    assert figure_of([0.0, 0.0], "s").spread == 0.0
+
+
+@pytest.mark.parametrize(
+    ("other", "agrees"), [((9.0, 8.0, 9.5), True), ((8.0, 7.0, 9.0), True), ((7.0, 6.0, 8.9), False)]
+)
+def test_measurements_agree_where_their_rounds_overlap(other: tuple[float, float, float], agrees: bool) -> None:
+    one = Figure(value=10.0, low=9.0, high=11.0, unit="s")
+    two = Figure(value=other[0], low=other[1], high=other[2], unit="s")
+    assert one.agrees_with(two) == two.agrees_with(one) == agrees
+
+
+def test_disk_is_read_from_a_file_that_has_no_name(tmp_path: Path) -> None:
+    with disk_probes(str(tmp_path), CPU, file_bytes=2 * MIB, piece_bytes=MIB) as probes:
+        assert list(tmp_path.iterdir()) == []
+        assert all(probe.read() > 0 for probe in probes)
+    assert [probe.name for probe in probes][:2] == [SUSTAINED, "disk, burst"]
+    assert len(probes) == 2 + 9
+
+
+def test_directory_that_cannot_be_written_is_refused_by_its_key(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"measure\.directory=.*nowhere: no file can be made there"),
+        disk_probes(str(tmp_path / "nowhere"), CPU, file_bytes=MIB, piece_bytes=MIB),
+    ):
+        pass
+
+
+def test_disk_without_room_is_refused_with_the_bytes(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"1048576 GiB are wanted and .* lower measure\.disk_mib"),
+        disk_probes(str(tmp_path), CPU, file_bytes=2**50, piece_bytes=MIB),
+    ):
+        pass
+
+
+def test_products_end_behind_the_first_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{product_probes.__module__}._seconds", lambda act, device: LONGEST_SECONDS * 2)
+    matrices = Matrices(CPU, width=256, num_bytes=MIB)
+    assert list(product_probes(ProductKind(compute="float32", stored="float32"), [4, 2], matrices, CPU)) == [2]
+
+
+@pytest.mark.parametrize("kind", product_kinds(CPU), ids=lambda kind: kind.name(2))
+def test_a_product_is_the_one_that_a_model_would_compute(kind: ProductKind) -> None:
+    """With the engine's own weights, in the orientation that the kind says, in the dtype that it computes in."""
+    matrices = Matrices(CPU, width=256, num_bytes=1)
+    x_MK = torch.randn(2, 256).to(DTYPES[kind.compute])
+    with torch.inference_mode():
+        out_MN = product_of(kind, x_MK, matrices)()
+    weight = matrices.of(kind.stored)[0].float()
+    expected = x_MK.float() @ (weight if kind.is_flipped else weight.T)
+    assert out_MN.dtype == DTYPES[kind.compute]
+    torch.testing.assert_close(out_MN.float(), expected, rtol=0.02, atol=0.2)
+
+
+def test_float32_on_a_cpu_means_weights_as_checkpoints_have_them() -> None:
+    assert usual_kind("float32", CPU) == ProductKind(compute="float32", stored="bfloat16")
+    assert usual_kind("float16", CPU) == ProductKind(compute="float16", stored="float16")
+
+
+def test_every_rate_of_a_plan_has_its_figure(tmp_path: Path) -> None:
+    """And each figure of a dtype ends up in that dtype's rates."""
+    torch.set_num_threads(1)
+    with (
+        torch.inference_mode(),
+        machine_probes(MeasureConfig(**{**vars(TOY), "directory": str(tmp_path)}), CPU) as found,
+    ):
+        names = [probe.name for probe in found.probes]
+        assert len(set(names)) == len(names)
+        figures = {name: Figure(value=1.0 + place, low=1.0, high=2.0, unit="") for place, name in enumerate(names)}
+        rates = {dtype: dtype_rates(dtype, rows, figures, CPU) for dtype, rows in found.gemm_rows.items()}
+        assert all(probe.read() > 0 for probe in found.probes)
+    assert set(rates) == {"float32", "bfloat16", "float16"}
+    assert all(len(found.gemm_gflops) == 2 for found in rates.values())
+    assert len({rate.attention_gb_per_second for rate in rates.values()}) == 3
+
+
+def test_toy_measurement_is_a_machine(tmp_path: Path) -> None:
+    from runtime.measurement import PASS, TURN, measure_machine
+
+    steps: list[tuple[str, int]] = []
+    config = MeasureConfig(**{**vars(TOY), "directory": str(tmp_path), "num_rounds": 1})
+    found = measure_machine(
+        MachineConfig(device="cpu", num_threads=1), config, lambda name, total: steps.append((name, total))
+    )
+    assert steps[-1] == (PASS, len(steps))
+    assert {TURN, PASS} < set(found.figures)
+    planned = machine_of(MachineConfig(name="here", rates=found.rates), DType.float32)
+    assert planned.device_bytes is None
+    assert set(planned.rates.gemm_flops_per_second) == {1, 4}
+    assert planned.rates.turn_seconds > 0
