@@ -72,19 +72,10 @@ def test_latest_is_of_this_host_whatever_its_threads() -> None:
     assert latest.disk_gb_per_second == 2.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "{}",
-        "3",
-        json.dumps({"host": vars(HOST), "rates": {"nothing": 1}}),
-        json.dumps({"host": vars(HOST), "rates": 3}),
-    ],
-)
-def test_a_damaged_file_is_named_and_passed_over(text: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("rates", [None, 3, {"nothing": 1}, {**vars(RATES), "float32": None, "turn_seconds": -1.0}])
+def test_a_damaged_file_is_named_and_passed_over(rates: object, caplog: pytest.LogCaptureFixture) -> None:
     keep(HOST, RATES)
-    HOST.path.write_text(text)
+    HOST.path.write_text("{" if rates is None else json.dumps({"host": vars(HOST), "rates": rates}))
     with caplog.at_level(logging.WARNING):
         assert find(HOST) is None
     assert str(HOST.path) in caplog.text
