@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from runtime import Runtime
 from runtime.config import DType, MachineConfig
@@ -95,7 +96,8 @@ def test_a_dtype_that_was_not_measured_is_not_known() -> None:
 
 
 def test_a_run_takes_the_disk_and_products_from_itself_and_the_rest_from_what_was_measured() -> None:
-    keep(HOST, replace(RATES, disk_gb_per_second=1e9, turn_seconds=0.125))
+    host = this_host("cpu", torch.get_num_threads())
+    keep(host, replace(RATES, disk_gb_per_second=1e9, turn_seconds=0.125))
     runtime = Runtime()
     request = runtime.request("0", [1, 2, 3])
     assert isinstance(request, Request)

@@ -160,7 +160,6 @@ def test_float32_on_a_cpu_means_weights_as_checkpoints_have_them() -> None:
 
 def test_every_rate_of_a_plan_has_its_figure(tmp_path: Path) -> None:
     """And each figure of a dtype ends up in that dtype's rates."""
-    torch.set_num_threads(1)
     with (
         torch.inference_mode(),
         machine_probes(MeasureConfig(**{**vars(TOY), "directory": str(tmp_path)}), CPU) as found,
@@ -180,9 +179,7 @@ def test_toy_measurement_is_a_machine(tmp_path: Path) -> None:
 
     steps: list[tuple[str, int]] = []
     config = MeasureConfig(**{**vars(TOY), "directory": str(tmp_path), "num_rounds": 1})
-    found = measure_machine(
-        MachineConfig(device="cpu", num_threads=1), config, lambda name, total: steps.append((name, total))
-    )
+    found = measure_machine(MachineConfig(device="cpu"), config, lambda name, total: steps.append((name, total)))
     assert steps[-1] == (PASS, len(steps))
     assert {TURN, PASS} < set(found.figures)
     planned = machine_of(MachineConfig(name="here", rates=found.rates), DType.float32)
