@@ -17,6 +17,7 @@ from .engine.measure.machine import device_name
 from .engine.requests import Rejected, make_request, tokenize
 from .engine.sampling import Sampler
 from .engine.sequence import Completion, Request
+from .engine.setup import Setup
 from .engine.streams import open_streams
 from .errors import BudgetError
 from .machine_cache import known_rates, this_host
@@ -156,20 +157,11 @@ class Runtime:
     @contextmanager
     def session(self, plan: RunPlan) -> Iterator[Session]:
         """Holds the weights, the slots and the reader threads."""
-        with (
-            self.reader() as reader,
-            open_streams(self.model.shape, plan.placement, self.device, reader, self.config, self.trace) as streams,
-        ):
-            engine = Engine(
-                self.model,
-                plan.placement,
-                streams,
-                self.device,
-                self._sampler(),
-                self.config.policy.prefill_chunk_tokens,
-                self._should_stop,
-                self.trace,
-            )
+        setup = Setup(
+            model=self.model, config=self.config, placement=plan.placement, device=self.device, trace=self.trace
+        )
+        with self.reader() as reader, open_streams(setup, reader) as streams:
+            engine = Engine(setup, streams, self._sampler(), self._should_stop)
             yield Session(self.model, engine, plan, self.config.policy)
 
     @contextmanager

@@ -10,16 +10,12 @@ import torch
 from ..cache.paged import PagedKV
 from ..cache.pages import KVPages
 from ..model.events import Weights
-from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
 from ..plan.check import check_schedule
 from ..plan.experts import dense_shape
-from ..plan.placement import Placement
 from ..plan.schedule import Schedule, make_schedule
 from ..plan.walk import Walk
-from ..stream.device import ComputeDevice
 from ..stream.host_memory import peak_resident_bytes
-from ..trace import Trace
 from .experts import BatchedExperts
 from .lane import Lane, LaneKit
 from .monitor import PassMonitor
@@ -30,6 +26,7 @@ from .records import PassCounts, PassRecord, Phase
 from .sampling import Sampler
 from .seq2seq import Seq2SeqLane
 from .sequence import Sequence
+from .setup import Setup
 from .streams import Streams
 
 
@@ -40,19 +37,10 @@ class Engine:
     lost, and no other can be run: slots, workers and trips still hold what was on its way.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        placement: Placement,
-        streams: Streams,
-        device: ComputeDevice,
-        sampler: Sampler,
-        prefill_chunk_tokens: int,
-        should_stop: Callable[[], bool] = lambda: False,
-        trace: Trace | None = None,
-    ):
+    def __init__(self, setup: Setup, streams: Streams, sampler: Sampler, should_stop: Callable[[], bool]):
+        loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
-        self._monitor = PassMonitor(len(loaded.shape.stages), device, trace)
+        self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
         self._pages = KVPages(placement.kv.num_pages, device, placement.host_layers, streams.exchange)
         self._kit = LaneKit(
             model=loaded.staged.model,
@@ -60,7 +48,7 @@ class Engine:
             device=device,
             pool=self._pages.pool,
             travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
-            prefill_chunk_tokens=prefill_chunk_tokens,
+            prefill_chunk_tokens=setup.config.policy.prefill_chunk_tokens,
         )
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 
 from ..config import Attention, KVTier, RuntimeConfig
 from ..plan.kv import KVLayout
-from ..plan.model_shape import ModelShape
-from ..plan.placement import Placement
 from ..store.kv_file import KVFile
 from ..store.reader import Reader
 from ..stream.counters import StreamCounters
-from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
-from ..trace import Trace
 from ..units import MIB
+from .setup import Setup
 from .workers import AttentionWorkers
 
 
@@ -44,15 +41,9 @@ class Streams:
 
 
 @contextmanager
-def open_streams(
-    shape: ModelShape,
-    placement: Placement,
-    device: ComputeDevice,
-    reader: Reader,
-    config: RuntimeConfig,
-    trace: Trace | None,
-) -> Iterator[Streams]:
+def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
     """Reads the resident weights. Raises CheckpointError, KVFileError."""
+    shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
     first = shape.layers[0].index
     with ExitStack() as stack:
         experts = None
@@ -65,14 +56,14 @@ def open_streams(
             exchange = stack.enter_context(HostExchange(placement.exchange, device, first_stage=first, trace=trace))
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
-            file = stack.enter_context(_kv_file(layout, config)) if layout.tier is KVTier.nvme else None
+            file = stack.enter_context(_kv_file(layout, setup.config)) if layout.tier is KVTier.nvme else None
             pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
         yield Streams(
             weights=stack.enter_context(WeightStream(shape, placement, device, reader, trace)),
             experts=None if experts is None else stack.enter_context(experts),
             kv=pages,
             exchange=exchange,
-            workers=stack.enter_context(AttentionWorkers()) if config.policy.attention is Attention.cpu else None,
+            workers=stack.enter_context(AttentionWorkers()) if setup.config.policy.attention is Attention.cpu else None,
         )
 
 
