@@ -26,7 +26,9 @@ from .plan.placement import Budgets
 from .plan.placer import kv_tiers
 from .plan.planner import RunPlan, plan_run
 from .plan.rates import MachineRates
+from .plan.run_load import micro_batches_of
 from .plan.schedule import require_slots
+from .plan.usual import Usual
 from .session import Session
 from .store.reader import Reader
 from .stream.device import ComputeDevice
@@ -127,12 +129,18 @@ class Runtime:
             require_slots(walk, plan.num_lanes)
         if self._rates is None and requests:
             with self.reader() as reader:
-                self._rates = measure_rates(self.model, reader, self.device, plan.placement.paged)
+                self._rates = measure_rates(
+                    self.model, reader, self.device, self._usual(plan, sizes), plan.placement.paged
+                )
         return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
 
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype)
+
+    def _usual(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> Usual:
+        lanes = micro_batches_of(plan.blocks[0], sizes)
+        return Usual.of(self.model.shape, lanes, self.config.policy.prefill_chunk_tokens)
 
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
