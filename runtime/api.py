@@ -10,17 +10,15 @@ import torch
 
 from .batching.balance import Block
 from .cache.host_attention import prepare_decode_attention
-from .config import Admission, DType, PolicyKind, RuntimeConfig, SamplingOverrides
-from .engine.calibrate import NOTHING_ELSE, measure_rates
+from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
+from .engine.calibrate import measure_rates
 from .engine.engine import Engine
-from .engine.measure.machine import device_name
 from .engine.requests import Rejected, make_request, tokenize
 from .engine.sampling import Sampler
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup
 from .engine.streams import open_streams
 from .errors import BudgetError
-from .machine_cache import known_rates, this_host
 from .model.loading import LoadedModel, load_model
 from .plan.advice import advice
 from .plan.facts import PlanFacts
@@ -29,7 +27,9 @@ from .plan.placement import Budgets
 from .plan.placer import kv_tiers
 from .plan.planner import RunPlan, plan_run
 from .plan.rates import MachineRates
+from .plan.run_load import micro_batches_of
 from .plan.schedule import require_slots
+from .plan.usual import Usual
 from .session import Session
 from .store.reader import Reader
 from .stream.device import ComputeDevice
@@ -130,22 +130,18 @@ class Runtime:
             require_slots(walk, plan.num_lanes)
         if self._rates is None and requests:
             with self.reader() as reader:
-                known = self._known_rates()
-                self._rates = measure_rates(self.model, reader, self.device, plan.placement.paged, known)
+                self._rates = measure_rates(
+                    self.model, reader, self.device, self._usual(plan, sizes), plan.placement.paged
+                )
         return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
 
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype)
 
-    def _known_rates(self) -> MachineRates:
-        """What is known before anything is measured: from the profile, or from what `jobs.measure` kept."""
-        dtype = DType(str(self.model.compute_dtype).removeprefix("torch."))
-        host = this_host(device_name(self.device), torch.get_num_threads())
-        known = known_rates(self.config.machine, dtype, host)
-        if known is None:
-            log.info("python -m jobs.measure has not run here: predictions leave out attention and Python's time")
-        return known or NOTHING_ELSE
+    def _usual(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> Usual:
+        lanes = micro_batches_of(plan.blocks[0], sizes)
+        return Usual.of(self.model.shape, lanes, self.config.policy.prefill_chunk_tokens)
 
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""

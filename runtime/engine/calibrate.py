@@ -1,61 +1,251 @@
-"""Measures, in about a second, what predictions and `prefetch=cost_aware` need most: the disk's rate and that of matrix
-products.
+"""Measures, in about a second, what predictions and `prefetch=cost_aware` need of this machine for this run.
 
-Measured with the run's own reader on what the run streams, a layer or an expert, so that whatever slows the run slows
-the measurement. What else a plan wants to know of the machine, `jobs.measure` finds.
+With the run's own reader, on layers that the run streams, with the model's own matrices, lanes and code, at the sizes
+that its passes have: whatever slows the run slows the measurement.
 """
 
-from collections.abc import Collection
-from dataclasses import replace
-from statistics import median
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from ..cache.host_attention import decode_attention
+from ..cache.pages import KVPages
+from ..cache.plain_attention import decode_attention_torch
+from ..model.events import Weights
+from ..model.experts import Visits, bound_matrices, is_experts, mixed
 from ..model.loading import LoadedModel
+from ..model.stages import StreamedModule
 from ..model.weights import stage_weights
 from ..plan.extents import slot_layout
+from ..plan.memory import PAGE_TOKENS
+from ..plan.model_shape import ModelShape
 from ..plan.rates import UNLIMITED, MachineRates
+from ..plan.shapes import Stage
+from ..plan.stage_work import INNER_TRIPS, stage_works
+from ..plan.usual import Usual
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
-from .measure.disk import reading
-from .measure.memory import copy_in
-from .measure.products import product_with
-from .measure.timing import GIGA, Timed
+from ..units import MIB
+from .one_turn import TurnSeconds, measure_turn
 
-NUM_ROWS = (1, 16, 64, 256, 512)
-NUM_READINGS = 3
-NOTHING_ELSE = MachineRates(disk_bytes_per_second=UNLIMITED, gemm_flops_per_second={})
+NUM_READS = 3  # layers, one behind the other
+NUM_REPEATS = 5
+LONG_SECONDS = 0.1  # what takes so long is done once: it is its own average
+KV_BYTES = 64 * MIB  # that decode attention goes over in turns, so that no cache holds all
 
 
 @torch.inference_mode()
 def measure_rates(
-    loaded: LoadedModel,
-    reader: Reader,
-    device: ComputeDevice,
-    paged: Collection[int] = (),
-    known: MachineRates = NOTHING_ELSE,
+    loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: Usual, paged: Collection[int] = ()
 ) -> MachineRates:
-    """`known`, with what can be measured here in its place. Reads the first layer, or where stages are `paged` an
-    expert, a few times and multiplies with its largest matrix. Allocates as much, no more than a slot takes, freed on
-    return."""
-    stage = loaded.shape.stages[min(paged)].expert(0) if paged else loaded.shape.layers[0]
-    layout = slot_layout(stage)
-    host = device.host_buffer(layout.num_bytes)
-    disk = _rate(reading(reader, layout.extents, host))
-    buffer, link_in = host, UNLIMITED
-    if device.is_accelerator:
-        buffer = device.compute_buffer(layout.num_bytes)
-        link_in = _rate(copy_in(device, host[: buffer.numel()], buffer))
-    weights = stage_weights(stage, buffer, layout.tensor_offsets, loaded.dtypes)
-    largest = max(weights.values(), key=lambda w: w.shape[-2] * w.shape[-1] if w.dim() > 1 else 0)
-    matrix = largest[0] if largest.dim() == 3 else largest
-    return replace(
-        known,
+    """Reads a few layers, of those that are `paged` an expert beside the dense part, and computes with them.
+
+    Allocates what two slots take, at another time 64 MiB of keys and values, all freed on return. Raises
+    CheckpointError where a read fails.
+    """
+    bench = _Bench(loaded=loaded, reader=reader, device=device, usual=usual, paged=frozenset(paged))
+    found = bench.layer()
+    gemm, experts = bench.products(found.weights), bench.experts(found)
+    disk, links = bench.disk(found.host), bench.links(found.host)
+    turn = bench.turn(gemm)
+    return MachineRates(
         disk_bytes_per_second=disk,
-        link_in_bytes_per_second=link_in,
-        gemm_flops_per_second={rows: _rate(product_with(matrix, rows, device)) for rows in NUM_ROWS},
+        link_in_bytes_per_second=links[0],
+        link_out_bytes_per_second=links[1],
+        gemm_flops_per_second=gemm,
+        expert_flops_per_second=experts,
+        memory_bytes_per_second=bench.memory(),
+        attention_bytes_per_second=bench.decode_attention(device),
+        cpu_attention_bytes_per_second=bench.decode_attention(ComputeDevice("cpu")),
+        prefill_attention_flops_per_second=bench.prompt_attention(),
+        turn_seconds=turn.turn_seconds,
+        pass_seconds=turn.pass_seconds,
     )
 
 
-def _rate(read: Timed) -> float:
-    return GIGA * median(read() for _ in range(NUM_READINGS))
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """`host` holds the bytes as read; `weights` are in compute memory."""
+
+    stage: Stage
+    host: torch.Tensor
+    weights: Weights
+    expert: Weights  # of expert 0, where experts are paged
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    loaded: LoadedModel
+    reader: Reader
+    device: ComputeDevice
+    usual: Usual
+    paged: frozenset[int]
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.loaded.shape
+
+    def _typical(self) -> Stage:
+        """In the middle: the first layers of a mixture may have no experts."""
+        layers = self.shape.layers
+        return layers[len(layers) // 2]
+
+    def layer(self, stage: Stage | None = None) -> _Layer:
+        """The typical one."""
+        stage = stage or self._typical()
+        dense = stage.dense if stage.index in self.paged else stage
+        host, weights = self._read(dense)
+        expert = self._read(stage.expert(0))[1] if stage.index in self.paged else {}
+        return _Layer(stage=stage, host=host, weights=weights, expert=expert)
+
+    def _read(self, stage: Stage) -> tuple[torch.Tensor, Weights]:
+        layout = slot_layout(stage)
+        host = self.device.host_buffer(layout.num_bytes)
+        self.reader.submit(layout.extents, host.numpy().data).wait()
+        buffer = host
+        if self.device.is_accelerator:
+            buffer = self.device.compute_buffer(layout.num_bytes)
+            buffer.copy_(host[: buffer.numel()])
+        return host, stage_weights(stage, buffer, layout.tensor_offsets, self.loaded.dtypes)
+
+    def disk(self, buffer: torch.Tensor) -> float:
+        """Bytes per second of other layers than those just read, one behind the other as in a run; all into the same
+        buffer, as nobody looks at them."""
+        stages = [stage.dense if stage.index in self.paged else stage for stage in self.shape.layers]
+        layouts = [slot_layout(stage) for stage in stages[:: max(1, len(stages) // NUM_READS)]]
+        layouts = [layout for layout in layouts if layout.num_bytes <= buffer.numel()] or [slot_layout(stages[0])]
+        target = buffer.numpy().data
+        begin = time.perf_counter()
+        for pending in [self.reader.submit(layout.extents, target) for layout in layouts]:
+            pending.wait()
+        return sum(layout.num_bytes for layout in layouts) / (time.perf_counter() - begin)
+
+    def links(self, host: torch.Tensor) -> tuple[float, float]:
+        if not self.device.is_accelerator:
+            return UNLIMITED, UNLIMITED
+        there = self.device.compute_buffer(host.numel())
+        size = min(host.numel(), there.numel())
+        come = self._seconds(lambda: there[:size].copy_(host[:size]))
+        leave = self._seconds(lambda: host[:size].copy_(there[:size]))
+        return size / come, size / leave
+
+    def products(self, weights: Weights) -> dict[int, float]:
+        """By rows; over the matrices of a layer, one of each shape, weighted by how many there are."""
+        matrices = [weight for weight in weights.values() if weight.dim() == 2 and min(weight.shape) > 1]
+        by_shape = {tuple(weight.shape): weight for weight in matrices}
+        found = {}
+        for num_rows in self.usual.product_rows:
+            of_shape = {shape: self._product_seconds(weight, num_rows) for shape, weight in by_shape.items()}
+            seconds = sum(of_shape[tuple(weight.shape)] for weight in matrices)
+            found[num_rows] = 2.0 * num_rows * sum(weight.numel() for weight in matrices) / seconds
+        return found
+
+    def _product_seconds(self, weight: torch.Tensor, num_rows: int) -> float:
+        x_MK = torch.ones(num_rows, weight.shape[1], dtype=weight.dtype, device=self.device.torch_device)
+        return self._seconds(lambda: F.linear(x_MK, weight))
+
+    def experts(self, layer: _Layer) -> dict[int, float]:
+        """By rows, through the function that runs them; empty where the layer's code runs its own."""
+        streamed = self._streamed(layer.stage)
+        module = next((m for m in streamed.inner.modules() if is_experts(m)), None)
+        if module is None:
+            return {}
+        prefix = next(f"{streamed.name}.{path}." for path, m in streamed.inner.named_modules() if m is module)
+        paged = {name.removeprefix(prefix): weight[0] for name, weight in layer.expert.items()}
+        work = stage_works(self.shape, frozenset())[layer.stage.index]
+        bound = {name.removeprefix(f"{streamed.name}."): weight for name, weight in layer.weights.items()}
+        rows = {max(1, round(m * work.num_experts_per_token / work.hits(m))) for m in self.usual.product_rows}
+        with streamed.binding.bound(bound):
+            return {
+                num_rows: 2.0 * num_rows * work.expert_weights / self._expert_seconds(module, paged, num_rows)
+                for num_rows in sorted(rows)
+            }
+
+    def _expert_seconds(self, module: torch.nn.Module, paged: Weights, num_rows: int) -> float:
+        """Of expert 0, which all tokens visit."""
+        place = self.device.torch_device
+        hidden_TD = torch.ones(num_rows, self.shape.hidden_size, dtype=self.loaded.compute_dtype, device=place)
+        visits = Visits(
+            tokens_V=torch.arange(num_rows, device=place),
+            weights_V=torch.ones(num_rows, dtype=hidden_TD.dtype, device=place),
+            ends=[num_rows],
+        )
+        return self._seconds(lambda: mixed(module, hidden_TD, visits, [(0, bound_matrices(module, 0, paged))]))
+
+    def _streamed(self, stage: Stage) -> StreamedModule:
+        return next(module for module in self.loaded.staged.modules if module.stage == stage.index)
+
+    def memory(self) -> float:
+        """As the activation between two products streams through it."""
+        shape = (self.usual.chunk_tokens, self.shape.intermediate_size)
+        gate, up = torch.ones(2, *shape, dtype=self.loaded.compute_dtype, device=self.device.torch_device)
+        seconds = self._seconds(lambda: F.silu(gate) * up)
+        return INNER_TRIPS * gate.nbytes / seconds
+
+    def decode_attention(self, device: ComputeDevice) -> float:
+        """Bytes of keys and values per second: rows of a lane over pages of their own, layer after layer."""
+        shape, place = self.shape, device.torch_device
+        position_bytes = 2 * shape.num_kv_heads * shape.head_dim * self.loaded.compute_dtype.itemsize
+        num_row_pages = -(-self.usual.num_positions // PAGE_TOKENS)
+        most_rows = max(1, KV_BYTES // (num_row_pages * PAGE_TOKENS * position_bytes))
+        num_rows = min(self.usual.num_rows, most_rows)
+        num_pages = num_rows * num_row_pages
+        pages = KVPages(num_pages, device)
+        token = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=self.loaded.compute_dtype)
+        layers = [pages.layer(index, token, token) for index in range(max(1, most_rows // num_rows))]
+        for part in (part for layer in layers for part in layer):
+            part.fill_(0.5)
+        tables_Bn = torch.arange(num_pages, dtype=torch.int32, device=place).view(num_rows, -1)
+        begins_B, ends_B = (
+            torch.full((num_rows,), end, dtype=torch.int32, device=place) for end in (0, self.usual.num_positions)
+        )
+        q_BHD = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=token.dtype, device=place)
+        attend = decode_attention_torch if device.is_accelerator else decode_attention
+
+        def sweep() -> None:
+            for k_NPHD, v_NPHD in layers:
+                attend(q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=1.0)
+
+        num_bytes = len(layers) * num_rows * self.usual.num_positions * position_bytes
+        return num_bytes / self._seconds(sweep)
+
+    def prompt_attention(self) -> float:
+        """FLOPs per second of the pairs that see each other, of a prompt by itself."""
+        shape, num_tokens = self.shape, min(self.usual.num_prompt_tokens, self.usual.chunk_tokens)
+        q, k, v = (
+            torch.ones(
+                1, heads, num_tokens, shape.head_dim,
+                dtype=self.loaded.compute_dtype, device=self.device.torch_device,
+            )
+            for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        )  # fmt: skip
+        seconds = self._seconds(
+            lambda: F.scaled_dot_product_attention(
+                q, k, v, is_causal=num_tokens > 1, enable_gqa=shape.num_heads != shape.num_kv_heads
+            )
+        )
+        return 2.0 * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / seconds
+
+    def turn(self, gemm: dict[int, float]) -> TurnSeconds:
+        """Of one token in the first layer, less its products."""
+        first = next(stage for stage in self.shape.stages if stage.kind.is_layer)
+        work = stage_works(self.shape, self.paged)[first.index]
+        found = measure_turn(self.loaded, self.device, self.layer(first).weights, first.index, NUM_REPEATS)
+        num_rows = min(gemm)
+        products = 2.0 * num_rows * work.dense_weights / gemm[num_rows]
+        return TurnSeconds(turn_seconds=max(0.0, found.turn_seconds - products), pass_seconds=found.pass_seconds)
+
+    def _seconds(self, act: Callable[[], object]) -> float:
+        """The median; the first time, which compiles and takes up memory, is not counted, unless it is long."""
+        seconds: list[float] = []
+        for turn in range(NUM_REPEATS + 1):
+            begin = time.perf_counter()
+            act()
+            self.device.finish()
+            seconds.append(time.perf_counter() - begin)
+            if turn and seconds[-1] > LONG_SECONDS:
+                return seconds[-1]
+        return sorted(seconds[1:])[NUM_REPEATS // 2]

@@ -158,10 +158,19 @@ def _asked_before_layers(forward: Callable[[], object], outer: list[StreamedModu
     return before
 
 
-def _hollow(module: StreamedModule) -> Weights:
+def hollow_weights(staged: StagedModel, stage: int, device: torch.device) -> Weights:
+    """Of a stage: zeros of full shape and no size, for a run that only wants to get past it."""
+    found: dict[str, torch.Tensor] = {}
+    for module in staged.modules:
+        if module.stage == stage:
+            found |= _hollow(module, device)
+    return found
+
+
+def _hollow(module: StreamedModule, device: torch.device | None = None) -> dict[str, torch.Tensor]:
     state = module.inner.state_dict(keep_vars=True)
     return {
-        f"{module.name}.{name}": torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
+        f"{module.name}.{name}": torch.zeros(1, dtype=tensor.dtype, device=device).expand(tensor.shape)
         for name, tensor in state.items()
         if tensor.is_meta
     }

@@ -46,7 +46,7 @@ def test_every_contender_generates_the_same_tokens_and_has_its_row() -> None:
     expected = rounds["transformers"][0].tokens
     assert [len(tokens) for tokens in expected] == [4] * 5
     assert all(results[0].tokens == expected for results in rounds.values())
-    table = markdown(rounds, "test")
+    table = markdown(rounds)
     assert all(f"| {name} |" in table for name in rounds)
     assert table.count("5 of 5") == len(rounds)
 
@@ -73,9 +73,9 @@ def test_sweeping_contenders_go_over_more_than_a_cache_holds_as_often_as_they_sa
 
 def test_attention_is_set_beside_a_link_on_paper() -> None:
     result = replace(measured_nothing(), rate=32e9)
-    table = markdown({"memory_read": [result], "attention_bfloat16": [result]}, "test")
+    table = markdown({"memory_read": [result], "attention_bfloat16": [result]})
     assert "| attention_bfloat16 | 128 MiB | 4.2 ms | 8.4 ms | 2.00 |" in table
-    assert "on paper" not in markdown({"memory_read": [result]}, "test")
+    assert "on paper" not in markdown({"memory_read": [result]})
 
 
 def test_prompts_are_the_same_every_time_and_within_the_vocabulary() -> None:

@@ -30,15 +30,32 @@ class Contender(Enum):
     attention_torch = "attention_torch"  # float32, in torch operators
 
 
+class Suite(Enum):
+    """`speed`: contenders beside each other. `predictions`: Millrace's contenders, what was predicted beside what was
+    measured, for each of `checkpoints` and `blocks`."""
+
+    speed = "speed"
+    predictions = "predictions"
+
+
+PREDICTED = (
+    *(Contender.nvme, Contender.cpu, Contender.none),
+    *(Contender.nvme_continuous, Contender.none_continuous),
+)
 PEERS = (Contender.transformers, Contender.accelerate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
+    """`checkpoints` are directories, empty: that of `model`; a block is so many sequences.
+
+    Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
     same. `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    suite: Suite = Suite.speed
+    checkpoints: list[str] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=lambda: [8, 64, 256])
     contenders: list[Contender] = field(default_factory=lambda: [Contender.nvme, Contender.none])
     num_prompts: int = 64
     prompt_tokens: int = 60
@@ -63,5 +80,14 @@ class BenchConfig:
         require(
             self.ignore_eos or not set(PEERS) & set(self.contenders),
             "ignore_eos=false draws with Millrace's own seeds: leave out transformers and accelerate",
+        )
+        require(
+            self.suite is Suite.speed or set(self.contenders) <= set(PREDICTED),
+            f"suite=predictions has contenders of {', '.join(each.value for each in PREDICTED)} only",
+        )
+        require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
+        require(
+            self.suite is Suite.predictions or not self.checkpoints,
+            "checkpoints are for suite=predictions; otherwise set model.path",
         )
         require(self.weight_share > 0, f"weight_share must be above 0, got {self.weight_share}")

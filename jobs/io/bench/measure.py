@@ -68,7 +68,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`tokens` is empty for the contenders that only read; their `rate` is bytes per second."""
+    """`tokens` is empty for the contenders that only read; their `rate` is bytes per second. Predictions are
+    Millrace's."""
 
     seconds: float
     prefill_seconds: float
@@ -77,6 +78,8 @@ class Result:
     baseline_bytes: int
     bytes_read: int
     tokens: list[list[int]]
+    predicted_prefill_seconds: float = 0.0
+    predicted_decode_seconds: float = 0.0
 
 
 def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:
@@ -187,6 +190,8 @@ def _millrace(task: Task) -> Result:
         baseline_bytes=runtime.baseline_bytes,
         bytes_read=disk_read_bytes() - read_before,
         tokens=[tokens[index] for index in sorted(tokens)],
+        predicted_prefill_seconds=plan.prediction.prefill_seconds if plan.prediction else 0.0,
+        predicted_decode_seconds=plan.prediction.decode_seconds if plan.prediction else 0.0,
     )
 
 

@@ -1,9 +1,10 @@
-"""From rounds of measurements to a table: medians, spread, ratios, agreement, and where and how it was measured."""
+"""From rounds of measurements to a table: medians, spread, ratios, agreement; and where and how it was measured."""
 
 import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -17,7 +18,7 @@ from .measure import Result
 Rounds = Mapping[str, Sequence[Result]]
 
 
-def markdown(rounds: Rounds, command: str) -> str:
+def markdown(rounds: Rounds) -> str:
     """One row per contender. Ratios are to the first contender's median; `equal` counts sequences equal to
     transformers', or to the first contender's where transformers did not take part."""
     first = next(iter(rounds))
@@ -38,9 +39,18 @@ def markdown(rounds: Rounds, command: str) -> str:
             f"| {format_bytes(peak)} | {format_bytes(median(r.bytes_read for r in results))} "
             f"| {f'{same} of {len(judge)}' if tokens else '-'} |"
         )
-    num_rounds = len(rounds[first])
     lines += ["", *beside_link(rounds)] if any(name.startswith("attention") for name in rounds) else []
-    return "\n".join([*lines, "", f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."])
+    return "\n".join(lines)
+
+
+def stated(num_rounds: int, command: str) -> str:
+    """Where and how it was measured."""
+    return f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."
+
+
+def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
+    """Tokens counted, not listed."""
+    return [{**asdict(result), "tokens": len(result.tokens)} for result in results]
 
 
 def beside_link(rounds: Rounds) -> list[str]:

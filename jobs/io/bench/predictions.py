@@ -1,0 +1,86 @@
+"""How good predictions are: runs with their predicted and measured seconds, their median deviation and the worst."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from .measure import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run of a block of so many sequences."""
+
+    path: str
+    contender: str
+    num_sequences: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.contender} {self.num_sequences}"
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint; where it lies is nobody's business."""
+        return Path(self.path).name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Seconds of generation alone, predicted before it began and measured. The ratio says how much too long the
+    prediction was."""
+
+    case: Case
+    phase: str
+    predicted_seconds: float
+    measured_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted_seconds / self.measured_seconds
+
+    @property
+    def deviation(self) -> float:
+        """Of the prediction from what was measured, as a share of it."""
+        return abs(self.ratio - 1)
+
+
+def outcomes_of(case: Case, results: Sequence[Result]) -> list[Outcome]:
+    """Prefill and decode, of each the round whose ratio is in the middle."""
+    found = []
+    for phase in ("prefill", "decode"):
+        rounds = [_outcome(case, phase, result) for result in results]
+        found.append(sorted(rounds, key=lambda outcome: outcome.ratio)[(len(rounds) - 1) // 2])
+    return found
+
+
+def _outcome(case: Case, phase: str, result: Result) -> Outcome:
+    is_prefill = phase == "prefill"
+    return Outcome(
+        case=case,
+        phase=phase,
+        predicted_seconds=result.predicted_prefill_seconds if is_prefill else result.predicted_decode_seconds,
+        measured_seconds=result.prefill_seconds if is_prefill else result.seconds - result.prefill_seconds,
+    )
+
+
+def predictions_table(outcomes: Sequence[Outcome]) -> str:
+    lines = [
+        "| checkpoint | contender | block | phase | predicted | measured | predicted / measured |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(outcome) for outcome in outcomes),
+    ]
+    deviations = [outcome.deviation for outcome in outcomes]
+    worst = max(outcomes, key=lambda outcome: outcome.deviation)
+    where = f"{worst.case.name}, {worst.case.contender}, block {worst.case.num_sequences}, {worst.phase}"
+    return "\n".join(
+        [*lines, "", f"Off by {median(deviations):.1%} in the median, by {worst.deviation:.1%} at worst ({where})."]
+    )
+
+
+def _row(outcome: Outcome) -> str:
+    case = outcome.case
+    return (
+        f"| {case.name} | {case.contender} | {case.num_sequences} | {outcome.phase} "
+        f"| {outcome.predicted_seconds:.2f} s | {outcome.measured_seconds:.2f} s | {outcome.ratio:.2f} |"
+    )

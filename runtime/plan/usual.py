@@ -1,0 +1,37 @@
+"""What the passes of a run are mostly like: of what a machine is measured for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .memory import MicroBatch, pass_tokens
+from .model_shape import ModelShape
+
+MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products; short lanes, and where the product's own code changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usual:
+    """Of the lanes of a block: most tokens in a prefill pass, rows that decode, and what a row has."""
+
+    chunk_tokens: int
+    num_rows: int
+    num_prompt_tokens: int  # of a prompt
+    num_positions: int  # that a row looks at in the middle of its answer
+
+    @staticmethod
+    def of(shape: ModelShape, lanes: Sequence[MicroBatch], prefill_chunk_tokens: int) -> "Usual":
+        sizes = [size for lane in lanes for size in lane]
+        num_prompt = sum(size.num_prompt_tokens for size in sizes) // max(1, len(sizes))
+        num_new = sum(size.max_new_tokens for size in sizes) // max(1, len(sizes))
+        return Usual(
+            chunk_tokens=max([1, *(pass_tokens(shape, lane, prefill_chunk_tokens) for lane in lanes)]),
+            num_rows=max([1, *map(len, lanes)]),
+            num_prompt_tokens=max(1, num_prompt),
+            num_positions=max(1, num_prompt + num_new // 2),
+        )
+
+    @property
+    def product_rows(self) -> list[int]:
+        """Ascending; nothing in the run has more than the last."""
+        most = max(self.chunk_tokens, self.num_rows)
+        return sorted({rows for rows in (*MEASURED_ROWS, self.chunk_tokens, self.num_rows) if rows <= most})
