@@ -1,5 +1,7 @@
 """python -m jobs.models: the support table, read off the code: each proven family, its lanes, experts and cache."""
 
+from pathlib import Path
+
 import hydra
 
 from jobs.io.cli import as_job, run_job
@@ -13,10 +15,15 @@ def main(composed: Composed) -> None:
 
     from transformers.utils.logging import set_verbosity_error
 
+    from jobs.io.plan.making import write_shapes
     from jobs.io.support import families_named, support_table
     from runtime.model.support import describe
 
     set_verbosity_error()  # its warnings are about the tiny sizes, not about the families
+    if config.shapes is not None:
+        for name in write_shapes(Path(config.shapes)):
+            print(name, flush=True)
+        return
     print(support_table([describe(family) for family in families_named(config.family)], config.format))
 
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TypeAlias, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -128,6 +128,7 @@ class ModelsConfig:
 
     family: str | None = None
     format: TableFormat = TableFormat.text
+    shapes: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +205,13 @@ def ignored_settings(config: GenerateConfig) -> list[str]:
     if config.checkpoint_seconds != GenerateConfig.checkpoint_seconds and config.policy.admission is Admission.wave:
         ignored.append(f"checkpoint_seconds={config.checkpoint_seconds} has no effect: policy.admission=wave")
     return ignored
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """A file of plain data, its interpolations resolved."""
+    values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    assert isinstance(values, dict), f"{path} holds no mapping"
+    return {str(key): value for key, value in values.items()}
 
 
 def to_yaml(config: GenerateConfig | SynthesizeConfig) -> str:

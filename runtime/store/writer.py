@@ -23,7 +23,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DATA_ALIGNMENT = 4096  # tensor data starts on a page of the file, so that O_DIRECT reads waste least
 _LENGTH_BYTES = 8
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -117,7 +117,7 @@ def _encode_header(specs: Sequence[TensorSpec]) -> bytes:
         assert spec.name not in entries, f"two tensors are named {spec.name}"
         end = offset + spec.num_bytes
         entries[spec.name] = {
-            "dtype": _DTYPE_NAMES[spec.dtype],
+            "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [offset, end],
         }

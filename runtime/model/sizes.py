@@ -1,0 +1,72 @@
+"""A staged model in the sizes that it is planned by."""
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedConfig
+
+from ..plan.model_shape import ModelShape
+from ..plan.shapes import Parameter, Stage, StageKind
+from .stages import StagedModel
+from .traits import CacheShape, bounded_layers, delta_rule, expanded_width
+
+NO_LIMIT_TOKENS = 2**31
+
+
+def shape_of(
+    name: str, staged: StagedModel, parameters: Mapping[str, Parameter], cache: CacheShape, *, is_packed: bool
+) -> ModelShape:
+    """`parameters` by full name, wherever their bytes lie; `cache` as measured before the model was staged."""
+    model = staged.model
+    config = model.config.get_text_config()
+    by_stage: list[list[Parameter]] = [[] for _ in staged.kinds]
+    for full_name, parameter in parameters.items():
+        if full_name in staged.stage_of:
+            by_stage[staged.stage_of[full_name]].append(parameter)
+    layer_parameters = [p for group, kind in zip(by_stage, staged.kinds, strict=True) if kind.is_layer for p in group]
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    has_own_scores = getattr(config, "attn_logit_softcapping", None) or any(
+        hasattr(m, "sinks") for m in model.modules()
+    )
+    return ModelShape(
+        name=name,
+        stages=tuple(_stage(index, group, staged.kinds, config) for index, group in enumerate(by_stage)),
+        hidden_size=config.hidden_size,
+        intermediate_size=_intermediate_size(layer_parameters),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads if is_packed else num_heads,  # own attention code may repeat KV heads
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        vocab_size=config.vocab_size,
+        context_tokens=getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS,
+        kv_layer_bytes=cache.layer_bytes_per_token,
+        compute_dtype_bytes=model.dtype.itemsize,
+        is_packed=is_packed,
+        state_bytes_per_sequence=cache.bytes_per_sequence,
+        cross_kv_bytes_per_token=cache.cross_bytes_per_token,
+        expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
+        bounded_layers=frozenset() if is_packed else bounded_layers(model),
+        delta_rule=delta_rule(model),
+        score_heads=num_heads // num_kv_heads if has_own_scores else 0,
+    )
+
+
+def _intermediate_size(parameters: list[Parameter]) -> int:
+    """The widest feed-forward activation of a token. Of experts, which run one after the other, that of one: the down
+    projection shows it, where gate and up may lie fused."""
+    dense = [max(p.shape) for p in parameters if len(p.shape) == 2]
+    experts = [max(p.shape[-2:]) for p in parameters if len(p.shape) == 3]
+    return max(max(dense, default=1), min(experts, default=1))
+
+
+def _stage(index: int, parameters: list[Parameter], kinds: tuple[StageKind, ...], config: PreTrainedConfig) -> Stage:
+    kind = kinds[index]
+    stacks = [p for p in parameters if p.is_experts] or [p for p in parameters if ".experts." in p.name]
+    num_experts = max((p.shape[0] for p in stacks if len(p.shape) == 3 and kind is StageKind.layer), default=0)
+    return Stage(
+        index=index,
+        name=f"{kind.value} {index - kinds.index(kind)}" if kind.is_layer else kind.value,
+        kind=kind,
+        parameters=tuple(parameters),
+        num_experts=num_experts,
+        num_experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0) or num_experts,
+    )
