@@ -1,0 +1,89 @@
+"""A run's plan before there is a run: from sizes, facts and profiles that come with the project."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.config import DType, OffloadConfig, RuntimeConfig
+from runtime.errors import ConfigError, require
+from runtime.plan.machine import Machine
+from runtime.plan.memory import SequenceSize
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets
+from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.profile import machine_of
+from runtime.plan.workload import Workload
+from runtime.units import gib_to_bytes
+
+from .config import PlanConfig
+from .shapes import read_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan with all that it was made from; `dtype` is the one that the model would compute with."""
+
+    config: RuntimeConfig
+    machine: Machine
+    shape: ModelShape
+    dtype: DType
+    sizes: Sequence[SequenceSize]
+    run: RunPlan
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(size.num_prompt_tokens for size in self.sizes)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(size.max_new_tokens for size in self.sizes)
+
+
+def make_plan(config: PlanConfig) -> Planned:
+    """Raises ConfigError for what is not known, BudgetError where even the smallest block does not fit."""
+    machine = machine_of(config.machine, config.model.dtype)
+    dtype = _compute_dtype(config, machine)
+    shape = read_shape(config.model.name, dtype)
+    sizes = _sizes(config)
+    longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
+    require(
+        longest <= shape.context_tokens,
+        f"model={shape.name} knows {shape.context_tokens:,} positions, and the longest prompt comes to {longest:,} "
+        "with its answer: workload.max_prompt_tokens, sampling.max_new_tokens",
+    )
+    runtime = config.runtime
+    run = plan_run(shape, runtime, _budgets(config.offload, machine), sizes, rates=machine.rates)
+    return Planned(config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run)
+
+
+def _compute_dtype(config: PlanConfig, machine: Machine) -> DType:
+    """As `machine_of` takes it, where it is auto."""
+    if config.model.dtype is not DType.auto:
+        return config.model.dtype
+    if machine.device_bytes is None:
+        return DType.float32
+    sheet = config.machine.sheet
+    return DType.float16 if sheet is not None and sheet.bfloat16_tflops is None else DType.bfloat16
+
+
+def _sizes(config: PlanConfig) -> list[SequenceSize]:
+    workload = config.workload
+    count, mean, most = workload.num_requests, workload.mean_prompt_tokens, workload.max_prompt_tokens
+    assert count is not None, "the config class has checked it"
+    assert mean is not None, "the config class has checked it"
+    assert most is not None, "the config class has checked it"
+    try:
+        return Workload.from_mean(
+            count * config.sampling.n, mean=mean, longest=most, max_new_tokens=config.sampling.max_new_tokens
+        ).sizes()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _budgets(offload: OffloadConfig, machine: Machine) -> Budgets:
+    """What the run may use, where nothing is said all that the machine has."""
+    host, device = offload.host_memory_gib, offload.device_memory_gib
+    has_own_memory = machine.device_bytes is not None
+    return Budgets(
+        host_bytes=machine.host_bytes if host is None else gib_to_bytes(host),
+        device_bytes=machine.device_bytes if device is None or not has_own_memory else gib_to_bytes(device),
+    )

@@ -1,0 +1,99 @@
+"""jobs.plan: what is printed, what is refused, and what is never loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from jobs.io.config import load
+from jobs.io.plan.config import PlanConfig
+from jobs.io.plan.planning import Planned, make_plan
+from jobs.io.plan.report import report
+from runtime.config import DType
+from runtime.errors import BudgetError, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config_of(*overrides: str) -> PlanConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        return load(PlanConfig, compose("plan", overrides=list(overrides)))
+
+
+def plan(*overrides: str) -> Planned:
+    return make_plan(config_of(*overrides))
+
+
+def test_a_full_run_loads_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, runpy\n"
+        "sys.argv = ['plan', 'model=mixtral', 'machine=t4', 'dataset=mtbench', 'sampling.max_new_tokens=128']\n"
+        "try:\n    runpy.run_module('jobs.plan', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "print('loaded:', *sorted({'torch', 'transformers', 'numba', 'datasets'} & set(sys.modules)))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "predicted:" in ended.stdout
+    assert ended.stdout.splitlines()[-1].split() == ["loaded:"]
+
+
+def test_the_report_has_ledgers_policy_prediction_and_the_beginning_of_the_schedule() -> None:
+    text = report(plan("model=llama-3.2-1b", "machine=t4"), num_actions=5)
+    for heading in ("device memory:", "host memory:", "plan:", "predicted:", "schedule:"):
+        assert f"\n{heading}\n" in text
+    schedule = text.partition("schedule:\n")[2]
+    assert sum(1 for line in schedule.splitlines() if not line.startswith("#")) == 5
+
+
+def test_no_action_asked_for_is_no_schedule() -> None:
+    assert "schedule:" not in report(plan("model=llama-3.2-1b"), num_actions=0)
+
+
+def test_prompts_are_as_many_and_as_long_as_the_data_set_says() -> None:
+    planned = plan("model=llama-3.2-1b", "dataset=helm_summarization", "workload.num_requests=100")
+    assert len(planned.sizes) == 100
+    assert planned.num_prompt_tokens / 100 == pytest.approx(1693, rel=0.01)
+    assert max(size.num_prompt_tokens for size in planned.sizes) <= 1984
+
+
+def test_budgets_of_the_config_come_before_those_of_the_machine() -> None:
+    small = plan("model=llama-3.2-1b", "offload.device_memory_gib=2", "offload.host_memory_gib=9").run
+    assert [ledger.budget_bytes >> 30 for ledger in small.placement.ledgers] == [2, 9]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_equation() -> None:
+    with pytest.raises(BudgetError, match="host memory:"):
+        plan("model=llama-3.1-405b", "machine=t4")
+
+
+def test_prompts_of_which_nothing_is_known_are_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"dataset=jsonl: set workload\.num_requests, workload\.mean_prompt_tokens"):
+        config_of("dataset=jsonl")
+    keys = ("num_requests=8", "mean_prompt_tokens=20", "max_prompt_tokens=30")
+    assert len(plan("dataset=jsonl", "model=gpt2", *(f"workload.{key}" for key in keys)).sizes) == 8
+
+
+def test_prompts_longer_than_the_model_knows_are_refused() -> None:
+    with pytest.raises(ConfigError, match="model=gpt2 knows 1,024 positions"):
+        plan("model=gpt2", "dataset=helm_summarization")
+
+
+def test_a_machine_without_rates_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"python -m jobs\.measure"):
+        plan("model=gpt2", "machine=cpu")
+
+
+def test_the_compute_dtype_is_the_one_that_the_machine_has_units_for() -> None:
+    assert plan("model=gpt2", "machine=t4").dtype is DType.float16
+    assert plan("model=gpt2", "machine=l4").dtype is DType.bfloat16
+    assert plan("model=gpt2", "machine=l4", "model.dtype=float32").shape.compute_dtype_bytes == 4
+
+
+def test_more_samples_of_a_prompt_are_more_requests() -> None:
+    once, thrice = (
+        plan("model=gpt2", "sampling=sample", f"sampling.n={n}", "workload.num_requests=10") for n in (1, 3)
+    )
+    assert (len(once.sizes), len(thrice.sizes)) == (10, 30)
