@@ -1,5 +1,6 @@
 """The sizes of a published architecture, of which there is no checkpoint at hand: from its model without weights."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -53,8 +54,9 @@ def _computing_in_float32(shape: ModelShape, architecture: Mapping[str, object])
 
 
 def _build(architecture: Mapping[str, object], dtype: DType) -> PreTrainedModel:
-    keys = {key: value for key, value in architecture.items() if key != "model_type"}
-    model = build_meta_model(config_for(str(architecture["model_type"]), keys), getattr(torch, dtype.value))
+    keys = copy.deepcopy({**architecture})  # some config classes change what they are given
+    model_type = str(keys.pop("model_type"))
+    model = build_meta_model(config_for(model_type, keys), getattr(torch, dtype.value))
     if keys.get("tie_word_embeddings") is False:
         untie_head(model)
     return model

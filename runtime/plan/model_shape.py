@@ -47,7 +47,7 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         return sum(self.kv_layer_bytes)
 
-    @property
+    @cached_property
     def layers(self) -> tuple[Stage, ...]:
         return self.of_kind(StageKind.layer)
 
