@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from ..cache.paged import PagedKV
-from ..cache.pages import KVPages, PagePool
+from ..cache.pages import KVPages
 from ..config import SamplingConfig
 from ..model.events import Event, NeedAttention, NeedStage, Weights
 from ..model.loading import LoadedModel
 from ..model.stages import hollow_weights
 from ..stream.device import ComputeDevice
-from .lane import Lane
+from .lane import Lane, LaneKit
 from .packed import PackedLane
 from .padded import PaddedLane
 from .sampling import Sampler
@@ -67,11 +67,16 @@ def _answer(event: Event, weights: Weights) -> Weights | torch.Tensor:
 def _lane(loaded: LoadedModel, device: ComputeDevice) -> Lane:
     """Of one token, with a cache of its own."""
     sequences = [Sequence(request=Request(id="", prompt_ids=(0,), max_new_tokens=1))]
-    sampler = Sampler(SamplingConfig(), vocab_size=loaded.shape.vocab_size, device=device.torch_device)
-    model, pool = loaded.staged.model, PagePool(1)
+    pages = KVPages(1, device)
+    kit = LaneKit(
+        model=loaded.staged.model,
+        sampler=Sampler(SamplingConfig(), vocab_size=loaded.shape.vocab_size, device=device.torch_device),
+        device=device,
+        pool=pages.pool,
+        prefill_chunk_tokens=1,
+        travels=frozenset(),
+    )
     if loaded.shape.is_packed:
-        cache = PagedKV(KVPages(1, device), expands=loaded.expands_latents)
-        return PackedLane(model, sequences, sampler, device, cache, 1)
-    if loaded.start_token_id is not None:
-        return Seq2SeqLane(model, sequences, sampler, device, loaded.start_token_id, pool)
-    return PaddedLane(model, sequences, sampler, device, 1, pool)
+        return PackedLane(kit, sequences, PagedKV(pages, expands=loaded.expands_latents))
+    start = loaded.start_token_id
+    return PaddedLane(kit, sequences) if start is None else Seq2SeqLane(kit, sequences, start)
