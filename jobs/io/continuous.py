@@ -15,6 +15,7 @@ from runtime.batching.balance import Block
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request, Unfinished
 from runtime.errors import MillraceError
+from runtime.plan.predict import Prediction
 
 from .output_rows import GenerationRow
 from .parts import PartStore
@@ -85,8 +86,9 @@ class ContinuousRun:
         *,
         after_pass: Callable[[], None] = lambda: None,
         checkpoint_seconds: float,
+        prediction: Prediction | None = None,
     ):
-        self._session, self._asked = session, asked
+        self._session, self._asked, self._prediction = session, asked, prediction
         self._after_pass, self._checkpoint_seconds = after_pass, checkpoint_seconds
         self._parts = OpenParts(store, blocks)
         self._checkpoint = RunningFile(directory=store.directory, manifest=store.manifest, plan=store.plan)
@@ -133,7 +135,7 @@ class ContinuousRun:
             )
 
     def _end_pass(self, record: PassRecord) -> None:
-        self._parts.passes.append(pass_row(record, self._num_passes))
+        self._parts.passes.append(pass_row(record, self._num_passes, self._prediction))
         self._num_passes += 1
         self._progress.advance(record)
         self._after_pass()

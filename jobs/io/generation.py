@@ -14,6 +14,7 @@ from runtime.batching.balance import Block
 from runtime.config import Admission
 from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
+from runtime.plan.predict import Prediction
 from runtime.session import Session
 from runtime.trace import Trace
 
@@ -24,6 +25,7 @@ from .dataset import Row, input_digest, read_rows, shard_rows
 from .files import publish, write_all
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
+from .phase_times import RunTimes
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .requests import Asked, ask, rejected_rows, seat, tokenizer_fingerprint, unseat
 from .run_dir import RunManifest, RunState, open_run
@@ -123,22 +125,24 @@ class _Run:
             text = schedule_text(plan)
             publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
         if session is not None:
-            self._generate([block for block in blocks if block.index not in done], session, store)
+            left, prediction = [block for block in blocks if block.index not in done], plan and plan.prediction
+            self._generate(left, session, store, prediction)
         if self._asked.rejected and len(blocks) not in done:
             store.commit(len(blocks), rejected_rows(self._asked), [])
         outcome = _outcome(store, plan, self._runtime, was_finished=False)
         store.finish()
         return outcome
 
-    def _generate(self, blocks: list[Block], session: Session, store: PartStore) -> None:
+    def _generate(self, blocks: list[Block], session: Session, store: PartStore, prediction: Prediction | None) -> None:
         with tracing(self._state.directory.trace, self._trace) as write_trace:
             if self._config.policy.admission is Admission.wave:
-                generate_waves(session, self._asked, blocks, store, after_pass=write_trace)
+                generate_waves(session, self._asked, blocks, store, after_pass=write_trace, prediction=prediction)
             else:
                 seconds = self._config.checkpoint_seconds
                 ContinuousRun(
-                    session, self._asked, blocks, store, after_pass=write_trace, checkpoint_seconds=seconds
-                ).finish()
+                    session, self._asked, blocks, store, after_pass=write_trace, checkpoint_seconds=seconds,
+                    prediction=prediction,
+                ).finish()  # fmt: skip
 
 
 def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_finished: bool) -> Outcome:
@@ -152,6 +156,7 @@ def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_fi
         predicted=_predicted(plan, store) if plan is not None else None,
         planned=_planned_memory(plan, runtime) if plan is not None else None,
         plan=runtime.facts(plan) if plan is not None else None,
+        predicted_times=RunTimes.of(plan.prediction) if plan is not None and plan.prediction is not None else None,
     )
     if not was_finished:
         write_summary(store.directory.summary, summary)

@@ -20,6 +20,7 @@ import pyarrow as pa
 from runtime.plan.facts import PlanFacts
 
 from .files import JsonValue, write_json
+from .phase_times import PhaseTimes, RunTimes
 
 Phase: TypeAlias = Literal["prefill", "decode", "mixed"]
 Status: TypeAlias = Literal["ok", "error", "skipped"]
@@ -33,7 +34,7 @@ class PassRow:
     are sums.
     `padded_tokens` is the size of what was computed, padding included: equal to `real_tokens` where nothing is padded.
     `prompt_tokens` are those of the real ones that were prefilled; `pass_index` counts from 0 within a block, and
-    within the run where blocks overlap.
+    within the run where blocks overlap. `predicted_*` are of a pass of this phase on average, None where nobody said.
     """
 
     pass_index: int
@@ -66,6 +67,12 @@ class PassRow:
     stage_compute_seconds: list[float] = field(default_factory=list)
     stage_attention_seconds: list[float] = field(default_factory=list)
     stage_stall_seconds: list[float] = field(default_factory=list)
+    predicted_seconds: float | None = None
+    predicted_compute_seconds: float | None = None
+    predicted_load_seconds: float | None = None
+    predicted_copy_seconds: float | None = None
+    predicted_attention_seconds: float | None = None
+    predicted_stall_seconds: float | None = None
 
     @property
     def prefill_share(self) -> float:
@@ -93,6 +100,7 @@ PASS_BYTES = (
     *("bytes_read_disk", "bytes_copied_device", "bytes_copied_host", "bytes_written_disk"),
     *("peak_host_bytes", "peak_device_bytes"),
 )
+PREDICTED_SECONDS = tuple(f"predicted_{name}" for name in PASS_SECONDS)
 STAGE_SECONDS = tuple(f"stage_{name}_seconds" for name in ("read", "copy", "compute", "attention", "stall"))
 THROUGHPUT_SCHEMA = pa.schema(
     [
@@ -103,6 +111,7 @@ THROUGHPUT_SCHEMA = pa.schema(
         *(pa.field(name, pa.float64(), nullable=False) for name in PASS_SECONDS),
         *(pa.field(name, pa.int64(), nullable=False) for name in (*PASS_HITS, *PASS_BYTES)),
         *(pa.field(name, pa.list_(pa.float64()), nullable=False) for name in STAGE_SECONDS),
+        *(pa.field(name, pa.float64(), nullable=True) for name in PREDICTED_SECONDS),
         pa.field("operational", pa.string(), nullable=False),
     ]
 )
@@ -163,6 +172,8 @@ class Summary:
     predicted: Rates | None = None
     planned: MemoryUse | None = None
     plan: PlanFacts | None = None
+    measured_times: RunTimes | None = None
+    predicted_times: RunTimes | None = None
 
     @property
     def hit_rate(self) -> float | None:
@@ -178,6 +189,7 @@ def summarize(
     predicted: Rates | None = None,
     planned: MemoryUse | None = None,
     plan: PlanFacts | None = None,
+    predicted_times: RunTimes | None = None,
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
     return Summary(
@@ -208,7 +220,23 @@ def summarize(
         predicted=predicted,
         planned=planned,
         plan=plan,
+        measured_times=measured_times(passes),
+        predicted_times=predicted_times,
     )
+
+
+def measured_times(passes: Sequence[PassRow]) -> RunTimes:
+    """Mixed passes are divided like their seconds."""
+
+    def added(shares: Sequence[float]) -> PhaseTimes:
+        sums = {
+            name: sum(getattr(row, name) * share for row, share in zip(passes, shares, strict=True))
+            for name in PASS_SECONDS
+        }
+        return PhaseTimes(**sums)
+
+    shares = [row.prefill_share for row in passes]
+    return RunTimes(prefill=added(shares), decode=added([1 - share for share in shares]))
 
 
 def expert_use(passes: Sequence[PassRow]) -> ExpertUse | None:

@@ -2,6 +2,7 @@
 
 from runtime.units import format_bytes, format_seconds
 
+from .phase_times import PhaseTimes
 from .summary import Rates, Summary
 
 
@@ -45,17 +46,33 @@ def _rate_text(rate: float | None) -> str:
 
 
 def _time(summary: Summary) -> list[list[str]]:
-    times = (
-        ("prefill time", summary.prefill_seconds),
-        ("decode time", summary.decode_seconds),
-        ("computing", summary.compute_seconds),
-        ("loading (beside compute)", summary.load_seconds),
-        ("stalled on loads", summary.stall_seconds),
-        *([("attention", summary.attention_seconds)] if summary.attention_seconds else []),
-    )
-    rate = summary.hit_rate
+    rate, measured, claimed = summary.hit_rate, summary.measured_times, summary.predicted_times
     hits = [["prefetched in time", f"{rate:.1%}", ""]] if rate is not None else []
-    return [*([name, format_seconds(seconds), ""] for name, seconds in times), *hits]
+    if measured is None:
+        return hits
+    return [
+        *_phase("prefill", measured.prefill, claimed.prefill if claimed else None),
+        *_phase("decode", measured.decode, claimed.decode if claimed else None),
+        *hits,
+    ]
+
+
+def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[list[str]]:
+    """What works side by side, and how long compute waited. Lines of two zeros are left out."""
+    parts = {
+        f"{name} time": "seconds",
+        f"{name}: computing": "compute_seconds",
+        f"{name}: loading (beside compute)": "load_seconds",
+        f"{name}: copying (beside compute)": "copy_seconds",
+        f"{name}: attention": "attention_seconds",
+        f"{name}: stalled": "stall_seconds",
+    }
+    lines = []
+    for label, key in parts.items():
+        seconds, claim = getattr(measured, key), getattr(claimed, key) if claimed else None
+        if seconds or claim or key in ("seconds", "stall_seconds"):
+            lines.append([label, format_seconds(seconds), "" if claim is None else format_seconds(claim)])
+    return lines
 
 
 def _bytes(summary: Summary) -> list[list[str]]:

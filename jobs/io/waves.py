@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from runtime.batching.balance import Block
 from runtime.engine.records import PassRecord
+from runtime.plan.predict import Prediction
 from runtime.session import Session
 
 from .parts import PartStore
@@ -14,7 +15,13 @@ from .summary import PassRow
 
 
 def generate_waves(
-    session: Session, asked: Asked, blocks: Sequence[Block], store: PartStore, *, after_pass: Callable[[], None]
+    session: Session,
+    asked: Asked,
+    blocks: Sequence[Block],
+    store: PartStore,
+    *,
+    after_pass: Callable[[], None],
+    prediction: Prediction | None = None,
 ) -> None:
     """Generates and commits `blocks`. Raises Interrupted or OutputError: the block that ran is then lost."""
     num_tokens = sum(asked.requests[i].max_new_tokens for block in blocks for i in block.members)
@@ -23,7 +30,7 @@ def generate_waves(
             passes: list[PassRow] = []
 
             def on_pass(record: PassRecord, passes: list[PassRow] = passes) -> None:
-                passes.append(pass_row(record, record.index))
+                passes.append(pass_row(record, record.index, prediction))
                 progress.advance(record)
                 after_pass()
 

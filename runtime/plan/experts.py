@@ -20,7 +20,7 @@ NUM_STAGING_SLOTS = 2
 INDEX_BYTES = 8  # torch numbers experts and tokens in int64
 
 
-def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: int) -> float:
+def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: float) -> float:
     """Distinct experts that `num_tokens` visit when each chooses its experts evenly and on its own. Trained routers
     are less even and hit fewer."""
     return num_experts * (1 - (1 - num_experts_per_token / num_experts) ** num_tokens)

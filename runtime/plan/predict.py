@@ -4,9 +4,10 @@ Every sequence runs to its limit. Passes change slowly, as prompts go in and key
 stretches of passes, and the one in the middle of a stretch stands for all of it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from ..batching.admission import AdmissionLimits
 from ..batching.balance import Block
@@ -123,8 +124,7 @@ def block_stretches(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens
     """Prefill passes, from which lanes drop out as they have no prompts left; then decode passes, from which they drop
     out as their sequences end."""
     prompts = [prefill_works(shape, lane, chunk_tokens) for lane in lanes]
-    num_prefill = max(map(len, prompts), default=0)
-    num_decode = max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0)
+    ends = {size.max_new_tokens - 1 for lane in lanes for size in lane}
 
     def prefilling(turn: int) -> list[LaneWork]:
         return [works[turn] for works in prompts if turn < len(works)]
@@ -132,13 +132,10 @@ def block_stretches(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens
     def decoding(turn: int) -> list[LaneWork]:
         return [work for lane in lanes if (work := decode_work(shape, lane, turn)) is not None]
 
-    phases: tuple[tuple[int, Callable[[int], list[LaneWork]], float], ...] = (
-        (num_prefill, prefilling, 1.0),
-        (num_decode, decoding, 0.0),
-    )
-    for num_passes, lanes_at, share in phases:
-        for part in _parts(num_passes, MAX_STRETCHES):
-            yield Stretch(num_passes=len(part), lanes=lanes_at(part[len(part) // 2]), prefill_share=share)
+    for part in _cut(set(map(len, prompts)), MAX_STRETCHES):
+        yield Stretch(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
+    for part in _cut(ends, MAX_STRETCHES):
+        yield Stretch(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
 
 
 def _mixed_stretches(
@@ -170,6 +167,18 @@ def _generating(block: Block, sizes: Sequence[SequenceSize]) -> Block:
 
 def _evenly(blocks: Sequence[Block], count: int) -> list[Block]:
     return [blocks[part[len(part) // 2]] for part in _parts(len(blocks), count)]
+
+
+def _cut(ends: Collection[int], most: int) -> list[range]:
+    """Up to the last end in up to `most` ranges: none reaches over an end where that can be, and the longest are
+    halved."""
+    places = sorted({0, *ends})
+    marks = [places[part[-1]] for part in _parts(len(places), most)]
+    parts = [range(begin, end) for begin, end in pairwise([0, *marks]) if begin < end]
+    while parts and len(parts) < most and (longest := max(parts, key=len))[1:]:
+        at, middle = parts.index(longest), (longest.start + longest.stop) // 2
+        parts[at : at + 1] = [range(longest.start, middle), range(middle, longest.stop)]
+    return parts
 
 
 def _parts(count: int, most: int) -> list[range]:

@@ -3,6 +3,7 @@ read and write."""
 
 from dataclasses import dataclass
 
+from .experts import expected_hits
 from .model_shape import ModelShape
 from .shapes import Parameter, Stage, StageKind
 
@@ -35,8 +36,8 @@ class StageWork:
     visit_bytes: float  # and those of one of its experts
 
     def hits(self, num_tokens: float) -> float:
-        """Distinct experts that so many tokens visit, see `experts.expected_hits`."""
-        return self.num_experts * (1 - (1 - self.num_experts_per_token / self.num_experts) ** num_tokens)
+        """Distinct experts that so many tokens visit."""
+        return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
 
 
 def stage_works(shape: ModelShape, paged: frozenset[int]) -> list[StageWork]:

@@ -22,6 +22,7 @@ from runtime.plan.placement import Budgets
 from runtime.plan.placer import place
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.rates import MachineRates
+from runtime.plan.run_load import micro_batches_of
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from jobs.io.phase_times import PhaseTimes, RunTimes, mean_pass
 from jobs.io.summary import ExpertUse, MemoryUse, PassRow, Rates, Status, summarize, write_summary
 from jobs.io.summary_table import format_table
+from runtime.plan.predict import PhaseTime, Prediction
 from runtime.units import GIB, MIB
 
 PREFILL = PassRow(
@@ -99,6 +101,38 @@ def test_total_does_not_depend_on_how_passes_fall_into_parts() -> None:
     assert whole.measured.total_issued == pytest.approx(shuffled.measured.total_issued)
 
 
+def times(seconds: float, stall_seconds: float) -> PhaseTimes:
+    return PhaseTimes(
+        seconds=seconds, compute_seconds=0.4, load_seconds=1.1, copy_seconds=0.0, attention_seconds=0.0,
+        stall_seconds=stall_seconds,
+    )  # fmt: skip
+
+
+def test_each_phase_has_its_predicted_seconds_beside_the_measured_ones() -> None:
+    predicted = RunTimes(prefill=times(3.0, 0.2), decode=times(1.5, 0.0))
+    table = format_table(summarize([PREFILL, DECODE], rows=ROWS, predicted_times=predicted))
+    lines = [line.split() for line in table.splitlines()]
+    assert ["prefill", "time", "2", "s", "3", "s"] in lines
+    assert ["prefill:", "stalled", "0.5", "s", "0.2", "s"] in lines
+    assert ["decode:", "loading", "(beside", "compute)", "1", "s", "1.1", "s"] in lines
+    assert "copying" not in table
+
+
+def test_a_mixed_pass_divides_all_of_its_seconds() -> None:
+    found = summarize([MIXED], rows=ROWS).measured_times
+    assert found is not None
+    assert (found.prefill.compute_seconds, found.decode.compute_seconds) == (1.5 * 0.75, 1.5 * 0.25)
+    assert (found.prefill.stall_seconds, found.decode.stall_seconds) == (0.375, 0.125)
+
+
+def test_a_pass_is_predicted_as_its_phase_is_on_average() -> None:
+    phase = PhaseTime(num_passes=4, seconds=8.0, stall_seconds=2.0)
+    prediction = Prediction(prefill=phase, decode=PhaseTime(num_passes=2, seconds=1.0))
+    assert mean_pass(prediction, 1.0).seconds == 2.0
+    assert mean_pass(prediction, 0.5).seconds == 0.5 * 2.0 + 0.5 * 0.5
+    assert mean_pass(prediction, 0.5).stall_seconds == 0.25
+
+
 def test_json_keeps_measured_and_predicted_apart(tmp_path: Path) -> None:
     predicted, planned = Rates(prefill=400.0), MemoryUse(host_bytes=6 * GIB, device_bytes=0)
     write_summary(tmp_path / "summary.json", summarize([PREFILL], rows=ROWS, predicted=predicted, planned=planned))
@@ -149,7 +183,7 @@ def test_hit_rate_is_that_of_all_passes_and_missing_where_nothing_streams() -> N
 def test_seconds_and_bytes_of_the_kv_are_shown_where_there_are_any() -> None:
     passes = [replace(DECODE, attention_seconds=0.25, bytes_copied_host=MIB, bytes_written_disk=GIB)] * 2
     lines = [line.split() for line in format_table(summarize(passes, rows=ROWS)).splitlines()]
-    assert ["attention", "0.5", "s"] in lines
+    assert ["decode:", "attention", "0.5", "s"] in lines
     assert ["copied", "to", "the", "host", "2", "MiB"] in lines
     assert ["written", "to", "disk", "2", "GiB"] in lines
     assert "written" not in format_table(summarize([DECODE], rows=ROWS))

@@ -1,0 +1,130 @@
+"""Every action has its price: worked out by hand for a toy of 8 layers of 1 Mi numbers and a KV of 1 KiB a position."""
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.config import (
+    Attention,
+    ExpertPaging,
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    Order,
+    PolicyConfig,
+    RuntimeConfig,
+    Tier,
+)  # fmt: skip
+from runtime.plan.actions import Action, Op
+from runtime.plan.cost import Durations
+from runtime.plan.durations import durations
+from runtime.plan.lane_work import LaneWork
+from runtime.plan.load import Load
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets, Placement
+from runtime.plan.placer import place
+from runtime.plan.rates import MachineRates
+from runtime.units import GIB, MIB
+from tests.toy import HIDDEN, LAYER_ROWS, sizes_of, toy_mixture, toy_shape
+
+LAYER, HEAD = 4, 9
+RATES = MachineRates(
+    disk_bytes_per_second=1e6, link_in_bytes_per_second=1e7, link_out_bytes_per_second=2e7,
+    gemm_flops_per_second={1: 1e9}, attention_bytes_per_second=1e5, cpu_attention_bytes_per_second=2e5,
+    prefill_attention_flops_per_second=1e8, turn_seconds=0.25,
+)  # fmt: skip
+LANE = LaneWork(num_tokens=4, num_rows=4, kv_positions=100, held_pages=8, changed_pages=4)
+PRODUCTS = 2 * 4 * LAYER_ROWS * HIDDEN / 1e9
+ATTENTION = 100 * 1024 / 1e5
+
+
+def placed(config: RuntimeConfig, shape: ModelShape, *, has_device: bool = False) -> Placement:
+    load = Load.of(shape, [sizes_of([20] * 4)] * 2, 512)
+    placement = place(shape, config, Budgets(host_bytes=GIB, device_bytes=GIB if has_device else None), load)
+    assert placement.fits
+    return placement
+
+
+def config_of(**changes: object) -> RuntimeConfig:
+    return replace(RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=0)), **changes)
+
+
+def priced(placement: Placement, shape: ModelShape, lanes: list[LaneWork]) -> Durations:
+    return durations(shape, placement, placement.decode_walk, lanes, RATES)
+
+
+def test_a_turn_is_products_attention_and_its_own_time() -> None:
+    shape = toy_shape()
+    found = priced(placed(config_of(), shape), shape, [LANE, LANE])
+    assert found.run(LAYER, 0) == pytest.approx(PRODUCTS + ATTENTION + 0.25)
+    assert found.read(LAYER) == pytest.approx(4 * MIB / 1e6)
+
+
+def test_prompts_attend_by_pairs_and_only_asking_rows_have_logits() -> None:
+    shape = toy_shape()
+    prompt = LaneWork(num_tokens=4, num_rows=1, prefill_pairs=10)
+    found = priced(placed(config_of(), shape), shape, [prompt])
+    assert found.run(LAYER, 0) == pytest.approx(PRODUCTS + 4 * 4 * 64 * 10 / 1e8 + 0.25)
+    assert found.run(HEAD, 0) == pytest.approx(2 * 1 * 8192 * HIDDEN / 1e9 + 0.25)
+
+
+def test_attention_on_the_cpu_takes_nothing_from_a_turn_but_itself() -> None:
+    """`pre`, `attend` and `post` together are `run`, at the CPU's own rate."""
+    shape = toy_shape()
+    found = priced(placed(config_of(policy=PolicyConfig(attention=Attention.cpu)), shape), shape, [LANE])
+    assert found.attend(LAYER, 0) == pytest.approx(ATTENTION / 2)
+    assert found.pre(LAYER, 0) + found.post(LAYER, 0) == pytest.approx(PRODUCTS + 0.25)
+    assert found.cpu_is_compute
+
+
+def test_keys_and_values_travel_in_pages_over_the_disk_or_the_link() -> None:
+    shape = toy_shape()
+    kv = KVConfig(tier=KVTier.nvme, device_fraction=0.0)
+    on_disk = priced(placed(config_of(kv=kv), shape), shape, [LANE])
+    stride = 16 * 1024
+    assert on_disk.is_kv_on_disk
+    assert on_disk.fetch(LAYER, 0) == pytest.approx(8 * stride / 1e6)
+    assert on_disk.store(LAYER, 0) == pytest.approx(4 * stride / 1e6)
+    beside = placed(config_of(kv=replace(kv, tier=KVTier.cpu)), shape, has_device=True)
+    over_link = priced(beside, shape, [LANE])
+    assert over_link.fetch(LAYER, 0) == pytest.approx(8 * stride / 1e7)
+    assert over_link.store(LAYER, 0) == pytest.approx(4 * stride / 2e7)
+
+
+def test_experts_multiply_their_share_of_the_tokens() -> None:
+    """At one rate for all M time goes with the tokens, each of which visits 2 of 8 experts of 1/8 of the layer."""
+    shape = toy_mixture()
+    work = LaneWork(num_tokens=16, num_rows=16)
+    lane, batched = (
+        priced(placed(config_of(policy=PolicyConfig(schedule=order)), shape), shape, [work, work])
+        for order in (Order.zigzag, Order.module_batched)
+    )
+    stage = shape.layers[0]
+    once = lane.run(stage.index, 0) - batched.route(stage.index, 0)
+    assert once == pytest.approx(2 * 16 * 2 * LAYER_ROWS * HIDDEN / 8 / 1e9)
+    assert batched.experts(stage.index) == pytest.approx(2 * once)
+
+
+def test_an_expert_that_is_hit_by_few_takes_as_long_as_for_one_row() -> None:
+    """Below the first measured M a product takes its weights' time: 4 tokens cost as many rows as they hit experts."""
+    shape = toy_mixture()
+    stage, rates = shape.layers[0].index, replace(RATES, expert_flops_per_second={64: 64e6})
+    placement = placed(config_of(), shape)
+    found = durations(shape, placement, placement.decode_walk, [LaneWork(num_tokens=4, num_rows=4)], rates)
+    hits = 8 * (1 - (6 / 8) ** 4)
+    assert found.run(stage, 0) == pytest.approx(0.25 + hits * 2 * LAYER_ROWS * HIDDEN / 8 / 1e6)
+
+
+def test_paged_experts_are_read_by_the_action_that_meets_them() -> None:
+    shape = toy_mixture()
+    offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=ExpertPaging.hit)
+    placement = placed(config_of(offload=offload), shape)
+    stage = next(iter(sorted(placement.paged)))
+    found = priced(placement, shape, [LaneWork(num_tokens=1, num_rows=1)])
+    reads = found.expert_reads(Action(Op.run, stage, 0))
+    assert reads is not None
+    whole = shape.stages[stage]
+    share = whole.num_experts_per_token / whole.num_experts
+    assert reads.read_seconds == pytest.approx(share * (whole.num_bytes - whole.dense.num_bytes) / 1e6)
+    assert found.read(stage) == pytest.approx(whole.dense.num_bytes / 1e6)
+    assert found.expert_reads(Action(Op.free, stage)) is None
