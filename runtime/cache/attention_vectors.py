@@ -124,11 +124,11 @@ def sums(builder: Builder, vectors: list[Value]) -> Value:
 
 
 @intrinsic
-def _highest(typing: Any, scores: Any, num: Any, least: Any) -> Any:
+def _highest(typing: Any, scores: Any, at: Any, num: Any, least: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = make_array(scores)(context, builder, arguments[0]).data
+        first = place_of(context, builder, scores, arguments[0], arguments[1])
         place = cgutils.alloca_once(builder, FLOATS)
-        builder.store(splat(builder, arguments[2]), place)
+        builder.store(splat(builder, arguments[3]), place)
 
         def at_place(i: Value, mask: Value | None) -> None:
             x, top = load(builder, types.float32, builder.gep(first, [i]), mask), builder.load(place)
@@ -136,7 +136,7 @@ def _highest(typing: Any, scores: Any, num: Any, least: Any) -> Any:
             is_higher = is_higher if mask is None else builder.and_(is_higher, mask)
             builder.store(builder.select(is_higher, x, top), place)
 
-        each_vector(builder, arguments[1], at_place)
+        each_vector(builder, arguments[2], at_place)
         top, width = builder.load(place), LANES
         while width > 1:
             width //= 2
@@ -145,8 +145,9 @@ def _highest(typing: Any, scores: Any, num: Any, least: Any) -> Any:
             top = builder.select(builder.fcmp_ordered(">", top, other), top, other)
         return builder.extract_element(top, INT(0))
 
-    return types.float32(scores, types.intp, types.float32), build
+    return types.float32(scores, types.intp, types.intp, types.float32), build
 
 
-# Of the first `num` scores and `least`, not -inf; NaN is passed over. In plain code each waits for the one before it.
-highest_of: Callable[[np.ndarray, int, np.float32], np.float32] = cast(Any, _highest)
+# Of `num` scores from place `at` on and `least`, not -inf; NaN is passed over. In plain code each waits for the one
+# before it.
+highest_of: Callable[[np.ndarray, int, int, np.float32], np.float32] = cast(Any, _highest)
