@@ -1,11 +1,12 @@
 """The compiled decode attention: one new token per row over KV pages, each read once and in the order of its bytes.
 
 Softmax goes along with it (Milakov and Gimelshein 2018): scores of CHUNK_TOKENS positions, their maximum, their values.
-Nothing here promises that numbers are finite: NaN and infinities end as they do in torch.
+Nothing here promises that numbers are finite: NaN and infinities end as they do in torch, but for what
+`attend_in_tiles` says.
 
 The annotations are for the reader; the compiler takes the types of what it is given. What multiplies is written in
-explicit vectors, in `attention_blocks.py` and `attention_vectors.py`. numba's cache on disk looks only at this file's
-time of change, so the digest of the others is written here, and a test compares.
+explicit vectors (`attention_blocks.py`) or in tiles (`attention_tiles.py`). numba's cache on disk looks only at this
+file's time of change, so the digest of the others is written here, and a test compares.
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
@@ -18,14 +19,18 @@ import numpy as np
 from numba import njit
 
 from .attention_blocks import ADD_BLOCK, CHUNK_TOKENS, SCORE_BLOCK, add_block, add_one, score_block, score_one
-from .attention_softmax import ONE, REORDERED, weigh
+from .attention_softmax import ONE, REORDERED, ZERO, weigh
+from .attention_tiles import add_in_tiles, score_in_tiles
 from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
+from .tile_layout import give_sums, split_queries
+from .tile_scratch import TileScratch
+from .tile_unit import release
 
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
-# Of the other files attention_*.py: who edits them edits this line, and numba compiles anew.
-PARTS_SHA256 = "e3887e9bf419abfe1c25ff07dae83e5fa2e003797c1fb3049a61416cdceb7d6c"
+# Of the other files attention_*.py and of tile_*.py: who edits them edits this line, and numba compiles anew.
+PARTS_SHA256 = "b42973d921cf2c699c79c503bfc26f914a021e924a11ac9a07e78bf9076a9a90"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 
@@ -155,3 +160,44 @@ def attend(
                 share = ONE / scratch.totals_HG[h, g]
                 for d in range(Dv):
                     out_BHGD[row, h, g, d] *= share
+
+
+@njit(fastmath=REORDERED)
+def _check_pages(pages: Pages, table_n: np.ndarray, first: int, end: int) -> None:
+    if first < end:
+        for place in range(first - first % pages.page_tokens, end, pages.page_tokens):
+            _run(pages, table_n, place, end)
+
+
+@kept
+def attend_in_tiles(
+    q_BHGD: np.ndarray,
+    scale: np.float32,
+    pages: Pages,
+    rows: Rows,
+    softmax: Softmax,
+    out_BHGD: np.ndarray,
+    piece: Span,
+    heads: Span,
+    scratch: TileScratch,
+) -> None:
+    """As `attend`, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of TILE_DIMS, where
+    `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does not matter.
+    Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
+    for row in range(piece[0], piece[1]):
+        first, end, table_n = rows.begins_B[row], rows.ends_B[row], rows.tables_Bn[row]
+        _check_pages(pages, table_n, first, end)
+        split_queries(q_BHGD, row, scale, heads, scratch.queries_HJTRC)
+        for h in range(heads[0], heads[1]):
+            for g in range(q_BHGD.shape[2]):
+                scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
+                for d in range(scratch.sums_HGD.shape[2]):
+                    scratch.sums_HGD[h, g, d] = ZERO
+        while first < end:
+            last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
+            score_in_tiles(pages, table_n, first, last, heads, scratch)
+            weigh(last - first, heads, softmax.softcap, scratch, scratch.sums_HGD)
+            add_in_tiles(pages, table_n, first, last, heads, scratch)
+            first = last
+        release()
+        give_sums(scratch.sums_HGD, scratch.totals_HG, heads, out_BHGD, row)

@@ -10,6 +10,7 @@ from numba import njit
 
 from .attention_vectors import highest_of
 from .kernel_arguments import Scratch, Span
+from .tile_scratch import TileScratch
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
 FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `_exp`
@@ -56,7 +57,7 @@ def _fade(
 
 
 @njit(fastmath=REORDERED)
-def _raise_tops(num: int, heads: Span, scratch: Scratch, sums_HGD: np.ndarray) -> None:
+def _raise_tops(num: int, heads: Span, scratch: Scratch | TileScratch, sums_HGD: np.ndarray) -> None:
     """Raises each query's maximum to that of its scores; its total and sums are then seen from there."""
     _, Gs, S = scratch.scores_HGS.shape
     for h in range(heads[0], heads[1]):
@@ -78,7 +79,7 @@ def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, top: np.floa
 
 
 @njit(fastmath=REORDERED)
-def weigh(num: int, heads: Span, softcap: np.float32, scratch: Scratch, sums_HGD: np.ndarray) -> None:
+def weigh(num: int, heads: Span, softcap: np.float32, scratch: Scratch | TileScratch, sums_HGD: np.ndarray) -> None:
     """Turns `num` scores of each query into weights, as seen from the maximum so far."""
     G = scratch.tops_HG.shape[1]
     if softcap > ZERO:

@@ -28,7 +28,7 @@ def place_of(context: Any, builder: Builder, array: Any, value: Value, index: Va
     return builder.gep(make_array(array)(context, builder, value).data, [index])
 
 
-def _call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -> Value:
+def call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -> Value:
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
@@ -41,9 +41,9 @@ def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Va
         vector = builder.load(place, align=num_bytes)
     else:
         name = f"llvm.masked.load.v{LANES}{'f' if dtype == types.float32 else 'i'}{dtype.bitwidth}.p0"
-        vector = _call(builder, name, stored, [place, INT(num_bytes), mask, stored(None)])
+        vector = call(builder, name, stored, [place, INT(num_bytes), mask, stored(None)])
     if dtype == types.uint16:
-        return builder.bitcast(builder.shl(builder.zext(vector, INTS), _ints(16)), FLOATS)
+        return builder.bitcast(builder.shl(builder.zext(vector, INTS), ints(16)), FLOATS)
     if dtype == types.int16:
         return _from_float16(builder, builder.zext(vector, INTS))
     return vector
@@ -52,15 +52,15 @@ def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Va
 def _from_float16(builder: Builder, bits: Value) -> Value:
     """The product moves the exponent: exact, and right for subnormal numbers. LLVM's own conversion calls, on machines
     without such an instruction, a function that does not exist."""
-    shifted = builder.shl(builder.and_(bits, _ints(0x7FFF)), _ints(13))
+    shifted = builder.shl(builder.and_(bits, ints(0x7FFF)), ints(13))
     moved = builder.fmul(builder.bitcast(shifted, FLOATS), FLOATS([2.0**112] * LANES))
-    is_special = builder.icmp_unsigned(">=", shifted, _ints(0x0F800000))
-    special = builder.select(is_special, _ints(0x7F800000), _ints(0))
-    sign = builder.shl(builder.and_(bits, _ints(0x8000)), _ints(16))
+    is_special = builder.icmp_unsigned(">=", shifted, ints(0x0F800000))
+    special = builder.select(is_special, ints(0x7F800000), ints(0))
+    sign = builder.shl(builder.and_(bits, ints(0x8000)), ints(16))
     return builder.bitcast(builder.or_(builder.bitcast(moved, INTS), builder.or_(special, sign)), FLOATS)
 
 
-def _ints(number: int) -> Value:
+def ints(number: int) -> Value:
     return INTS([number] * LANES)
 
 
@@ -69,18 +69,18 @@ def store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = 
     if mask is None:
         builder.store(vector, place, align=4)
     else:
-        _call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
+        call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
 
 
 def prefetch(builder: Builder, pointer: Value, index: Value) -> None:
     """Into the second cache. A hint, not a read: it may lie beyond the end."""
     place = builder.bitcast(builder.gep(pointer, [index]), ir.IntType(8).as_pointer())
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(2), INT(1)])
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(2), INT(1)])
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     """One instruction where there is one."""
-    return _call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [a, b, c])
+    return call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [a, b, c])
 
 
 def splat(builder: Builder, number: Value) -> Value:
