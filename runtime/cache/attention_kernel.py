@@ -1,11 +1,12 @@
 """The compiled decode attention: one new token per row over KV pages, each read once and in the order of its bytes.
 
 Softmax goes along with it (Milakov and Gimelshein 2018): scores of CHUNK_TOKENS positions, their maximum, their values.
-Nothing here promises that numbers are finite: NaN and infinities end as they do in torch.
+Nothing here promises that numbers are finite: NaN and infinities end as they do in torch, but for what
+`attend_in_tiles` says.
 
 The annotations are for the reader; the compiler takes the types of what it is given. What multiplies is written in
-explicit vectors, in `attention_blocks.py` and `attention_vectors.py`. numba's cache on disk looks only at this file's
-time of change, so the digest of the others is written here, and a test compares.
+explicit vectors (`attention_blocks.py`) or in tiles (`attention_tiles.py`). numba's cache on disk looks only at this
+file's time of change, so the digest of the others is written here, and a test compares.
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
@@ -18,22 +19,19 @@ import numpy as np
 from numba import njit
 
 from .attention_blocks import ADD_BLOCK, CHUNK_TOKENS, SCORE_BLOCK, add_block, add_one, score_block, score_one
-from .attention_vectors import highest_of
+from .attention_softmax import ONE, REORDERED, ZERO, weigh
+from .attention_tiles import add_in_tiles, score_in_tiles
 from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
+from .tile_layout import give_sums, split_queries
+from .tile_scratch import TileScratch
+from .tile_unit import release
 
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
-# Of attention_blocks.py and attention_vectors.py: who edits them edits this line, and numba compiles anew.
-PARTS_SHA256 = "5966b232790490628400646d9aa9f31da5efcc9260de85699716e6f72ac2b0f7"
-REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
-FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `_exp`
-ONE, ZERO = np.float32(1), np.float32(0)
-LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
+# Of the other files attention_*.py and of tile_*.py: who edits them edits this line, and numba compiles anew.
+PARTS_SHA256 = "b42973d921cf2c699c79c503bfc26f914a021e924a11ac9a07e78bf9076a9a90"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
-ROUND = np.float32(1.5 * 2**23)  # added to a small number it leaves the nearest integer in the low bits
-T2, T3, T4, T5, T6, T7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-EXP_MIN, TANH_MAX = np.float32(-87), np.float32(10)  # exp stays a normal number; tanh is 1 from 9.1 on
 
 
 def kept(function: Function) -> Function:
@@ -45,40 +43,6 @@ def kept(function: Function) -> Function:
     except RuntimeError as error:
         log.info("decode attention is compiled anew in each process, in 2 to 4 s: %s", error)
         return cast(Function, njit(**options)(function))
-
-
-@njit(fastmath=FUSED)
-def _exp(x: np.float32, shift: np.float32) -> np.float32:
-    """e^x - 1 + shift for x in [-87, 88], shift 0 or 1, each exact to 2e-7: 2^n times a Taylor series around 0."""
-    rounded = np.float32(x * LOG2_E + ROUND)
-    n = np.float32(rounded - ROUND)
-    r = np.float32(np.float32(x - n * LN_2_HIGH) - n * LN_2_LOW)
-    series = np.float32(np.float32(T7 * r + T6) * r + T5)
-    series = np.float32(np.float32(series * r + T4) * r + T3)
-    series = np.float32(np.float32(np.float32(series * r + T2) * r) * r + r)
-    power = np.uint32(np.uint32(rounded.view(np.uint32) + np.uint32(127)) << np.uint32(23)).view(np.float32)
-    return np.float32(series * power + np.float32(power - np.float32(ONE - shift)))
-
-
-@njit(fastmath=FUSED)
-def _cap(scores: np.ndarray, num: int, softcap: np.float32) -> None:
-    for i in range(num):
-        x = np.float32(scores[i] / softcap)
-        x = x if not x > TANH_MAX else TANH_MAX  # so that NaN stays
-        x = x if not x < -TANH_MAX else -TANH_MAX
-        e = _exp(np.float32(x + x), ZERO)
-        scores[i] = softcap * np.float32(e / np.float32(e + np.float32(2)))
-
-
-@njit(fastmath=REORDERED)
-def _exponentiate(scores: np.ndarray, num: int, top: np.float32) -> np.float32:
-    """Returns their sum. One loop, as a second one would wait for the stores of the first."""
-    total = ZERO
-    for i in range(num):
-        x = np.float32(scores[i] - top)
-        scores[i] = _exp(x if not x < EXP_MIN else EXP_MIN, ONE)
-        total += scores[i]
-    return total
 
 
 @njit(fastmath=REORDERED)
@@ -100,29 +64,6 @@ def _score(
         score_block(q_HGD, keys, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
     for p in range(whole, num):
         score_one(q_HGD, keys, base + p * step, heads, scores_HGS, at + p, ahead, ahead_base + p * step)
-
-
-@njit(fastmath=REORDERED)
-def _raise(
-    scores_S: np.ndarray,
-    num: int,
-    softcap: np.float32,
-    tops_G: np.ndarray,
-    totals_G: np.ndarray,
-    g: int,
-    sums_D: np.ndarray,
-) -> None:
-    """Raises one query's maximum to that of its scores; its total and sums are then seen from there."""
-    if softcap > ZERO:
-        _cap(scores_S, num, softcap)
-    highest = highest_of(scores_S, num, tops_G[g])
-    if highest > tops_G[g]:
-        x = np.float32(tops_G[g] - highest)
-        fade = _exp(x, ONE) if x > EXP_MIN else ZERO
-        tops_G[g] = highest
-        totals_G[g] *= fade
-        for d in range(len(sums_D)):
-            sums_D[d] *= fade
 
 
 @njit(fastmath=REORDERED)
@@ -169,7 +110,7 @@ def _attend_chunk(
     sums_HGD: np.ndarray,
 ) -> None:
     """Takes up positions [first, last), a chunk at most, of one row that ends at `end`."""
-    H, G, Dk = q_HGD.shape
+    H, Dk = q_HGD.shape[0], q_HGD.shape[2]
     Dv, place = sums_HGD.shape[2], first
     while place < last:
         page, offset, num = _run(pages, table_n, place, last)
@@ -177,14 +118,7 @@ def _attend_chunk(
         value = page * pages.value_stride + offset * H * Dv
         _score(q_HGD, pages.keys, key, num, heads, scratch.scores_HGS, place - first, pages.values, value)
         place += num
-    for h in range(heads[0], heads[1]):
-        for g in range(G):
-            scores_S, tops_G, totals_G = scratch.scores_HGS[h, g], scratch.tops_HG[h], scratch.totals_HG[h]
-            _raise(scores_S, last - first, softcap, tops_G, totals_G, g, sums_HGD[h, g])
-    for h in range(heads[0], heads[1]):  # apart, or each query would wait for its maximum: 1.8 us instead of 0.9
-        for g in range(G):
-            weights = _exponentiate(scratch.scores_HGS[h, g], last - first, scratch.tops_HG[h, g])
-            scratch.totals_HG[h, g] += weights
+    weigh(last - first, heads, softcap, scratch, sums_HGD)
     place = first
     while place < last:
         page, offset, num = _run(pages, table_n, place, last)
@@ -226,3 +160,44 @@ def attend(
                 share = ONE / scratch.totals_HG[h, g]
                 for d in range(Dv):
                     out_BHGD[row, h, g, d] *= share
+
+
+@njit(fastmath=REORDERED)
+def _check_pages(pages: Pages, table_n: np.ndarray, first: int, end: int) -> None:
+    if first < end:
+        for place in range(first - first % pages.page_tokens, end, pages.page_tokens):
+            _run(pages, table_n, place, end)
+
+
+@kept
+def attend_in_tiles(
+    q_BHGD: np.ndarray,
+    scale: np.float32,
+    pages: Pages,
+    rows: Rows,
+    softmax: Softmax,
+    out_BHGD: np.ndarray,
+    piece: Span,
+    heads: Span,
+    scratch: TileScratch,
+) -> None:
+    """As `attend`, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of TILE_DIMS, where
+    `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does not matter.
+    Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
+    for row in range(piece[0], piece[1]):
+        first, end, table_n = rows.begins_B[row], rows.ends_B[row], rows.tables_Bn[row]
+        _check_pages(pages, table_n, first, end)
+        split_queries(q_BHGD, row, scale, heads, scratch.queries_HJTRC)
+        for h in range(heads[0], heads[1]):
+            for g in range(q_BHGD.shape[2]):
+                scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
+                for d in range(scratch.sums_HGD.shape[2]):
+                    scratch.sums_HGD[h, g, d] = ZERO
+        while first < end:
+            last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
+            score_in_tiles(pages, table_n, first, last, heads, scratch)
+            weigh(last - first, heads, softmax.softcap, scratch, scratch.sums_HGD)
+            add_in_tiles(pages, table_n, first, last, heads, scratch)
+            first = last
+        release()
+        give_sums(scratch.sums_HGD, scratch.totals_HG, heads, out_BHGD, row)

@@ -28,7 +28,7 @@ def place_of(context: Any, builder: Builder, array: Any, value: Value, index: Va
     return builder.gep(make_array(array)(context, builder, value).data, [index])
 
 
-def _call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -> Value:
+def call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -> Value:
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
@@ -41,9 +41,9 @@ def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Va
         vector = builder.load(place, align=num_bytes)
     else:
         name = f"llvm.masked.load.v{LANES}{'f' if dtype == types.float32 else 'i'}{dtype.bitwidth}.p0"
-        vector = _call(builder, name, stored, [place, INT(num_bytes), mask, stored(None)])
+        vector = call(builder, name, stored, [place, INT(num_bytes), mask, stored(None)])
     if dtype == types.uint16:
-        return builder.bitcast(builder.shl(builder.zext(vector, INTS), _ints(16)), FLOATS)
+        return builder.bitcast(builder.shl(builder.zext(vector, INTS), ints(16)), FLOATS)
     if dtype == types.int16:
         return _from_float16(builder, builder.zext(vector, INTS))
     return vector
@@ -52,15 +52,15 @@ def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Va
 def _from_float16(builder: Builder, bits: Value) -> Value:
     """The product moves the exponent: exact, and right for subnormal numbers. LLVM's own conversion calls, on machines
     without such an instruction, a function that does not exist."""
-    shifted = builder.shl(builder.and_(bits, _ints(0x7FFF)), _ints(13))
+    shifted = builder.shl(builder.and_(bits, ints(0x7FFF)), ints(13))
     moved = builder.fmul(builder.bitcast(shifted, FLOATS), FLOATS([2.0**112] * LANES))
-    is_special = builder.icmp_unsigned(">=", shifted, _ints(0x0F800000))
-    special = builder.select(is_special, _ints(0x7F800000), _ints(0))
-    sign = builder.shl(builder.and_(bits, _ints(0x8000)), _ints(16))
+    is_special = builder.icmp_unsigned(">=", shifted, ints(0x0F800000))
+    special = builder.select(is_special, ints(0x7F800000), ints(0))
+    sign = builder.shl(builder.and_(bits, ints(0x8000)), ints(16))
     return builder.bitcast(builder.or_(builder.bitcast(moved, INTS), builder.or_(special, sign)), FLOATS)
 
 
-def _ints(number: int) -> Value:
+def ints(number: int) -> Value:
     return INTS([number] * LANES)
 
 
@@ -69,18 +69,18 @@ def store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = 
     if mask is None:
         builder.store(vector, place, align=4)
     else:
-        _call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
+        call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
 
 
 def prefetch(builder: Builder, pointer: Value, index: Value) -> None:
     """Into the second cache. A hint, not a read: it may lie beyond the end."""
     place = builder.bitcast(builder.gep(pointer, [index]), ir.IntType(8).as_pointer())
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(2), INT(1)])
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(2), INT(1)])
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     """One instruction where there is one."""
-    return _call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [a, b, c])
+    return call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [a, b, c])
 
 
 def splat(builder: Builder, number: Value) -> Value:
@@ -124,11 +124,11 @@ def sums(builder: Builder, vectors: list[Value]) -> Value:
 
 
 @intrinsic
-def _highest(typing: Any, scores: Any, num: Any, least: Any) -> Any:
+def _highest(typing: Any, scores: Any, at: Any, num: Any, least: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = make_array(scores)(context, builder, arguments[0]).data
+        first = place_of(context, builder, scores, arguments[0], arguments[1])
         place = cgutils.alloca_once(builder, FLOATS)
-        builder.store(splat(builder, arguments[2]), place)
+        builder.store(splat(builder, arguments[3]), place)
 
         def at_place(i: Value, mask: Value | None) -> None:
             x, top = load(builder, types.float32, builder.gep(first, [i]), mask), builder.load(place)
@@ -136,7 +136,7 @@ def _highest(typing: Any, scores: Any, num: Any, least: Any) -> Any:
             is_higher = is_higher if mask is None else builder.and_(is_higher, mask)
             builder.store(builder.select(is_higher, x, top), place)
 
-        each_vector(builder, arguments[1], at_place)
+        each_vector(builder, arguments[2], at_place)
         top, width = builder.load(place), LANES
         while width > 1:
             width //= 2
@@ -145,8 +145,9 @@ def _highest(typing: Any, scores: Any, num: Any, least: Any) -> Any:
             top = builder.select(builder.fcmp_ordered(">", top, other), top, other)
         return builder.extract_element(top, INT(0))
 
-    return types.float32(scores, types.intp, types.float32), build
+    return types.float32(scores, types.intp, types.intp, types.float32), build
 
 
-# Of the first `num` scores and `least`, not -inf; NaN is passed over. In plain code each waits for the one before it.
-highest_of: Callable[[np.ndarray, int, np.float32], np.float32] = cast(Any, _highest)
+# Of `num` scores from place `at` on and `least`, not -inf; NaN is passed over. In plain code each waits for the one
+# before it.
+highest_of: Callable[[np.ndarray, int, int, np.float32], np.float32] = cast(Any, _highest)

@@ -8,7 +8,6 @@ B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -17,24 +16,14 @@ import numpy as np
 import torch
 
 from ..units import MIB
-from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
+from .host_work import Piece, fit_tiles, in_tiles, in_vectors, pages_of, rows_of, softmax_of
 from .plain_attention import decode_attention_torch
+from .tile_scratch import TILE_DIMS
 
 log = logging.getLogger(__name__)
 
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
 MIN_PIECE_BYTES = MIB // 2  # takes about 50 us, as long as it takes to wake a thread
-BITS = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.uint16,
-    torch.float16: torch.int16,
-}  # as the kernel knows it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    rows: Span
-    heads: Span
 
 
 def decode_attention(
@@ -63,38 +52,27 @@ def decode_attention(
         return decode_attention_torch(
             q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=scale, softcap=softcap, sinks_H=sinks_H
         )
-    from .attention_blocks import CHUNK_TOKENS  # numba takes 0.2 s to import
-    from .attention_kernel import LOWEST, attend
-
     num_kv_heads = k_NPHD.shape[2]
-    q_BHGD = (q_BHD.float() * scale).unflatten(1, (num_kv_heads, -1)).contiguous()
-    out_BHGD = q_BHGD.new_zeros(*q_BHGD.shape[:3], v_NPHD.shape[3])
-    pages = Pages(_flat(k_NPHD), _flat(v_NPHD), k_NPHD.stride(0), v_NPHD.stride(0), k_NPHD.shape[0], k_NPHD.shape[1])
-    rows = Rows(_numpy(tables_Bn, torch.int32), _numpy(begins_B, torch.int64), _numpy(ends_B, torch.int64))
-    tops = torch.full(q_BHGD.shape[1:3], float(LOWEST)) if sinks_H is None else sinks_H.view(q_BHGD.shape[1:3])
-    softmax = Softmax(
-        np.float32(softcap or 0.0), _numpy(tops, torch.float32), np.float32(0.0 if sinks_H is None else 1.0)
-    )
-    q, out = q_BHGD.numpy(), out_BHGD.numpy()
-
-    def run(piece: Piece) -> None:
-        scratch = Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS)
-        attend(q, pages, rows, softmax, out, piece.rows, piece.heads, scratch)
-
     num_threads = num_threads or torch.get_num_threads()
+    q_BHGD = q_BHD.unflatten(1, (num_kv_heads, -1))
+    rows = rows_of(tables_Bn, begins_B, ends_B)
+    work_in = in_tiles if fit_tiles(k_NPHD, v_NPHD) and _has_tiles() else in_vectors
+    softmax = softmax_of(softcap, sinks_H, q_BHGD.shape[1:3])
+    work = work_in(q_BHGD, scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
     position_bytes = num_kv_heads * (k_NPHD.shape[3] + v_NPHD.shape[3]) * k_NPHD.itemsize
     pieces = cut((rows.ends_B - rows.begins_B).clip(0), num_kv_heads, position_bytes, num_threads)
-    for _ in _threads(num_threads).map(run, pieces) if len(pieces) > 1 else map(run, pieces):
+    for _ in _threads(num_threads).map(work.run, pieces) if len(pieces) > 1 else map(work.run, pieces):
         pass
-    return out_BHGD.flatten(1, 2).to(q_BHD.dtype)
+    return work.out_BHGD.flatten(1, 2).to(q_BHD.dtype)
 
 
 def prepare_decode_attention(dtype: torch.dtype) -> None:
     """Loads, and at the first time compiles, what KV of this dtype needs, so that no pass takes its time and memory:
     about 110 MiB, most of it the compiler's."""
-    page = torch.zeros(1, 1, 1, 1, dtype=dtype)
     begin, end = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    decode_attention(torch.zeros(1, 1, 1), page, page, begin[None], begin, end, scale=1.0)
+    for dim in (1, TILE_DIMS):
+        page = torch.zeros(1, 1, 1, dim, dtype=dtype)
+        decode_attention(page[0], page, page, begin[None], begin, end, scale=1.0)
 
 
 def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[Piece]:
@@ -130,23 +108,16 @@ def _check(
         assert last <= capacity, f"a row ends at position {last}, its pages hold {capacity}"
 
 
-def _flat(pages_NPHD: torch.Tensor) -> np.ndarray:
-    """From the first number of the first page to the last one of the last page, with what lies between pages. For a
-    contiguous run of numbers the compiler makes vector loads."""
-    page = pages_NPHD[0]
-    assert page.is_contiguous(), f"a KV page has strides {page.stride()}: only pages may lie apart"
-    span = (len(pages_NPHD) - 1) * pages_NPHD.stride(0) + page.numel()
-    return pages_NPHD.as_strided((span,), (1,)).view(BITS[pages_NPHD.dtype]).numpy()
-
-
-def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
-    return tensor.to(dtype).contiguous().numpy()
-
-
 @cache
 def _threads(num_threads: int) -> ThreadPoolExecutor:
     """The process's own, like torch's: made at their first use, idle between uses, ended by the interpreter."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="attention")
+
+
+def _has_tiles() -> bool:
+    from .tile_unit import may_use_tiles
+
+    return may_use_tiles()
 
 
 @cache

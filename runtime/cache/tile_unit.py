@@ -1,0 +1,182 @@
+"""The processor's matrix unit (Intel AMX) in LLVM's own terms, for the compiled decode attention.
+
+A tile is a register of up to 16 rows of 64 bytes, and there are eight. A product adds to each float32 of one tile a row
+of pairs of bfloat16 times a column of such pairs. `tile_scratch.tile_shapes` says what each tile holds:
+
+    in scores:  0-3 queries   4 scores                       6, 7 keys
+    in values:  0-3 sums      4, 5 weights, high and low     6, 7 values
+
+so that four tiles serve 128 numbers of a head, and longer heads take turns. An instruction names its tiles as
+constants. Rows of tiles want to begin at multiples of 64 bytes: otherwise a load takes six times as long.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import config, types
+from numba.extending import intrinsic
+
+from .attention_blocks import CHUNK_TOKENS
+from .attention_vectors import LANES, Builder, Value, call, place_of
+from .tile_scratch import PAIRED, TILE_DIMS, TILE_ROWS
+
+log = logging.getLogger(__name__)
+
+NUM_TILES = 4  # of queries, keys or values side by side
+SCORES, HIGH_WEIGHTS, LOW_WEIGHTS = 4, 4, 5
+READ = (6, 7)  # keys or values, in turns
+BYTE, WORD = ir.IntType(8), ir.IntType(64)
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64, where alone there are tiles
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Whether the processor has the unit and the kernel lets this process use it, which is asked for once. Without its
+    leave the first instruction would end the process."""
+    is_native = all(getattr(config, name) is None for name in ("CPU_NAME", "CPU_FEATURES"))  # what numba compiles for
+    if not is_native or LANES != 16 or not binding.get_host_cpu_features().get("amx-bf16"):
+        return False
+    if ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0:
+        return True
+    log.info("the kernel refuses the processor's matrix unit: bfloat16 decode attention takes up to twice as long")
+    return False
+
+
+def _do(builder: Builder, name: str, *arguments: Value) -> None:
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), list(arguments))
+
+
+def _each_tile(builder: Builder, num: Value, act: Callable[[int], None]) -> None:
+    for i in range(NUM_TILES):
+        with builder.if_then(builder.icmp_signed(">", num, num.type(i))):
+            act(i)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Tiles' rows in memory: the `i`-th tile begins `tile_numbers` further than the one before it."""
+
+    builder: Builder
+    first: Value
+    row_bytes: Value
+    tile_numbers: int = 0
+
+    def move(self, name: str, tile: int, i: int = 0) -> None:
+        place = self.builder.gep(self.first, [WORD(i * self.tile_numbers)])
+        _do(self.builder, name, BYTE(tile), self.builder.bitcast(place, BYTE.as_pointer()), self.row_bytes)
+
+    def load(self, tile: int, i: int = 0) -> None:
+        self.move("tileloadd64", tile, i)
+
+    def store(self, tile: int, i: int = 0) -> None:
+        self.move("tilestored64", tile, i)
+
+
+@intrinsic
+def _configure(typing: Any, shapes: Any, at: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        place = place_of(context, builder, shapes, *arguments)
+        _do(builder, "ldtilecfg", builder.bitcast(place, BYTE.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(shapes, types.intp), build
+
+
+@intrinsic
+def _release(typing: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        _do(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+@intrinsic
+def _load_queries(typing: Any, queries: Any, at: Any, num: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        first = place_of(context, builder, queries, *arguments[:2])
+        rows = _Rows(builder=builder, first=first, row_bytes=WORD(4 * PAIRED), tile_numbers=TILE_ROWS * PAIRED)
+        _each_tile(builder, arguments[2], lambda i: rows.load(i, i))
+        return context.get_dummy_value()
+
+    return types.void(queries, types.intp, types.intp), build
+
+
+@intrinsic
+def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: Any, score_at: Any, is_begun: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        first = place_of(context, builder, keys, *arguments[:2])
+        rows = _Rows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS)
+        score_first = place_of(context, builder, scores, *arguments[4:6])
+        score = _Rows(builder=builder, first=score_first, row_bytes=WORD(4 * PAIRED))
+
+        def multiply(i: int) -> None:
+            rows.load(READ[i % 2], i)
+            _do(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ[i % 2]), BYTE(i))
+
+        with builder.if_else(arguments[6]) as (begun, fresh):
+            with begun:
+                score.load(SCORES)
+            with fresh:
+                _do(builder, "tilezero", BYTE(SCORES))
+        _each_tile(builder, arguments[3], multiply)
+        score.store(SCORES)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(keys, n, n, n, scores, n, types.boolean), build
+
+
+def _moved_sums(name: str) -> Callable[..., None]:
+    @intrinsic
+    def moved(typing: Any, sums: Any, at: Any, row_bytes: Any, num: Any) -> Any:
+        def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+            first = place_of(context, builder, sums, *arguments[:2])
+            rows = _Rows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS // 2)
+            _each_tile(builder, arguments[3], lambda i: rows.move(name, i, i))
+            return context.get_dummy_value()
+
+        return types.void(sums, types.intp, types.intp, types.intp), build
+
+    return moved
+
+
+@intrinsic
+def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: Any, weight_at: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        first = place_of(context, builder, values, *arguments[:2])
+        rows = _Rows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS)
+        weight = _Rows(
+            builder=builder,
+            first=place_of(context, builder, weights, *arguments[4:6]),
+            row_bytes=WORD(4 * CHUNK_TOKENS),
+            tile_numbers=PAIRED * CHUNK_TOKENS,
+        )
+
+        def multiply(i: int) -> None:
+            rows.load(READ[i % 2], i)
+            for factor in (HIGH_WEIGHTS, LOW_WEIGHTS):
+                _do(builder, "tdpbf16ps", BYTE(i), BYTE(factor), BYTE(READ[i % 2]))
+
+        weight.load(HIGH_WEIGHTS)
+        weight.load(LOW_WEIGHTS, 1)
+        _each_tile(builder, arguments[3], multiply)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(values, n, n, n, weights, n), build
+
+
+# Into the `num` first tiles: of queries from queries[at] on, of sums.
+configure: Callable[[np.ndarray, int], None] = cast(Any, _configure)
+release: Callable[[], None] = cast(Any, _release)
+load_queries: Callable[[np.ndarray, int, int], None] = cast(Any, _load_queries)
+load_sums, store_sums = _moved_sums("tileloadd64"), _moved_sums("tilestored64")
+score: Callable[[np.ndarray, int, int, int, np.ndarray, int, bool], None] = cast(Any, _score)
+add: Callable[[np.ndarray, int, int, int, np.ndarray, int], None] = cast(Any, _add)
