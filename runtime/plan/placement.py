@@ -47,6 +47,11 @@ class Placement:
         return frozenset(self.kv.page_bytes) if self.kv.stays_in_host else frozenset()
 
     @property
+    def has_device(self) -> bool:
+        """Compute has a memory of its own."""
+        return any(ledger.memory == "device" for ledger in self.ledgers)
+
+    @property
     def fits(self) -> bool:
         return all(ledger.fits for ledger in self.ledgers)
 

@@ -9,27 +9,16 @@ from dataclasses import dataclass, replace
 
 from ..batching.balance import Block, plan_blocks
 from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
-from .cost import Durations, lane_seconds, simulate
 from .load import Load
-from .memory import SequenceSize, pass_tokens
+from .memory import SequenceSize
 from .model_shape import ModelShape
 from .placement import Budgets, Placement
 from .placer import kv_tiers, place
+from .predict import Prediction, decode_pass_seconds, predict
 from .rates import MachineRates
-from .run_load import bare, micro_batches_of, run_load
-from .schedule import make_schedule
-from .walk import Walk
+from .run_load import bare, run_load
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """From measured rates of the disk and of matrix products; attention, sampling and activations are not in it."""
-
-    prefill_seconds: float
-    decode_seconds: float
-    stall_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +64,8 @@ def plan_run(
         prefetch = bare(config).prefetch
         placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
     placement.require_fit()
-    prediction = _predict(shape, placement, blocks, sizes, chunk, rates) if rates else None
+    admission = config.policy.admission
+    prediction = predict(shape, placement, blocks, sizes, chunk, rates, admission) if rates else None
     return RunPlan(blocks=blocks, placement=placement, prefetch=prefetch, prediction=prediction)
 
 
@@ -127,60 +117,8 @@ def _cost_aware(
     for depth in range(1, MAX_DEPTH + 1):
         prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
         placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
-        seconds = _pass_seconds(shape, placement.decode_walk, [len(lane) for lane in load.lanes], rates).seconds
+        seconds = decode_pass_seconds(shape, placement, load.lanes, rates)
         if best is None or (placement.fits and seconds < 0.99 * best[0]):
             best = (seconds, prefetch, placement)
     assert best is not None
     return best[1], best[2]
-
-
-@dataclass(frozen=True)
-class _PassTime:
-    seconds: float
-    stall_seconds: float
-
-
-def _pass_seconds(shape: ModelShape, walk: Walk, lane_tokens: Sequence[int], rates: MachineRates) -> _PassTime:
-    """Of one pass in the steady state: what the second and third of three passes take on average."""
-    if not any(lane_tokens):
-        return _PassTime(0.0, 0.0)
-    schedule = make_schedule(walk, len(lane_tokens))
-    durations = Durations(
-        read=lambda stage: shape.stages[stage].num_bytes / rates.disk_bytes_per_second,
-        copy=lambda stage: shape.stages[stage].num_bytes / rates.link_in_bytes_per_second,
-        run=lane_seconds(rates, [stage.flops_per_token for stage in shape.stages], lane_tokens),
-        num_pages=walk.num_pages,
-    )
-
-    def play(num_passes: int) -> tuple[float, float]:
-        result = simulate(schedule, num_passes, durations)
-        return result.seconds, result.stall_seconds
-
-    (first, first_stall), (third, third_stall) = play(1), play(3)
-    return _PassTime((third - first) / 2, (third_stall - first_stall) / 2)
-
-
-def _predict(
-    shape: ModelShape,
-    placement: Placement,
-    blocks: Sequence[Block],
-    sizes: Sequence[SequenceSize],
-    chunk_tokens: int,
-    rates: MachineRates,
-) -> Prediction:
-    """Blocks of a plan are alike, so each is the first one scaled by its tokens; every sequence runs to its limit."""
-    if not blocks:
-        return Prediction(prefill_seconds=0.0, decode_seconds=0.0, stall_seconds=0.0)
-    lanes = micro_batches_of(blocks[0], sizes)
-    tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in lanes]
-    prompt = [sum(size.num_prompt_tokens for size in lane) for lane in lanes]
-    prefill = _pass_seconds(shape, placement.walk, tokens, rates)
-    decode = _pass_seconds(shape, placement.decode_walk, [len(lane) for lane in lanes], rates)
-    full_passes = max(p / t for p, t in zip(prompt, tokens, strict=True) if t) if any(tokens) else 0.0
-    num_decode = max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0)
-    share = sum(size.num_prompt_tokens for size in sizes) / max(1, sum(prompt))
-    return Prediction(
-        prefill_seconds=prefill.seconds * max(1.0, full_passes) * share,
-        decode_seconds=decode.seconds * max(0, num_decode) * share,
-        stall_seconds=(prefill.stall_seconds * full_passes + decode.stall_seconds * num_decode) * share,
-    )

@@ -1,7 +1,8 @@
 """How fast a machine is, in what a plan's time follows from."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 UNLIMITED = float("inf")
@@ -13,9 +14,11 @@ class MachineRates:
     them together.
 
     `gemm_flops_per_second` maps rows (M) of a product to its rate, with weights as they are stored: what turns them
-    into the compute dtype is in it. `attention` is decode attention, by bytes of keys and values, where the model
-    computes and on the CPU's workers; `prefill_attention` by FLOPs. `turn_seconds` is what a lane's pass through a
-    stage takes beside all that, `pass_seconds` a pass beside its turns.
+    into the compute dtype is in it. `expert_flops_per_second`: the same of an expert, from taking its tokens to adding
+    what became of them; empty where it was not measured apart. `attention` is decode attention, by bytes of keys and
+    values, where the model computes and on the CPU's workers; `prefill_attention` by FLOPs of the pairs that are
+    looked at. `turn_seconds` is what a lane's pass through a stage takes beside all that, `pass_seconds` a pass beside
+    its turns.
     """
 
     disk_bytes_per_second: float
@@ -26,16 +29,36 @@ class MachineRates:
     attention_bytes_per_second: float = UNLIMITED
     cpu_attention_bytes_per_second: float = UNLIMITED
     prefill_attention_flops_per_second: float = UNLIMITED
+    expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
     turn_seconds: float = 0.0
     pass_seconds: float = 0.0
 
+    @property
+    def has_expert_rates(self) -> bool:
+        return bool(self.expert_flops_per_second)
+
     def gemm_rate(self, num_rows: float) -> float:
         """Linear between the measured points, constant rate beyond the last, proportional to M below the first."""
-        points = sorted(self.gemm_flops_per_second.items())
-        rows, rates = [p[0] for p in points], [p[1] for p in points]
-        if num_rows <= rows[0]:
-            return rates[0] * num_rows / rows[0]
-        for (m0, r0), (m1, r1) in pairwise(points):
-            if num_rows <= m1:
-                return r0 + (r1 - r0) * (num_rows - m0) / (m1 - m0)
-        return rates[-1]
+        return _between(self._gemm_points, num_rows)
+
+    def expert_rate(self, num_rows: float) -> float:
+        """Of an expert's share of the tokens."""
+        return _between(self._expert_points or self._gemm_points, num_rows)
+
+    @cached_property
+    def _gemm_points(self) -> list[tuple[int, float]]:
+        return sorted(self.gemm_flops_per_second.items())
+
+    @cached_property
+    def _expert_points(self) -> list[tuple[int, float]]:
+        return sorted(self.expert_flops_per_second.items())
+
+
+def _between(points: Sequence[tuple[int, float]], num_rows: float) -> float:
+    rows, rate = points[0]
+    if num_rows <= rows:
+        return rate * num_rows / rows
+    for (m0, r0), (m1, r1) in pairwise(points):
+        if num_rows <= m1:
+            return r0 + (r1 - r0) * (num_rows - m0) / (m1 - m0)
+    return points[-1][1]

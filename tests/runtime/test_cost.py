@@ -6,7 +6,7 @@ import pytest
 
 from runtime.config import Order
 from runtime.plan.check import check_schedule
-from runtime.plan.cost import Durations, Resource, SimulatedPasses, lane_seconds, simulate
+from runtime.plan.cost import Durations, Resource, SimulatedPasses, simulate
 from runtime.plan.rates import MachineRates
 from runtime.plan.schedule import make_schedule
 from runtime.plan.walk import Walk
@@ -158,9 +158,3 @@ RATES = MachineRates(
 )
 def test_gemm_rate_is_measured_at_points_and_linear_between(num_rows: float, rate: float) -> None:
     assert RATES.gemm_rate(num_rows) == pytest.approx(rate)  # type: ignore[arg-type]
-
-
-def test_lane_seconds_are_flops_over_the_rate_at_the_lanes_tokens() -> None:
-    seconds = lane_seconds(RATES, [0.0, 100.0], [1, 16, 0])
-    table = [[seconds(stage, lane) for lane in range(3)] for stage in range(2)]
-    assert table == [[0.0, 0.0, 0.0], [pytest.approx(5.0), pytest.approx(10.0), 0.0]]
