@@ -53,8 +53,11 @@ class Lanes(Enum):
 
 
 class PolicyKind(Enum):
+    """Who says how a block is made: the config; the memory budget; or a search over all policies, for throughput."""
+
     fixed = "fixed"
     auto = "auto"
+    hrm = "hrm"
 
 
 class Admission(Enum):
@@ -166,7 +169,7 @@ class PrefetchConfig:
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """How requests are grouped: a block is `num_micro_batches` micro-batches of at most `micro_batch_size`
-    sequences."""
+    sequences. `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
 
     kind: PolicyKind = PolicyKind.auto
     micro_batch_size: int = 64
@@ -175,6 +178,7 @@ class PolicyConfig:
     schedule: Order = Order.zigzag
     attention: Attention = Attention.device
     prefill_chunk_tokens: int = 512
+    pin: str | None = None
 
     def __post_init__(self) -> None:
         for key in ("micro_batch_size", "num_micro_batches", "prefill_chunk_tokens"):
@@ -182,6 +186,10 @@ class PolicyConfig:
         require(
             self.schedule is not Order.cgopipe or self.attention is Attention.cpu,
             "policy.schedule=cgopipe is about attention on the CPU: policy.attention=cpu",
+        )
+        require(
+            self.pin is None or self.kind is PolicyKind.hrm,
+            f"policy.pin={self.pin} names a choice of policy=hrm, and the policy is {self.kind.value}",
         )
 
 
