@@ -66,7 +66,7 @@ class Choice:
         first = "unknown" if points.p1 is None else f"{points.p1:.3g}"
         is_past = at.feed_forward >= points.p2
         return (
-            f"turning points: P1 {first}, P2 {points.p2:.3g} FLOPs per byte; the block's weights give "
+            f"turning points of feed-forward weights: P1 {first}, P2 {points.p2:.3g} FLOPs per byte; the block has "
             f"{at.feed_forward:.3g}, {'past' if is_past else 'short of'} P2, which takes "
             f"{at.needed_sequences:,.0f} sequences"
         )

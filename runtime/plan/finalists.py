@@ -56,14 +56,14 @@ class Finalists:
 
     def _ways(self) -> dict[tuple[object, ...], list[int]]:
         """Places in the grid, by way: of each block once, with as many resident layers as fit; the fastest first."""
-        ways: dict[tuple[object, ...], dict[tuple[float, float], int]] = {}
-        limit, grid = WORTHWHILE * float(self.seconds.min()), self.grid
-        num_blocks, lanes = grid.num_blocks, grid.lanes  # other sizes may come out as the same blocks
+        ways: dict[tuple[object, ...], dict[tuple[int, int], int]] = {}
+        limit = WORTHWHILE * float(self.seconds.min())
         for place in np.argsort(self.seconds, kind="stable"):
             if self.seconds[place] > limit:
                 break
-            blocks = ways.setdefault(grid.policy(int(place)).way, {})
-            blocks.setdefault((float(num_blocks[place]), float(lanes[place])), int(place))
+            policy = self.grid.policy(int(place))
+            size = (policy.micro_batch_size, policy.num_micro_batches)
+            ways.setdefault(policy.way, {}).setdefault(size, int(place))
         return {way: list(blocks.values()) for way, blocks in ways.items()}
 
     def _that_fit(self, places: list[int]) -> Iterator[Candidate]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..config import RuntimeConfig
+from ..config import Order, RuntimeConfig
 from .choice import Choice
 from .finalists import Finalists, Plan
 from .layer_work import LayerWork
@@ -60,7 +60,7 @@ def search(
             machine,
             config.offload.tier,
             num_sequences=float(best.sequences[0]),
-            num_rows=float(best.rows[0]),
+            num_rows=float((best.sequences if table[0].policy.schedule is Order.module_batched else best.rows)[0]),
         ),
         ffn_on_cpu_seconds=_ffn_on_cpu(roofline, within),
     )

@@ -89,7 +89,7 @@ class Roofline:
         share = chunk / np.maximum(1e-9, grid.rows * self._prompt_tokens)  # of the block's prompts, in this pass
         pairs = self.workload.mean_squared_tokens if self.is_packed else self._prompt_tokens**2
         attention = layers * grid.sequences * share * pairs / 2 * work.pair_flops
-        compute = self._products(grid, chunk, grid.rows / chunk)
+        compute = self._products(grid, chunk, np.full_like(chunk, 1 / max(1.0, self._prompt_tokens)))
         kv_bytes = layers * grid.lanes * chunk * work.kv_bytes * (1 - grid.kv_fraction)
         zero = np.zeros_like(chunk)
         return self._times(

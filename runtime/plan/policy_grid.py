@@ -64,9 +64,11 @@ class PolicyGrid:
         return self.order == ORDERS.index(order)
 
     def policy(self, at: int) -> Policy:
+        """With the sizes that come out, which are no larger than those asked for and make the same blocks."""
+        only = self.taken(np.array([at]))
         return Policy(
-            micro_batch_size=int(self.micro_batch[at]),
-            num_micro_batches=int(self.count[at]),
+            micro_batch_size=int(np.ceil(only.rows[0])),
+            num_micro_batches=int(only.lanes[0]),
             attention=ATTENTIONS[self.attention[at]],
             schedule=ORDERS[self.order[at]],
             resident_layers=int(self.resident[at]),
@@ -149,8 +151,8 @@ class Choices:
 
 
 def _up_to(values: Sequence[int], most: int) -> list[int]:
-    """And the first above, which holds them all."""
-    return [value for at, value in enumerate(values) if at == 0 or values[at - 1] < most]
+    """And that number itself, unless it is beyond all of them."""
+    return [value for value in values if value < most] + [most] * (1 <= most <= values[-1])
 
 
 def _resident_counts(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[int]:

@@ -13,6 +13,7 @@ from ..config import Order, RuntimeConfig, Tier
 from .exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from .experts import batch_entries
 from .extents import ALIGNMENT_BYTES, slot_layout
+from .kv import SEGMENT_BYTES
 from .layer_work import LayerWork
 from .memory import SequenceSize, lane_entries, pass_tokens
 from .placement import Budgets
@@ -70,7 +71,7 @@ class _Need:
         return weights + self._kv() + self._lanes() + grid.has_order(Order.module_batched) * self._batched()
 
     def host(self) -> Floats:
-        """Pinned memory is taken in powers of two: a layer's weights, and its pages where the CPU attends to them."""
+        """Pinned memory is taken in powers of two: a layer's weights, and its pages, where they travel in segments."""
         work, grid = self._work, self._grid
         if not self._has_device:
             return np.zeros_like(grid.sequences)
@@ -81,7 +82,8 @@ class _Need:
         weights = streamed * pinned * (self._config.offload.tier is Tier.cpu)
         staging = np.minimum(streamed, 2) * pinned * (self._config.offload.tier is Tier.nvme)
         layer = self._positions() * work.kv_bytes
-        kv = np.where(self._in_host, power_of_two(layer), layer * (1 - grid.kv_fraction))
+        segments = np.floor(layer / SEGMENT_BYTES) * SEGMENT_BYTES + power_of_two(layer % SEGMENT_BYTES)
+        kv = np.where(self._in_host, power_of_two(layer), segments * (1 - grid.kv_fraction))
         return weights + staging + work.num_layers * kv
 
     def _positions(self) -> Floats:

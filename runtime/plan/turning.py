@@ -24,7 +24,7 @@ class Standing:
 
 
 def standing(work: LayerWork, machine: Machine, tier: Tier, *, num_sequences: float, num_rows: float) -> Standing:
-    """Of a decode pass over `num_sequences` in micro-batches of `num_rows`."""
+    """Of a decode pass over `num_sequences`, whose feed-forward layers take `num_rows` at once."""
     rates, road = machine.rates, road_bytes_per_second(machine, tier)
     lower = host_level(rates) if machine.device_bytes is not None else None
     per_sequence = work.ffn_flops_per_token / work.ffn_bytes
