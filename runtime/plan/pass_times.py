@@ -49,21 +49,23 @@ class Roofline:
         return max(0, self.workload.max_new_tokens - 1)
 
     def prefill_passes(self, grid: PolicyGrid) -> Floats:
-        return np.maximum(1.0, grid.rows * self._prompt_tokens / self._chunk(grid))
+        return np.maximum(1.0, grid.rows * self._prompt_tokens(grid) / self._chunk(grid))
 
-    @property
-    def _prompt_tokens(self) -> float:
-        """Computed of each prompt: padded lanes compute the longest."""
-        return self.workload.mean_prompt_tokens if self.is_packed else self.workload.prompt_tokens[-1]
+    def _prompt_tokens(self, grid: PolicyGrid) -> Floats:
+        """Computed of each prompt."""
+        if self.is_packed:
+            return np.full_like(grid.rows, self.workload.mean_prompt_tokens)
+        sizes, place = np.unique(grid.micro_batch, return_inverse=True)
+        return np.array([self.workload.mean_padded_tokens(int(size)) for size in sizes])[place]
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
         """Tokens of a lane in one prefill pass; a padded one takes a column at least."""
         limit = np.maximum(self.config.policy.prefill_chunk_tokens, 0 if self.is_packed else grid.rows)
-        return np.minimum(limit, grid.rows * self._prompt_tokens)
+        return np.minimum(limit, grid.rows * self._prompt_tokens(grid))
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:
         """At half of the answers' length."""
-        positions = self._prompt_tokens + self.workload.max_new_tokens / 2
+        positions = self._prompt_tokens(grid) + self.workload.max_new_tokens / 2
         layers, rates, work = self.work.num_layers, self.rates, self.work
         kv_bytes = layers * grid.sequences * positions * work.kv_bytes
         compute = self._products(grid, grid.rows, np.ones_like(grid.rows))
@@ -86,10 +88,11 @@ class Roofline:
 
     def prefill_pass(self, grid: PolicyGrid) -> PassTimes:
         chunk, work, layers = self._chunk(grid), self.work, self.work.num_layers
-        share = chunk / np.maximum(1e-9, grid.rows * self._prompt_tokens)  # of the block's prompts, in this pass
-        pairs = self.workload.mean_squared_tokens if self.is_packed else self._prompt_tokens**2
+        prompts = self._prompt_tokens(grid)
+        share = chunk / np.maximum(1e-9, grid.rows * prompts)  # of the block's prompts, in this pass
+        pairs = self.workload.mean_squared_tokens if self.is_packed else prompts**2
         attention = layers * grid.sequences * share * pairs / 2 * work.pair_flops
-        compute = self._products(grid, chunk, np.full_like(chunk, 1 / max(1.0, self._prompt_tokens)))
+        compute = self._products(grid, chunk, 1 / np.maximum(1.0, prompts))
         kv_bytes = layers * grid.lanes * chunk * work.kv_bytes * (1 - grid.kv_fraction)
         zero = np.zeros_like(chunk)
         return self._times(

@@ -62,6 +62,13 @@ class Workload:
     def mean_prompt_tokens(self) -> float:
         return sum(self.prompt_tokens) / max(1, len(self.prompt_tokens))
 
+    def mean_padded_tokens(self, lane_size: int) -> float:
+        """Computed of each prompt where neighbours in length share a lane, as long as its longest."""
+        lengths = self.prompt_tokens
+        num_lanes = -(-self.num_requests // lane_size)
+        longest = [lengths[-(-turn * len(lengths) // num_lanes) - 1] for turn in range(1, num_lanes + 1)]
+        return sum(longest) / max(1, num_lanes)
+
     @cached_property
     def mean_squared_tokens(self) -> float:
         """What the pairs of attention grow with."""

@@ -43,6 +43,11 @@ def test_padding_makes_every_prompt_the_longest() -> None:
     assert {s.num_prompt_tokens for s in Workload.of(sizes_of([3, 9])).padded().sizes()} == {9}
 
 
+@pytest.mark.parametrize(("lane_size", "expected"), [(1, 25.0), (2, 30.0), (3, (20 + 40) / 2), (4, 40.0), (9, 40.0)])
+def test_padding_costs_what_lanes_of_neighbours_compute(lane_size: int, expected: float) -> None:
+    assert Workload.of(sizes_of([40, 10, 30, 20])).mean_padded_tokens(lane_size) == pytest.approx(expected)
+
+
 def test_workloads_that_differ_have_other_digests() -> None:
     one = Workload.of(sizes_of([3, 9]))
     others = [Workload.of(sizes_of([3, 8])), Workload.of(sizes_of([3, 9], max_new_tokens=1)), one.padded()]
