@@ -53,11 +53,9 @@ class Lanes(Enum):
 
 
 class PolicyKind(Enum):
-    """Who says how a block is made: the config; the memory budget; or a search over all policies, for throughput."""
-
     fixed = "fixed"
     auto = "auto"
-    hrm = "hrm"
+    hrm = "hrm"  # searched, for the highest throughput
 
 
 class Admission(Enum):
@@ -186,10 +184,6 @@ class PolicyConfig:
         require(
             self.schedule is not Order.cgopipe or self.attention is Attention.cpu,
             "policy.schedule=cgopipe is about attention on the CPU: policy.attention=cpu",
-        )
-        require(
-            self.pin is None or self.kind is PolicyKind.hrm,
-            f"policy.pin={self.pin} names a choice of policy=hrm, and the policy is {self.kind.value}",
         )
 
 
