@@ -16,7 +16,6 @@ from runtime.config import (
     Order,
     PolicyConfig,
     PolicyKind,
-    PolicyKind,
     Prefetch,
     PrefetchConfig,
     RuntimeConfig,
@@ -46,6 +45,11 @@ def offload(tier: Tier = Tier.nvme, **keys: object) -> RuntimeConfig:
 def policy(**keys: object) -> RuntimeConfig:
     values: dict[str, object] = {"kind": PolicyKind.fixed, "micro_batch_size": 4, "num_micro_batches": 2} | keys
     return RuntimeConfig(policy=PolicyConfig(**values))  # pyright: ignore[reportArgumentType]
+
+
+def searched(**keys: object) -> RuntimeConfig:
+    sizes: dict[str, object] = {"micro_batch_size": 64, "num_micro_batches": 4}
+    return policy(kind=PolicyKind.hrm, **(sizes | keys))
 
 
 def kv(tier: KVTier, **keys: object) -> RuntimeConfig:
@@ -112,9 +116,9 @@ CASES: dict[str, tuple[RuntimeConfig, ModelShape, Budgets, list[str]]] = {
     "continuous": (policy(admission=Admission.continuous), DENSE, HOST, []),
     "continuous, padded": (policy(admission=Admission.continuous), PADDED, HOST, ["policy.admission=continuous"]),
     "pin": (policy(pin="abc"), DENSE, HOST, ["policy.pin=abc"]),
-    "pin, hrm": (policy(kind=PolicyKind.hrm, pin="abc"), DENSE, HOST, []),
-    "sizes, hrm": (policy(kind=PolicyKind.hrm, micro_batch_size=8), DENSE, HOST, ["policy.micro_batch_size=8"]),
-    "way, hrm": (policy(kind=PolicyKind.hrm, schedule=Order.flexgen), DENSE, HOST, ["policy.schedule=flexgen"]),
+    "pin, hrm": (searched(pin="abc"), DENSE, HOST, []),
+    "sizes, hrm": (searched(micro_batch_size=8), DENSE, HOST, ["policy.micro_batch_size=8"]),
+    "way, hrm": (searched(schedule=Order.flexgen), DENSE, HOST, ["policy.schedule=flexgen"]),
     "resident": (offload(resident_layers=2), DENSE, HOST, []),
     "resident, offload=none": (offload(Tier.none, resident_layers=2), DENSE, HOST, ["offload.resident_layers=2"]),
     "offload=cpu": (offload(Tier.cpu, resident_layers=None), DENSE, HOST, ["offload=cpu"]),
