@@ -16,10 +16,10 @@ from .config import PolicyKind, RuntimeConfig
 from .errors import BudgetError, ConfigError
 from .plan.choice import Choice
 from .plan.memory import SequenceSize
+from .plan.model_shape import ModelShape
 from .plan.placement import Budgets
 from .plan.planner import RunPlan
 from .plan.policy import Policy
-from .plan.shapes import ModelShape
 from .plan.workload import Workload
 
 log = logging.getLogger(__name__)

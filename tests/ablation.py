@@ -24,12 +24,12 @@ from runtime.config import (
 from runtime.plan.cost import Durations, Resource, simulate
 from runtime.plan.hrm import fitting, roofline_of
 from runtime.plan.machine import Machine
+from runtime.plan.model_shape import ModelShape
 from runtime.plan.pass_times import Roofline
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.policy import Policy
 from runtime.plan.policy_grid import Choices, PolicyGrid
 from runtime.plan.schedule import make_schedule
-from runtime.plan.shapes import ModelShape
 from runtime.plan.workload import Workload
 from tests.moe_shapes import MIXTRAL
 from tests.published import MTBENCH, machine

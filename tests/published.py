@@ -18,9 +18,9 @@ from runtime.config import MachineConfig, OffloadConfig, PolicyConfig, PolicyKin
 from runtime.plan.choice import Choice
 from runtime.plan.hrm import search
 from runtime.plan.machine import Machine
+from runtime.plan.model_shape import ModelShape
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.profile import USABLE_SHARE, machine_of
-from runtime.plan.shapes import ModelShape
 from runtime.plan.workload import Workload
 from runtime.units import GIB
 from tests.moe_shapes import DBRX, MIXTRAL, MIXTRAL_8X22B, Moe

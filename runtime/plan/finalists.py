@@ -11,8 +11,8 @@ from ..config import RuntimeConfig
 from ..errors import BudgetError
 from .choice import Candidate
 from .machine import Machine
+from .model_shape import ModelShape
 from .policy_grid import Floats, PolicyGrid
-from .shapes import ModelShape
 from .workload import Workload
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from .choice import Choice
 from .finalists import Finalists, Plan
 from .layer_work import LayerWork
 from .machine import Machine
+from .model_shape import ModelShape
 from .pass_times import Roofline
 from .policy_grid import Choices, PolicyGrid
 from .room import room
-from .shapes import ModelShape
 from .turning import standing
 from .workload import Workload
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .experts import pageable_stages
-from .shapes import ModelShape, Parameter, StageKind
+from .model_shape import ModelShape
+from .shapes import Parameter, StageKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import Attention, KVTier, Order, RuntimeConfig, Tier
-from .placement import KV_FRACTIONS
+from .model_shape import ModelShape
+from .placer import KV_FRACTIONS
 from .policy import Policy
-from .shapes import ModelShape
 from .walks import cpu_attends, num_slots_for
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import Order, RuntimeConfig, Tier
+from ..config import KVTier, Order, RuntimeConfig, Tier
 from .exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from .experts import batch_entries
-from .extents import ALIGNMENT_BYTES, slot_layout
+from .extents import ALIGNMENT_BYTES, LOADING_BYTES, slot_layout
 from .kv import SEGMENT_BYTES
 from .layer_work import LayerWork
 from .memory import SequenceSize, lane_entries, pass_tokens
+from .model_shape import ModelShape
 from .placement import Budgets
 from .policy_grid import Bools, Floats, PolicyGrid
-from .shapes import ModelShape
 from .walks import num_slots_for
 from .workload import Workload
 
@@ -83,8 +83,14 @@ class _Need:
         staging = np.minimum(streamed, 2) * pinned * (self._config.offload.tier is Tier.nvme)
         layer = self._positions() * work.kv_bytes
         segments = np.floor(layer / SEGMENT_BYTES) * SEGMENT_BYTES + power_of_two(layer % SEGMENT_BYTES)
-        kv = np.where(self._in_host, power_of_two(layer), segments * (1 - grid.kv_fraction))
-        return weights + staging + work.num_layers * kv
+        travelling = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)
+        kv = work.num_layers * np.where(self._in_host, power_of_two(layer), travelling)
+        return weights + staging + self._loading() + kv
+
+    def _loading(self) -> Floats:
+        """What stays passes through it."""
+        resident = self._work.outer_bytes + self._grid.resident * self._work.num_bytes
+        return power_of_two(np.minimum(resident, LOADING_BYTES) + ALIGNMENT_BYTES)
 
     def _positions(self) -> Floats:
         per_sequence = self._workload.mean_capacity_tokens
@@ -117,7 +123,7 @@ class _Need:
 
     def _batched(self) -> Floats:
         tokens = self._grid.lanes * self._per_lane(self._tokens)
-        return tokens * float(sum(entry.num_bytes for entry in batch_entries(self._shape, [1])))
+        return tokens * float(sum(entry.num_bytes for entry in batch_entries(self._shape, 1)))
 
     def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
         """Of the largest lane of each policy."""

@@ -24,12 +24,12 @@ from runtime.plan.choice import Choice
 from runtime.plan.cost import Resource
 from runtime.plan.hrm import fitting, roofline_of, search
 from runtime.plan.machine import Machine
+from runtime.plan.model_shape import ModelShape
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.policy import Policy
 from runtime.plan.policy_grid import Choices
 from runtime.plan.rates import MachineRates
 from runtime.plan.room import room
-from runtime.plan.shapes import ModelShape
 from runtime.plan.workload import Workload
 from runtime.units import GIB, MIB
 from tests.moe_shapes import MIXTRAL, Moe
