@@ -10,15 +10,18 @@ import torch
 
 from .batching.balance import Block
 from .cache.host_attention import prepare_decode_attention
+from .choices import plan_by_choice, question
 from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
 from .engine.engine import Engine
+from .engine.measure.machine import device_name
 from .engine.requests import Rejected, make_request, tokenize
 from .engine.sampling import Sampler
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup
 from .engine.streams import open_streams
 from .errors import BudgetError
+from .machine_cache import Host, this_host
 from .model.loading import LoadedModel, load_model
 from .plan.advice import advice
 from .plan.facts import PlanFacts
@@ -31,6 +34,7 @@ from .plan.run_load import micro_batches_of
 from .plan.schedule import require_slots
 from .plan.usual import Usual
 from .session import Session
+from .store.cache_root import cache_root
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import (
@@ -125,15 +129,38 @@ class Runtime:
         is refused (ConfigError, BudgetError) before anything is read, also for measuring."""
         sizes = [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
         budgets = self.budgets()
-        plan = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
-        for walk in (plan.placement.walk, plan.placement.decode_walk):
-            require_slots(walk, plan.num_lanes)
+        first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
+        for walk in (first.placement.walk, first.placement.decode_walk):
+            require_slots(walk, first.num_lanes)
         if self._rates is None and requests:
             with self.reader() as reader:
-                self._rates = measure_rates(
-                    self.model, reader, self.device, self._usual(plan, sizes), plan.placement.paged
-                )
-        return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=plan.blocks)
+                usual = self._usual(first, sizes)
+                self._rates = measure_rates(self.model, reader, self.device, usual, first.placement.paged)
+        if self.config.policy.kind is PolicyKind.hrm and requests:
+            return self._plan_by_choice(sizes, budgets, blocks, num_halvings)
+        return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=first.blocks)
+
+    def _plan_by_choice(
+        self,
+        sizes: Sequence[SequenceSize],
+        budgets: Budgets,
+        blocks: tuple[Block, ...] | None,
+        num_halvings: int,
+    ) -> RunPlan:
+        shape = self.model.shape
+
+        def plan(config: RuntimeConfig) -> RunPlan:
+            return plan_run(shape, config, budgets, sizes, rates=self._rates, blocks=blocks, num_halvings=num_halvings)
+
+        machine = f"{self.config.machine.name} {self._host()}"
+        return plan_by_choice(
+            cache_root(self.config.offload.cache_dir) / "policies",
+            question(machine, shape, self.config, budgets, sizes) if blocks is None else None,
+            self.config,
+            plan,
+            has_device=budgets.has_device,
+            num_halvings=num_halvings,
+        )
 
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
@@ -142,6 +169,9 @@ class Runtime:
     def _usual(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> Usual:
         lanes = micro_batches_of(plan.blocks[0], sizes)
         return Usual.of(self.model.shape, lanes, self.config.policy.prefill_chunk_tokens)
+
+    def _host(self) -> Host:
+        return this_host(device_name(self.device), torch.get_num_threads())
 
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
@@ -154,21 +184,26 @@ class Runtime:
     def session(self, plan: RunPlan) -> Iterator[Session]:
         """Holds the weights, the slots and the reader threads."""
         setup = Setup(
-            model=self.model, config=self.config, placement=plan.placement, device=self.device, trace=self.trace
+            model=self.model,
+            config=replace(self.config, policy=plan.policy),
+            placement=plan.placement,
+            device=self.device,
+            trace=self.trace,
         )
         with self.reader() as reader, open_streams(setup, reader) as streams:
             engine = Engine(setup, streams, self._sampler(), self._should_stop)
-            yield Session(self.model, engine, plan, self.config.policy)
+            yield Session(self.model, engine, plan, plan.policy)
 
     @contextmanager
     def confirmed_session(
         self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None
     ) -> Iterator[tuple[RunPlan, Session]]:
-        """Plans and opens a session. With `policy=auto` and no `blocks` of an earlier start, the first pass of the
-        heaviest block is tried; if memory runs out or the host budget is passed, once more with blocks of half the
-        size.
+        """Plans and opens a session. Unless the policy is fixed or there are `blocks` of an earlier start, the first
+        pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more with blocks of
+        half the size.
         """
-        may_back_off = blocks is None and self.config.policy.kind is PolicyKind.auto
+        kind = self.config.policy.kind
+        may_back_off = blocks is None and kind is not PolicyKind.fixed
         for num_halvings in range(2):
             if num_halvings:
                 gc.collect()  # the engine of the first try refers to itself
@@ -186,7 +221,7 @@ class Runtime:
                         raise
                     if num_halvings or not may_back_off:
                         raise out_of_memory(plan) from error
-                    log.warning("policy=auto: %s; once more with blocks of half as many sequences", error)
+                    log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, error)
                     continue
                 try:
                     yield plan, session

@@ -55,6 +55,7 @@ class Lanes(Enum):
 class PolicyKind(Enum):
     fixed = "fixed"
     auto = "auto"
+    hrm = "hrm"  # searched, for the highest throughput
 
 
 class Admission(Enum):
@@ -166,7 +167,7 @@ class PrefetchConfig:
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """How requests are grouped: a block is `num_micro_batches` micro-batches of at most `micro_batch_size`
-    sequences."""
+    sequences. `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
 
     kind: PolicyKind = PolicyKind.auto
     micro_batch_size: int = 64
@@ -175,6 +176,7 @@ class PolicyConfig:
     schedule: Order = Order.zigzag
     attention: Attention = Attention.device
     prefill_chunk_tokens: int = 512
+    pin: str | None = None
 
     def __post_init__(self) -> None:
         for key in ("micro_batch_size", "num_micro_batches", "prefill_chunk_tokens"):

@@ -4,6 +4,7 @@ A sentence each: the key, why, and what to do. `jobs.io.config.ignored_settings`
 """
 
 from collections.abc import Iterator
+from enum import Enum
 
 from ..config import (
     Admission,
@@ -12,6 +13,8 @@ from ..config import (
     KVConfig,
     KVTier,
     Order,
+    PolicyConfig,
+    PolicyKind,
     Prefetch,
     PrefetchConfig,
     RuntimeConfig,
@@ -40,6 +43,7 @@ def ignored_by_plan(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, 
         *_keys_and_values(config, shape, plan.placement, has_device=has_device),
         *_prefetch(config, plan.placement),
         *_admission(config, shape),
+        *_search(config),
     ]
 
 
@@ -157,6 +161,19 @@ def _admission(config: RuntimeConfig, shape: ModelShape) -> Iterator[str]:
             "policy.admission=continuous goes by whole micro-batches: padded lanes cannot be joined, so requests enter "
             "as the last of a micro-batch ends; a smaller policy.micro_batch_size lets them enter earlier"
         )
+
+
+def _search(config: RuntimeConfig) -> Iterator[str]:
+    policy, default = config.policy, PolicyConfig()
+    if policy.kind is not PolicyKind.hrm:
+        if policy.pin is not None:
+            yield f"policy.pin={policy.pin} has no effect beside policy={policy.kind.value}; policy=hrm takes it"
+        return
+    for key in ("micro_batch_size", "num_micro_batches", "schedule", "attention"):
+        value = getattr(policy, key)
+        if value != getattr(default, key):
+            text = value.value if isinstance(value, Enum) else value
+            yield f"policy.{key}={text} has no effect beside policy=hrm, which chooses it; policy=fixed takes it"
 
 
 def _kv_on_disk(config: RuntimeConfig, placement: Placement) -> Iterator[str]:

@@ -8,27 +8,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..batching.balance import Block, plan_blocks
-from ..config import PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..config import PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from .choice import Choice
+from .hrm import search
 from .load import Load
+from .machine import Machine
 from .memory import SequenceSize
 from .model_shape import ModelShape
 from .placement import Budgets, Placement
 from .placer import kv_tiers, place
+from .policy_grid import Choices
 from .predict import Prediction, decode_pass_seconds, predict
 from .rates import MachineRates
 from .run_load import bare, run_load
+from .workload import Workload
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """`prediction` is None when nothing was measured to predict from."""
+    """`prediction` is None when nothing was measured to predict from, `choice` when nothing was searched."""
 
     blocks: tuple[Block, ...]
     placement: Placement
+    policy: PolicyConfig  # as resolved: hrm has become fixed
     prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
     prediction: Prediction | None
+    choice: Choice | None = None
 
     @property
     def num_lanes(self) -> int:
@@ -51,10 +58,13 @@ def plan_run(
     blocks: tuple[Block, ...] | None = None,
     num_halvings: int = 0,
 ) -> RunPlan:
-    """`blocks` are those of a run that is resumed. `num_halvings`: how often memory has run out with `policy=auto`.
+    """`blocks` are those of a run that is resumed. `num_halvings`: how often memory has run out with a policy that is
+    chosen here. Without `rates` there is nothing to search by, and `policy=hrm` plans as `auto` does.
 
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
+    if config.policy.kind is PolicyKind.hrm and rates is not None and sizes:
+        return _plan_best(shape, config, budgets, sizes, rates, blocks, num_halvings)
     blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
     chunk = config.policy.prefill_chunk_tokens
     load = run_load(shape, config, budgets, blocks, sizes)
@@ -66,7 +76,32 @@ def plan_run(
     placement.require_fit()
     admission = config.policy.admission
     prediction = predict(shape, placement, blocks, sizes, chunk, rates, admission) if rates else None
-    return RunPlan(blocks=blocks, placement=placement, prefetch=prefetch, prediction=prediction)
+    return RunPlan(blocks=blocks, placement=placement, policy=config.policy, prefetch=prefetch, prediction=prediction)
+
+
+def _plan_best(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    sizes: Sequence[SequenceSize],
+    rates: MachineRates,
+    blocks: tuple[Block, ...] | None,
+    num_halvings: int,
+) -> RunPlan:
+    """Of a run that is resumed, only the way its blocks go is chosen."""
+
+    def plan(fixed: RuntimeConfig) -> RunPlan:
+        return plan_run(shape, fixed, budgets, sizes, rates=rates, blocks=blocks)
+
+    machine = Machine(
+        name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=rates
+    )
+    choices = Choices.of(shape, config, len(sizes), has_device=budgets.has_device)
+    if blocks:
+        choices = choices.of_blocks([[len(lane) for lane in block.micro_batches] for block in blocks])
+    choice = search(shape, machine, Workload.of(sizes), config, plan, choices=choices)
+    best = choice.best.policy.halved(num_halvings).applied(config, has_device=budgets.has_device)
+    return replace(plan(best), choice=choice)
 
 
 def _choose_blocks(

@@ -20,6 +20,7 @@ DISK_SHARE = 0.9  # of sequential reads
 PREFILL_ATTENTION_SHARE = 0.3  # of dense peak FLOP/s: prompts attend one by one
 DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
 CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
+CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
 TURN_SECONDS = 1e-3  # Python and launches of one decoder layer
 PASS_SECONDS = 5e-3
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
@@ -63,6 +64,7 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
             memory_bytes_per_second=memory,
             attention_bytes_per_second=memory / DECODE_ATTENTION_TRIPS,
             cpu_attention_bytes_per_second=cpu,
+            cpu_flops_per_second=sheet.host_num_cores * CORE_FLOPS_PER_SECOND,
             prefill_attention_flops_per_second=peak * PREFILL_ATTENTION_SHARE,
             turn_seconds=TURN_SECONDS,
             pass_seconds=PASS_SECONDS,

@@ -30,6 +30,7 @@ class MachineRates:
     cpu_attention_bytes_per_second: float = UNLIMITED
     prefill_attention_flops_per_second: float = UNLIMITED
     expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
+    cpu_flops_per_second: float | None = None  # products on the CPU beside an accelerator; None: not known
     turn_seconds: float = 0.0
     pass_seconds: float = 0.0
 

@@ -47,6 +47,11 @@ def policy(**keys: object) -> RuntimeConfig:
     return RuntimeConfig(policy=PolicyConfig(**values))  # pyright: ignore[reportArgumentType]
 
 
+def searched(**keys: object) -> RuntimeConfig:
+    sizes: dict[str, object] = {"micro_batch_size": 64, "num_micro_batches": 4}
+    return policy(kind=PolicyKind.hrm, **(sizes | keys))
+
+
 def kv(tier: KVTier, **keys: object) -> RuntimeConfig:
     return replace(policy(), kv=KVConfig(tier=tier, **keys))  # pyright: ignore[reportArgumentType]
 
@@ -110,6 +115,10 @@ CASES: dict[str, tuple[RuntimeConfig, ModelShape, Budgets, list[str]]] = {
     "nothing streams": (prefetch(Prefetch.off, Tier.none), DENSE, HOST, ["prefetch=off"]),
     "continuous": (policy(admission=Admission.continuous), DENSE, HOST, []),
     "continuous, padded": (policy(admission=Admission.continuous), PADDED, HOST, ["policy.admission=continuous"]),
+    "pin": (policy(pin="abc"), DENSE, HOST, ["policy.pin=abc"]),
+    "pin, hrm": (searched(pin="abc"), DENSE, HOST, []),
+    "sizes, hrm": (searched(micro_batch_size=8), DENSE, HOST, ["policy.micro_batch_size=8"]),
+    "way, hrm": (searched(schedule=Order.flexgen), DENSE, HOST, ["policy.schedule=flexgen"]),
     "resident": (offload(resident_layers=2), DENSE, HOST, []),
     "resident, offload=none": (offload(Tier.none, resident_layers=2), DENSE, HOST, ["offload.resident_layers=2"]),
     "offload=cpu": (offload(Tier.cpu, resident_layers=None), DENSE, HOST, ["offload=cpu"]),

@@ -1,0 +1,135 @@
+"""Policies that a search has chosen, kept in the user's cache directory: found again by what was asked, or by name.
+
+A choice is a help: whether it still fits is checked each time, and what cannot be read is searched again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import PolicyKind, RuntimeConfig
+from .errors import BudgetError, ConfigError
+from .plan.choice import Choice
+from .plan.memory import SequenceSize
+from .plan.model_shape import ModelShape
+from .plan.placement import Budgets
+from .plan.planner import RunPlan
+from .plan.policy import Policy
+from .plan.workload import Workload
+
+log = logging.getLogger(__name__)
+
+Planner = Callable[[RuntimeConfig], RunPlan]  # of `policy=hrm` it searches
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptPolicy:
+    """`why`: what the search said when it chose."""
+
+    policy: Policy
+    why: tuple[str, ...]
+
+    @staticmethod
+    def of(choice: Choice) -> "KeptPolicy":
+        return KeptPolicy(policy=choice.best.policy, why=choice.why)
+
+    def to_json(self) -> str:
+        return json.dumps({"policy": self.policy.to_plain(), "why": self.why}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "KeptPolicy":
+        """Raises KeyError, TypeError or ValueError where `text` holds none."""
+        values = json.loads(text)
+        return KeptPolicy(policy=Policy.from_plain(values["policy"]), why=tuple(map(str, values["why"])))
+
+
+def question(
+    machine: str, shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize]
+) -> str:
+    """A digest of what the best policy follows from: machine, model, workload, budgets to two digits, and the settings
+    that a search takes as given. Rates are not in it: measured twice they differ, and the question is the same."""
+    parts = [
+        machine,
+        f"{shape.name} {shape.weight_bytes} {len(shape.stages)} {shape.compute_dtype_bytes} {shape.is_packed}",
+        Workload.of(sizes).digest,
+        f"{budgets.host_bytes:.2g} {budgets.device_bytes or 0:.2g}",
+        f"{config.offload} {config.kv} {config.prefetch}",
+        f"{config.policy.prefill_chunk_tokens} {config.policy.admission}",
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def plan_by_choice(
+    directory: Path, key: str | None, config: RuntimeConfig, plan: Planner, *, has_device: bool, num_halvings: int = 0
+) -> RunPlan:
+    """The plan by the policy that `policy.pin` names, else by the one that was kept under `key` if it still fits, else
+    by a new search, whose choice is kept; with key None it is not. `num_halvings` as for `plan_run`, which `plan` asks.
+    Logs the choice, with why. Reads and writes files of `directory`.
+
+    Raises ConfigError for a pin that names nothing, BudgetError for a pinned policy that does not fit.
+    """
+    assert config.policy.kind is PolicyKind.hrm, "nothing else is searched"
+    pin = config.policy.pin
+    path = directory / f"{key}.json" if key is not None else None
+    kept = _pinned(directory, pin) if pin is not None else _kept(path) if path is not None else None
+    if kept is not None:
+        try:
+            found = plan(kept.policy.halved(num_halvings).applied(config, has_device=has_device))
+        except BudgetError as error:
+            if pin is not None:
+                raise
+            log.warning("policy %s no longer fits and is searched again: %s", kept.policy.digest, error)
+        else:
+            _log_kept(kept, "pinned" if pin is not None else "of an earlier search")
+            return found
+    found = plan(config)
+    if found.choice is not None:
+        kept = KeptPolicy.of(found.choice)
+        if path is not None:
+            _keep(path, kept)
+        _log_kept(kept, "searched")
+    return found
+
+
+def _log_kept(kept: KeptPolicy, origin: str) -> None:
+    for sentence in kept.why:
+        log.info("policy=hrm (%s): %s", origin, sentence)
+
+
+def _pinned(directory: Path, pin: str) -> KeptPolicy:
+    """By the policy's digest, as logs show it, or the beginning of it."""
+    every = [_kept(path) for path in sorted(directory.glob("*.json"))]
+    found = {each.policy: each for each in every if each is not None and each.policy.digest.startswith(pin)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    known = sorted({each.policy.digest for each in every if each is not None})
+    raise ConfigError(
+        f"policy.pin={pin} names {len(found) or 'none'} of the {len(known)} choices in {directory}"
+        + (f": {', '.join(known)}" if known else "; run once with policy=hrm and without a pin")
+    )
+
+
+def _kept(path: Path) -> KeptPolicy | None:
+    try:
+        return KeptPolicy.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s holds no policy and is not used: %s", path, error)
+        return None
+
+
+def _keep(path: Path, kept: KeptPolicy) -> None:
+    """All or nothing; a cache that cannot be written is no reason to stop."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            file.write(kept.to_json())
+        os.replace(file.name, path)  # noqa: PTH105
+    except OSError as error:
+        log.warning("the choice could not be kept in %s: %s", path, error)

@@ -1,0 +1,95 @@
+"""The few policies of a grid that are made into plans: whether the ledger lets them through, and how long they take."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config import RuntimeConfig
+from ..errors import BudgetError
+from .choice import Candidate
+from .machine import Machine
+from .model_shape import ModelShape
+from .policy_grid import Floats, PolicyGrid
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from .planner import RunPlan
+
+NUM_WAYS = 6  # each with its best block
+NUM_BLOCKS = 4  # more, of the best way
+NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
+WORTHWHILE = 1.5  # times the best roofline: beyond that no simulation turns the tables
+
+Plan = Callable[[RuntimeConfig], "RunPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finalists:
+    """`seconds` are the roofline's, of each policy of `grid`. `plan` makes the plan of a config whose policy is fixed,
+    with a prediction."""
+
+    shape: ModelShape
+    machine: Machine
+    workload: Workload
+    config: RuntimeConfig
+    plan: Plan
+    grid: PolicyGrid
+    seconds: Floats
+
+    def table(self) -> tuple[Candidate, ...]:
+        """The best block of each way, then more blocks of the best way, sorted by what the simulator says.
+
+        Raises BudgetError, with the equation, when not even the smallest block fits.
+        """
+        ways = self._ways()
+        found = [each for places in list(ways.values())[:NUM_WAYS] for each in islice(self._that_fit(places), 1)]
+        if not found:
+            found = [self._candidate(int(np.argmin(self.grid.micro_batch * self.grid.count)))]
+        best = min(found, key=_seconds).policy
+        more = self._that_fit(ways.get(best.way, [])[: NUM_BLOCKS + NUM_TRIES])
+        known = {each.policy for each in found}
+        found += islice((each for each in more if each.policy not in known), NUM_BLOCKS)
+        return tuple(sorted(found, key=_seconds))
+
+    def _ways(self) -> dict[tuple[object, ...], list[int]]:
+        """Places in the grid, by way: of each block once, with as many resident layers as fit; the fastest first."""
+        ways: dict[tuple[object, ...], dict[tuple[int, int], int]] = {}
+        limit = WORTHWHILE * float(self.seconds.min())
+        for place in np.argsort(self.seconds, kind="stable"):
+            if self.seconds[place] > limit:
+                break
+            policy = self.grid.policy(int(place))
+            size = (policy.micro_batch_size, policy.num_micro_batches)
+            ways.setdefault(policy.way, {}).setdefault(size, int(place))
+        return {way: list(blocks.values()) for way, blocks in ways.items()}
+
+    def _that_fit(self, places: list[int]) -> Iterator[Candidate]:
+        for place in places[:NUM_TRIES]:
+            try:
+                yield self._candidate(place)
+            except BudgetError:  # the longest requests need more than the mean: the next block takes less
+                continue
+
+    def _candidate(self, place: int) -> Candidate:
+        """Raises BudgetError when the plan does not fit."""
+        policy = self.grid.policy(place)
+        plan = self.plan(policy.applied(self.config, has_device=self.machine.device_bytes is not None))
+        assert plan.prediction is not None, "a search predicts"
+        seconds = plan.prediction.prefill_seconds + plan.prediction.decode_seconds
+        fullest = max(plan.placement.ledgers, key=lambda ledger: ledger.total_bytes / ledger.budget_bytes)
+        num_resident = sum(stage.index in plan.placement.resident for stage in self.shape.layers)
+        return Candidate(
+            policy=replace(policy, resident_layers=num_resident),
+            roofline_seconds=float(self.seconds[place]),
+            seconds=seconds,
+            tokens_per_second=self.workload.num_new_tokens / seconds if seconds else 0.0,
+            full_memory=fullest.memory,
+            full_share=fullest.total_bytes / fullest.budget_bytes,
+        )
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds

@@ -1,0 +1,124 @@
+"""Choices are kept under what was asked, found again by it or by name, and searched anew when they no longer fit."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runtime.choices import plan_by_choice, question
+from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig, Tier
+from runtime.errors import BudgetError, ConfigError
+from runtime.plan.placement import Budgets
+from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.rates import MachineRates
+from runtime.units import GIB, MIB
+from tests.toy import sizes_of, toy_shape
+
+RATES = MachineRates(disk_bytes_per_second=1e9, gemm_flops_per_second={1: 1e9, 64: 1e11})
+CONFIG = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme), policy=PolicyConfig(kind=PolicyKind.hrm))
+SIZES = sizes_of([10 + n % 50 for n in range(60)])
+
+
+class Planner:
+    """Counts searches."""
+
+    def __init__(self, host_bytes: int = GIB):
+        self.budgets, self.num_searches = Budgets(host_bytes=host_bytes), 0
+
+    def __call__(self, config: RuntimeConfig) -> RunPlan:
+        self.num_searches += config.policy.kind is PolicyKind.hrm
+        return plan_run(toy_shape(), config, self.budgets, SIZES, rates=RATES)
+
+
+def ask(directory: Path, planner: Planner, config: RuntimeConfig = CONFIG, key: str | None = "key") -> RunPlan:
+    return plan_by_choice(directory, key, config, planner, has_device=False)
+
+
+def pinned(pin: str) -> RuntimeConfig:
+    return replace(CONFIG, policy=replace(CONFIG.policy, pin=pin))
+
+
+def test_the_same_question_is_searched_once(tmp_path: Path) -> None:
+    planner = Planner()
+    first, second = (ask(tmp_path / "cache", planner) for _ in range(2))
+    assert planner.num_searches == 1
+    assert first.choice is not None
+    assert replace(first, choice=None) == second
+    ask(tmp_path / "cache", planner, key="another")
+    assert planner.num_searches == 2
+
+
+def test_a_choice_that_no_longer_fits_is_searched_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ask(tmp_path, Planner())
+    small = Planner(host_bytes=100 * MIB)
+    found = ask(tmp_path, small)
+    assert small.num_searches == 1
+    assert found.placement.fits
+    assert "no longer fits" in caplog.text
+
+
+def test_a_pin_is_found_by_the_beginning_of_its_name_whatever_is_asked(tmp_path: Path) -> None:
+    first = ask(tmp_path, Planner())
+    assert first.choice is not None
+    digest = first.choice.best.policy.digest
+    planner = Planner()
+    again = ask(tmp_path, planner, pinned(digest[:6]), key="something else")
+    assert planner.num_searches == 0
+    assert again.blocks == first.blocks
+    with pytest.raises(BudgetError):
+        ask(tmp_path, Planner(host_bytes=80 * MIB), pinned(digest))
+
+
+def test_a_pin_that_names_nothing_is_refused_with_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without a pin"):
+        ask(tmp_path, Planner(), pinned("abc"))
+    found = ask(tmp_path, Planner())
+    assert found.choice is not None
+    with pytest.raises(ConfigError, match=found.choice.best.policy.digest):
+        ask(tmp_path, Planner(), pinned("no such"))
+
+
+def test_a_damaged_choice_is_searched_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ask(tmp_path, Planner())
+    for text in ("", "{}", '{"policy": {"attention": "moon"}, "why": []}'):
+        (tmp_path / "key.json").write_text(text)
+        planner = Planner()
+        ask(tmp_path, planner)
+        assert planner.num_searches == 1
+    assert "holds no policy" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert ask(tmp_path / "file", Planner()).placement.fits
+    assert "could not be kept" in caplog.text
+
+
+def test_without_a_key_nothing_is_kept(tmp_path: Path) -> None:
+    ask(tmp_path, Planner(), key=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_choice_is_logged_with_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        found, _ = ask(tmp_path, Planner()), ask(tmp_path, Planner())
+    assert found.choice is not None
+    for sentence in found.choice.why:
+        assert f"(searched): {sentence}" in caplog.text
+        assert f"(of an earlier search): {sentence}" in caplog.text
+
+
+def test_another_machine_model_workload_budget_or_setting_is_another_question() -> None:
+    budgets, shape = Budgets(host_bytes=GIB), toy_shape()
+    base = question("here", shape, CONFIG, budgets, SIZES)
+    others = {
+        question("there", shape, CONFIG, budgets, SIZES),
+        question("here", toy_shape(num_layers=9), CONFIG, budgets, SIZES),
+        question("here", shape, CONFIG, budgets, SIZES[1:]),
+        question("here", shape, CONFIG, Budgets(host_bytes=2 * GIB), SIZES),
+        question("here", shape, CONFIG, Budgets(host_bytes=GIB, device_bytes=GIB), SIZES),
+        question("here", shape, replace(CONFIG, prefetch=PrefetchConfig(depth=2)), budgets, SIZES),
+    }
+    assert len(others | {base}) == 7
+    assert base == question("here", shape, pinned("abc"), Budgets(host_bytes=GIB + 1000), list(SIZES))

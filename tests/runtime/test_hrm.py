@@ -1,0 +1,236 @@
+"""The search: what it chooses fits, more memory or a faster road never makes it worse, and it says why."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from runtime.config import (
+    Attention,
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    Order,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    Tier,
+)
+from runtime.errors import BudgetError
+from runtime.plan.choice import Choice
+from runtime.plan.cost import Resource
+from runtime.plan.hrm import fitting, roofline_of, search
+from runtime.plan.machine import Machine
+from runtime.plan.model_shape import ModelShape
+from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.policy import Policy
+from runtime.plan.policy_grid import Choices
+from runtime.plan.rates import MachineRates
+from runtime.plan.room import room
+from runtime.plan.workload import Workload
+from runtime.units import GIB, MIB
+from tests.moe_shapes import MIXTRAL, Moe
+from tests.toy import toy_shape
+
+RATES = MachineRates(
+    disk_bytes_per_second=1e9,
+    gemm_flops_per_second={1: 2e10, 200: 4e12},
+    link_in_bytes_per_second=1e10,
+    link_out_bytes_per_second=1e10,
+    attention_bytes_per_second=8e10,
+    cpu_attention_bytes_per_second=4e10,
+    prefill_attention_flops_per_second=1e13,
+    cpu_flops_per_second=1e11,
+    turn_seconds=1e-5,
+    pass_seconds=1e-4,
+)
+SMALL = Moe(
+    name="small", num_layers=6, hidden=512, ffn=1024, num_heads=8, num_kv_heads=2, num_experts=8,
+    num_experts_per_token=2, vocab=4096, head_dim=64,
+)  # fmt: skip
+SHAPES = {"dense": toy_shape(), "padded": toy_shape(is_packed=False), "moe": SMALL.shape()}
+WORKLOAD = Workload.from_mean(300, mean=40, longest=120, max_new_tokens=24)
+WITH_DEVICE = Machine(name="with", host_bytes=2 * GIB, device_bytes=160 * MIB, rates=RATES)
+WITHOUT = Machine(name="without", host_bytes=260 * MIB, device_bytes=None, rates=RATES)
+
+
+def config(tier: Tier = Tier.nvme, kv: KVTier = KVTier.auto) -> RuntimeConfig:
+    return RuntimeConfig(
+        offload=OffloadConfig(tier=tier), kv=KVConfig(tier=kv), policy=PolicyConfig(kind=PolicyKind.hrm)
+    )
+
+
+def planner(
+    shape: ModelShape, machine: Machine, workload: Workload = WORKLOAD
+) -> tuple[Callable[[RuntimeConfig], RunPlan], list[RunPlan]]:
+    """And the plans that it has made."""
+    made: list[RunPlan] = []
+
+    def plan(fixed: RuntimeConfig) -> RunPlan:
+        made.append(plan_run(shape, fixed, machine.budgets, workload.sizes(), rates=machine.rates))
+        return made[-1]
+
+    return plan, made
+
+
+def choose(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> Choice:
+    return search(shape, machine, WORKLOAD, asked, planner(shape, machine)[0])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("machine", [WITH_DEVICE, WITHOUT], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("tier", [Tier.nvme, Tier.cpu])
+def test_what_is_chosen_fits_and_is_the_fastest_of_what_was_simulated(name: str, machine: Machine, tier: Tier) -> None:
+    shape = SHAPES[name]
+    plan, made = planner(shape, machine)
+    choice = search(shape, machine, WORKLOAD, config(tier), plan)
+    assert all(each.placement.fits for each in made)
+    assert [each.seconds for each in choice.table] == sorted(each.seconds for each in choice.table)
+    again = plan(choice.best.policy.applied(config(tier), has_device=machine.device_bytes is not None))
+    assert again.prediction is not None
+    assert again.prediction.prefill_seconds + again.prediction.decode_seconds == choice.best.seconds
+    assert choice.best.tokens_per_second == pytest.approx(300 * 24 / choice.best.seconds)
+
+
+def roofline_seconds(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> float:
+    grid = Choices.of(shape, asked, 300, has_device=machine.device_bytes is not None).grid(300)
+    within = fitting(shape, machine, WORKLOAD, asked, grid)
+    return float(np.min(roofline_of(shape, machine, WORKLOAD, asked).seconds(within)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("has_device", [True, False])
+def test_more_memory_never_gives_a_slower_choice(name: str, has_device: bool) -> None:
+    base = WITH_DEVICE if has_device else WITHOUT
+    key = "device_bytes" if has_device else "host_bytes"
+    budgets = [size * MIB for size in (96, 120, 160, 240, 400, 900)]
+    machines = [replace(base, **{key: budget}) for budget in budgets]
+    by_roofline = [roofline_seconds(SHAPES[name], machine, config()) for machine in machines]
+    assert by_roofline == sorted(by_roofline, reverse=True)
+    assert by_roofline[0] > by_roofline[-1]
+    simulated = [choose(SHAPES[name], machine, config()).best.seconds for machine in machines[1::2]]
+    assert all(more <= 1.02 * less for less, more in pairwise(simulated))
+
+
+@pytest.mark.parametrize("key", ["disk_bytes_per_second", "link_in_bytes_per_second", "cpu_attention_bytes_per_second"])
+def test_a_faster_road_never_gives_a_slower_choice(key: str) -> None:
+    seconds = [
+        roofline_seconds(
+            SHAPES["moe"], replace(WITH_DEVICE, rates=replace(RATES, **{key: share * getattr(RATES, key)})), config()
+        )
+        for share in (0.1, 0.5, 1.0, 4.0)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("has_device", [True, False])
+def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool) -> None:
+    """Of sequences that are all alike, to a twentieth: alignment, and tables that grow with neither layers nor rows."""
+    shape, workload = SHAPES[name], Workload.from_mean(192, mean=64, longest=64, max_new_tokens=32)
+    huge = Machine(name="huge", host_bytes=64 * GIB, device_bytes=64 * GIB if has_device else None, rates=RATES)
+    asked = replace(config(), offload=OffloadConfig(tier=Tier.cpu if has_device else Tier.nvme, resident_layers=2))
+    plan, _ = planner(shape, huge, workload)
+    choices = Choices(
+        micro_batches=[8, 32],
+        counts=[1, 3],
+        resident=[2],
+        ways=Choices.of(shape, asked, 192, has_device=has_device).ways,
+    )
+    grid = choices.grid(192)
+    need = room(shape, asked, workload, grid, has_device=has_device, is_paged=False)
+    for at in range(grid.num_policies):
+        policy = grid.policy(at)
+        if policy.kv_fraction not in (0.0, 1.0):
+            continue  # how many of six layers are a quarter is rounded
+        fixed = replace(policy.applied(asked, has_device=has_device))
+        fixed = replace(fixed, offload=replace(fixed.offload, expert_paging=fixed.offload.expert_paging.off))
+        ledgers = plan(fixed).placement.ledgers
+        assert need.compute_bytes[at] == pytest.approx(ledgers[0].total_bytes, rel=0.05), policy
+        if has_device:
+            assert need.host_bytes[at] == pytest.approx(ledgers[1].total_bytes, rel=0.05), policy
+
+
+def test_when_nothing_fits_the_equation_says_why() -> None:
+    with pytest.raises(BudgetError, match="host memory than it may use"):
+        choose(SHAPES["dense"], replace(WITHOUT, host_bytes=60 * MIB), config())
+
+
+def test_settings_of_the_config_are_kept() -> None:
+    """Only the policy is searched; a tier of keys and values that is asked for stays."""
+    every = [
+        (choose(SHAPES["moe"], WITH_DEVICE, config(kv=tier)).best.policy, tier)
+        for tier in (KVTier.device, KVTier.nvme, KVTier.cpu)
+    ]
+    for policy, tier in every:
+        applied = policy.applied(config(kv=tier), has_device=True)
+        assert applied.policy.kind is PolicyKind.fixed
+        assert applied.offload == config().offload
+        assert applied.kv.tier is tier or policy.kv_fraction == 1
+        assert policy.attention is Attention.device or tier is KVTier.cpu
+
+
+def test_why_names_policy_runner_up_binding_resource_and_turning_points() -> None:
+    choice = choose(SHAPES["moe"], WITH_DEVICE, config())
+    text = "\n".join(choice.why)
+    assert choice.best.policy.digest in text
+    assert choice.runner_up is not None
+    assert choice.runner_up.policy != choice.best.policy
+    assert str(choice.runner_up.policy) in text
+    assert f"{choice.binding.value} binds" in text
+    assert "P1" in text
+    assert choice.binding is max(choice.busy_seconds, key=lambda resource: choice.busy_seconds[resource])
+    assert choice.ffn_on_cpu_seconds is not None
+    assert "the engine has no such way" in text
+
+
+def test_a_slow_disk_binds_until_compute_does() -> None:
+    def binding(factor: float) -> Resource:
+        rates = replace(RATES, disk_bytes_per_second=factor * 1e9)
+        return choose(SHAPES["dense"], replace(WITHOUT, host_bytes=110 * MIB, rates=rates), config()).binding
+
+    assert binding(0.001) is Resource.disk
+    assert binding(1000.0) is Resource.compute
+
+
+@pytest.mark.parametrize("num_halvings", range(8))
+def test_a_halved_policy_has_half_the_sequences(num_halvings: int) -> None:
+    policy = Policy(
+        micro_batch_size=16,
+        num_micro_batches=4,
+        attention=Attention.device,
+        schedule=Order.zigzag,
+        resident_layers=0,
+        kv_fraction=1.0,
+    )
+    assert policy.halved(num_halvings).num_sequences == max(1, 64 >> num_halvings) or num_halvings > 2
+    assert policy.halved(num_halvings).num_sequences <= max(1, 64 >> num_halvings)
+
+
+def test_plan_run_resolves_hrm_and_a_resumed_run_keeps_its_blocks() -> None:
+    shape, sizes = SHAPES["moe"], WORKLOAD.sizes()
+    first = plan_run(shape, config(), WITH_DEVICE.budgets, sizes, rates=RATES)
+    assert first.choice is not None
+    assert first.policy.kind is PolicyKind.fixed
+    assert (first.policy.schedule, first.policy.attention) == (
+        first.choice.best.policy.schedule,
+        first.choice.best.policy.attention,
+    )
+    slower = replace(RATES, link_in_bytes_per_second=1e8)
+    again = plan_run(shape, config(), WITH_DEVICE.budgets, sizes, rates=slower, blocks=first.blocks)
+    assert again.blocks == first.blocks
+    assert again.choice is not None
+
+
+def test_the_whole_grid_takes_less_than_a_second() -> None:
+    shape, workload = MIXTRAL.shape(), Workload.from_mean(10_000, mean=77, longest=418, max_new_tokens=128)
+    machine = Machine(name="t4", host_bytes=170 * GIB, device_bytes=14 * GIB, rates=RATES)
+    asked = config(Tier.cpu)
+    begin = time.process_time()
+    grid = Choices.of(shape, asked, 10_000, has_device=True).grid(10_000)
+    roofline_of(shape, machine, workload, asked).seconds(fitting(shape, machine, workload, asked, grid))
+    assert grid.num_policies > 50_000
+    assert time.process_time() - begin < 1.0

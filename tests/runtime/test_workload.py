@@ -1,0 +1,60 @@
+"""A workload in few numbers says what a search asks of it."""
+
+import pytest
+
+from runtime.plan.memory import SequenceSize
+from runtime.plan.workload import MOST_LENGTHS, Workload
+from tests.toy import sizes_of
+
+
+def test_few_requests_are_kept_as_they_are() -> None:
+    workload = Workload.of(sizes_of([30, 10, 20], max_new_tokens=7))
+    assert workload == Workload(num_requests=3, prompt_tokens=(10, 20, 30), max_new_tokens=7)
+    assert workload.sizes() == [SequenceSize(num_prompt_tokens=n, max_new_tokens=7) for n in (10, 20, 30)]
+    assert workload.mean_prompt_tokens == 20
+    assert workload.mean_squared_tokens == pytest.approx((100 + 400 + 900) / 3)
+    assert workload.mean_capacity_tokens == pytest.approx((32 + 32 + 48) / 3)
+    assert workload.num_new_tokens == 21
+
+
+def test_a_sample_of_many_has_the_mean_of_all() -> None:
+    lengths = [n * n % 977 + 1 for n in range(20_000)]
+    workload = Workload.of(sizes_of(lengths))
+    assert workload.num_requests == 20_000
+    assert len(workload.prompt_tokens) == MOST_LENGTHS
+    assert workload.mean_prompt_tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.005)
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(77, 418), (242, 256), (1693, 1984), (10, 10)])
+def test_mean_and_longest_are_met(mean: float, longest: int) -> None:
+    workload = Workload.from_mean(1000, mean=mean, longest=longest, max_new_tokens=8)
+    assert workload.mean_prompt_tokens == pytest.approx(mean, rel=0.01)
+    assert 0.98 * longest <= workload.prompt_tokens[-1] <= longest
+    assert list(workload.prompt_tokens) == sorted(workload.prompt_tokens)
+    assert sum(size.num_prompt_tokens for size in workload.sizes()) == pytest.approx(1000 * mean, rel=0.02)
+
+
+def test_a_mean_above_the_longest_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 <= mean <= longest"):
+        Workload.from_mean(10, mean=20, longest=10, max_new_tokens=1)
+
+
+def test_padding_makes_every_prompt_the_longest() -> None:
+    assert {s.num_prompt_tokens for s in Workload.of(sizes_of([3, 9])).padded().sizes()} == {9}
+
+
+@pytest.mark.parametrize(("lane_size", "expected"), [(1, 25.0), (2, 30.0), (3, (20 + 40) / 2), (4, 40.0), (9, 40.0)])
+def test_padding_costs_what_lanes_of_neighbours_compute(lane_size: int, expected: float) -> None:
+    assert Workload.of(sizes_of([40, 10, 30, 20])).mean_padded_tokens(lane_size) == pytest.approx(expected)
+
+
+def test_workloads_that_differ_have_other_digests() -> None:
+    one = Workload.of(sizes_of([3, 9]))
+    others = [Workload.of(sizes_of([3, 8])), Workload.of(sizes_of([3, 9], max_new_tokens=1)), one.padded()]
+    assert one.digest == Workload.of(sizes_of([9, 3])).digest
+    assert len({one.digest, *(other.digest for other in others)}) == 4
+
+
+def test_no_requests_are_a_workload_too() -> None:
+    assert Workload.of([]).sizes() == []
+    assert Workload.of([]).mean_prompt_tokens == 0
