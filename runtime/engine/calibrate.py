@@ -34,7 +34,7 @@ from .one_turn import TurnSeconds, measure_turn
 NUM_READS = 3  # layers, one behind the other
 NUM_REPEATS = 5
 LONG_SECONDS = 0.1  # what takes so long is done once: it is its own average
-KV_BYTES = 64 * MIB  # that decode attention goes over in turns, so that no cache holds all
+KV_BYTES = 64 * MIB  # that decode attention goes over in turns, or the run's own if it has less
 
 
 @torch.inference_mode()
@@ -50,7 +50,7 @@ def measure_rates(
     found = bench.layer()
     gemm, experts = bench.products(found.weights), bench.experts(found)
     disk, links = bench.disk(found.host), bench.links(found.host)
-    turn = bench.turn(gemm)
+    turn, beside = bench.turn(gemm), bench.decode_attention(ComputeDevice("cpu"))
     return MachineRates(
         disk_bytes_per_second=disk,
         link_in_bytes_per_second=links[0],
@@ -58,8 +58,8 @@ def measure_rates(
         gemm_flops_per_second=gemm,
         expert_flops_per_second=experts,
         memory_bytes_per_second=bench.memory(),
-        attention_bytes_per_second=bench.decode_attention(device),
-        cpu_attention_bytes_per_second=bench.decode_attention(ComputeDevice("cpu")),
+        attention_bytes_per_second=bench.decode_attention(device) if device.is_accelerator else beside,
+        cpu_attention_bytes_per_second=beside,
         prefill_attention_flops_per_second=bench.prompt_attention(),
         turn_seconds=turn.turn_seconds,
         pass_seconds=turn.pass_seconds,
@@ -195,7 +195,8 @@ class _Bench:
         num_pages = num_rows * num_row_pages
         pages = KVPages(num_pages, device)
         token = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=self.loaded.compute_dtype)
-        layers = [pages.layer(index, token, token) for index in range(max(1, most_rows // num_rows))]
+        num_layers = max(1, min(most_rows // num_rows, len(shape.layers)))
+        layers = [pages.layer(index, token, token) for index in range(num_layers)]
         for part in (part for layer in layers for part in layer):
             part.fill_(0.5)
         tables_Bn = torch.arange(num_pages, dtype=torch.int32, device=place).view(num_rows, -1)
