@@ -1,0 +1,49 @@
+"""A run's own layers, experts and lanes are measured, of every kind of lane; how fast they are is not asserted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.config import ModelConfig
+from runtime.engine.calibrate import measure_rates
+from runtime.model.loading import load_model
+from runtime.plan.experts import pageable_stages
+from runtime.plan.rates import UNLIMITED
+from runtime.plan.usual import Usual
+from runtime.store.reader import Reader
+from runtime.stream.device import ComputeDevice
+from tests.support import synthesize
+from tests.toy import sizes_of, toy_shape
+
+USUAL = Usual(chunk_tokens=32, num_rows=4, num_prompt_tokens=20, num_positions=24)
+DEVICE = ComputeDevice("cpu")
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("family", ["llama", "bloom", "mixtral", "deepseek-v3", "t5", "qwen3-next", "gpt-oss"])
+def test_every_rate_that_a_plan_asks_for_is_measured(family: str, is_paged: bool, tmp_path: Path) -> None:
+    loaded = load_model(ModelConfig(name=family, path=str(synthesize(family, tmp_path))), torch.device("cpu"), None)
+    paged = pageable_stages(loaded.shape) if is_paged else frozenset[int]()
+    with Reader(num_threads=2) as reader:
+        rates = measure_rates(loaded, reader, DEVICE, USUAL, paged)
+    assert set(rates.gemm_flops_per_second) == {1, 4, 16, 32}
+    assert bool(rates.expert_flops_per_second) == bool(pageable_stages(loaded.shape))
+    assert rates.link_in_bytes_per_second == UNLIMITED
+    assert all(
+        rate > 0
+        for rates_of in (rates.gemm_flops_per_second, rates.expert_flops_per_second)
+        for rate in rates_of.values()
+    )
+    assert 0 < rates.disk_bytes_per_second < UNLIMITED
+    assert 0 < rates.memory_bytes_per_second < UNLIMITED
+    assert 0 < rates.attention_bytes_per_second < UNLIMITED
+    assert 0 < rates.pass_seconds < 1
+    assert 0 <= rates.turn_seconds < 1
+
+
+def test_products_are_measured_at_the_sizes_of_the_run() -> None:
+    lanes = [sizes_of([100] * 3, max_new_tokens=20), sizes_of([40] * 5, max_new_tokens=20)]
+    usual = Usual.of(toy_shape(), lanes, 256)
+    assert (usual.chunk_tokens, usual.num_rows, usual.num_prompt_tokens, usual.num_positions) == (256, 5, 62, 72)
+    assert usual.product_rows == [1, 5, 16, 64, 128, 256]
