@@ -7,14 +7,11 @@ import os
 import platform
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from .config import DType, MachineConfig
 from .errors import ConfigError
-from .plan.profile import machine_of
-from .plan.rates import MachineRates
 from .profiles import DTypeRates, MeasuredRates
 from .store.cache_root import cache_root
 
@@ -65,17 +62,6 @@ def find_latest() -> MeasuredRates | None:
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     found = (kept for path in paths if (kept := _read(path)) is not None)
     return next((kept.rates for kept in found if (kept.host.hostname, kept.host.cpu) == here), None)
-
-
-def known_rates(config: MachineConfig, dtype: DType, host: Host) -> MachineRates | None:
-    """Of the profile that the config holds, else of what was measured of this host; None where that is nothing for
-    this dtype."""
-    if config.sheet is None and config.rates is None:
-        found = find(host)
-        if found is None or dtype.value not in found.dtypes:
-            return None
-        config = replace(config, rates=found)
-    return machine_of(config, dtype).rates
 
 
 @dataclass(frozen=True, kw_only=True)

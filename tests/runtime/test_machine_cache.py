@@ -9,13 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from runtime import Runtime
-from runtime.config import DType, MachineConfig
-from runtime.engine.requests import Request
-from runtime.machine_cache import Host, find, find_latest, keep, known_rates, this_host
-from runtime.plan.profile import machine_of
+from runtime.machine_cache import Host, find, find_latest, keep, this_host
 from runtime.profiles import DTypeRates, MeasuredRates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,32 +76,6 @@ def test_a_damaged_file_is_named_and_passed_over(rates: object, caplog: pytest.L
         assert find(HOST) is None
     assert str(HOST.path) in caplog.text
     assert "python -m jobs.measure" in caplog.text
-
-
-def test_a_profile_comes_before_what_was_measured() -> None:
-    keep(HOST, RATES)
-    profile = MachineConfig(rates=replace(RATES, disk_gb_per_second=2.0))
-    assert known_rates(profile, DType.float32, HOST) == machine_of(profile).rates
-    assert known_rates(MachineConfig(), DType.float32, HOST) == machine_of(MachineConfig(rates=RATES)).rates
-
-
-def test_a_dtype_that_was_not_measured_is_not_known() -> None:
-    keep(HOST, RATES)
-    assert known_rates(MachineConfig(), DType.bfloat16, HOST) is None
-
-
-def test_a_run_takes_the_disk_and_products_from_itself_and_the_rest_from_what_was_measured() -> None:
-    host = this_host("cpu", torch.get_num_threads())
-    keep(host, replace(RATES, disk_gb_per_second=1e9, turn_seconds=0.125))
-    runtime = Runtime()
-    request = runtime.request("0", [1, 2, 3])
-    assert isinstance(request, Request)
-    runtime.plan([request])
-    assert runtime._rates is not None
-    assert runtime._rates.turn_seconds == 0.125
-    assert runtime._rates.cpu_attention_bytes_per_second == 8e9
-    assert runtime._rates.disk_bytes_per_second < 1e18
-    assert len(runtime._rates.gemm_flops_per_second) > len(RATES.gemm_rows)
 
 
 def test_what_was_measured_is_read_without_torch(tmp_path: Path) -> None:

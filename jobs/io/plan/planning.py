@@ -1,10 +1,11 @@
 """A run's plan before there is a run: from sizes, facts and profiles that come with the project."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from runtime.config import DType, OffloadConfig, RuntimeConfig
+from runtime.config import DType, MachineConfig, OffloadConfig, RuntimeConfig
 from runtime.errors import ConfigError, require
+from runtime.machine_cache import find_latest
 from runtime.plan.machine import Machine
 from runtime.plan.memory import SequenceSize
 from runtime.plan.model_shape import ModelShape
@@ -40,7 +41,7 @@ class Planned:
 
 def make_plan(config: PlanConfig) -> Planned:
     """Raises ConfigError for what is not known, BudgetError where even the smallest block does not fit."""
-    machine = machine_of(config.machine, config.model.dtype)
+    machine = machine_of(_described(config.machine), config.model.dtype)
     dtype = _compute_dtype(config, machine)
     shape = read_shape(config.model.name, dtype)
     sizes = _sizes(config)
@@ -53,6 +54,13 @@ def make_plan(config: PlanConfig) -> Planned:
     runtime = config.runtime
     run = plan_run(shape, runtime, _budgets(config.offload, machine), sizes, rates=machine.rates)
     return Planned(config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run)
+
+
+def _described(config: MachineConfig) -> MachineConfig:
+    """Where it holds no profile, with what `jobs.measure` last kept of this host."""
+    if config.sheet is None and config.rates is None:
+        return replace(config, rates=find_latest())
+    return config
 
 
 def _compute_dtype(config: PlanConfig, machine: Machine) -> DType:
