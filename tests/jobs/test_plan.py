@@ -48,6 +48,14 @@ def test_the_report_has_ledgers_policy_prediction_and_the_beginning_of_the_sched
     assert sum(1 for line in schedule.splitlines() if not line.startswith("#")) == 5
 
 
+def test_a_searched_policy_is_reported_with_its_reasons() -> None:
+    text = report(plan("model=llama-3.2-1b", "machine=t4", "policy=hrm", "workload.num_requests=64"), num_actions=0)
+    chosen = text.partition("\nchosen:\n")[2].partition("\n\n")[0]
+    assert "policy " in chosen
+    assert " binds: " in chosen
+    assert "turning points" in chosen
+
+
 def test_no_action_asked_for_is_no_schedule() -> None:
     assert "schedule:" not in report(plan("model=llama-3.2-1b"), num_actions=0)
 

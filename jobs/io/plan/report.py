@@ -17,6 +17,7 @@ def report(planned: Planned, num_actions: int) -> str:
         _head(planned),
         *map(str, run.placement.ledgers),
         str(facts),
+        *(["\n  ".join(["chosen:", *run.choice.why])] if run.choice is not None else []),
         _prediction(planned),
         *(f"note: {note}" for note in notes),
         *([f"schedule:\n{schedule_text(run, max_actions=num_actions).rstrip()}"] if num_actions else []),
