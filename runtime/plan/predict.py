@@ -225,7 +225,7 @@ class _Clock:
         steady = PhaseTime(
             num_passes=1,
             seconds=(three.seconds - one.seconds) / 2 + self.rates.pass_seconds,
-            stall_seconds=(three.stall_seconds - one.stall_seconds) / 2,
+            stall_seconds=max(0.0, three.stall_seconds - one.stall_seconds) / 2,
             busy_seconds={r: (three.busy_seconds[r] - one.busy_seconds[r]) / 2 for r in Resource},
         )
         first = PhaseTime(seconds=one.seconds + self.rates.pass_seconds, stall_seconds=one.stall_seconds)
