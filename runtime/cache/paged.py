@@ -68,9 +68,9 @@ class PagedKV(Cache):
             for index in range(num_pages_for(row.past + 1) - 1, num_pages_for(row.past + new) if new else 0)
         ]
 
-    def add(self) -> None:
-        """A row for a new sequence, behind the others."""
-        self._rows.append(Row())
+    def add(self, past: int = 0) -> None:
+        """A row for a new sequence, behind the others; `past` of its positions are taken for cached."""
+        self._rows.append(Row(past=past))
 
     def remove(self, position: int) -> None:
         """Takes a row out; those behind it move up."""

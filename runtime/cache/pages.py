@@ -71,6 +71,12 @@ class KVPages:
                 self._layers[index] = self._allocate(like_k), self._allocate(like_v)
         return self._layers[index]
 
+    def fill(self, value: float) -> None:
+        """Every position of every layer that has memory."""
+        for parts in self._layers.values():
+            for part in parts:
+                part.fill_(value)
+
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         shape = self._shape(like)
         num_bytes = shape.numel() * like.itemsize

@@ -5,7 +5,7 @@ that its passes have: whatever slows the run slows the measurement.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from ..cache.host_attention import decode_attention
 from ..cache.pages import KVPages
 from ..cache.plain_attention import decode_attention_torch
-from ..model.events import Weights
+from ..model.events import NeedExperts, Weights
 from ..model.experts import Visits, bound_matrices, is_experts, mixed
 from ..model.loading import LoadedModel
 from ..model.stages import StreamedModule
 from ..model.weights import stage_weights
+from ..plan.anchor import anchored, with_overheads
 from ..plan.extents import slot_layout
+from ..plan.lane_work import packed_work
 from ..plan.memory import PAGE_TOKENS
 from ..plan.model_shape import ModelShape
 from ..plan.rates import UNLIMITED, MachineRates
@@ -29,10 +31,12 @@ from ..plan.usual import Usual
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..units import MIB
-from .one_turn import TurnSeconds, measure_turn
+from .experts import BatchedExperts
+from .rehearsal import Rehearsal
 
 NUM_READS = 3  # layers, one behind the other
 NUM_REPEATS = 5
+CACHED_BYTES = 1 << 30  # that a processor may hold in its caches
 LONG_SECONDS = 0.1  # what takes so long is done once: it is its own average
 KV_BYTES = 64 * MIB  # that decode attention goes over in turns, or the run's own if it has less
 
@@ -50,8 +54,8 @@ def measure_rates(
     found = bench.layer()
     gemm, experts = bench.products(found.weights), bench.experts(found)
     disk, links = bench.disk(found.host), bench.links(found.host)
-    turn, beside = bench.turn(gemm), bench.decode_attention(ComputeDevice("cpu"))
-    return MachineRates(
+    beside = bench.decode_attention(ComputeDevice("cpu"))
+    rates = MachineRates(
         disk_bytes_per_second=disk,
         link_in_bytes_per_second=links[0],
         link_out_bytes_per_second=links[1],
@@ -61,9 +65,8 @@ def measure_rates(
         attention_bytes_per_second=bench.decode_attention(device) if device.is_accelerator else beside,
         cpu_attention_bytes_per_second=beside,
         prefill_attention_flops_per_second=bench.prompt_attention(),
-        turn_seconds=turn.turn_seconds,
-        pass_seconds=turn.pass_seconds,
     )
+    return bench.rehearsed(rates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,22 +136,24 @@ class _Bench:
         return size / come, size / leave
 
     def products(self, weights: Weights) -> dict[int, float]:
-        """By rows; over the matrices of a layer, one of each shape, weighted by how many there are."""
+        """By rows; of the matrices of a layer, one after the other as in a run."""
         matrices = [weight for weight in weights.values() if weight.dim() == 2 and min(weight.shape) > 1]
-        by_shape = {tuple(weight.shape): weight for weight in matrices}
-        found = {}
-        for num_rows in self.usual.product_rows:
-            of_shape = {shape: self._product_seconds(weight, num_rows) for shape, weight in by_shape.items()}
-            seconds = sum(of_shape[tuple(weight.shape)] for weight in matrices)
-            found[num_rows] = 2.0 * num_rows * sum(weight.numel() for weight in matrices) / seconds
-        return found
+        size = sum(weight.numel() for weight in matrices)
+        return {rows: 2.0 * rows * size / self._product_seconds(matrices, rows) for rows in self.usual.product_rows}
 
-    def _product_seconds(self, weight: torch.Tensor, num_rows: int) -> float:
-        x_MK = torch.ones(num_rows, weight.shape[1], dtype=weight.dtype, device=self.device.torch_device)
-        return self._seconds(lambda: F.linear(x_MK, weight))
+    def _product_seconds(self, matrices: Sequence[torch.Tensor], num_rows: int) -> float:
+        widths = {weight.shape[1]: weight.dtype for weight in matrices}
+        place = self.device.torch_device
+        inputs = {width: torch.ones(num_rows, width, dtype=dtype, device=place) for width, dtype in widths.items()}
+
+        def sweep() -> None:
+            for weight in matrices:
+                F.linear(inputs[weight.shape[1]], weight)
+
+        return self._seconds(sweep)
 
     def experts(self, layer: _Layer) -> dict[int, float]:
-        """By rows, through the function that runs them; empty where the layer's code runs its own."""
+        """By rows of one expert, through the function that runs them; empty where the layer's code runs its own."""
         streamed = self._streamed(layer.stage)
         module = next((m for m in streamed.inner.modules() if is_experts(m)), None)
         if module is None:
@@ -157,12 +162,27 @@ class _Bench:
         paged = {name.removeprefix(prefix): weight[0] for name, weight in layer.expert.items()}
         work = stage_works(self.shape, frozenset())[layer.stage.index]
         bound = {name.removeprefix(f"{streamed.name}."): weight for name, weight in layer.weights.items()}
-        rows = {max(1, round(m * work.num_experts_per_token / work.hits(m))) for m in self.usual.product_rows}
+        found: dict[int, float] = {}
         with streamed.binding.bound(bound):
-            return {
-                num_rows: 2.0 * num_rows * work.expert_weights / self._expert_seconds(module, paged, num_rows)
-                for num_rows in sorted(rows)
-            }
+            for num_tokens in self.usual.product_rows:
+                rows = max(1, round(num_tokens * work.num_experts_per_token / work.hits(num_tokens)))
+                if paged:
+                    num_visits, seconds = rows, self._expert_seconds(module, paged, rows)
+                else:
+                    num_visits = num_tokens * work.num_experts_per_token
+                    seconds = self._routed_seconds(module, layer, num_tokens)
+                found[rows] = 2.0 * num_visits * work.expert_weights / seconds
+        return found
+
+    def _routed_seconds(self, module: torch.nn.Module, layer: _Layer, num_tokens: int) -> float:
+        """Of tokens that choose among all experts of the layer at random, and so unevenly."""
+        stage, place = layer.stage, self.device.torch_device
+        order = torch.rand(num_tokens, stage.num_experts, generator=torch.Generator().manual_seed(num_tokens))
+        weights_TK, experts_TK = order.topk(stage.num_experts_per_token)
+        hidden_TD = torch.ones(num_tokens, self.shape.hidden_size, dtype=self.loaded.compute_dtype, device=place)
+        event = NeedExperts(module, hidden_TD, experts_TK.to(place), weights_TK.to(hidden_TD))
+        batched = BatchedExperts(self.loaded, frozenset(), None)
+        return self._seconds(lambda: batched.run(stage.index, [event]))
 
     def _expert_seconds(self, module: torch.nn.Module, paged: Weights, num_rows: int) -> float:
         """Of expert 0, which all tokens visit."""
@@ -230,14 +250,29 @@ class _Bench:
         )
         return 2.0 * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / seconds
 
-    def turn(self, gemm: dict[int, float]) -> TurnSeconds:
-        """Of one token in the first layer, less its products."""
-        first = next(stage for stage in self.shape.stages if stage.kind.is_layer)
-        work = stage_works(self.shape, self.paged)[first.index]
-        found = measure_turn(self.loaded, self.device, self.layer(first).weights, first.index, NUM_REPEATS)
-        num_rows = min(gemm)
-        products = 2.0 * num_rows * work.dense_weights / gemm[num_rows]
-        return TurnSeconds(turn_seconds=max(0.0, found.turn_seconds - products), pass_seconds=found.pass_seconds)
+    def rehearsed(self, rates: MachineRates) -> MachineRates:
+        """With what passing the first layer shows. It is read anew each time, as in a run: weights that wait in the
+        processor's caches are faster than any model's."""
+        stage = next(stage for stage in self.shape.stages if stage.kind.is_layer)
+        work, layer = stage_works(self.shape, self.paged)[stage.index], self.layer(stage)
+        layout = slot_layout(stage.dense if stage.index in self.paged else stage)
+        fits_caches = layout.num_bytes <= CACHED_BYTES and not self.device.is_accelerator
+
+        def read() -> None:
+            self.reader.submit(layout.extents, layer.host.numpy().data).wait()
+
+        rehearsal = Rehearsal(
+            loaded=self.loaded,
+            device=self.device,
+            stage=stage.index,
+            weights=layer.weights,
+            read=read if fits_caches else lambda: None,
+        )
+        rates = with_overheads(rates, work, rehearsal.single())
+        if not self.shape.is_packed:
+            return rates
+        passes = self.usual.passes(max(1, work.kv_bytes), KV_BYTES)
+        return anchored(rates, self.shape, work, [(packed_work(pieces), rehearsal.packed(pieces)) for pieces in passes])
 
     def _seconds(self, act: Callable[[], object]) -> float:
         """The median; the first time, which compiles and takes up memory, is not counted, unless it is long."""

@@ -30,11 +30,12 @@ class PackedLane(Lane):
     def kv(self) -> PagedKV:
         return self._cache
 
-    def enter(self, sequence: Sequence) -> None:
-        """Whatever it has cached elsewhere is computed again."""
-        sequence.num_cached = 0
+    def enter(self, sequence: Sequence, *, past: int = 0) -> None:
+        """Whatever it has cached elsewhere is computed again, but for `past` positions of which a rehearsal takes that
+        nobody will look at them."""
+        sequence.num_cached = past
         self.sequences.append(sequence)
-        self._cache.add()
+        self._cache.add(past)
 
     def leave(self, sequence: Sequence) -> None:
         """Gives its pages back."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .lane_work import Piece
 from .memory import MicroBatch, pass_tokens
 from .model_shape import ModelShape
 
@@ -35,3 +36,17 @@ class Usual:
         """Ascending; nothing in the run has more than the last."""
         most = max(self.chunk_tokens, self.num_rows)
         return sorted({rows for rows in (*MEASURED_ROWS, self.chunk_tokens, self.num_rows) if rows <= most})
+
+    def passes(self, position_bytes: int, most_bytes: int) -> list[list[Piece]]:
+        """What a packed lane carries in a decode pass in the middle of the answers, and in a prefill pass whose prompts
+        are whole; shorter where the keys and values of a layer, at `position_bytes` each, would take more than
+        `most_bytes`."""
+        most = max(1, most_bytes // position_bytes)
+        chunk, prompt = min(self.chunk_tokens, most), self.num_prompt_tokens
+        prompts = [min(prompt, chunk - begin) for begin in range(0, chunk, prompt)]
+        num_rows = min(self.num_rows, most)
+        past = max(1, min(self.num_positions, most // num_rows) - 1)
+        return [
+            [Piece(past=past, new=1, asks=True)] * num_rows,
+            [Piece(past=0, new=new, asks=True) for new in prompts],
+        ]
