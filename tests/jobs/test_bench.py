@@ -6,8 +6,9 @@ import pytest
 
 from jobs.io.bench import attention
 from jobs.io.bench.config import BenchConfig, Contender
-from jobs.io.bench.measure import Result, Task, measure, prompts
+from jobs.io.bench.measure import measure
 from jobs.io.bench.report import markdown
+from jobs.io.bench.task import Result, Task, prompts
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint

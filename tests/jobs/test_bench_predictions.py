@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from jobs.io.bench.config import BenchConfig, Contender, Suite
-from jobs.io.bench.measure import Result, measure
+from jobs.io.bench.measure import measure
 from jobs.io.bench.predictions import Case, Outcome, outcomes_of, predictions_table
+from jobs.io.bench.task import Result
 from jobs.io.bench.worker import task_of
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError

@@ -32,10 +32,12 @@ class Contender(Enum):
 
 class Suite(Enum):
     """`speed`: contenders beside each other. `predictions`: Millrace's contenders, what was predicted beside what was
-    measured, for each of `checkpoints` and `blocks`."""
+    measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20 others,
+    offload=nvme, for each of `checkpoints`."""
 
     speed = "speed"
     predictions = "predictions"
+    policies = "policies"
 
 
 PREDICTED = (
@@ -82,12 +84,16 @@ class BenchConfig:
             "ignore_eos=false draws with Millrace's own seeds: leave out transformers and accelerate",
         )
         require(
-            self.suite is Suite.speed or set(self.contenders) <= set(PREDICTED),
+            self.suite is not Suite.predictions or set(self.contenders) <= set(PREDICTED),
             f"suite=predictions has contenders of {', '.join(each.value for each in PREDICTED)} only",
         )
         require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
         require(
-            self.suite is Suite.predictions or not self.checkpoints,
-            "checkpoints are for suite=predictions; otherwise set model.path",
+            self.suite is not Suite.speed or not self.checkpoints,
+            "checkpoints are for suite=predictions and suite=policies; otherwise set model.path",
+        )
+        require(
+            self.suite is not Suite.policies or self.num_prompts >= 4,
+            f"suite=policies divides all prompts into blocks: num_prompts must be 4 or more, got {self.num_prompts}",
         )
         require(self.weight_share > 0, f"weight_share must be above 0, got {self.weight_share}")

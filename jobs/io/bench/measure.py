@@ -6,26 +6,24 @@ memory what is on disk.
 """
 
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from threading import Event, Thread
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from runtime.api import Runtime
 from runtime.config import (
     Admission,
+    Attention,
     DType,
     MachineConfig,
     ModelConfig,
     OffloadConfig,
+    Order,
     PolicyConfig,
     PolicyKind,
     RuntimeConfig,
@@ -38,77 +36,32 @@ from runtime.plan.actions import WEIGHT_OPS
 from runtime.plan.extents import slot_layout
 from runtime.plan.memory import SequenceSize
 from runtime.plan.schedule import make_schedule
-from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
+from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, resident_bytes
 from runtime.stream.weights import WeightStream
 from runtime.trace import Trace
 from runtime.units import GIB
 
 from ..trace_file import tracing
+from . import peers
 from .attention import DTYPES, sweep
 from .reading import read_plainly
+from .task import Result, Task, forget_pages, prompts
 
 READ_PASSES = 4
-FORGET_SECONDS = 0.5  # less than a step of any peer takes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    contender: str
-    path: str
-    num_prompts: int
-    prompt_tokens: int
-    num_new_tokens: int
-    ignore_eos: bool
-    batch_size: int
-    micro_batch_size: int
-    num_micro_batches: int
-    weight_share: float
-    num_threads: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """`tokens` is empty for the contenders that only read; their `rate` is bytes per second. Predictions are
-    Millrace's."""
-
-    seconds: float
-    prefill_seconds: float
-    rate: float
-    peak_bytes: int
-    baseline_bytes: int
-    bytes_read: int
-    tokens: list[list[int]]
-    predicted_prefill_seconds: float = 0.0
-    predicted_decode_seconds: float = 0.0
-
-
-def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:
-    random = np.random.default_rng(77)
-    lengths = np.clip(np.round(np.exp(random.normal(np.log(median_tokens), 0.7, num_prompts))), 16, 256).astype(int)
-    return [random.integers(10, vocab_size - 10, size=int(length)).tolist() for length in lengths]
 
 
 def measure(task: Task) -> Result:
     torch.set_num_threads(task.num_threads)
     forget_pages(Path(task.path))
     kinds: dict[str, Callable[[Task], Result]] = {
-        "transformers": _transformers,
-        "accelerate": _accelerate,
+        "transformers": peers.transformers,
+        "accelerate": peers.accelerate,
         "read": _read,
         "plain_read": _read,
     }
     if task.contender in DTYPES:
         return _sweep(task)
     return kinds.get(task.contender, _millrace)(task)
-
-
-def forget_pages(directory: Path) -> None:
-    for file in directory.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fdatasync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def _runtime(
@@ -118,18 +71,20 @@ def _runtime(
     resident_layers: int | None = None,
     trace: Trace | None = None,
 ) -> tuple[Runtime, list[Request]]:
-    """For nvme the host budget is `weight_share` of the weights plus the KV of a block of the longest requests, however
-    they are admitted."""
+    """For nvme the host budget is `weight_share` of the weights plus the KV of the longest requests that have seats,
+    however they are admitted."""
 
     def make(host_memory_gib: float | None) -> tuple[Runtime, list[Request]]:
         config = RuntimeConfig(
             model=ModelConfig(name="bench", path=task.path, dtype=DType.float32),
             offload=OffloadConfig(tier=tier, host_memory_gib=host_memory_gib, resident_layers=resident_layers),
             policy=PolicyConfig(
-                kind=PolicyKind.fixed,
+                kind=PolicyKind(task.policy),
                 micro_batch_size=task.micro_batch_size,
                 num_micro_batches=task.num_micro_batches,
                 admission=admission,
+                schedule=Order(task.schedule),
+                attention=Attention(task.attention),
             ),
             sampling=SamplingConfig(
                 max_new_tokens=task.num_new_tokens,
@@ -148,7 +103,7 @@ def _runtime(
         return runtime, requests
     shape = runtime.model.shape
     sizes = [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
-    num_seats = task.micro_batch_size * task.num_micro_batches
+    num_seats = task.num_kv_seats or task.micro_batch_size * task.num_micro_batches
     positions = sum(sorted((size.capacity_tokens for size in sizes), reverse=True)[:num_seats])
     budget = task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token
     return make(budget / GIB)
@@ -192,63 +147,7 @@ def _millrace(task: Task) -> Result:
         tokens=[tokens[index] for index in sorted(tokens)],
         predicted_prefill_seconds=plan.prediction.prefill_seconds if plan.prediction else 0.0,
         predicted_decode_seconds=plan.prediction.decode_seconds if plan.prediction else 0.0,
-    )
-
-
-def _transformers(task: Task) -> Result:
-    model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32).eval()
-    return _generate(task, model)
-
-
-def _accelerate(task: Task) -> Result:
-    """Every decoder layer on disk, embeddings and head in memory: what its users get for a model that does not fit.
-    Nor would such a model stay in the page cache from one step to the next, so its pages are dropped all along."""
-    from accelerate import disk_offload
-
-    with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
-        model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32).eval()
-        disk_offload(model, offload_dir=folder, execution_device=torch.device("cpu"))
-        is_done = Event()
-        cleaner = Thread(target=_forget_until, args=(is_done, Path(folder)))
-        cleaner.start()
-        try:
-            return _generate(task, model)
-        finally:
-            is_done.set()
-            cleaner.join()
-
-
-def _forget_until(is_done: Event, directory: Path) -> None:
-    while not is_done.wait(FORGET_SECONDS):
-        forget_pages(directory)
-
-
-@torch.inference_mode()
-def _generate(task: Task, model: PreTrainedModel) -> Result:
-    """Batches of neighbours in length, left-padded, longest first."""
-    ids = prompts(task.num_prompts, model.config.get_text_config().vocab_size, task.prompt_tokens)
-    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-    config = GenerationConfig(max_new_tokens=task.num_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
-    tokens: dict[int, list[int]] = {}
-    baseline, read_before = resident_bytes(), disk_read_bytes()
-    reset_peak()
-    begin = time.monotonic()
-    for start in range(0, len(order), task.batch_size):
-        members = order[start : start + task.batch_size]
-        width = max(len(ids[i]) for i in members)
-        rows = torch.tensor([[0] * (width - len(ids[i])) + ids[i] for i in members])
-        mask = torch.tensor([[0] * (width - len(ids[i])) + [1] * len(ids[i]) for i in members])
-        out = model.generate(rows, attention_mask=mask, generation_config=config)  # pyright: ignore[reportCallIssue]
-        tokens |= {i: row[width:].tolist() for i, row in zip(members, out, strict=True)}
-    seconds = time.monotonic() - begin
-    return Result(
-        seconds=seconds,
-        prefill_seconds=0.0,
-        rate=sum(map(len, tokens.values())) / seconds,
-        peak_bytes=peak_resident_bytes(),
-        baseline_bytes=baseline,
-        bytes_read=disk_read_bytes() - read_before,
-        tokens=[tokens[i] for i in sorted(tokens)],
+        policy=str(plan.choice.best.policy) if plan.choice is not None else "",
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from .measure import Result
+from .task import Result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from runtime.units import GIB, format_bytes
 
 from .attention import LINK_BYTES_PER_SECOND, layer_bytes
-from .measure import Result
+from .task import Result
 
 Rounds = Mapping[str, Sequence[Result]]
 

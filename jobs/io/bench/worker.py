@@ -10,7 +10,7 @@ from runtime.errors import MillraceError
 
 from ..allocator import with_tunable
 from .config import PEERS, BenchConfig, Contender
-from .measure import Result, Task
+from .task import Result, Task
 
 
 def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> Task:

@@ -1,0 +1,101 @@
+"""What policy=hrm chooses, beside a fixed grid of policies on the same requests within the same budget."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from runtime.config import Attention, Order, PolicyKind
+
+from .config import BenchConfig, Contender
+from .task import Result, Task
+from .worker import task_of
+
+SIZES = ((1, 4), (1, 2), (1, 1), (4, 4), (2, 2))  # micro-batches of a block, and which part of all prompts each has
+WAYS = (
+    (Order.zigzag, Attention.device),
+    (Order.zigzag, Attention.cpu),
+    (Order.flexgen, Attention.device),
+    (Order.module_batched, Attention.device),
+)
+NUM_AGAIN = 3  # of the grid, the fastest, that later rounds measure too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """A policy on a checkpoint."""
+
+    path: str
+    task: Task
+
+    @property
+    def is_searched(self) -> bool:
+        return self.task.policy == PolicyKind.hrm.value
+
+    @property
+    def name(self) -> str:
+        task = self.task
+        if self.is_searched:
+            return "hrm"
+        where = "" if task.attention == Attention.device.value else ", attention on workers"
+        return f"{task.num_micro_batches} x {task.micro_batch_size}, {task.schedule}{where}"
+
+    def __str__(self) -> str:
+        return f"{Path(self.path).name} {self.name}"
+
+
+def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
+    """The search's, then the grid's. All have the budget of a block of all prompts."""
+    base = replace(task_of(config, Contender.nvme, path, config.num_prompts), num_kv_seats=config.num_prompts)
+    yield Attempt(path=path, task=replace(base, policy=PolicyKind.hrm.value))
+    for count, part in SIZES:
+        for order, attention in WAYS:
+            task = replace(
+                base,
+                micro_batch_size=max(1, config.num_prompts // part),
+                num_micro_batches=count,
+                schedule=order.value,
+                attention=attention.value,
+            )
+            yield Attempt(path=path, task=task)
+
+
+def worth_repeating(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]:
+    """Of each checkpoint what was searched, and the fastest of the grid."""
+    found: list[Attempt] = []
+    for path in {attempt.path: None for attempt in rounds}:
+        mine = [attempt for attempt in rounds if attempt.path == path]
+        grid = sorted((a for a in mine if not a.is_searched), key=lambda a: -_rate(rounds[a]))
+        found += [*(a for a in mine if a.is_searched), *grid[:NUM_AGAIN]]
+    return found
+
+
+def policies_table(rounds: Mapping[Attempt, Sequence[Result]]) -> str:
+    """Fastest first. What comes of the grid's fastest is flattered where only one round measured it."""
+    lines: list[str] = []
+    for path in {attempt.path: None for attempt in rounds}:
+        mine = sorted((a for a in rounds if a.path == path), key=lambda a: -_rate(rounds[a]))
+        searched = next(a for a in mine if a.is_searched)
+        best = next(a for a in mine if not a.is_searched)
+        ratio = _rate(rounds[searched]) / _rate(rounds[best])
+        lines += [
+            f"{Path(path).name}: hrm at {ratio:.2f} of the best of {len(mine) - 1} policies ({best.name})",
+            "",
+            "| policy | tokens/s, median (min-max) | rounds | predicted |",
+            "|---|---|---|---|",
+            *(_row(attempt, rounds[attempt]) for attempt in mine),
+            "",
+        ]
+    return "\n".join(lines).rstrip()
+
+
+def _row(attempt: Attempt, results: Sequence[Result]) -> str:
+    rates = [result.rate for result in results]
+    seconds = median(result.predicted_prefill_seconds + result.predicted_decode_seconds for result in results)
+    predicted = f"{sum(map(len, results[0].tokens)) / seconds:.1f}" if seconds else "-"
+    name = attempt.name + (f": {results[0].policy}" if attempt.is_searched else "")
+    return f"| {name} | {median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f}) | {len(rates)} | {predicted} |"
+
+
+def _rate(results: Sequence[Result]) -> float:
+    return median(result.rate for result in results)

@@ -1,0 +1,62 @@
+"""What is asked of one measurement and what it answers, and what all contenders have in common."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from runtime.config import Attention, Order, PolicyKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`num_kv_seats`: sequences whose keys and values the budget has room for; None: those of a block."""
+
+    contender: str
+    path: str
+    num_prompts: int
+    prompt_tokens: int
+    num_new_tokens: int
+    ignore_eos: bool
+    batch_size: int
+    micro_batch_size: int
+    num_micro_batches: int
+    weight_share: float
+    num_threads: int
+    policy: str = PolicyKind.fixed.value
+    schedule: str = Order.zigzag.value
+    attention: str = Attention.device.value
+    num_kv_seats: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """`tokens` is empty for the contenders that only read; their `rate` is bytes per second. Predictions are
+    Millrace's."""
+
+    seconds: float
+    prefill_seconds: float
+    rate: float
+    peak_bytes: int
+    baseline_bytes: int
+    bytes_read: int
+    tokens: list[list[int]]
+    predicted_prefill_seconds: float = 0.0
+    predicted_decode_seconds: float = 0.0
+    policy: str = ""  # that a search chose
+
+
+def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:
+    random = np.random.default_rng(77)
+    lengths = np.clip(np.round(np.exp(random.normal(np.log(median_tokens), 0.7, num_prompts))), 16, 256).astype(int)
+    return [random.integers(10, vocab_size - 10, size=int(length)).tolist() for length in lengths]
+
+
+def forget_pages(directory: Path) -> None:
+    for file in directory.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
