@@ -6,9 +6,10 @@ import pytest
 
 from runtime.config import Order
 from runtime.plan.check import check_schedule
-from runtime.plan.cost import Durations, Resource, SimulatedPasses, simulate
+from runtime.plan.cost import Resource, SimulatedPasses, simulate
 from runtime.plan.rates import MachineRates
 from runtime.plan.schedule import make_schedule
+from runtime.plan.script import Durations
 from runtime.plan.walk import Walk
 
 NUM_STAGES = 4
