@@ -24,6 +24,7 @@ class Timeline:
     """`which`: the passes that are shown, in words. They begin with empty slots, at second 0."""
 
     which: str
+    names: Sequence[str]
     passes: Sequence[PlayedPass]
 
     @property
@@ -34,6 +35,7 @@ class Timeline:
 @dataclass(frozen=True, kw_only=True)
 class _Passes:
     which: str
+    names: Sequence[str]
     stretches: Sequence[Stretch]
 
 
@@ -46,7 +48,7 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
         lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
         shown = _of_block(shape, lanes, plan.policy.prefill_chunk_tokens)
     passes = [_priced(shape, plan.placement, each, rates) for each in shown.stretches]
-    return Timeline(which=shown.which, passes=play_passes(passes, rates.pass_seconds))
+    return Timeline(which=shown.which, names=shown.names, passes=play_passes(passes, rates.pass_seconds))
 
 
 def _priced(
@@ -61,6 +63,7 @@ def _mixed(plan: RunPlan, sizes: Sequence[SequenceSize]) -> _Passes:
     count = NUM_DECODE_PASSES + 1
     return _Passes(
         which=f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded",
+        names=["mixed pass"] * count,
         stretches=[found[len(found) // 2]] * count,
     )
 
@@ -75,6 +78,7 @@ def _of_block(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int)
     decode = f" and decode passes 1 to {num_shown} of {num_decode:,}" if num_shown else ""
     return _Passes(
         which=f"prefill pass 1 of {num_prefill:,}{decode} of the first block",
+        names=["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))],
         stretches=[
             Stretch(
                 num_passes=1,
