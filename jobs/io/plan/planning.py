@@ -75,7 +75,11 @@ def _per_second(num_tokens: int, seconds: float) -> float | None:
 
 def make_plan(config: PlanConfig) -> Planned:
     """Raises ConfigError for what is not known, BudgetError where even the smallest block does not fit."""
-    machine = machine_of(_described(config.machine), config.model.dtype)
+    return plan_on(machine_of(_described(config.machine), config.model.dtype), config)
+
+
+def plan_on(machine: Machine, config: PlanConfig) -> Planned:
+    """As `make_plan`, for a machine that need not be the one of the config."""
     dtype = _compute_dtype(config, machine)
     shape = read_shape(config.model.name, dtype)
     sizes = _sizes(config)
