@@ -33,13 +33,22 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurningPoint:
+    """Where one roof meets another."""
+
+    name: str
+    intensity: float
+    flops_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Roofs:
-    """`road_bytes_per_second`: of streamed weights, the road that the turning points are about."""
+    """`turning_points`: those that are known, and above 0. `needed_sequences` make a block that reaches P2."""
 
     roofs: Sequence[Roof]
     operations: Sequence[Operation]
-    standing: Standing
-    road_bytes_per_second: float
+    turning_points: Sequence[TurningPoint]
+    needed_sequences: float
     num_sequences: int
     num_rows: int  # that feed-forward layers take at once
 
@@ -53,8 +62,8 @@ def roofs_of(shape: ModelShape, machine: Machine, tier: Tier, plan: RunPlan) -> 
     return Roofs(
         roofs=_roofs(work, machine),
         operations=[_attention(stand, machine, plan), _feed_forward(stand, work, machine, tier, plan, num_rows)],
-        standing=stand,
-        road_bytes_per_second=road_bytes_per_second(machine, tier),
+        turning_points=_turning_points(stand, machine, tier),
+        needed_sequences=stand.needed_sequences,
         num_sequences=num_sequences,
         num_rows=num_rows,
     )
@@ -81,6 +90,19 @@ def _roofs(work: LayerWork, machine: Machine) -> list[Roof]:
         disk,
     ]  # fmt: skip
     return [roof for roof in roofs if roof.level.bytes_per_second < inf]
+
+
+def _turning_points(stand: Standing, machine: Machine, tier: Tier) -> list[TurningPoint]:
+    """P1 is about the link, P2 about the whole road of streamed weights."""
+    roads = {
+        "P1": (stand.points.p1, machine.rates.link_in_bytes_per_second),
+        "P2": (stand.points.p2, road_bytes_per_second(machine, tier)),
+    }
+    return [
+        TurningPoint(name=name, intensity=intensity, flops_per_second=rate * intensity)
+        for name, (intensity, rate) in roads.items()
+        if intensity
+    ]
 
 
 def _attention(stand: Standing, machine: Machine, plan: RunPlan) -> Operation:

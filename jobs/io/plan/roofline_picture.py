@@ -1,4 +1,4 @@
-"""A plan's hierarchical roofline as a picture: what each road and each processor lets through, and what the plan asks."""
+"""A plan's hierarchical roofline as a picture: what roads and processors let through, and what the plan asks for."""
 
 from math import inf, isfinite
 from pathlib import Path
@@ -12,7 +12,7 @@ from ..figure import figure
 
 HEIGHT_PIXELS = 720
 COLOURS = {"device memory": "#f58518", "host memory": "#54a24b", "link": "#4c78a8", "disk": "#b279a2"}
-POINTS = ("#e45756", "#333333")
+MARKS = (("o", "#e45756"), ("s", "#333333"))
 POINT_COLOUR = "#666666"
 LEFT_OCTAVES, RIGHT_OCTAVES = 2, 2  # of the intensities that matter
 GIGA, TERA = 1e9, 1e12
@@ -32,17 +32,17 @@ def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
             _roof(axes, roof, begin, end)
         _peaks(axes, roofs, end)
         _turning_points(axes, roofs)
-        for operation, marker in zip(roofs.operations, "os", strict=True):
-            _operation(axes, operation, marker)
+        for operation, (marker, colour) in zip(roofs.operations, MARKS, strict=True):
+            _operation(axes, operation, marker, colour)
         axes.legend(loc="lower right", frameon=True, framealpha=0.9)
 
 
 def _range(roofs: Roofs) -> tuple[float, float]:
     """Of intensities: all points and turning points, and where every roof becomes flat."""
-    points = roofs.standing.points
+    turning = [each.intensity for each in roofs.turning_points]
     ridges = [roof.level.flops_per_second / roof.level.bytes_per_second for roof in roofs.roofs]
     asked = [value for each in roofs.operations for value in (each.intensity, each.own_intensity)]
-    found = [value for value in (*ridges, *asked, points.p2, points.p1 or 0) if 0 < value < inf]
+    found = [value for value in (*ridges, *asked, *turning) if 0 < value < inf]
     return min(found) / 2**LEFT_OCTAVES, max(found) * 2**RIGHT_OCTAVES
 
 
@@ -69,26 +69,24 @@ def _peaks(axes: Axes, roofs: Roofs, end: float) -> None:
 
 
 def _turning_points(axes: Axes, roofs: Roofs) -> None:
-    points, bottom = roofs.standing.points, axes.get_ylim()[0]
-    named = {"P1": points.p1, "P2": points.p2}
-    for name, intensity in named.items():
-        if intensity:
-            height = roofs.road_bytes_per_second * intensity
-            axes.plot([intensity, intensity], [bottom, height], color=POINT_COLOUR, linewidth=1, linestyle=":")
-            axes.plot([intensity], [height], marker="D", color=POINT_COLOUR, markersize=5)
-            text = f"{name} = {intensity:,.3g}"
-            axes.annotate(text, (intensity, bottom), (4, 4), textcoords="offset points", color=POINT_COLOUR)
+    bottom = axes.get_ylim()[0]
+    for point in roofs.turning_points:
+        at, height = point.intensity, point.flops_per_second
+        axes.plot([at, at], [bottom, height], color=POINT_COLOUR, linewidth=1, linestyle=":")
+        axes.plot([at], [height], marker="D", color=POINT_COLOUR, markersize=6, linestyle="", zorder=5)
+        axes.annotate(
+            f"{point.name} = {at:,.3g}", (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR
+        )
 
 
-def _operation(axes: Axes, operation: Operation, marker: str) -> None:
+def _operation(axes: Axes, operation: Operation, marker: str, colour: str) -> None:
     """At its intensity over the road; a hollow mark where its own memory sees it."""
-    colour, rate = POINTS["os".index(marker)], operation.flops_per_second
+    rate = operation.flops_per_second
+    style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "", "zorder": 5}
     label = f"{operation.name}: {operation.intensity:,.3g} FLOPs per byte, {rate / TERA:,.3g} TFLOP/s"
-    axes.plot(
-        [operation.intensity], [rate], marker=marker, color=colour, markersize=9, linestyle="", label=label, zorder=5
-    )
+    axes.plot([operation.intensity], [rate], label=label, **style)
     if operation.own_intensity != operation.intensity:
-        both = [operation.intensity, operation.own_intensity]
-        axes.plot(both, [rate, rate], color=colour, linewidth=1, linestyle="--", zorder=4)
-        axes.plot(both[1:], [rate], marker=marker, color=colour, markersize=9, fillstyle="none", linestyle="", zorder=5,
-                  label=f"the same, {operation.own_intensity:,.3g} FLOPs per byte of its own memory")  # fmt: skip
+        own = operation.own_intensity
+        axes.plot([operation.intensity, own], [rate, rate], color=colour, linewidth=1, linestyle="--", zorder=4)
+        label = f"the same: {own:,.3g} FLOPs per byte of its own memory"
+        axes.plot([own], [rate], label=label, fillstyle="none", **style)

@@ -16,8 +16,9 @@ from .planning import Planned, plan_on
 
 GIGA = 1e9
 STEP = 2**0.5
-AROUND, AHEAD = range(-4, 5), range(-4, 7)  # steps below and above what is configured
-BLOCKS = range(-8, 17)
+AHEAD, BLOCKS = range(-4, 7), range(-8, 9)  # steps below and above what is configured
+MEMORY_STEP, MEMORIES = 2**0.25, range(-6, 5)
+LIMIT_SHARE = 0.05  # how exactly the largest block that fits is found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +47,35 @@ class Outcome:
 def sweep(axes: Sequence[Axis]) -> Iterator[Outcome]:
     """Plans as it goes: a search each, with policy=hrm. Raises ConfigError for values that make no plan."""
     for axis in axes:
+        fitting = 0.0
         for value in axis.values:
-            try:
-                yield Outcome(axis=axis, value=value, planned=axis.plan(value))
-            except BudgetError as error:
-                yield Outcome(axis=axis, value=value, planned=None, refusal=str(error).splitlines()[0])
-                if axis.is_open:
-                    break
+            outcome = _tried(axis, value)
+            if axis.is_open and outcome.planned is None:
+                yield from _limit(axis, fitting, value)
+                break
+            yield outcome
+            fitting = value
+
+
+def _tried(axis: Axis, value: float) -> Outcome:
+    try:
+        return Outcome(axis=axis, value=value, planned=axis.plan(value))
+    except BudgetError as error:
+        return Outcome(axis=axis, value=value, planned=None, refusal=str(error).splitlines()[0])
+
+
+def _limit(axis: Axis, fitting: float, refused: float) -> Iterator[Outcome]:
+    """Whole values: the largest that fits, to a twentieth, unless that is `fitting`; and the least that does not."""
+    best, worst = None, _tried(axis, refused)
+    low, high = fitting, refused
+    while high - low > max(1, LIMIT_SHARE * low):
+        outcome = _tried(axis, (low + high) // 2)
+        if outcome.planned is None:
+            worst, high = outcome, outcome.value
+        else:
+            best, low = outcome, outcome.value
+    yield from [best] if best is not None else []
+    yield worst
 
 
 def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
@@ -74,7 +97,7 @@ def _memories(config: PlanConfig, planned: Planned) -> list[Axis]:
             name=f"{ledger.memory} memory",
             unit="GiB",
             here=ledger.budget_bytes / GIB,
-            values=_steps(ledger.budget_bytes / GIB, AROUND),
+            values=_steps(ledger.budget_bytes / GIB, MEMORIES, MEMORY_STEP),
             plan=partial(plan, f"{ledger.memory}_memory_gib"),
         )
         for ledger in reversed(planned.run.placement.ledgers)
@@ -151,7 +174,8 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
     ]
     if not found:
         raise ConfigError(
-            "plan.sweep=bandwidth: this plan moves nothing over a disk or a link; set offload= or less memory"
+            "plan.sweep=bandwidth: this plan moves nothing over a disk or a link; set offload=cpu, offload=nvme "
+            "or less memory with offload.device_memory_gib or offload.host_memory_gib"
         )
     return found
 
@@ -168,6 +192,6 @@ def _with_link(machine: Machine, bytes_per_second: float) -> Machine:
     return replace(machine, rates=changed)
 
 
-def _steps(here: float, steps: range) -> list[float]:
-    """Half octaves, to three digits; what is configured is among them as it is."""
-    return [here if step == 0 else float(f"{here * STEP**step:.3g}") for step in steps]
+def _steps(here: float, steps: range, step: float = STEP) -> list[float]:
+    """To three digits; what is configured is among them as it is."""
+    return [float(f"{here * step**number:.3g}") if number else here for number in steps]

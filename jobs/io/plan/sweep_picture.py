@@ -63,7 +63,7 @@ def _panel(axes: Axes, axis: Axis, outcomes: Sequence[Outcome]) -> None:
         bound = [at for at, (_, plan) in enumerate(fitting) if plan.prediction.decode.binding is resource]
         for rates in (_decode(outcomes), _total(outcomes)):
             axes.scatter([where[at] for at in bound], [rates[at] for at in bound], color=colour, s=34, zorder=3)
-    _mark(axes, axis.here, "as configured", "#888888")
+    _mark(axes, axis.here, "the plan", "#888888")
 
 
 def _decode(outcomes: Sequence[Outcome]) -> list[float]:

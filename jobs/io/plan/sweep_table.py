@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from runtime.plan.facts import PlanFacts
@@ -13,7 +13,7 @@ from .planning import Planned
 from .sweep import Outcome
 
 HEAD = (
-    f"{'':<16}{'':>10}  {'N':>6} {'mu':>5}  {'attention':<9} {'schedule':<14} {'resident':>8}  "
+    f"{'':<34}  {'N':>6} {'mu':>5}  {'attention':<9} {'schedule':<14} {'resident':>8}  "
     f"{'prefill':>10} {'decode':>10} {'total':>10}  binds prefill / decode"
 )
 
@@ -48,29 +48,25 @@ class SweepRow:
         return varied if planned is None else _filled(varied, planned)
 
     def __str__(self) -> str:
-        varied = f"{self.varied:<16}{f'{self.value:.4g} {_SHORT.get(self.unit, self.unit)}':>10}  "
+        value = f"{self.value:,.0f}" if self.value >= 1000 else f"{self.value:.4g}"
+        varied = f"{self.varied:<16}{value:>8} {self.unit:<9}  "
         if not self.fits:
             return f"{varied}does not fit"
         rates = (self.prefill_tokens_per_second, self.decode_tokens_per_second, self.total_tokens_per_second)
+        speeds = " ".join("-".rjust(10) if rate is None else f"{rate:>10,.1f}" for rate in rates)
         return (
             f"{varied}{self.num_sequences:>6} {self.micro_batch_size:>5}  {self.attention:<9} {self.schedule:<14} "
-            f"{self.resident_share:>8.0%}  {' '.join('-'.rjust(10) if rate is None else f'{rate:>10,.1f}' for rate in rates)}  "
+            f"{self.resident_share:>8.0%}  {speeds}  "
             f"{self.prefill_binding or '-'} / {self.decode_binding or '-'}"
         )
-
-
-_SHORT = {"sequences": "", "tokens": ""}
 
 
 def _filled(row: SweepRow, planned: Planned) -> SweepRow:
     run, layers = planned.run, planned.shape.layers
     facts = PlanFacts.of(planned.config, planned.shape, run, dtype=planned.dtype.value)
     rates, phases = planned.throughput, planned.prediction
-    return SweepRow(
-        varied=row.varied,
-        value=row.value,
-        unit=row.unit,
-        fits=True,
+    return replace(
+        row,
         num_sequences=max(len(block.members) for block in run.blocks),
         micro_batch_size=run.lane_size,
         num_micro_batches=run.num_lanes,

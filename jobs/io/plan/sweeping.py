@@ -27,9 +27,10 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
         rows.append(SweepRow.of(outcome))
         yield str(rows[-1])
     write_csv(directory / f"{kind.value}.csv", rows)
-    knee = roofs.standing.needed_sequences if kind is Sweep.batch else None
-    draw_sweep(directory / f"{kind.value}.png", outcomes, f"{name}, policy={config.policy.kind.value}", knee)
+    knee = roofs.needed_sequences if kind is Sweep.batch else None
+    said = [name, f"policy={config.policy.kind.value}", *([] if knee is None else [f"P2 at {knee:,.0f} sequences"])]
+    draw_sweep(directory / f"{kind.value}.png", outcomes, ", ".join(said), knee)
     block = f"a block of {roofs.num_sequences:,} sequences, {roofs.num_rows:,} at once in feed-forward layers"
     draw_roofline(directory / "roofline.png", roofs, f"{name}: a decode pass over {block}")
     if knee is not None:
-        yield f"knee: {knee:,.0f} sequences reach P2, beyond which the road of weights no longer bounds feed-forward layers"
+        yield f"P2: with {knee:,.0f} sequences or more the road of weights no longer bounds feed-forward layers"
