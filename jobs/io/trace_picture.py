@@ -159,8 +159,8 @@ def _bars(axes: Axes, bars: Sequence[Bar], factor: float, pixels_per_second: flo
             middle = (bar.begin + width / 2) * factor
             axes.text(middle, bar.top + 0.47, label, ha="center", va="center", fontsize=7.5, clip_on=True)
     for (top, op, has_edge), ranges in groups.items():
-        edge = {"edgecolor": "white", "linewidth": 0.6} if has_edge else {"linewidth": 0}
-        axes.broken_barh(ranges, (top + 0.04, 0.86), facecolor=COLOURS.get(op, OTHER), **edge)
+        colour, width = COLOURS.get(op, OTHER), 0.6 if has_edge else 0.0
+        axes.broken_barh(ranges, (top + 0.04, 0.86), facecolor=colour, edgecolor="white", linewidth=width)
 
 
 def _label(bar: Bar, pixels: float) -> str:

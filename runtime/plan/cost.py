@@ -74,7 +74,7 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> Simul
 
 def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[PlayedPass]:
     """One pass of each, one behind the other, with what ran when. Slots that the pass before has filled for this one
-    are not filled again. `pass_seconds`: of compute's thread, behind each."""
+    are not filled again. `pass_seconds`: of compute's thread, behind each; reads go on beside it."""
     events = Events()
     scripts = [Script(schedule, durations, events) for schedule, durations in passes]
     clock, played = _Clock(events.count), list[PlayedPass]()

@@ -75,7 +75,7 @@ def _turning_points(axes: Axes, roofs: Roofs) -> None:
         axes.plot([at, at], [bottom, height], color=POINT_COLOUR, linewidth=1, linestyle=":")
         axes.plot([at], [height], marker="D", color=POINT_COLOUR, markersize=6, linestyle="", zorder=5)
         axes.annotate(
-            f"{point.name} = {at:,.3g}", (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR
+            f"{point.name} = {_number(at)}", (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR
         )
 
 
@@ -83,10 +83,14 @@ def _operation(axes: Axes, operation: Operation, marker: str, colour: str) -> No
     """At its intensity over the road; a hollow mark where its own memory sees it."""
     rate = operation.flops_per_second
     style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "", "zorder": 5}
-    label = f"{operation.name}: {operation.intensity:,.3g} FLOPs per byte, {rate / TERA:,.3g} TFLOP/s"
+    label = f"{operation.name}: {_number(operation.intensity)} FLOPs per byte, {rate / TERA:,.3g} TFLOP/s"
     axes.plot([operation.intensity], [rate], label=label, **style)
     if operation.own_intensity != operation.intensity:
         own = operation.own_intensity
         axes.plot([operation.intensity, own], [rate, rate], color=colour, linewidth=1, linestyle="--", zorder=4)
-        label = f"the same: {own:,.3g} FLOPs per byte of its own memory"
+        label = f"the same: {_number(own)} FLOPs per byte of its own memory"
         axes.plot([own], [rate], label=label, fillstyle="none", **style)
+
+
+def _number(intensity: float) -> str:
+    return f"{intensity:,.0f}" if intensity >= 100 else f"{intensity:.3g}"
