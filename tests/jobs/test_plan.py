@@ -52,7 +52,7 @@ def test_a_searched_policy_is_reported_with_its_reasons() -> None:
     text = report(plan("model=llama-3.2-1b", "machine=t4", "policy=hrm", "workload.num_requests=64"), num_actions=0)
     chosen = text.partition("\nchosen:\n")[2].partition("\n\n")[0]
     assert "policy " in chosen
-    assert " binds: " in chosen
+    assert " binds; by the roofline" in chosen
     assert "turning points" in chosen
 
 

@@ -51,7 +51,7 @@ def test_each_row_has_the_budget_that_it_says() -> None:
 
 
 def test_what_does_not_fit_is_a_row_with_the_reason() -> None:
-    refused = [SweepRow.of(each) for each in swept("plan.sweep=memory", "plan.sweep_points=[0.5]")]
+    refused = [SweepRow.of(each) for each in swept("plan.sweep=memory", "plan.sweep_points=[0.02]")]
     assert [row.fits for row in refused] == [False, False]
     assert all("memory" in row.refusal and row.num_sequences is None for row in refused)
 
