@@ -1,6 +1,6 @@
 """The outcomes of a sweep as a picture: predicted throughput against what is varied, coloured by what binds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -25,8 +25,8 @@ LINE, REFUSED = "#444444", "#f3dddd"
 MARGIN = 2**0.25  # beside the first and the last value
 
 
-def draw_sweep(path: Path, outcomes: Sequence[Outcome], title: str, knee: float | None = None) -> None:
-    """Publishes it, as svg or png by the suffix; raises OutputError. `knee`: a value of the only axis to mark."""
+def draw_sweep(path: Path, outcomes: Sequence[Outcome], title: str, marks: Mapping[str, float]) -> None:
+    """Publishes it, as svg or png by the suffix; raises OutputError. `marks`: named values of the only axis."""
     axes_seen = list({id(each.axis): each.axis for each in outcomes}.values())
     top = 1.12 * max((each.planned.throughput.decode or 0 for each in outcomes if each.planned), default=1.0)
     with figure(path, HEIGHT_PIXELS) as made:
@@ -35,8 +35,8 @@ def draw_sweep(path: Path, outcomes: Sequence[Outcome], title: str, knee: float 
             mine = [each for each in outcomes if each.axis is axis]
             _panel(panel, axis, mine)
             panel.set_ylim(0, top or 1.0)
-            if knee is not None:
-                _mark(panel, knee, f"knee, P2: {knee:,.0f}", "#e45756")
+            for name, value in marks.items():
+                _mark(panel, value, name, "#e45756")
         panels[0].set_ylabel("predicted [tokens/s]")
         made.suptitle(title, x=0.065, ha="left", fontsize=10)
         made.legend(handles=_handles(outcomes), loc="lower center", ncols=8, frameon=False)

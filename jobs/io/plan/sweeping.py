@@ -1,8 +1,9 @@
 """A sweep around a plan, from its axes to its files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from runtime.plan.cost import Resource
 from runtime.plan.roofs import roofs_of
 
 from .config import PlanConfig, Sweep
@@ -27,10 +28,17 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
         rows.append(SweepRow.of(outcome))
         yield str(rows[-1])
     write_csv(directory / f"{kind.value}.csv", rows)
-    knee = roofs.needed_sequences if kind is Sweep.batch else None
-    said = [name, f"policy={config.policy.kind.value}", *([] if knee is None else [f"P2 at {knee:,.0f} sequences"])]
-    draw_sweep(directory / f"{kind.value}.png", outcomes, ", ".join(said), knee)
+    knees = _knees(outcomes, roofs.needed_sequences) if kind is Sweep.batch else {}
+    draw_sweep(directory / f"{kind.value}.png", outcomes, f"{name}, policy={config.policy.kind.value}", knees)
     block = f"a block of {roofs.num_sequences:,} sequences, {roofs.num_rows:,} at once in feed-forward layers"
     draw_roofline(directory / "roofline.png", roofs, f"{name}: a decode pass over {block}")
-    if knee is not None:
-        yield f"P2: with {knee:,.0f} sequences or more the road of weights no longer bounds feed-forward layers"
+    yield from (f"{knee}: {num_sequences:,.0f} sequences" for knee, num_sequences in knees.items())
+
+
+def _knees(outcomes: Sequence[Outcome], needed_sequences: float) -> dict[str, float]:
+    """Blocks from which on it is no longer the road of weights that binds: by the simulator, all of a decode pass; and
+    P2, by the roofline, feed-forward layers alone."""
+    fitting = [(each.value, each.planned.prediction.decode.binding) for each in outcomes if each.planned is not None]
+    is_reached = [value for value, binding in fitting if binding not in (Resource.disk, Resource.link_in)]
+    simulated = {"knee, weights no longer bind": is_reached[0]} if is_reached else {}
+    return simulated | {"P2 of feed-forward layers": needed_sequences}

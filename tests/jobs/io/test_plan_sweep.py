@@ -101,7 +101,7 @@ def test_a_table_and_two_pictures_are_left(kind: str, tmp_path: Path) -> None:
     with (tmp_path / f"{kind}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == (4 if kind == "memory" else 2)
-    assert len(lines) == 1 + len(rows) + (kind == "batch")
+    assert [line for line in lines if "P2" in line] == lines[1 + len(rows) :][-1:]
     assert float(rows[-1]["total_tokens_per_second"]) > 0
     for name in (f"{kind}.png", "roofline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -113,3 +113,11 @@ def test_a_timeline_reads_back_like_the_trace_of_a_run(tmp_path: Path) -> None:
     spans = read_trace(tmp_path / "timeline.json")
     assert {"copy 1", "run 1.0"} <= {span.name for span in spans}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_knee_is_the_first_block_that_weights_do_not_bind(tmp_path: Path) -> None:
+    config = config_of(*SMALL, "offload.resident_layers=0", "policy.micro_batch_size=64", "plan.sweep=batch")
+    *rows, last, p2 = run_sweep(config, make_plan(config), tmp_path)
+    bound = [row.split()[1] for row in rows[1:] if row.endswith("/ compute")]
+    assert last == f"knee, weights no longer bind: {bound[0]} sequences"
+    assert p2.startswith("P2 of feed-forward layers: ")
