@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from runtime.plan.cost import Resource
 
@@ -21,6 +21,7 @@ COLOURS = {
     Resource.compute: "#f58518",
     Resource.cpu: "#54a24b",
 }
+NUMBERS = "{x:,.6g}"
 LINE, REFUSED = "#444444", "#f3dddd"
 MARGIN = 2**0.25  # beside the first and the last value
 
@@ -36,7 +37,8 @@ def draw_sweep(path: Path, outcomes: Sequence[Outcome], title: str, marks: Mappi
             _panel(panel, axis, mine)
             panel.set_ylim(0, top or 1.0)
             for name, value in marks.items():
-                _mark(panel, value, name, "#e45756")
+                _mark(panel, value, name, "#e45756", height=1.0)
+        panels[0].yaxis.set_major_formatter(NUMBERS)
         panels[0].set_ylabel("predicted [tokens/s]")
         made.suptitle(title, x=0.065, ha="left", fontsize=10)
         made.legend(handles=_handles(outcomes), loc="lower center", ncols=8, frameon=False)
@@ -49,7 +51,7 @@ def _panel(axes: Axes, axis: Axis, outcomes: Sequence[Outcome]) -> None:
     axes.set_xlim(min(values) / MARGIN, max(values) * MARGIN)
     axes.set_xlabel(f"{axis.name} [{axis.unit}]")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+    axes.xaxis.set_major_formatter(NUMBERS)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(True, color="#ddd", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -74,12 +76,13 @@ def _total(outcomes: Sequence[Outcome]) -> list[float]:
     return [each.planned.throughput.total or 0.0 for each in outcomes if each.planned is not None]
 
 
-def _mark(axes: Axes, value: float, name: str, colour: str) -> None:
-    """A line with its name, where the axis has that value."""
+def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03) -> None:
+    """A line where the axis has that value, and beside it, at that height, its name."""
     low, high = axes.get_xlim()
     if low <= value <= high:
         axes.axvline(value, color=colour, linewidth=1, linestyle=":")
-        axes.annotate(name, (value, 0), (3, 4), textcoords="offset points", color=colour, rotation=90, va="bottom")
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(name, (value, height), (-3, 3), color=colour, **place)
 
 
 def _handles(outcomes: Sequence[Outcome]) -> list[Line2D | Patch]:
