@@ -1,10 +1,16 @@
 """python -m jobs.plan: what a run would take of each memory and how long, without weights and without its machine."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import hydra
 
 from jobs.io.cli import as_job, run_job
 from jobs.io.config import Composed, load
 from jobs.io.plan.config import PlanConfig
+
+if TYPE_CHECKING:
+    from jobs.io.plan.planning import Planned
 
 
 @hydra.main(config_path="../conf", config_name="plan", version_base=None)
@@ -15,7 +21,26 @@ def main(composed: Composed) -> None:
     from jobs.io.plan.planning import make_plan
     from jobs.io.plan.report import report
 
-    print(report(make_plan(config), config.plan.num_actions))
+    planned = make_plan(config)
+    print(report(planned, config.plan.num_actions))
+    if config.plan.draws:
+        _write(config, planned)
+
+
+def _write(config: PlanConfig, planned: "Planned") -> None:
+    """Tables and pictures: here alone matplotlib is loaded."""
+    from jobs.io.files import make_directory
+    from jobs.io.plan.sweeping import run_sweep
+    from jobs.io.plan.timeline import write_timeline
+
+    directory = make_directory(Path(config.plan.directory))
+    if config.plan.timeline:
+        print(f"\ntimeline: {write_timeline(planned, directory)}, in {directory}")
+    if config.plan.sweep is not None:
+        print()
+        for line in run_sweep(config, planned, directory):
+            print(line, flush=True)
+        print(f"in {directory}")
 
 
 if __name__ == "__main__":

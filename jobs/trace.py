@@ -1,4 +1,4 @@
-"""python -m jobs.trace: a picture of a window of a trace that jobs.generate wrote with trace=true."""
+"""python -m jobs.trace: a picture of a window of a trace, a run's (trace=true) or a plan's (plan.timeline=true)."""
 
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from runtime.errors import ConfigError
 def main(composed: Composed) -> None:
     config = load(TraceConfig, composed)
 
-    from jobs.io.files import publish, write_all
     from jobs.io.trace_file import read_trace
-    from jobs.io.trace_picture import draw
+    from jobs.io.trace_picture import Window, draw
 
     assert config.path is not None, "the config class has checked it"
     spans = read_trace(Path(config.path))
@@ -25,8 +24,7 @@ def main(composed: Composed) -> None:
     if config.begin >= min(end, last):
         raise ConfigError(f"begin={config.begin:g} s is not before the end of the window: the trace ends at {last:g} s")
     out = Path(config.out) if config.out is not None else Path(config.path).with_suffix(".svg")
-    svg = draw(spans, begin=config.begin, end=end)
-    publish(out, lambda file: write_all(file, svg.encode()), exclusive=False)
+    draw(out, spans, [Window(begin=config.begin, end=end, title=config.path)])
     print(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
 
 

@@ -21,7 +21,7 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )
-from runtime.plan.cost import Durations, Resource, simulate
+from runtime.plan.cost import Resource, simulate
 from runtime.plan.hrm import fitting, roofline_of
 from runtime.plan.machine import Machine
 from runtime.plan.model_shape import ModelShape
@@ -30,6 +30,7 @@ from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.policy import Policy
 from runtime.plan.policy_grid import Choices, PolicyGrid
 from runtime.plan.schedule import make_schedule
+from runtime.plan.script import Durations
 from runtime.plan.workload import Workload
 from tests.moe_shapes import MIXTRAL
 from tests.published import MTBENCH, machine

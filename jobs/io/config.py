@@ -133,7 +133,8 @@ class ModelsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """All settings of `jobs.trace`; mirrors conf/trace.yaml. The window is in seconds since the start of the run."""
+    """All settings of `jobs.trace`; mirrors conf/trace.yaml. The window is in seconds since the start of the run, or of
+    the passes that a plan shows."""
 
     path: str | None = None
     begin: float = 0.0
@@ -144,6 +145,8 @@ class TraceConfig:
         require(bool(self.path), "path is not set: a file below <run>/trace, which jobs.generate trace=true writes")
         require(self.begin >= 0, f"begin must be 0 seconds or more, got {self.begin}")
         require(self.end is None or self.end > self.begin, f"end must be after begin={self.begin} s, got {self.end}")
+        is_known = self.out is None or self.out.endswith((".svg", ".png"))
+        require(is_known, f"out must end in .svg or .png, got {self.out}")
 
 
 def load(cls: type[T], composed: Composed) -> T:

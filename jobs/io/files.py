@@ -89,6 +89,15 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(directory: Path) -> Path:
+    """It, with all above it; it may be there already. Raises OutputError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise output_error(directory, error) from error
+    return directory
+
+
 def sweep_temps(directory: Path) -> int:
     """Remove what killed writers left half written; returns how many. The caller holds the run's lock."""
     temps = [entry for entry in directory.glob(f".*{TEMP_SUFFIX}") if entry.is_file()]

@@ -16,29 +16,11 @@ from runtime.closing import Closing
 from runtime.errors import ConfigError
 from runtime.trace import Row, Span, Trace
 
+from .files import publish, write_all
+from .trace_events import RUN, Process, TraceEvents
+
 log = logging.getLogger(__name__)
-ROWS = tuple(Row)
-BETWEEN, CLOSE = b",\n", b"\n]\n"
-MAX_TRACKS = 1000  # of a row: what tells the tracks of two rows apart
-PROCESS = 1
-
-
-class Tracks:
-    """Spans of one row may overlap, those of one track may not: viewers drop what does. A row's first track is enough
-    for spans that follow one another."""
-
-    def __init__(self) -> None:
-        self._ends: dict[Row, list[float]] = {row: [] for row in ROWS}
-
-    def place(self, span: Span) -> int:
-        """The first track of its row that is free when it begins. Spans that begin earlier should come earlier."""
-        ends = self._ends[span.row]
-        for track, end in enumerate(ends):
-            if end <= span.begin:
-                ends[track] = span.end
-                return track
-        ends.append(span.end)
-        return min(len(ends), MAX_TRACKS) - 1
+OPEN, BETWEEN, CLOSE = b"[\n", b",\n", b"\n]\n"
 
 
 class TraceFile(Closing):
@@ -46,13 +28,13 @@ class TraceFile(Closing):
 
     def __init__(self, folder: Path, begin: float):
         """Makes `<folder>/start-00000.json`, or the next number that is free."""
-        self._begin, self._tracks, self._named = begin, Tracks(), set[int]()
+        self._events = TraceEvents(RUN, begin)
         self._end = 0  # of the last event
         self._descriptor = -1
         try:
             folder.mkdir(exist_ok=True)
             self.path, self._descriptor = _create(folder)
-            self._append(b"[\n", [_named("process_name", 0, "Millrace"), *(self._name(row, 0) for row in ROWS)])
+            self._append(OPEN, self._events.head())
         except OSError as error:
             self._give_up(folder, error)
 
@@ -60,9 +42,8 @@ class TraceFile(Closing):
         """Adds them and closes the array. On an error of the disk: logs it, and takes no more from then on."""
         if self._descriptor < 0 or not spans:
             return
-        events = [event for span in sorted(spans, key=lambda span: span.begin) for event in self._events(span)]
         try:
-            self._append(BETWEEN, events)
+            self._append(BETWEEN, self._events.of(spans))
         except OSError as error:
             self._give_up(self.path, error)
 
@@ -74,25 +55,8 @@ class TraceFile(Closing):
             except OSError as error:
                 log.warning("%s: the end of the trace may be missing: %s", self.path, error.strerror or error)
 
-    def _events(self, span: Span) -> list[str]:
-        """The span, behind its track's name if that is new. Formatted by hand, for there is one for each action of a
-        run: 1.7 us against 5.6 us with `json.dumps` of the whole."""
-        row, name, begin, end = span
-        track = self._tracks.place(span)
-        tid = _tid(row, track)
-        event = (
-            f'{{"name": {json.dumps(name)}, "cat": "{row.value}", "ph": "X", "ts": {(begin - self._begin) * 1e6:.3f}, '
-            f'"dur": {(end - begin) * 1e6:.3f}, "pid": {PROCESS}, "tid": {tid}}}'
-        )
-        return [event] if tid in self._named else [self._name(row, track), event]
-
-    def _name(self, row: Row, track: int) -> str:
-        tid = _tid(row, track)
-        self._named.add(tid)
-        return _named("thread_name", tid, row.value if track == 0 else f"{row.value} {track + 1}")
-
     def _append(self, before: bytes, events: Sequence[str]) -> None:
-        data = before + ",\n".join(events).encode()
+        data = before + _lines(events)
         _write(self._descriptor, data + CLOSE, self._end)
         self._end += len(data)
 
@@ -119,8 +83,15 @@ def tracing(folder: Path, trace: Trace | None) -> Iterator[Callable[[], None]]:
             file.write(trace.take())
 
 
+def publish_trace(path: Path, process: Process, spans: Sequence[Span]) -> None:
+    """A file like that of a run, at once; an older one is replaced. Raises OutputError."""
+    events = TraceEvents(process, 0.0)
+    data = OPEN + _lines([*events.head(), *events.of(spans)]) + CLOSE
+    publish(path, lambda file: write_all(file, data), exclusive=False)
+
+
 def read_trace(path: Path) -> list[Span]:
-    """The spans in a file of `TraceFile`, in seconds since its run's begin. Raises ConfigError when it is none."""
+    """The spans in such a file, in seconds since its begin. Raises ConfigError when it is none."""
     try:
         events = json.loads(path.read_bytes())
         if not isinstance(events, list):
@@ -130,15 +101,11 @@ def read_trace(path: Path) -> list[Span]:
     except OSError as error:
         raise ConfigError(f"path={path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"path={path} is no trace of jobs.generate, or cut short ({error!r})") from error
+        raise ConfigError(f"path={path} is no trace of ours, or cut short ({error!r})") from error
 
 
-def _tid(row: Row, track: int) -> int:
-    return ROWS.index(row) * MAX_TRACKS + track
-
-
-def _named(kind: str, tid: int, name: str) -> str:
-    return f'{{"name": "{kind}", "ph": "M", "pid": {PROCESS}, "tid": {tid}, "args": {{"name": "{name}"}}}}'
+def _lines(events: Sequence[str]) -> bytes:
+    return ",\n".join(events).encode()
 
 
 def _create(folder: Path) -> tuple[Path, int]:

@@ -1,18 +1,27 @@
-"""A window of a trace as a picture: SVG, a row for each resource, a colour for each kind of action, a time axis."""
+"""Windows of a trace as a picture: a row for each resource, a colour for each kind of action, a time axis.
 
+Measured and simulated traces are drawn alike.
+"""
+
+from collections import defaultdict
 from collections.abc import Sequence
-from html import escape
-from math import floor, log10
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from runtime.trace import Row, Span
 
-from .trace_file import Tracks
+from .figure import WIDTH_PIXELS, figure
+from .trace_events import Tracks
 
-WIDTH, LEFT, RIGHT = 1200, 120, 60  # pixels: of all, of the rows' names, of how busy they were
-TRACK, GAP, HEAD, FOOT = 20, 10, 34, 30
-PIXELS_PER_LETTER = 6.0
+LEFT, RIGHT = 120, 60  # pixels: of the rows' names, of how busy they were
+TRACK, GAP, HEAD, FOOT = 20, 8, 64, 44
+PIXELS_PER_LETTER, LABEL_MARGIN = 5.6, 8
 MIN_SPAN_PIXELS = 0.5
-NUM_TICKS = 8
+LEGEND_PIXELS = 20  # above the panel, behind the marks' names
+EDGE_PIXELS = 4  # wider bars are set apart from their neighbours
 COLOURS = {
     "read": "#4c78a8",
     "copy": "#72b7b2",
@@ -21,88 +30,163 @@ COLOURS = {
     "run": "#f58518",
     "pre": "#ffbf79",
     "post": "#eeca3b",
-    "route": "#ffbf79",
-    "end": "#eeca3b",
+    "route": "#ff9da6",
+    "end": "#d6a5c9",
     "experts": "#e45756",
     "attend": "#54a24b",
 }
 OTHER = "#bab0ac"
 
 
-def draw(spans: Sequence[Span], *, begin: float, end: float) -> str:
-    """The SVG of what ran between two seconds of a trace. Rows on which nothing ever ran are left out.
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Seconds of a trace. `marks`: named moments."""
 
-    Beside each row: the share of the window in which it was busy.
-    """
-    seen = sorted((s for s in spans if s.end > begin and s.begin < end), key=lambda span: span.begin)
-    scale = (WIDTH - LEFT - RIGHT) / (end - begin)
-    body, top = [_legend(seen)], HEAD
+    begin: float
+    end: float
+    title: str = ""
+    marks: Sequence[tuple[float, str]] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def seen(self, spans: Sequence[Span]) -> list[Span]:
+        found = (span for span in spans if span.end > self.begin and span.begin < self.end)
+        return sorted(found, key=lambda span: span.begin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A span, cut at the window's edges. `top` counts tracks from the top of the picture, gaps included."""
+
+    span: Span
+    begin: float
+    end: float
+    top: float
+
+    @property
+    def op(self) -> str:
+        return self.span.name.partition(" ")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """A resource's bars. `busy`: the share of the window in which at least one of them ran."""
+
+    row: Row
+    top: float
+    num_tracks: int
+    bars: Sequence[Bar]
+    busy: float
+
+
+def draw(path: Path, spans: Sequence[Span], windows: Sequence[Window]) -> None:
+    """Publishes the picture, a panel for each window, as svg or png by the suffix of `path`; raises OutputError. Rows
+    on which nothing ever ran are left out."""
+    panels = [lay_out(spans, window) for window in windows]
+    heights = [TRACK * _num_tracks(lanes) for lanes in panels]
+    total = sum(heights) + len(panels) * (HEAD + FOOT)
+    with figure(path, total) as made:
+        top = 0
+        for window, lanes, height in zip(windows, panels, heights, strict=True):
+            bottom = 1 - (top + HEAD + height) / total
+            width = (WIDTH_PIXELS - LEFT - RIGHT) / WIDTH_PIXELS
+            _panel(made.add_axes((LEFT / WIDTH_PIXELS, bottom, width, height / total)), window, lanes)
+            top += HEAD + height + FOOT
+
+
+def lay_out(spans: Sequence[Span], window: Window) -> list[Lane]:
+    """Spans of a row that overlap lie beneath each other, those that follow one another side by side."""
+    lanes, top = list[Lane](), 0.0
     for row in (row for row in Row if any(span.row is row for span in spans)):
-        mine = [span for span in seen if span.row is row]
-        tracks = Tracks()
-        places = [tracks.place(span) for span in mine]
-        height = TRACK * max([track + 1 for track in places], default=1)
-        middle = top + height / 2 + 4
-        body.append(f'<rect x="{LEFT}" y="{top}" width="{WIDTH - LEFT - RIGHT}" height="{height}" fill="#f4f4f4"/>')
-        body.append(_text(LEFT - 8, middle, row.value, anchor="end"))
-        body.append(_text(WIDTH - RIGHT + 8, middle, f"{_busy(mine, begin, end):.0%}"))
-        body += [
-            _bar(span, LEFT + (max(span.begin, begin) - begin) * scale, LEFT + (min(span.end, end) - begin) * scale, y)
-            for span, y in zip(mine, (top + TRACK * track for track in places), strict=True)
+        mine, tracks = [span for span in window.seen(spans) if span.row is row], Tracks()
+        bars = [
+            Bar(
+                span=span,
+                begin=max(span.begin, window.begin),
+                end=min(span.end, window.end),
+                top=top + tracks.place(span),
+            )
+            for span in mine
         ]
-        top += height + GAP
-    body += [_tick(LEFT + (tick - begin) * scale, top - GAP, tick, end - begin) for tick in _ticks(begin, end)]
-    size = f'width="{WIDTH}" height="{top + FOOT}" viewBox="0 0 {WIDTH} {top + FOOT}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>\n"])
+        num_tracks = max([round(bar.top - top) + 1 for bar in bars], default=1)
+        lanes.append(Lane(row=row, top=top, num_tracks=num_tracks, bars=bars, busy=_busy(mine, window)))
+        top += num_tracks + GAP / TRACK
+    return lanes
 
 
-def _bar(span: Span, left: float, right: float, top: float) -> str:
-    width = max(right - left, MIN_SPAN_PIXELS)
-    op, _, target = span.name.partition(" ")
-    tip = escape(f"{span.name}: {_seconds_text(span.end - span.begin)} from {span.begin:.6f} s")
-    shape = f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{TRACK - 2}" fill="{COLOURS.get(op, OTHER)}">'
-    label = next((text for text in (span.name, target) if text and len(text) * PIXELS_PER_LETTER < width), "")
-    return f"{shape}<title>{tip}</title></rect>" + (_text(left + 2, top + TRACK - 7, label) if label else "")
-
-
-def _legend(spans: Sequence[Span]) -> str:
-    found = {span.name.partition(" ")[0] for span in spans}
-    entries = [op for op in COLOURS if op in found] + sorted(found - COLOURS.keys())
-    return "".join(
-        f'<rect x="{LEFT + 80 * i}" y="8" width="12" height="12" fill="{COLOURS.get(op, OTHER)}"/>'
-        + _text(LEFT + 80 * i + 17, 18, op)
-        for i, op in enumerate(entries)
-    )
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _tick(x: float, bottom: float, second: float, window: float) -> str:
-    unit, factor = ("s", 1.0) if window >= 1 else ("ms", 1e3)
-    line = f'<line x1="{x:.2f}" y1="{HEAD}" x2="{x:.2f}" y2="{bottom + 4}" stroke="#888" stroke-opacity="0.4"/>'
-    return line + _text(x, bottom + 18, f"{second * factor:.6g} {unit}", anchor="middle")
-
-
-def _ticks(begin: float, end: float) -> list[float]:
-    """At round seconds: steps of 1, 2 or 5 times a power of ten."""
-    least = (end - begin) / NUM_TICKS
-    power = 10.0 ** floor(log10(least))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
-    first = -floor(-begin / step)
-    return [number * step for number in range(first, floor(end / step) + 1)]
-
-
-def _busy(spans: Sequence[Span], begin: float, end: float) -> float:
-    """Share of the window in which at least one of the spans ran; they are sorted by their begin."""
-    busy, until = 0.0, begin
+def _busy(spans: Sequence[Span], window: Window) -> float:
+    busy, until = 0.0, window.begin
     for span in spans:
-        busy += max(0.0, min(span.end, end) - max(span.begin, until))
+        busy += max(0.0, min(span.end, window.end) - max(span.begin, until))
         until = max(until, span.end)
-    return busy / (end - begin)
+    return busy / window.seconds
 
 
-def _seconds_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
+def _num_tracks(lanes: Sequence[Lane]) -> float:
+    return max(1.0, sum(lane.num_tracks for lane in lanes) + (len(lanes) - 1) * GAP / TRACK)
+
+
+def _panel(axes: Axes, window: Window, lanes: Sequence[Lane]) -> None:
+    unit, factor = ("s", 1.0) if window.seconds >= 1 else ("ms", 1e3)
+    axes.set_xlim(window.begin * factor, window.end * factor)
+    axes.set_ylim(_num_tracks(lanes), 0)
+    axes.set_xlabel(f"time [{unit}]")
+    axes.xaxis.grid(True, color="#888", alpha=0.35, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines["left"].set_visible(False)
+    axes.set_yticks([lane.top + lane.num_tracks / 2 for lane in lanes], [lane.row.value for lane in lanes])
+    axes.tick_params(axis="y", length=0)
+    for lane in lanes:
+        axes.axhspan(lane.top, lane.top + lane.num_tracks, color="#f4f4f4", zorder=0)
+        at = lane.top + lane.num_tracks / 2
+        axes.annotate(f"{lane.busy:.0%}", (1, at), (8, 0), ("axes fraction", "data"), "offset points", va="center")
+        _bars(axes, lane.bars, factor, (WIDTH_PIXELS - LEFT - RIGHT) / window.seconds)
+    axes.annotate("busy", (1, 0), (8, 4), ("axes fraction", "data"), "offset points", va="bottom", color="#666")
+    _marks(axes, window, factor)
+    axes.set_title(window.title, loc="left", pad=30, fontsize=10)
+    _legend(axes, lanes)
+
+
+def _bars(axes: Axes, bars: Sequence[Bar], factor: float, pixels_per_second: float) -> None:
+    groups: dict[tuple[float, str, bool], list[tuple[float, float]]] = defaultdict(list)
+    for bar in bars:
+        pixels = max((bar.end - bar.begin) * pixels_per_second, MIN_SPAN_PIXELS)
+        width = pixels / pixels_per_second
+        groups[bar.top, bar.op, pixels > EDGE_PIXELS].append((bar.begin * factor, width * factor))
+        if label := _label(bar, pixels):
+            middle = (bar.begin + width / 2) * factor
+            axes.text(middle, bar.top + 0.47, label, ha="center", va="center", fontsize=7.5, clip_on=True)
+    for (top, op, has_edge), ranges in groups.items():
+        colour, width = COLOURS.get(op, OTHER), 0.6 if has_edge else 0.0
+        axes.broken_barh(ranges, (top + 0.04, 0.86), facecolor=colour, edgecolor="white", linewidth=width)
+
+
+def _label(bar: Bar, pixels: float) -> str:
+    """The action, or what it is about, or nothing: what there is room for."""
+    name = bar.span.name
+    target = name.partition(" ")[2]
+    return next((text for text in (name, target) if text and len(text) * PIXELS_PER_LETTER + LABEL_MARGIN < pixels), "")
+
+
+def _marks(axes: Axes, window: Window, factor: float) -> None:
+    for second, name in window.marks:
+        axes.axvline(second * factor, color="#333", linewidth=0.8, linestyle=":")
+        axes.annotate(name, (second * factor, 1), (2, 3), ("data", "axes fraction"), "offset points", color="#333")
+
+
+def _legend(axes: Axes, lanes: Sequence[Lane]) -> None:
+    found = {bar.op for lane in lanes for bar in lane.bars}
+    ops = [op for op in COLOURS if op in found] + sorted(found - COLOURS.keys())
+    if ops:
+        axes.legend(
+            handles=[Patch(color=COLOURS.get(op, OTHER), label=op) for op in ops],
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1 + LEGEND_PIXELS / (TRACK * _num_tracks(lanes))),
+            borderaxespad=0.0,
+            ncols=len(ops),
+            frameon=False,
+            handlelength=1.2,
+            handleheight=1.2,
+        )

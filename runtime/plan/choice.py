@@ -10,11 +10,13 @@ from .turning import Standing
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy that fits, with what the roofline and the simulator predict for the whole workload."""
+    """A policy that fits, with what the roofline and the simulator predict for the whole workload. `binding`: what is
+    busy longest in decode passes, by the simulator."""
 
     policy: Policy
     roofline_seconds: float
     seconds: float
+    binding: Resource
     tokens_per_second: float  # generated
     full_memory: str  # the one that is closest to its budget
     full_share: float
@@ -29,7 +31,6 @@ class Choice:
     """
 
     table: tuple[Candidate, ...]
-    binding: Resource
     busy_seconds: Mapping[Resource, float]
     standing: Standing
     ffn_on_cpu_seconds: float | None
@@ -37,6 +38,14 @@ class Choice:
     @property
     def best(self) -> Candidate:
         return self.table[0]
+
+    @property
+    def binding(self) -> Resource:
+        return self.best.binding
+
+    @property
+    def roofline_binding(self) -> Resource:
+        return max(self.busy_seconds, key=lambda resource: self.busy_seconds[resource])
 
     @property
     def runner_up(self) -> Candidate | None:
@@ -59,7 +68,8 @@ class Choice:
 
     def _binding_words(self) -> str:
         parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
-        return f"{self.binding.value} binds: a decode pass takes {', '.join(parts)}"
+        roofline = "" if self.binding is self.roofline_binding else f" and {self.roofline_binding.value} binds"
+        return f"{self.binding.value} binds; by the roofline a decode pass takes {', '.join(parts)}{roofline}"
 
     def _turning_words(self) -> str:
         at, points = self.standing, self.standing.points

@@ -4,13 +4,14 @@ directions, a compute device, and the CPU's attention workers.
 Pure and deterministic. What an action takes comes from `durations`; nothing here is a constant of some machine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from .actions import Action, Op
 from .schedule import Schedule
+from .script import DISK, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
 
 
 class Resource(Enum):
@@ -23,62 +24,7 @@ class Resource(Enum):
     cpu = "CPU attention"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertReads:
-    """What an action brings in by itself: experts one by one, `num_experts` of them, each computed as it arrives.
-
-    `read_seconds` and `copy_seconds` are of all of them; of the action's own seconds `dense_seconds` come before the
-    first expert is needed, and reading begins `lead_seconds` before that.
-    """
-
-    num_experts: int
-    read_seconds: float
-    copy_seconds: float
-    dense_seconds: float
-    lead_seconds: float
-
-
-def _of_stage(stage: int) -> float:
-    return 0.0
-
-
-def _of_turn(stage: int, lane: int) -> float:
-    return 0.0
-
-
-def _no_reads(action: Action) -> ExpertReads | None:
-    return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Durations:
-    """Seconds of each action, by stage or by stage and lane. `read` and `copy` are of a whole stage, of whose seconds a
-    page takes its share; `fetch` and `store` over the link, or where `is_kv_on_disk` over the disk, from which
-    `fetch_copy` and `store_copy` lead on over the link."""
-
-    read: Callable[[int], float] = _of_stage
-    copy: Callable[[int], float] = _of_stage
-    experts: Callable[[int], float] = _of_stage
-    run: Callable[[int, int], float] = _of_turn
-    pre: Callable[[int, int], float] = _of_turn
-    attend: Callable[[int, int], float] = _of_turn
-    post: Callable[[int, int], float] = _of_turn
-    route: Callable[[int, int], float] = _of_turn
-    end: Callable[[int, int], float] = _of_turn
-    fetch: Callable[[int, int], float] = _of_turn
-    store: Callable[[int, int], float] = _of_turn
-    fetch_copy: Callable[[int, int], float] = _of_turn
-    store_copy: Callable[[int, int], float] = _of_turn
-    expert_reads: Callable[[Action], ExpertReads | None] = _no_reads
-    num_pages: int = 1
-    is_kv_on_disk: bool = False
-    cpu_is_compute: bool = False  # the CPU's workers and the products share the same cores
-
-    def of(self, action: Action) -> float:
-        seconds = getattr(self, action.op.value)
-        if action.lane is not None:
-            return seconds(*action.turn)
-        return seconds(action.its_stage) / (1 if action.page is None else self.num_pages)
+_RESOURCES = tuple(Resource)  # by the numbers in `script`
 
 
 class Span(NamedTuple):
@@ -95,130 +41,61 @@ class SimulatedPasses:
     seconds: float  # of all passes together
     stall_seconds: float  # compute waited for weights, experts, KV, attention or a barrier
     busy_seconds: Mapping[Resource, float]
-    timeline: Sequence[Span] = ()  # in the order in which things are begun, where it was asked for
 
 
-def simulate(schedule: Schedule, num_passes: int, durations: Durations, *, timeline: bool = False) -> SimulatedPasses:
+class PlayedPass(NamedTuple):
+    """From when to when compute was in a pass, and what all resources did for it, in the order in which it was begun:
+    also what had to be there before."""
+
+    begin: float
+    end: float
+    spans: Sequence[Span]
+
+
+def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> SimulatedPasses:
     """Plays prologue and cycles. Slots are not waited for: a schedule that passes the checker begins nothing for which
     there is none, and what is stored leaves before what is fetched in its place arrives.
 
     Actions are issued by compute's own clock, as the engine's thread does: nothing begins before it. A million actions
     take about a second: the schedule becomes flat lines once, which are then played in one loop.
     """
-    script = _Script(schedule, durations)
-    spans: list[Span] | None = [] if timeline else None
-    clock = _Clock(script.num_events)
-    clock.play(script.prologue, spans)
+    events = Events()
+    script = Script(schedule, durations, events)
+    clock = _Clock(events.count)
+    clock.play(script.prologue)
     for _ in range(num_passes):
-        clock.play(script.cycle, spans)
+        clock.play(script.cycle)
     busy = {
         resource: _busy(script.prologue, index) + num_passes * _busy(script.cycle, index)
         for index, resource in enumerate(_RESOURCES)
     }
-    return SimulatedPasses(
-        seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy, timeline=tuple(spans or ())
-    )
+    return SimulatedPasses(seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy)
 
 
-_RESOURCES = tuple(Resource)
-_DISK, _LINK_IN, _LINK_OUT, _COMPUTE, _CPU = range(5)
-_SYNC = 5
-_NEVER = 0  # the event that has always happened
-_UNSEEN = 1  # one that nobody waits for
+def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[PlayedPass]:
+    """One pass of each, one behind the other, with what ran when. Slots that the pass before has filled for this one
+    are not filled again. `pass_seconds`: of compute's thread, behind each; reads go on beside it."""
+    events = Events()
+    scripts = [Script(schedule, durations, events) for schedule, durations in passes]
+    clock, played = _Clock(events.count), list[PlayedPass]()
+    filled: Sequence[Action] | None = None
+    for (schedule, _), script in zip(passes, scripts, strict=True):
+        begin, spans = clock.now, list[Span]()
+        if schedule.prologue != filled:
+            clock.play(script.prologue, spans)
+        clock.play(script.cycle, spans)
+        clock.now += pass_seconds
+        played.append(PlayedPass(begin, clock.now, spans))
+        filled = schedule.prologue
+    return played
 
 
-class _Line(NamedTuple):
-    """`kind`: a resource, or a barrier. It begins behind the events `after` and `too`, and its end is `event`."""
-
-    kind: int
-    seconds: float
-    after: int
-    too: int
-    event: int
-    action: Action
-    reads: ExpertReads | None
-    on_compute: bool  # compute does it, or waits for it
-
-
-_Lines: TypeAlias = list[_Line]
-
-
-class _Script:
-    """A schedule as lines. Events are what compute may wait for: pages read, weights in their places, KV and attention
-    of a turn."""
-
-    def __init__(self, schedule: Schedule, durations: Durations):
-        self._durations = durations
-        actions = (*schedule.prologue, *schedule.cycle)
-        self._copied = {action.stage for action in actions if action.op is Op.copy}
-        self._events: dict[tuple[object, ...], int] = {}
-        self.prologue, self.cycle = self._lines(schedule.prologue), self._lines(schedule.cycle)
-
-    @property
-    def num_events(self) -> int:
-        return len(self._events) + 2
-
-    def _lines(self, actions: Sequence[Action]) -> _Lines:
-        return [line for action in actions for line in self._made(action)]
-
-    def _event(self, *key: object) -> int:
-        return self._events.setdefault(key, len(self._events) + 2)
-
-    def _made(self, action: Action) -> list[_Line]:
-        op, stage = action.op, action.stage
-        if op is Op.free:
-            return []
-        if op is Op.sync:
-            return [_Line(_SYNC, 0.0, _NEVER, _NEVER, _UNSEEN, action, None, True)]
-        seconds = self._durations.of(action)
-        if op is Op.read:
-            event = self._event(stage, "read", action.page) if stage in self._copied else self._event(stage)
-            return [self._line(_DISK, seconds, action, event=event)]
-        if op is Op.copy:
-            return [self._line(_LINK_IN, seconds, action, self._event(stage, "read", action.page), self._event(stage))]
-        turn = self._event(stage, action.lane)
-        if op is Op.attend:
-            return [self._line(_CPU, seconds, action, event=turn, on_compute=self._durations.cpu_is_compute)]
-        if op is Op.fetch:
-            return self._carried(action, [_DISK, _LINK_IN], seconds, self._durations.fetch_copy, turn)
-        if op is Op.store:
-            return self._carried(action, [_LINK_OUT, _DISK], seconds, self._durations.store_copy, _UNSEEN)
-        reads = self._durations.expert_reads(action)
-        return [_Line(_COMPUTE, seconds, self._event(stage), turn, _UNSEEN, action, reads, True)]
-
-    def _carried(
-        self, action: Action, road: Sequence[int], seconds: float, copy: Callable[[int, int], float], event: int
-    ) -> list[_Line]:
-        """KV over the link, or over disk and link, one behind the other."""
-        link = next(part for part in road if part != _DISK)
-        if not self._durations.is_kv_on_disk:
-            return [self._line(link, seconds, action, event=event)]
-        copied = copy(*action.turn)
-        if not copied:
-            return [self._line(_DISK, seconds, action, event=event)]
-        first, second = ((part, copied if part == link else seconds) for part in road)
-        between = self._event(*action.turn, action.op)
-        return [self._line(*first, action, event=between), self._line(*second, action, between, event)]
-
-    def _line(
-        self,
-        kind: int,
-        seconds: float,
-        action: Action,
-        after: int = _NEVER,
-        event: int = _UNSEEN,
-        *,
-        on_compute: bool = False,
-    ) -> _Line:
-        return _Line(kind, seconds, after, _NEVER, event, action, None, on_compute)
-
-
-def _busy(lines: _Lines, resource: int) -> float:
+def _busy(lines: Lines, resource: int) -> float:
     own = sum(line.seconds for line in lines if line.kind == resource)
     reads = [line.reads for line in lines if line.reads is not None]
-    if resource == _DISK:
+    if resource == DISK:
         return own + sum(each.read_seconds for each in reads)
-    return own + sum(each.copy_seconds for each in reads) if resource == _LINK_IN else own
+    return own + sum(each.copy_seconds for each in reads) if resource == LINK_IN else own
 
 
 class _Clock:
@@ -228,40 +105,47 @@ class _Clock:
         self.now, self.stall_seconds = 0.0, 0.0
         self._free, self._ends = [0.0] * len(_RESOURCES), [0.0] * num_events
 
-    def play(self, lines: _Lines, spans: list[Span] | None) -> None:
-        """One loop over local names, longer than functions here are: it is played a million times."""
+    def play(self, lines: Lines, spans: list[Span] | None = None) -> None:
+        """Adds what ran when to `spans`. One loop over local names, longer than functions here are: it is played a
+        million times."""
         now, stalled, free, ends = self.now, self.stall_seconds, self._free, self._ends
         for kind, seconds, after, too, event, action, reads, on_compute in lines:
             if on_compute:
                 until = ends[after] if ends[after] > ends[too] else ends[too]
-                if kind == _SYNC:
+                if kind == SYNC:
                     until = max(free)
                 if until > now:
                     stalled += until - now
                     now = until
                 begin = now
-                end = now = begin + seconds if reads is None else self._with_reads(begin, seconds, reads)
+                end = now = begin + seconds if reads is None else self._with_reads(begin, seconds, reads, action, spans)
                 stalled += end - begin - seconds
             else:
                 begin = free[kind] if free[kind] > now else now
                 if ends[after] > begin:
                     begin = ends[after]
                 end = free[kind] = ends[event] = begin + seconds
-            if spans is not None and kind != _SYNC:
+            if spans is not None and kind != SYNC and end > begin:
                 spans.append(Span(_RESOURCES[kind], action, begin, end))
         self.now, self.stall_seconds = now, stalled
 
-    def _with_reads(self, begin: float, seconds: float, reads: ExpertReads) -> float:
+    def _with_reads(
+        self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[Span] | None
+    ) -> float:
         """Experts arrive one behind the other, and each is computed when it has arrived and the one before it is done:
         as long as it takes to get the first and compute all, or to get all and compute the last."""
         count, free = max(1, reads.num_experts), self._free
         asked = begin + reads.dense_seconds - reads.lead_seconds
         read, copy = reads.read_seconds / count, reads.copy_seconds / count
-        start = max(free[_DISK], asked) if reads.read_seconds else asked
-        first = max(start + read, free[_LINK_IN]) + copy
+        start = max(free[DISK], asked) if reads.read_seconds else asked
+        first = max(start + read, free[LINK_IN]) + copy
         last = max(start + reads.read_seconds + copy, first + (count - 1) * copy)
         if reads.read_seconds:
-            free[_DISK] = start + reads.read_seconds
-        free[_LINK_IN] = max(free[_LINK_IN], last)
+            free[DISK] = start + reads.read_seconds
+        free[LINK_IN] = max(free[LINK_IN], last)
+        if spans is not None and reads.read_seconds:
+            spans.append(Span(Resource.disk, Action(Op.read, action.stage), start, free[DISK]))
+        if spans is not None and reads.copy_seconds:
+            spans.append(Span(Resource.link_in, Action(Op.copy, action.stage), first - copy, last))
         computing = seconds - reads.dense_seconds
         return max(max(begin + reads.dense_seconds, first) + computing, last + computing / count)

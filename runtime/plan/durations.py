@@ -9,12 +9,12 @@ from functools import cached_property
 
 from ..config import ExpertPaging, KVTier
 from .actions import Action, Op
-from .cost import Durations, ExpertReads
 from .experts import NUM_STAGING_SLOTS
 from .lane_work import LaneWork
 from .model_shape import ModelShape
 from .placement import Placement
 from .rates import MachineRates
+from .script import Durations, ExpertReads
 from .shapes import StageKind
 from .stage_work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 from .walk import Walk

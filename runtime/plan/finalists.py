@@ -10,9 +10,11 @@ import numpy as np
 from ..config import RuntimeConfig
 from ..errors import BudgetError
 from .choice import Candidate
+from .cost import Resource
 from .machine import Machine
 from .model_shape import ModelShape
 from .policy_grid import Floats, PolicyGrid
+from .predict import Prediction
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -78,17 +80,23 @@ class Finalists:
         policy = self.grid.policy(place)
         plan = self.plan(policy.applied(self.config, has_device=self.machine.device_bytes is not None))
         assert plan.prediction is not None, "a search predicts"
-        seconds = plan.prediction.prefill_seconds + plan.prediction.decode_seconds
+        seconds = plan.prediction.seconds
         fullest = max(plan.placement.ledgers, key=lambda ledger: ledger.total_bytes / ledger.budget_bytes)
         num_resident = sum(stage.index in plan.placement.resident for stage in self.shape.layers)
         return Candidate(
             policy=replace(policy, resident_layers=num_resident),
             roofline_seconds=float(self.seconds[place]),
             seconds=seconds,
+            binding=_binding(plan.prediction),
             tokens_per_second=self.workload.num_new_tokens / seconds if seconds else 0.0,
             full_memory=fullest.memory,
             full_share=fullest.total_bytes / fullest.budget_bytes,
         )
+
+
+def _binding(prediction: Prediction) -> Resource:
+    """Of decode passes, or where there is none of prefill passes."""
+    return prediction.decode.binding or prediction.prefill.binding or Resource.compute
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -53,7 +53,6 @@ def search(
     busy = {resource: float(seconds[0]) for resource, seconds in roofline.decode_pass(best).busy.items()}
     return Choice(
         table=table,
-        binding=max(busy, key=lambda resource: busy[resource]),
         busy_seconds=busy,
         standing=standing(
             roofline.work,

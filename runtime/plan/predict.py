@@ -47,6 +47,16 @@ class PhaseTime:
             busy_seconds={r: self.busy_seconds[r] + times * other.busy_seconds[r] for r in Resource},
         )
 
+    @property
+    def binding(self) -> Resource | None:
+        """What is busy longest; None where there is no pass."""
+        busy = self.busy_seconds
+        return max(busy, key=lambda resource: busy[resource]) if self.seconds else None
+
+    def bubble_seconds(self, resource: Resource) -> float:
+        """In which it waits while a pass goes on."""
+        return max(0.0, self.seconds - self.busy_seconds[resource])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -68,9 +78,13 @@ class Prediction:
         return self.prefill.stall_seconds + self.decode.stall_seconds
 
     @property
-    def busy(self) -> Mapping[str, Mapping[Resource, float]]:
-        """Seconds that each resource works, by phase."""
-        return {"prefill": self.prefill.busy_seconds, "decode": self.decode.busy_seconds}
+    def seconds(self) -> float:
+        return self.prefill.seconds + self.decode.seconds
+
+    @property
+    def phases(self) -> Mapping[str, PhaseTime]:
+        """By their names, those that have passes."""
+        return {name: phase for name, phase in vars(self).items() if phase.seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +115,7 @@ def predict(
     if not blocks:
         return Prediction(prefill=PhaseTime(), decode=PhaseTime())
     if admission is Admission.continuous and shape.is_packed:
-        return clock.added(_mixed_stretches(placement, blocks, sizes, chunk_tokens))
+        return clock.added(mixed_stretches(placement, blocks, sizes, chunk_tokens))
     chosen = _evenly(blocks, MAX_BLOCKS)
     lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in chosen]
     stretches = [stretch for block in lanes for stretch in block_stretches(shape, block, chunk_tokens)]
@@ -138,7 +152,7 @@ def block_stretches(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens
         yield Stretch(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
 
 
-def _mixed_stretches(
+def mixed_stretches(
     placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
 ) -> list[Stretch]:
     """Seats as a run has them: as many lanes as the block that has most, as long as the longest."""

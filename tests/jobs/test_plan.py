@@ -32,7 +32,7 @@ def test_a_full_run_loads_neither_torch_nor_transformers() -> None:
         "sys.argv = ['plan', 'model=mixtral', 'machine=t4', 'dataset=mtbench', 'sampling.max_new_tokens=128']\n"
         "try:\n    runpy.run_module('jobs.plan', run_name='__main__')\n"
         "except SystemExit as end:\n    assert not end.code, end.code\n"
-        "print('loaded:', *sorted({'torch', 'transformers', 'numba', 'datasets'} & set(sys.modules)))\n"
+        "print('loaded:', *sorted({'torch', 'transformers', 'numba', 'datasets', 'matplotlib'} & set(sys.modules)))\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
@@ -52,7 +52,7 @@ def test_a_searched_policy_is_reported_with_its_reasons() -> None:
     text = report(plan("model=llama-3.2-1b", "machine=t4", "policy=hrm", "workload.num_requests=64"), num_actions=0)
     chosen = text.partition("\nchosen:\n")[2].partition("\n\n")[0]
     assert "policy " in chosen
-    assert " binds: " in chosen
+    assert " binds; by the roofline" in chosen
     assert "turning points" in chosen
 
 
@@ -105,3 +105,29 @@ def test_more_samples_of_a_prompt_are_more_requests() -> None:
         plan("model=gpt2", "sampling=sample", f"sampling.n={n}", "workload.num_requests=10") for n in (1, 3)
     )
     assert (len(once.sizes), len(thrice.sizes)) == (10, 30)
+
+
+def test_each_resource_that_works_says_how_busy_it_is_and_one_binds_each_phase() -> None:
+    text = report(plan("model=mixtral", "machine=t4"), num_actions=0)
+    busy = text.partition("\nbusy:")[2].partition("\n\n")[0]
+    head, *lines = busy.splitlines()
+    assert head.split() == ["prefill", "decode"]
+    assert {line.split()[0] for line in lines} == {"host-to-device", "compute"}
+    assert busy.count("binds") == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["plan.sweep_points=[1,2]"], "plan.sweep_points without plan.sweep"),
+        (["plan.sweep=batch", "plan.sweep_points=[8,4]"], r"above 0 and rise, got \[8.0, 4.0\]"),
+        (["plan.sweep=memory", "plan.sweep_points=[0,4]"], r"above 0 and rise, got \[0.0, 4.0\]"),
+        (["plan.sweep=batch", "plan.sweep_points=[1.5]"], "sequences of a block"),
+        (["plan.sweep=prompt", "plan.sweep_points=[0.5]"], "tokens with plan.sweep=prompt"),
+        (["plan.sweep=speed"], "plan.sweep"),
+        (["plan.directory=' '"], "plan.directory is empty"),
+    ],
+)
+def test_what_is_drawn_is_refused_where_it_makes_no_sense(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of("model=gpt2", *settings)

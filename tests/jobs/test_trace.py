@@ -110,7 +110,7 @@ def test_a_picture_lies_beside_the_trace(
 ) -> None:
     path = traced.trace / "start-00000.json"
     assert command(monkeypatch, f"path={path}") == 0
-    assert path.with_suffix(".svg").read_text().startswith("<svg")
+    assert path.with_suffix(".svg").read_text().startswith("<?xml")
     assert capsys.readouterr().out.startswith(f"{path.with_suffix('.svg')}: 0 s to ")
 
 
@@ -120,6 +120,7 @@ def test_a_picture_lies_beside_the_trace(
         ([], "path is not set"),
         (["path=nowhere.json"], "path=nowhere.json cannot be read: No such file"),
         (["path=x", "begin=2", "end=1"], "end must be after begin=2.0 s, got 1.0"),
+        (["path=x", "out=picture.pdf"], "out must end in .svg or .png, got picture.pdf"),
         (["path={trace}", "begin=1e6"], "begin=1e+06 s is not before the end of the window: the trace ends at "),
     ],
 )

@@ -1,15 +1,19 @@
 """The simulator's time, against cases worked out by hand."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from runtime.config import Order
 from runtime.plan.check import check_schedule
-from runtime.plan.cost import Durations, Resource, SimulatedPasses, simulate
+from runtime.plan.cost import Resource, SimulatedPasses, Span, play_passes, simulate
 from runtime.plan.rates import MachineRates
 from runtime.plan.schedule import make_schedule
+from runtime.plan.script import Durations, ExpertReads
 from runtime.plan.walk import Walk
+from runtime.trace import Row
 
 NUM_STAGES = 4
 
@@ -158,3 +162,51 @@ RATES = MachineRates(
 )
 def test_gemm_rate_is_measured_at_points_and_linear_between(num_rows: float, rate: float) -> None:
     assert RATES.gemm_rate(num_rows) == pytest.approx(rate)  # type: ignore[arg-type]
+
+
+def busy_in(spans: Sequence[Span], resource: Resource) -> float:
+    return sum(span.end - span.begin for span in spans if span.resource is resource)
+
+
+@pytest.mark.parametrize("order", [Order.zigzag, Order.cgopipe])
+def test_spans_are_what_resources_are_busy_with_and_none_of_one_resource_overlap(order: Order) -> None:
+    walk = Walk(
+        num_stages=8, streamed=LAYERS, num_slots=2, num_staging_slots=2, copies=True, attending=LAYERS, order=order,
+        num_pages=2,
+    )  # fmt: skip
+    durations = Durations(read=lambda stage: 3.0, copy=lambda stage: 2.0, pre=unit, attend=unit, post=unit, num_pages=2)
+    schedule = make_schedule(walk, 2)
+    result, played = simulate(schedule, 3, durations), play_passes([(schedule, durations)] * 3)
+    spans = [span for each in played for span in each.spans]
+    assert played[-1].end == result.seconds
+    for resource in Resource:
+        assert busy_in(spans, resource) == pytest.approx(result.busy_seconds[resource])
+        mine = sorted((span.begin, span.end) for span in spans if span.resource is resource)
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(mine))
+
+
+def test_slots_are_filled_again_only_for_another_walk() -> None:
+    """Two passes of one walk: each stage is read once in each, and the first two once more for the next pass."""
+    one = (make_schedule(disk_walk(2), 1), Durations(read=lambda stage: 1.0, run=unit))
+    other = (make_schedule(replace(disk_walk(2), streamed=(1, 2, 3)), 1), one[1])
+    names = [[str(span.action) for span in each.spans if span.resource is Resource.disk] for each in play_passes(
+        [one, one, other]
+    )]  # fmt: skip
+    assert len(names[0]) == NUM_STAGES + len(one[0].prologue)
+    assert len(names[1]) == NUM_STAGES
+    assert len(names[2]) == 3 + len(other[0].prologue)
+
+
+def test_experts_that_an_action_brings_in_are_seen_on_their_roads() -> None:
+    reads = ExpertReads(num_experts=4, read_seconds=8.0, copy_seconds=4.0, dense_seconds=1.0, lead_seconds=0.0)
+    walk = Walk(num_stages=1, streamed=(), num_slots=0)
+    durations = Durations(run=lambda *turn: 3.0, expert_reads=lambda action: reads)
+    [played] = play_passes([(make_schedule(walk, 1), durations)])
+    found = {span.resource: (str(span.action), span.begin, span.end) for span in played.spans}
+    assert found[Resource.disk] == ("read 0", 1.0, 9.0)
+    assert found[Resource.link_in] == ("copy 0", 3.0, 10.0)
+    assert found[Resource.compute][2] == pytest.approx(10.5)
+
+
+def test_rows_of_a_trace_and_resources_have_the_same_names() -> None:
+    assert [each.value for each in Resource] == [row.value for row in Row]

@@ -16,7 +16,6 @@ from runtime.config import (
     Tier,
 )  # fmt: skip
 from runtime.plan.actions import Action, Op
-from runtime.plan.cost import Durations
 from runtime.plan.durations import durations
 from runtime.plan.lane_work import LaneWork
 from runtime.plan.load import Load
@@ -24,6 +23,7 @@ from runtime.plan.model_shape import ModelShape
 from runtime.plan.placement import Budgets, Placement
 from runtime.plan.placer import place
 from runtime.plan.rates import MachineRates
+from runtime.plan.script import Durations
 from runtime.units import GIB, MIB
 from tests.toy import HIDDEN, LAYER_ROWS, sizes_of, toy_mixture, toy_shape
 

@@ -90,7 +90,7 @@ def test_a_streamed_run_is_as_long_as_its_reads_and_waits_for_them() -> None:
     read_seconds = 4 * 8  # eight layers of 4 MiB; embeddings and head stay
     assert found.decode_seconds == pytest.approx(4 * read_seconds, rel=0.01)
     assert found.decode.stall_seconds == pytest.approx(found.decode_seconds, rel=0.01)
-    assert found.busy["decode"][Resource.disk] == pytest.approx(4 * read_seconds)
+    assert found.decode.busy_seconds[Resource.disk] == pytest.approx(4 * read_seconds)
     assert sum(stage.num_bytes for stage in shape.layers) == read_seconds * MIB
 
 

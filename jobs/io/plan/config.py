@@ -1,6 +1,7 @@
 """The settings of `jobs.plan`."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from runtime.config import (
     KVConfig,
@@ -34,14 +35,46 @@ class WorkloadConfig:
         )
 
 
+class Sweep(Enum):
+    """What is varied."""
+
+    memory = "memory"
+    batch = "batch"
+    prompt = "prompt"
+    bandwidth = "bandwidth"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShownConfig:
-    """`num_actions`: of the schedule, from its beginning."""
+    """What is said of a plan, and written to `directory`. `num_actions`: of the schedule, from its beginning.
+    `sweep_points`: GiB, sequences, tokens or GB/s; none: a range around what is configured."""
 
     num_actions: int = 40
+    timeline: bool = False
+    sweep: Sweep | None = None
+    sweep_points: list[float] = field(default_factory=list)
+    directory: str = "outputs/plan"
+
+    @property
+    def draws(self) -> bool:
+        return self.timeline or self.sweep is not None
 
     def __post_init__(self) -> None:
         require(self.num_actions >= 0, f"plan.num_actions must be 0 or more, got {self.num_actions}")
+        require(bool(self.directory.strip()), "plan.directory is empty: name one for tables and pictures")
+        points = self.sweep_points
+        require(
+            not points or self.sweep is not None,
+            "plan.sweep_points without plan.sweep: choose memory, batch, prompt or bandwidth",
+        )
+        require(
+            all(point > 0 for point in points) and points == sorted(set(points)),
+            f"plan.sweep_points must be above 0 and rise, got {points}",
+        )
+        is_whole = self.sweep is not Sweep.batch or all(point >= 1 and point == int(point) for point in points)
+        require(is_whole, f"plan.sweep_points are sequences of a block with plan.sweep=batch: 1 or more, got {points}")
+        is_long = self.sweep is not Sweep.prompt or all(point >= 1 for point in points)
+        require(is_long, f"plan.sweep_points are tokens with plan.sweep=prompt: 1 or more, got {points}")
 
 
 @dataclass(frozen=True, kw_only=True)

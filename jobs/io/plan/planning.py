@@ -11,12 +11,23 @@ from runtime.plan.memory import SequenceSize
 from runtime.plan.model_shape import ModelShape
 from runtime.plan.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.predict import Prediction
 from runtime.plan.profile import machine_of
 from runtime.plan.workload import Workload
 from runtime.units import gib_to_bytes
 
 from .config import PlanConfig
 from .shapes import read_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Tokens per second as runs count them: what prefill passes compute, what decode passes generate, and all that is
+    generated over both. None where there is no such pass."""
+
+    prefill: float | None
+    decode: float | None
+    total: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +42,20 @@ class Planned:
     run: RunPlan
 
     @property
+    def prediction(self) -> Prediction:
+        assert self.run.prediction is not None, "a machine has rates"
+        return self.run.prediction
+
+    @property
+    def throughput(self) -> Throughput:
+        predicted = self.prediction
+        return Throughput(
+            prefill=_per_second(self.num_prompt_tokens, predicted.prefill_seconds),
+            decode=_per_second(self.num_decoded_tokens, predicted.decode_seconds),
+            total=_per_second(self.num_new_tokens, predicted.seconds),
+        )
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(size.num_prompt_tokens for size in self.sizes)
 
@@ -38,10 +63,23 @@ class Planned:
     def num_new_tokens(self) -> int:
         return sum(size.max_new_tokens for size in self.sizes)
 
+    @property
+    def num_decoded_tokens(self) -> int:
+        """The first one of each prompt comes out of prefill."""
+        return sum(max(0, size.max_new_tokens - 1) for size in self.sizes)
+
+
+def _per_second(num_tokens: int, seconds: float) -> float | None:
+    return num_tokens / seconds if num_tokens and seconds else None
+
 
 def make_plan(config: PlanConfig) -> Planned:
     """Raises ConfigError for what is not known, BudgetError where even the smallest block does not fit."""
-    machine = machine_of(_described(config.machine), config.model.dtype)
+    return plan_on(machine_of(_described(config.machine), config.model.dtype), config)
+
+
+def plan_on(machine: Machine, config: PlanConfig) -> Planned:
+    """As `make_plan`, for a machine that need not be the one of the config."""
     dtype = _compute_dtype(config, machine)
     shape = read_shape(config.model.name, dtype)
     sizes = _sizes(config)

@@ -1,8 +1,10 @@
 """A plan as the text that `jobs.plan` prints."""
 
 from runtime.plan.advice import advice
+from runtime.plan.cost import Resource
 from runtime.plan.facts import PlanFacts
 from runtime.plan.listing import schedule_text
+from runtime.plan.predict import PhaseTime, Prediction
 from runtime.units import format_bytes, format_seconds
 
 from .planning import Planned
@@ -19,6 +21,7 @@ def report(planned: Planned, num_actions: int) -> str:
         str(facts),
         *(["\n  ".join(["chosen:", *run.choice.why])] if run.choice is not None else []),
         _prediction(planned),
+        _utilisation(planned.prediction),
         *(f"note: {note}" for note in notes),
         *([f"schedule:\n{schedule_text(run, max_actions=num_actions).rstrip()}"] if num_actions else []),
     ]
@@ -36,22 +39,35 @@ def _head(planned: Planned) -> str:
 
 
 def _prediction(planned: Planned) -> str:
-    """Tokens per second as runs count them: what prefill passes compute, what decode passes generate, and all that is
-    generated over both."""
-    predicted, num_new = planned.run.prediction, planned.num_new_tokens
-    assert predicted is not None, "a machine has rates"
-    both = predicted.prefill_seconds + predicted.decode_seconds
-    num_decoded = max(0, num_new - len(planned.sizes))
+    predicted, rates = planned.prediction, planned.throughput
+    stalled = format_seconds(predicted.stall_seconds)
     return "\n".join(
         [
             "predicted:",
-            _line("prefill", planned.num_prompt_tokens, predicted.prefill_seconds),
-            _line("decode", num_decoded, predicted.decode_seconds),
-            f"{_line('total', num_new, both)}, {format_seconds(predicted.stall_seconds)} of it waiting for bytes",
+            _line("prefill", rates.prefill, planned.num_prompt_tokens, predicted.prefill_seconds),
+            _line("decode", rates.decode, planned.num_decoded_tokens, predicted.decode_seconds),
+            _line("total", rates.total, planned.num_new_tokens, predicted.seconds)
+            + f", {stalled} of it waiting for bytes",
         ]
     )
 
 
-def _line(name: str, num_tokens: int, seconds: float) -> str:
-    rate = f"{num_tokens / seconds:,.1f}" if seconds else "-"
+def _line(name: str, tokens_per_second: float | None, num_tokens: int, seconds: float) -> str:
+    rate = "-" if tokens_per_second is None else f"{tokens_per_second:,.1f}"
     return f"  {name:<8}{rate:>10} tokens/s  {num_tokens:,} in {format_seconds(seconds)}"
+
+
+def _utilisation(predicted: Prediction) -> str:
+    """Of the resources that work at all; what binds a phase is marked."""
+    phases = predicted.phases
+    used = [each for each in Resource if any(phase.busy_seconds[each] for phase in phases.values())]
+    lines = [f"  {each.value:<16}{''.join(_share(phase, each) for phase in phases.values())}" for each in used]
+    head = "".join(f"{name:<34}" for name in phases)
+    return "\n".join([f"{'busy:':<18}{head}".rstrip(), *(line.rstrip() for line in lines)])
+
+
+def _share(phase: PhaseTime, resource: Resource) -> str:
+    """Bubbles are time in which a resource waits while a pass goes on."""
+    bubbles = format_seconds(phase.bubble_seconds(resource))
+    binds = ", binds" if resource is phase.binding else ""
+    return f"{f'{phase.busy_seconds[resource] / phase.seconds:4.0%}, bubbles {bubbles}{binds}':<34}"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jobs.io import trace_file
-from jobs.io.trace_file import TraceFile, Tracks, read_trace, tracing
+from jobs.io.trace_events import Tracks
+from jobs.io.trace_file import TraceFile, read_trace, tracing
 from runtime.errors import ConfigError
 from runtime.trace import Row, Span, Trace
 

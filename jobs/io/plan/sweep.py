@@ -1,0 +1,197 @@
+"""Plans around a plan: what is varied, over which values, and what came of each."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, inf
+
+from runtime.config import PolicyKind
+from runtime.errors import BudgetError, ConfigError
+from runtime.plan.cost import Resource
+from runtime.plan.machine import Machine
+from runtime.units import GIB
+
+from .config import PlanConfig, Sweep
+from .planning import Planned, plan_on
+
+GIGA = 1e9
+STEP = 2**0.5
+AHEAD, BLOCKS = range(-4, 7), range(-8, 9)  # steps below and above what is configured
+MEMORY_STEP, MEMORIES = 2**0.25, range(-6, 5)
+LIMIT_SHARE = 0.05  # how exactly the largest block that fits is found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """What is varied; `here` is its value in the plan that the sweep is around. `is_open`: values go up until one does
+    not fit."""
+
+    name: str
+    unit: str
+    here: float
+    values: Sequence[float]
+    plan: Callable[[float], Planned]
+    is_open: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """`planned` is None where it does not fit; `refusal` says why."""
+
+    axis: Axis
+    value: float
+    planned: Planned | None
+    refusal: str = ""
+
+
+def sweep(axes: Sequence[Axis]) -> Iterator[Outcome]:
+    """Plans as it goes: a search each, with policy=hrm. Raises ConfigError for values that make no plan."""
+    for axis in axes:
+        fitting = 0.0
+        for value in axis.values:
+            outcome = _tried(axis, value)
+            if axis.is_open and outcome.planned is None:
+                yield from _limit(axis, fitting, value)
+                break
+            yield outcome
+            fitting = value
+
+
+def _tried(axis: Axis, value: float) -> Outcome:
+    try:
+        return Outcome(axis=axis, value=value, planned=axis.plan(value))
+    except BudgetError as error:
+        return Outcome(axis=axis, value=value, planned=None, refusal=str(error).splitlines()[0])
+
+
+def _limit(axis: Axis, fitting: float, refused: float) -> Iterator[Outcome]:
+    """Whole values: the largest that fits, to a twentieth, unless that is `fitting`; and the least that does not."""
+    best, worst = None, _tried(axis, refused)
+    low, high = fitting, refused
+    while high - low > max(1, LIMIT_SHARE * low):
+        outcome = _tried(axis, (low + high) // 2)
+        if outcome.planned is None:
+            worst, high = outcome, outcome.value
+        else:
+            best, low = outcome, outcome.value
+    yield from [best] if best is not None else []
+    yield worst
+
+
+def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
+    """Of `config.plan.sweep`, around `planned`. Raises ConfigError where there is nothing to vary."""
+    kind = config.plan.sweep
+    assert kind is not None, "no sweep is asked for"
+    axes = {Sweep.memory: _memories, Sweep.batch: _blocks, Sweep.prompt: _prompts, Sweep.bandwidth: _roads}
+    found = axes[kind](config, planned)
+    points = config.plan.sweep_points
+    return [replace(axis, values=points, is_open=False) for axis in found] if points else found
+
+
+def _memories(config: PlanConfig, planned: Planned) -> list[Axis]:
+    def plan(key: str, gib: float) -> Planned:
+        return plan_on(planned.machine, replace(config, offload=replace(config.offload, **{key: gib})))
+
+    return [
+        Axis(
+            name=f"{ledger.memory} memory",
+            unit="GiB",
+            here=ledger.budget_bytes / GIB,
+            values=_steps(ledger.budget_bytes / GIB, MEMORIES, MEMORY_STEP),
+            plan=partial(plan, f"{ledger.memory}_memory_gib"),
+        )
+        for ledger in reversed(planned.run.placement.ledgers)
+    ]
+
+
+def _blocks(config: PlanConfig, planned: Planned) -> list[Axis]:
+    """One block of N requests, in micro-batches like the plan's, along its way."""
+    has_device = planned.machine.device_bytes is not None
+    choice, runtime = planned.run.choice, planned.config
+    way = choice.best.policy.applied(runtime, has_device=has_device) if choice is not None else runtime
+    most = planned.run.lane_size
+
+    def plan(num_sequences: float) -> Planned:
+        count = ceil(num_sequences / most)
+        policy = replace(
+            way.policy,
+            kind=PolicyKind.fixed,
+            micro_batch_size=ceil(num_sequences / count),
+            num_micro_batches=count,
+        )
+        block = replace(
+            config,
+            policy=policy,
+            kv=way.kv,
+            workload=replace(config.workload, num_requests=round(num_sequences)),
+            sampling=replace(config.sampling, n=1),
+        )
+        return plan_on(planned.machine, block)
+
+    here = max(len(block.members) for block in planned.run.blocks)
+    sizes = sorted({max(1, round(size)) for size in _steps(here, BLOCKS)})
+    return [Axis(name="block", unit="sequences", here=here, values=sizes, plan=plan, is_open=True)]
+
+
+def _prompts(config: PlanConfig, planned: Planned) -> list[Axis]:
+    """The longest prompt grows with the mean."""
+    workload = config.workload
+    mean, most = workload.mean_prompt_tokens, workload.max_prompt_tokens
+    assert mean is not None, "the config class has checked it"
+    assert most is not None, "the config class has checked it"
+    room = planned.shape.context_tokens - config.sampling.max_new_tokens
+
+    def plan(tokens: float) -> Planned:
+        longest = max(ceil(tokens), round(most * tokens / mean))
+        changed = replace(workload, mean_prompt_tokens=tokens, max_prompt_tokens=longest)
+        return plan_on(planned.machine, replace(config, workload=changed))
+
+    values = [tokens for tokens in _steps(mean, AHEAD) if tokens >= 1 and most * tokens / mean <= room]
+    return [Axis(name="mean prompt", unit="tokens", here=mean, values=values, plan=plan)]
+
+
+def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
+    """Those that the plan uses."""
+    rates, phases = planned.machine.rates, planned.prediction.phases.values()
+    roads = {
+        "disk": (Resource.disk, rates.disk_bytes_per_second, _with_disk),
+        "link": (Resource.link_in, rates.link_in_bytes_per_second, _with_link),
+    }
+
+    def plan(change: Callable[[Machine, float], Machine], gb_per_second: float) -> Planned:
+        return plan_on(change(planned.machine, gb_per_second * GIGA), config)
+
+    found = [
+        Axis(
+            name=f"{name} bandwidth",
+            unit="GB/s",
+            here=rate / GIGA,
+            values=_steps(rate / GIGA, AHEAD),
+            plan=partial(plan, change),
+        )
+        for name, (resource, rate, change) in roads.items()
+        if rate < inf and any(phase.busy_seconds[resource] for phase in phases)
+    ]
+    if not found:
+        raise ConfigError(
+            "plan.sweep=bandwidth: this plan moves nothing over a disk or a link; set offload=cpu, offload=nvme "
+            "or less memory with offload.device_memory_gib or offload.host_memory_gib"
+        )
+    return found
+
+
+def _with_disk(machine: Machine, bytes_per_second: float) -> Machine:
+    return replace(machine, rates=replace(machine.rates, disk_bytes_per_second=bytes_per_second))
+
+
+def _with_link(machine: Machine, bytes_per_second: float) -> Machine:
+    """Both directions."""
+    rates = machine.rates
+    back = rates.link_out_bytes_per_second * bytes_per_second / rates.link_in_bytes_per_second
+    changed = replace(rates, link_in_bytes_per_second=bytes_per_second, link_out_bytes_per_second=back)
+    return replace(machine, rates=changed)
+
+
+def _steps(here: float, steps: range, step: float = STEP) -> list[float]:
+    """To three digits; what is configured is among them as it is."""
+    return [float(f"{here * step**number:.3g}") if number else here for number in steps]

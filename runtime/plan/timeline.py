@@ -1,0 +1,90 @@
+"""What runs when in a few passes of a plan, as the simulator plays them. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import Admission
+from .cost import PlayedPass, Span, play_passes
+from .durations import durations
+from .lane_work import LaneWork, decode_work, prefill_works
+from .memory import MicroBatch, SequenceSize
+from .model_shape import ModelShape
+from .placement import Placement
+from .planner import RunPlan
+from .predict import Stretch, mixed_stretches
+from .rates import MachineRates
+from .schedule import Schedule, make_schedule
+from .script import Durations
+
+NUM_DECODE_PASSES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """`which`: the passes that are shown, in words. They begin with empty slots, at second 0."""
+
+    which: str
+    names: Sequence[str]
+    passes: Sequence[PlayedPass]
+
+    @property
+    def spans(self) -> list[Span]:
+        return [span for each in self.passes for span in each.spans]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    which: str
+    names: Sequence[str]
+    stretches: Sequence[Stretch]
+
+
+def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> Timeline:
+    """Of the first block its first prefill pass and its first decode passes, as if the one followed the other at once;
+    of continuous admission passes from the middle of the run."""
+    if plan.policy.admission is Admission.continuous and shape.is_packed:
+        shown = _mixed(plan, sizes)
+    else:
+        lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
+        shown = _of_block(shape, lanes, plan.policy.prefill_chunk_tokens)
+    passes = [_priced(shape, plan.placement, each, rates) for each in shown.stretches]
+    return Timeline(which=shown.which, names=shown.names, passes=play_passes(passes, rates.pass_seconds))
+
+
+def _priced(
+    shape: ModelShape, placement: Placement, stretch: Stretch, rates: MachineRates
+) -> tuple[Schedule, Durations]:
+    walk = placement.walk if stretch.is_prefill else placement.decode_walk
+    return make_schedule(walk, len(stretch.lanes)), durations(shape, placement, walk, stretch.lanes, rates)
+
+
+def _mixed(plan: RunPlan, sizes: Sequence[SequenceSize]) -> _Passes:
+    found = mixed_stretches(plan.placement, plan.blocks, sizes, plan.policy.prefill_chunk_tokens)
+    count = NUM_DECODE_PASSES + 1
+    return _Passes(
+        which=f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded",
+        names=["mixed pass"] * count,
+        stretches=[found[len(found) // 2]] * count,
+    )
+
+
+def _of_block(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> _Passes:
+    prompts = [prefill_works(shape, lane, chunk_tokens) for lane in lanes]
+    num_prefill = max(map(len, prompts))
+    num_decode = max(size.max_new_tokens for lane in lanes for size in lane) - 1
+    num_shown = min(NUM_DECODE_PASSES, num_decode)
+    works: list[list[LaneWork | None]] = [[lane[0] if lane else None for lane in prompts]]
+    works += [[decode_work(shape, lane, turn) for lane in lanes] for turn in range(num_shown)]
+    decode = f" and decode passes 1 to {num_shown} of {num_decode:,}" if num_shown else ""
+    return _Passes(
+        which=f"prefill pass 1 of {num_prefill:,}{decode} of the first block",
+        names=["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))],
+        stretches=[
+            Stretch(
+                num_passes=1,
+                lanes=[work for work in each if work is not None],
+                prefill_share=0.0 if number else 1.0,
+            )
+            for number, each in enumerate(works)
+        ],
+    )
