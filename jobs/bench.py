@@ -24,7 +24,7 @@ def main(composed: Composed) -> None:
     from runtime.model.origin import find_checkpoint
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]
-    found = run_suite(config, paths)
+    found = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))
     command = "python -m jobs.bench " + " ".join(argument for argument in sys.argv[1:] if "path=" not in argument)
     table = f"{found.table}\n\n{stated(config.rounds, command.strip())}"
     folder = Path(config.output_root) / "bench" / config.name

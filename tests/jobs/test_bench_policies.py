@@ -26,6 +26,7 @@ def test_the_grid_has_twenty_policies_with_the_budget_of_the_largest_block() -> 
 
 def test_the_fastest_and_the_search_are_measured_again_and_compared() -> None:
     asked: list[Task] = []
+    said: list[str] = []
 
     def fake(task: Task) -> Result:
         asked.append(task)
@@ -36,8 +37,8 @@ def test_the_fastest_and_the_search_are_measured_again_and_compared() -> None:
             tokens=[[1] * 48], predicted_prefill_seconds=1.0, predicted_decode_seconds=1.0, policy="4 x 4 sequences",
         )  # fmt: skip
 
-    found = run_suite(CONFIG, ["somewhere/llama"], fake)
-    assert len(asked) == 21 + 2 * (1 + NUM_AGAIN)
+    found = run_suite(CONFIG, ["somewhere/llama"], said.append, fake)
+    assert len(asked) == len(said) == 21 + 2 * (1 + NUM_AGAIN)
     assert "llama: hrm at 0.56 of the best of 20 policies (1 x 16, flexgen)" in found.table
     assert "| hrm: 4 x 4 sequences | 90.0 (90.0-90.0) | 3 | 24.0 |" in found.table
     assert "somewhere" not in found.table

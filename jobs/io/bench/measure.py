@@ -70,6 +70,7 @@ def _runtime(
     admission: Admission = Admission.wave,
     resident_layers: int | None = None,
     trace: Trace | None = None,
+    cache_dir: str | None = None,
 ) -> tuple[Runtime, list[Request]]:
     """For nvme the host budget is `weight_share` of the weights plus the KV of the longest requests that have seats,
     however they are admitted."""
@@ -77,7 +78,9 @@ def _runtime(
     def make(host_memory_gib: float | None) -> tuple[Runtime, list[Request]]:
         config = RuntimeConfig(
             model=ModelConfig(name="bench", path=task.path, dtype=DType.float32),
-            offload=OffloadConfig(tier=tier, host_memory_gib=host_memory_gib, resident_layers=resident_layers),
+            offload=OffloadConfig(
+                tier=tier, host_memory_gib=host_memory_gib, resident_layers=resident_layers, cache_dir=cache_dir
+            ),
             policy=PolicyConfig(
                 kind=PolicyKind(task.policy),
                 micro_batch_size=task.micro_batch_size,
@@ -111,10 +114,18 @@ def _runtime(
 
 def _millrace(task: Task) -> Result:
     """Writing a trace counts too, though it happens between passes."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _generated(task, folder)
+
+
+def _generated(task: Task, folder: str) -> Result:
+    """What a search chooses is kept in `folder`: the next measurement searches anew."""
     tier, _, way = task.contender.partition("_")
     trace, is_continuous = Trace() if way == "traced" else None, way == "continuous"
     admission = Admission.continuous if is_continuous else Admission.wave
-    runtime, requests = _runtime(task, Tier(tier), admission, trace=trace)
+    runtime, requests = _runtime(
+        task, Tier(tier), admission, trace=trace, cache_dir=folder if task.policy == PolicyKind.hrm.value else None
+    )
     passes: list[PassRecord] = []
     writing_seconds: list[float] = []
     read_before = disk_read_bytes()
@@ -126,7 +137,6 @@ def _millrace(task: Task) -> Result:
         writing_seconds.append(time.monotonic() - begin)
 
     with (
-        tempfile.TemporaryDirectory() as folder,
         tracing(Path(folder) / "trace", trace) as write_trace,
         runtime.confirmed_session(requests) as (plan, session),
     ):

@@ -1,6 +1,5 @@
 """What is measured in which order: each suite's measurements, rounds of them, and its table."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +12,7 @@ from .task import Result, Task
 from .worker import measured, task_of
 
 Measure = Callable[[Task], Result]
+Say = Callable[[str], object]
 Named = TypeVar("Named")
 
 
@@ -24,10 +24,10 @@ class Measured:
     rounds: Mapping[str, object]
 
 
-def run_suite(config: BenchConfig, paths: Sequence[str], measure: Measure = measured) -> Measured:
-    """Says on stderr how far it is. Raises MillraceError where a contender fails."""
+def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
+    """`say` is told how each measurement went. Raises MillraceError where a contender fails."""
     if config.suite is Suite.policies:
-        return _policies(config, paths, measure)
+        return _policies(config, paths, say, measure)
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]
     tasks = {
         Case(path=path, contender=contender.value, num_sequences=block): task_of(config, contender, path, block)
@@ -37,7 +37,7 @@ def run_suite(config: BenchConfig, paths: Sequence[str], measure: Measure = meas
     }
     rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
     for turn in range(config.rounds):
-        _measure_all(turn, tasks, rounds, measure)
+        _measure_all(turn, tasks, rounds, say, measure)
     if config.suite is Suite.predictions:
         table = predictions_table([outcome for case in rounds for outcome in outcomes_of(case, rounds[case])])
     else:
@@ -45,22 +45,22 @@ def run_suite(config: BenchConfig, paths: Sequence[str], measure: Measure = meas
     return _done(table, rounds)
 
 
-def _policies(config: BenchConfig, paths: Sequence[str], measure: Measure) -> Measured:
+def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
     """All of them once, then again those between which the others decide nothing."""
     rounds: dict[Attempt, list[Result]] = {attempt: [] for path in paths for attempt in attempts(config, path)}
     for turn in range(config.rounds):
         again = worth_repeating(rounds) if turn else rounds
-        _measure_all(turn, {attempt: attempt.task for attempt in again}, rounds, measure)
+        _measure_all(turn, {attempt: attempt.task for attempt in again}, rounds, say, measure)
     return _done(policies_table(rounds), rounds)
 
 
 def _measure_all(
-    turn: int, tasks: Mapping[Named, Task], rounds: Mapping[Named, list[Result]], measure: Measure
+    turn: int, tasks: Mapping[Named, Task], rounds: Mapping[Named, list[Result]], say: Say, measure: Measure
 ) -> None:
     for name, task in tasks.items():
         result = measure(task)
         rounds[name].append(result)
-        print(f"round {turn + 1} {name}: {result.seconds:.1f} s", file=sys.stderr, flush=True)
+        say(f"round {turn + 1} {name}: {result.seconds:.1f} s")
 
 
 def _done(table: str, rounds: Mapping[Named, Sequence[Result]]) -> Measured:
