@@ -105,19 +105,29 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations, *, timel
     Actions are issued by compute's own clock, as the engine's thread does: nothing begins before it. A million actions
     take about a second: the schedule becomes flat lines once, which are then played in one loop.
     """
-    script = _Script(schedule, durations)
     spans: list[Span] | None = [] if timeline else None
-    clock = _Clock(script.num_events)
+    return _simulated(_Script(schedule, durations), [num_passes], spans)[0]
+
+
+def simulate_each(schedule: Schedule, counts: Sequence[int], durations: Durations) -> list[SimulatedPasses]:
+    """What `simulate` says of each of these numbers of passes, which rise, at the price of the last."""
+    return _simulated(_Script(schedule, durations), counts, None)
+
+
+def _simulated(script: "_Script", counts: Sequence[int], spans: list[Span] | None) -> list[SimulatedPasses]:
+    clock, found, done = _Clock(script.num_events), list[SimulatedPasses](), 0
     clock.play(script.prologue, spans)
-    for _ in range(num_passes):
-        clock.play(script.cycle, spans)
-    busy = {
-        resource: _busy(script.prologue, index) + num_passes * _busy(script.cycle, index)
-        for index, resource in enumerate(_RESOURCES)
-    }
-    return SimulatedPasses(
-        seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy, timeline=tuple(spans or ())
-    )
+    begun, each = ([_busy(lines, index) for index in range(len(_RESOURCES))] for lines in (script.prologue, script.cycle))
+    for count in counts:
+        for _ in range(count - done):
+            clock.play(script.cycle, spans)
+        done = count
+        busy = {resource: begun[index] + count * each[index] for index, resource in enumerate(_RESOURCES)}
+        passes = SimulatedPasses(
+            seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy, timeline=tuple(spans or ())
+        )
+        found.append(passes)
+    return found
 
 
 _RESOURCES = tuple(Resource)
