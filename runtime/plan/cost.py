@@ -117,7 +117,9 @@ def simulate_each(schedule: Schedule, counts: Sequence[int], durations: Duration
 def _simulated(script: "_Script", counts: Sequence[int], spans: list[Span] | None) -> list[SimulatedPasses]:
     clock, found, done = _Clock(script.num_events), list[SimulatedPasses](), 0
     clock.play(script.prologue, spans)
-    begun, each = ([_busy(lines, index) for index in range(len(_RESOURCES))] for lines in (script.prologue, script.cycle))
+    begun, each = (
+        [_busy(lines, index) for index in range(len(_RESOURCES))] for lines in (script.prologue, script.cycle)
+    )
     for count in counts:
         for _ in range(count - done):
             clock.play(script.cycle, spans)
