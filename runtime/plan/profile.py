@@ -74,8 +74,8 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
 
 
 def _ring(count: int, link: float, host: float) -> float:
-    """Of a ring all-reduce (Patarasuk and Yuan 2009): each device sends, and receives at the same time, 2 (n - 1) / n of
-    the vectors' bytes. Without a link between devices they lie in host memory on the way: written once, read once."""
+    """Of a ring all-reduce (Patarasuk and Yuan 2009): each device sends, and receives at the same time, 2 (n - 1) / n
+    of the vectors' bytes. Without a link between devices they go through host memory: written once, read once."""
     if count == 1:
         return UNLIMITED
     sent = 2 * (count - 1) / count

@@ -16,7 +16,7 @@ class MachineRates:
     `gemm_flops_per_second` maps rows (M) of a product to its rate, with weights as they are stored: what turns them
     into the compute dtype is in it. `expert_flops_per_second`: the same of an expert, from taking its tokens to adding
     what became of them; empty where it was not measured apart. `collective`: an all-reduce over all devices, by bytes
-    of the vectors that are added, beside its `collective_seconds`. `attention` is decode attention, by bytes of keys and
+    of the vectors that are added, and what it takes beside. `attention` is decode attention, by bytes of keys and
     values, where the model computes and on the CPU's workers; `prefill_attention` by FLOPs of the pairs that are
     looked at. `turn_seconds` is what a lane's pass through a stage takes beside all that, `pass_seconds` a pass beside
     its turns.
