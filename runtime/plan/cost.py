@@ -59,17 +59,23 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> Simul
     Actions are issued by compute's own clock, as the engine's thread does: nothing begins before it. A million actions
     take about a second: the schedule becomes flat lines once, which are then played in one loop.
     """
+    return simulate_each(schedule, [num_passes], durations)[0]
+
+
+def simulate_each(schedule: Schedule, counts: Sequence[int], durations: Durations) -> list[SimulatedPasses]:
+    """What `simulate` says of each of these numbers of passes, which rise, at the price of the last."""
     events = Events()
     script = Script(schedule, durations, events)
-    clock = _Clock(events.count)
+    clock, found, done = _Clock(events.count), list[SimulatedPasses](), 0
     clock.play(script.prologue)
-    for _ in range(num_passes):
-        clock.play(script.cycle)
-    busy = {
-        resource: _busy(script.prologue, index) + num_passes * _busy(script.cycle, index)
-        for index, resource in enumerate(_RESOURCES)
-    }
-    return SimulatedPasses(seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy)
+    begun, each = ([_busy(lines, index) for index in range(len(Resource))] for lines in (script.prologue, script.cycle))
+    for count in counts:
+        for _ in range(count - done):
+            clock.play(script.cycle)
+        done = count
+        busy = {resource: begun[index] + count * each[index] for index, resource in enumerate(Resource)}
+        found.append(SimulatedPasses(seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy))
+    return found
 
 
 def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[PlayedPass]:

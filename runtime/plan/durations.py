@@ -1,6 +1,6 @@
 """Seconds of every action of a pass, from what its lanes compute and how fast the machine is. Pure.
 
-Not in it: recurrent states, sampling by anything but the largest logit, collectives between devices.
+Not in it: recurrent states, sampling by anything but the largest logit.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,8 +86,8 @@ class _Bill:
         if work.kind is StageKind.head:
             logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_TRIPS
             return self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
-        seconds = self._product(tokens, work.dense_weights) + self._streamed(tokens * work.token_bytes)
-        return seconds + self._cross(work, lane) + self.rates.turn_seconds
+        seconds = self._product(tokens, work.dense_weights) + self._beside(work, tokens)
+        return seconds + self._cross(work, lane)
 
     def attention(self, work: StageWork, lane: LaneWork) -> float:
         """Where the model computes."""
@@ -109,7 +109,7 @@ class _Bill:
 
     def early(self, work: StageWork, lane: LaneWork) -> float:
         """What lies in front of attention: its share of the weights, and half of everything else."""
-        return self._product(lane.num_tokens, work.early_weights) + self._beside(work, lane) / 2
+        return self._product(lane.num_tokens, work.early_weights) + self._beside(work, lane.num_tokens) / 2
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """On the CPU's workers. In front of an accelerator what goes down and up takes its time too."""
@@ -127,7 +127,7 @@ class _Bill:
         """What lies behind attention, and attention itself where nobody else does it."""
         seconds = self._product(lane.num_tokens, work.dense_weights - work.early_weights)
         own = self.attention(work, lane) if lane.prefill_pairs else 0.0
-        return seconds + self._beside(work, lane) / 2 + own
+        return seconds + self._beside(work, lane.num_tokens) / 2 + own
 
     def route(self, stage: int, lane: int) -> float:
         """From the entrance, or from attention, to the experts."""
@@ -202,9 +202,14 @@ class _Bill:
     def _streamed(self, num_bytes: float) -> float:
         return num_bytes / self.rates.memory_bytes_per_second
 
-    def _beside(self, work: StageWork, lane: LaneWork) -> float:
-        """Of a turn, what is neither products, attention nor experts."""
-        return self._streamed(lane.num_tokens * work.token_bytes) + self.rates.turn_seconds
+    def _beside(self, work: StageWork, num_tokens: int) -> float:
+        """Of a turn, what is neither products, attention nor experts. Several devices add up what attention and the
+        feed-forward made, in the cuts of Megatron-LM (Shoeybi et al. 2019)."""
+        seconds = self._streamed(num_tokens * work.token_bytes) + self.rates.turn_seconds
+        if not work.kind.is_layer:
+            return seconds
+        vectors = num_tokens * self.shape.hidden_size * self.shape.compute_dtype_bytes
+        return seconds + 2 * self.rates.all_reduce_seconds(vectors)
 
     def _experts(self, work: StageWork, num_tokens: float) -> float:
         """Each that is hit multiplies its share of the visits."""

@@ -116,7 +116,8 @@ class Roofline:
         if self.ffn_on_cpu:
             dense = dense - self._streamed(grid) * work.ffn_weights
             experts = experts * (1 - self._streamed(grid))
-        layer = lanes * self._gemm_seconds(tokens, dense) + experts + lanes * self.rates.turn_seconds
+        added = tokens * work.hidden_bytes / self.rates.collective_bytes_per_second + self.rates.collective_seconds
+        layer = lanes * (self._gemm_seconds(tokens, dense) + self.rates.turn_seconds + 2 * added) + experts
         head = lanes * self._gemm_seconds(tokens * head_share, work.head_weights)
         return work.num_layers * layer + head + self.rates.pass_seconds
 

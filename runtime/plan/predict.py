@@ -12,7 +12,7 @@ from itertools import pairwise
 from ..batching.admission import AdmissionLimits
 from ..batching.balance import Block
 from ..config import Admission
-from .cost import Resource, SimulatedPasses, simulate
+from .cost import Resource, simulate_each
 from .durations import durations
 from .lane_work import LaneWork, decode_work, prefill_works
 from .memory import PAGE_TOKENS, MicroBatch, SequenceSize
@@ -235,7 +235,9 @@ class _Clock:
     def _first_and_steady(self, stretch: Stretch) -> tuple[PhaseTime, PhaseTime]:
         """A pass that finds slots empty; and one behind others like it, what the second and third of three take on
         average."""
-        one, three = self._simulated(stretch, 1), self._simulated(stretch, 3)
+        walk = self._walk(stretch)
+        seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates)
+        one, three = simulate_each(_schedule(walk, len(stretch.lanes)), [1, 3], seconds)
         steady = PhaseTime(
             num_passes=1,
             seconds=(three.seconds - one.seconds) / 2 + self.rates.pass_seconds,
@@ -244,11 +246,6 @@ class _Clock:
         )
         first = PhaseTime(seconds=one.seconds + self.rates.pass_seconds, stall_seconds=one.stall_seconds)
         return first, steady
-
-    def _simulated(self, stretch: Stretch, num_passes: int) -> SimulatedPasses:
-        walk = self._walk(stretch)
-        seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates)
-        return simulate(_schedule(walk, len(stretch.lanes)), num_passes, seconds)
 
     def _walk(self, stretch: Stretch) -> Walk:
         """Only passes of prompts alone take the prefill walk."""

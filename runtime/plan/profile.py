@@ -13,16 +13,17 @@ from .rates import UNLIMITED, MachineRates
 
 GIGA, TERA = 1e9, 1e12
 USABLE_SHARE = 0.9  # of each memory: the rest is the driver's, the system's and the libraries'
-COMPUTE_SHARE = 0.6  # of dense peak FLOP/s, in products of many rows: clocks fall under load, tiles do not fit
-MEMORY_SHARE = 0.8  # of a memory's bandwidth, the device's and the host's
+COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
+MEMORY_SHARE = 0.75  # of a memory's bandwidth, the device's (its ECC takes a part) and the host's
 LINK_SHARE = 0.8  # of one direction, from pinned memory: packets have headers
 DISK_SHARE = 0.9  # of sequential reads
-PREFILL_ATTENTION_SHARE = 0.3  # of dense peak FLOP/s: prompts attend one by one
+PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts attend one by one
 DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
 CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
 CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
 TURN_SECONDS = 1e-3  # Python and launches of one decoder layer
 PASS_SECONDS = 5e-3
+HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
@@ -41,16 +42,14 @@ def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
 
 
 def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
-    """Devices work side by side, each on its own link: what they exchange is not counted."""
+    """Devices work side by side, each on its own link, as far as the host's memory feeds all of them."""
     count = sheet.num_devices
     if dtype is DType.auto:
         dtype = DType.float16 if sheet.bfloat16_tflops is None else DType.bfloat16
-    peak = count * _tflops(sheet, dtype) * TERA
+    flops = count * _tflops(sheet, dtype) * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
     memory = count * sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
-    link = count * sheet.link_gb_per_second * GIGA * LINK_SHARE
-    cpu = min(
-        sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE, sheet.host_num_cores * CORE_ATTENTION_BYTES_PER_SECOND
-    )
+    host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
+    link = min(count * sheet.link_gb_per_second * GIGA * LINK_SHARE, host)
     return Machine(
         name=name,
         num_devices=count,
@@ -58,18 +57,29 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
         device_bytes=int(count * gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
         rates=MachineRates(
             disk_bytes_per_second=sheet.disk_gb_per_second * GIGA * DISK_SHARE,
-            gemm_flops_per_second=_roofline(peak * COMPUTE_SHARE, memory, ITEM_BYTES[dtype]),
+            gemm_flops_per_second=_roofline(flops * COMPUTE_SHARE, memory, ITEM_BYTES[dtype]),
             link_in_bytes_per_second=link,
             link_out_bytes_per_second=link,
             memory_bytes_per_second=memory,
             attention_bytes_per_second=memory / DECODE_ATTENTION_TRIPS,
-            cpu_attention_bytes_per_second=cpu,
+            cpu_attention_bytes_per_second=min(host, sheet.host_num_cores * CORE_ATTENTION_BYTES_PER_SECOND),
             cpu_flops_per_second=sheet.host_num_cores * CORE_FLOPS_PER_SECOND,
-            prefill_attention_flops_per_second=peak * PREFILL_ATTENTION_SHARE,
+            prefill_attention_flops_per_second=flops * PREFILL_ATTENTION_SHARE,
+            collective_bytes_per_second=_ring(count, link / count, host),
+            collective_seconds=2 * (count - 1) * HOP_SECONDS,
             turn_seconds=TURN_SECONDS,
             pass_seconds=PASS_SECONDS,
         ),
     )
+
+
+def _ring(count: int, link: float, host: float) -> float:
+    """Of a ring all-reduce (Patarasuk and Yuan 2009): each device sends, and receives at the same time, 2 (n - 1) / n
+    of the vectors' bytes. Without a link between devices they go through host memory: written once, read once."""
+    if count == 1:
+        return UNLIMITED
+    sent = 2 * (count - 1) / count
+    return 1 / max(sent / link, 2 * count * sent / host)
 
 
 def _tflops(sheet: DataSheet, dtype: DType) -> float:

@@ -15,7 +15,8 @@ class MachineRates:
 
     `gemm_flops_per_second` maps rows (M) of a product to its rate, with weights as they are stored: what turns them
     into the compute dtype is in it. `expert_flops_per_second`: the same of an expert, from taking its tokens to adding
-    what became of them; empty where it was not measured apart. `attention` is decode attention, by bytes of keys and
+    what became of them; empty where it was not measured apart. `collective`: an all-reduce over all devices, by bytes
+    of the vectors that are added, and what it takes beside. `attention` is decode attention, by bytes of keys and
     values, where the model computes and on the CPU's workers; `prefill_attention` by FLOPs of the pairs that are
     looked at. `turn_seconds` is what a lane's pass through a stage takes beside all that, `pass_seconds` a pass beside
     its turns.
@@ -31,8 +32,13 @@ class MachineRates:
     prefill_attention_flops_per_second: float = UNLIMITED
     expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
     cpu_flops_per_second: float | None = None  # products on the CPU beside an accelerator; None: not known
+    collective_bytes_per_second: float = UNLIMITED
+    collective_seconds: float = 0.0
     turn_seconds: float = 0.0
     pass_seconds: float = 0.0
+
+    def all_reduce_seconds(self, num_bytes: float) -> float:
+        return num_bytes / self.collective_bytes_per_second + self.collective_seconds
 
     @property
     def has_expert_rates(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a search predicts for published settings; `python -m tests.published` prints all of them."""
+"""What a search predicts for published settings; `python -m tests.deviations` prints all of them."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from runtime.plan.hrm import fitting, roofline_of
 from runtime.plan.policy_grid import Choices
 from tests.published import CONFIG, Setting, choose, machine_for, settings
 
-MOST_OPTIMISTIC = 3.5  # times what was measured, as the paper's own model was
-FOR_SEVERAL_DEVICES = 5.0  # what they exchange is not counted
+MOST_OPTIMISTIC = 3.0  # times what was measured; the paper's own model was at 3.5
+LEAST = 0.7  # its host pins less memory for the same weights
 
 
 def name(setting: Setting) -> str:
@@ -15,13 +15,12 @@ def name(setting: Setting) -> str:
 
 
 @pytest.mark.parametrize("setting", list(settings()), ids=name)
-def test_the_roofline_is_an_upper_bound_and_no_more_optimistic_than_the_papers_own(setting: Setting) -> None:
+def test_the_best_roofline_is_near_what_was_measured_and_less_optimistic_than_the_papers_own(setting: Setting) -> None:
     shape, on, asked = setting.shape, machine_for(setting), setting.workload
     grid = Choices.of(shape, CONFIG, asked.num_requests, has_device=True).grid(asked.num_requests)
     seconds = roofline_of(shape, on, asked, CONFIG).seconds(fitting(shape, on, asked, CONFIG, grid))
     tokens_per_second = asked.num_new_tokens / float(seconds.min())
-    most = MOST_OPTIMISTIC if on.num_devices == 1 else FOR_SEVERAL_DEVICES
-    assert 1 < tokens_per_second / setting.moe_lightning < most
+    assert LEAST < tokens_per_second / setting.moe_lightning < MOST_OPTIMISTIC
 
 
 def test_a_published_setting_is_searched_through_to_plans_that_fit() -> None:
