@@ -20,9 +20,9 @@ from .engine.sampling import Sampler
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup
 from .engine.streams import open_streams
-from .errors import BudgetError
 from .machine_cache import Host, this_host
 from .model.loading import LoadedModel, load_model
+from .out_of_memory import is_out_of_memory, out_of_memory
 from .plan.advice import advice
 from .plan.facts import PlanFacts
 from .plan.memory import SequenceSize
@@ -49,6 +49,7 @@ from .units import MIB, format_bytes, gib_to_bytes
 
 log = logging.getLogger(__name__)
 
+WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it predictions say nothing
 FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
 
 
@@ -76,7 +77,7 @@ class Runtime:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
         self._refuse_early()
-        self._rates: MachineRates | None = None
+        self.rates: MachineRates | None = None  # of this run; None: `plan` measures them when it needs them
         self._advised: set[str] = set()
         if self.model.shape.is_packed and not self.device.is_accelerator:
             prepare_decode_attention(self.model.compute_dtype)
@@ -127,18 +128,17 @@ class Runtime:
     ) -> RunPlan:
         """`blocks`: of the run that is resumed; otherwise the policy chooses them. See `plan_run`. What cannot be
         is refused (ConfigError, BudgetError) before anything is read, also for measuring."""
-        sizes = [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
-        budgets = self.budgets()
+        sizes, budgets = self._sizes(requests), self.budgets()
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
         for walk in (first.placement.walk, first.placement.decode_walk):
             require_slots(walk, first.num_lanes)
-        if self._rates is None and requests:
+        if self.rates is None and requests:
             with self.reader() as reader:
                 usual = self._usual(first, sizes)
-                self._rates = measure_rates(self.model, reader, self.device, usual, first.placement.paged)
+                self.rates = measure_rates(self.model, reader, self.device, usual, first.placement.paged)
         if self.config.policy.kind is PolicyKind.hrm and requests:
             return self._plan_by_choice(sizes, budgets, blocks, num_halvings)
-        return plan_run(self.model.shape, self.config, budgets, sizes, rates=self._rates, blocks=first.blocks)
+        return plan_run(self.model.shape, self.config, budgets, sizes, rates=self.rates, blocks=first.blocks)
 
     def _plan_by_choice(
         self,
@@ -150,9 +150,9 @@ class Runtime:
         shape = self.model.shape
 
         def plan(config: RuntimeConfig) -> RunPlan:
-            return plan_run(shape, config, budgets, sizes, rates=self._rates, blocks=blocks, num_halvings=num_halvings)
+            return plan_run(shape, config, budgets, sizes, rates=self.rates, blocks=blocks, num_halvings=num_halvings)
 
-        machine = f"{self.config.machine.name} {self._host()}"
+        machine = f"{self.config.machine.name} {self.host}"
         return plan_by_choice(
             cache_root(self.config.offload.cache_dir) / "policies",
             question(machine, shape, self.config, budgets, sizes) if blocks is None else None,
@@ -162,15 +162,34 @@ class Runtime:
             num_halvings=num_halvings,
         )
 
+    def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
+        """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or
+        its own. Blocks stay what they are."""
+        sizes, budgets = self._sizes(requests), self.budgets()
+
+        def planned(config: RuntimeConfig) -> RunPlan:
+            return plan_run(self.model.shape, config, budgets, sizes, rates=rates, blocks=plan.blocks)
+
+        same = planned(replace(self.config, policy=plan.policy, kv=plan.kv))
+        found = planned(self.config)
+        assert same.prediction is not None, "rates are given"
+        assert found.prediction is not None, "rates are given"
+        return found if found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds else same
+
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype)
+
+    def _sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
+        return [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
 
     def _usual(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> Usual:
         lanes = micro_batches_of(plan.blocks[0], sizes)
         return Usual.of(self.model.shape, lanes, self.config.policy.prefill_chunk_tokens)
 
-    def _host(self) -> Host:
+    @property
+    def host(self) -> Host:
+        """What measured rates hold for."""
         return this_host(device_name(self.device), torch.get_num_threads())
 
     def require_within_budget(self, plan: RunPlan) -> None:
@@ -196,11 +215,15 @@ class Runtime:
 
     @contextmanager
     def confirmed_session(
-        self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        blocks: tuple[Block, ...] | None = None,
+        revise: Callable[[RunPlan], RunPlan] | None = None,
     ) -> Iterator[tuple[RunPlan, Session]]:
-        """Plans and opens a session. Unless the policy is fixed or there are `blocks` of an earlier start, the first
-        pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more with blocks of
-        half the size.
+        """Plans, has the plan revised, and opens a session. Unless the policy is fixed or there are `blocks` of an
+        earlier start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed,
+        once more with blocks of half the size.
         """
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
@@ -209,6 +232,7 @@ class Runtime:
                 gc.collect()  # the engine of the first try refers to itself
                 reset_peak()
             plan = self.plan(requests, blocks=blocks, num_halvings=num_halvings)
+            plan = revise(plan) if revise is not None else plan
             self._announce(plan)
             with ExitStack() as stack:
                 try:
@@ -266,16 +290,3 @@ class Runtime:
         return Reader(
             num_threads=offload.reader_threads, chunk_bytes=offload.read_chunk_mib * MIB, direct=offload.direct_io
         )
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """torch reports a failed host allocation as a plain RuntimeError."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-
-
-def out_of_memory(plan: RunPlan) -> BudgetError:
-    ledgers = "\n".join(map(str, plan.placement.ledgers))
-    return BudgetError(
-        f"memory ran out although the plan fits its budget:\n{ledgers}\n"
-        "lower offload.host_memory_gib / offload.device_memory_gib or policy.micro_batch_size"
-    )

@@ -1,7 +1,7 @@
 """A run from rows to parts: fix the plan, generate the blocks that are not committed yet, commit each, sum up."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import transformers
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
-from runtime.config import Admission
+from runtime.config import Admission, PolicyKind
 from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
 from runtime.plan.predict import Prediction
@@ -22,6 +22,7 @@ from .chat import require_template
 from .config import GenerateConfig, operational, run_name, semantic
 from .continuous import ContinuousRun
 from .dataset import Row, input_digest, read_rows, shard_rows
+from .feedback import Feedback
 from .files import publish, write_all
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
@@ -104,31 +105,53 @@ class _Run:
     ):
         self._state, self._runtime, self._asked, self._store_for = state, runtime, asked, store_for
         self._config, self._trace = config, trace
+        policy, rates = config.policy, state.directory.rates
+        may_learn = policy.kind is PolicyKind.hrm and policy.pin is None and policy.admission is Admission.wave
+        self._feedback = Feedback(path=rates, runtime=runtime, requests=asked.requests) if may_learn else None
 
     def finish(self) -> Outcome:
-        fixed = self._state.directory.plan
-        known = unseat(read_plan(fixed), self._asked) if fixed.exists() else None
+        """Where the first block shows that another way is faster, the session ends, and the run goes on as one that is
+        resumed would."""
         if not self._asked.requests:
-            return self._commit_all(None, None)
-        with self._runtime.confirmed_session(self._asked.requests, blocks=known) as (plan, session):
-            return self._commit_all(plan, session)
+            return self._finished(self._opened(()), None)
+        if self._feedback is not None:
+            self._feedback.restore()
+        while True:
+            fixed = self._state.directory.plan
+            known = unseat(read_plan(fixed), self._asked) if fixed.exists() else None
+            revise = self._feedback.revise if self._feedback is not None else None
+            with self._runtime.confirmed_session(self._asked.requests, blocks=known, revise=revise) as (plan, session):
+                store = self._opened(plan.blocks)
+                if self._generate_left(plan, session, store):
+                    return self._finished(store, plan)
 
-    def _commit_all(self, plan: RunPlan | None, session: Session | None) -> Outcome:
-        blocks = plan.blocks if plan is not None else ()
+    def _opened(self, blocks: Sequence[Block]) -> PartStore:
         planned = seat(self._asked, blocks)
         fix_plan(self._state.directory.plan, planned)
-        store = self._store_for(planned)
-        done = store.committed()
+        return self._store_for(planned)
+
+    def _generate_left(self, plan: RunPlan, session: Session, store: PartStore) -> bool:
+        """False: blocks are left that had better go another way."""
+        done, feedback = store.committed(), self._feedback
         if self._state.is_resumed:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
-        if plan is not None:
-            text = schedule_text(plan)
-            publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
-        if session is not None:
-            left, prediction = [block for block in blocks if block.index not in done], plan and plan.prediction
-            self._generate(left, session, store, prediction)
-        if self._asked.rejected and len(blocks) not in done:
-            store.commit(len(blocks), rejected_rows(self._asked), [])
+        text = schedule_text(plan)
+        publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
+        left = [block for block in plan.blocks if block.index not in done]
+        if feedback is not None and feedback.is_due:
+            feedback.record()
+            first, left = plan.blocks[0], left[1:] if plan.blocks[0] in left else left
+            if first.index not in done:
+                self._generate([first], session, store, plan.prediction)
+            if left and feedback.learn(plan, store.passes([first.index])):
+                return False
+        self._generate(left, session, store, plan.prediction)
+        return True
+
+    def _finished(self, store: PartStore, plan: RunPlan | None) -> Outcome:
+        num_blocks = len(plan.blocks) if plan is not None else 0
+        if self._asked.rejected and num_blocks not in store.committed():
+            store.commit(num_blocks, rejected_rows(self._asked), [])
         outcome = _outcome(store, plan, self._runtime, was_finished=False)
         store.finish()
         return outcome

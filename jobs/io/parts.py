@@ -6,7 +6,7 @@ A generations part is a function of the plan and the tokens alone, byte for byte
 import errno
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -98,10 +98,11 @@ class PartStore:
             raise output_error(self.directory.path, error) from error
         return {block: _part_info(block, table) for block, table in sorted(found.items())}
 
-    def passes(self) -> list[PassRow]:
-        """The passes of all committed blocks, for the summary. A block whose cache is gone is missing, and logged."""
+    def passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
+        """Of those blocks that are committed; None: of all, for the summary. A block whose cache is gone is missing,
+        and logged."""
         rows: list[PassRow] = []
-        for block in sorted(self.blocks):
+        for block in sorted(self.blocks if blocks is None else blocks):
             path = self.directory.throughput_part(block)
             if not self.directory.generations_part(block).exists():
                 continue

@@ -50,6 +50,10 @@ class RunDirectory:
         return self.path / "schedule.txt"
 
     @property
+    def rates(self) -> Path:
+        return self.path / "rates.json"
+
+    @property
     def generations(self) -> Path:
         return self.path / "generations"
 

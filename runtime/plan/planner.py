@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..batching.balance import Block, plan_blocks
-from ..config import PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..config import KVConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
 from .choice import Choice
 from .hrm import search
 from .load import Load
@@ -33,6 +33,7 @@ class RunPlan:
     blocks: tuple[Block, ...]
     placement: Placement
     policy: PolicyConfig  # as resolved: hrm has become fixed
+    kv: KVConfig  # as resolved with it
     prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
     prediction: Prediction | None
     choice: Choice | None = None
@@ -76,7 +77,14 @@ def plan_run(
     placement.require_fit()
     admission = config.policy.admission
     prediction = predict(shape, placement, blocks, sizes, chunk, rates, admission) if rates else None
-    return RunPlan(blocks=blocks, placement=placement, policy=config.policy, prefetch=prefetch, prediction=prediction)
+    return RunPlan(
+        blocks=blocks,
+        placement=placement,
+        policy=config.policy,
+        kv=config.kv,
+        prefetch=prefetch,
+        prediction=prediction,
+    )
 
 
 def _plan_best(

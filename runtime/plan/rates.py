@@ -1,7 +1,7 @@
 """How fast a machine is, in what a plan's time follows from."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 
@@ -39,6 +39,28 @@ class MachineRates:
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
         return num_bytes / self.collective_bytes_per_second + self.collective_seconds
+
+    def to_plain(self) -> dict[str, object]:
+        """For JSON, which has neither infinity nor numbers as keys: text, both of them."""
+
+        def plain(value: object) -> object:
+            if isinstance(value, Mapping):
+                return {str(rows): rate for rows, rate in value.items()}
+            return str(value) if value == UNLIMITED else value
+
+        return {each.name: plain(getattr(self, each.name)) for each in fields(self)}
+
+    @staticmethod
+    def from_plain(values: Mapping[str, object]) -> "MachineRates":
+        """The inverse of `to_plain`. Raises KeyError, TypeError or ValueError where `values` are no rates."""
+
+        def rate(value: object) -> object:
+            if isinstance(value, Mapping):
+                return {int(rows): float(each) for rows, each in value.items()}
+            return None if value is None else float(str(value))
+
+        found = {each.name: rate(values[each.name]) for each in fields(MachineRates)}
+        return MachineRates(**found)  # pyright: ignore[reportArgumentType] - names and types are checked above
 
     @property
     def has_expert_rates(self) -> bool:

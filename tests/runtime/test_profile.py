@@ -14,7 +14,7 @@ from runtime.profiles import DataSheet, DTypeRates, MeasuredRates
 from runtime.units import GIB
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "machine"
-SHEETS = ("t4", "4xt4", "l4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx3090", "rtx4090")
+SHEETS = ("t4", "4xt4", "l4", "a10", "a100-40", "a100-80", "h100", "h200", "rtx3060", "rtx3090", "rtx4090")
 RATES = MeasuredRates(
     host_memory_gib=20.0,
     disk_gb_per_second=0.9,
