@@ -1,0 +1,32 @@
+"""What the tutorial shows is what its commands print: only data sheets and sizes go in, so it is the same anywhere."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shown() -> list[tuple[list[str], list[str]]]:
+    """The arguments of each command, and the lines below it."""
+    text = (ROOT / "conf" / "README.md").read_text(encoding="utf-8")
+    blocks = [part for part in text.split("\n\n") if part.startswith("    $ python")]
+    found = []
+    for block in blocks:
+        command, _, output = dedent(block).replace("\\\n", "").partition("\n")
+        found.append((shlex.split(command)[2:], [line.strip() for line in output.splitlines() if line != "..."]))
+    return found
+
+
+@pytest.mark.parametrize(("arguments", "lines"), shown(), ids=["fits in memory", "fits nowhere", "with more memory"])
+def test_a_command_prints_what_is_shown(arguments: list[str], lines: list[str], tmp_path: Path) -> None:
+    if any("sweep" in argument for argument in arguments):
+        arguments, lines = [*arguments, "plan.sweep_points=[12]", f"plan.directory={tmp_path}"], lines[:2]
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = {line.strip() for line in done.stdout.splitlines()}
+    assert lines
+    assert set(lines) <= printed
