@@ -10,9 +10,6 @@ import torch
 from runtime.model.families import FAMILIES
 from tests.support import MANY_EXPERTS, Reference, synthesize
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # the tests never look for a network
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that they start
-
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

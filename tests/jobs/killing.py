@@ -1,15 +1,19 @@
-"""Runs to be killed, each in a process of its own that is forked off one which has loaded the libraries."""
+"""Runs to be ended, each in a process of its own that is forked off one which has loaded the libraries."""
 
 import multiprocessing
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 
+from jobs import generate as job
+from jobs.io.cli import run_job
 from jobs.io.config import GenerateConfig
 from jobs.io.generation import generate
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["jobs.io.generation", "runtime.cache.attention_kernel"])
+PROCESSES.set_forkserver_preload(["jobs.generate", "jobs.io.generation", "runtime.cache.attention_kernel"])
 
 
 def run_and_kill(config: GenerateConfig, has_got_somewhere: Callable[[], bool], *, after_seconds: float) -> None:
@@ -23,6 +27,18 @@ def run_and_kill(config: GenerateConfig, has_got_somewhere: Callable[[], bool], 
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
+
+
+def start_job(*arguments: str) -> BaseProcess:
+    """What `python -m jobs.generate` does with these arguments."""
+    process = PROCESSES.Process(target=job_alone, args=(arguments,))
+    process.start()
+    return process
+
+
+def job_alone(arguments: Sequence[str]) -> None:
+    sys.argv = ["generate", *arguments]
+    run_job(job.main, GenerateConfig)
 
 
 def run_alone(config: GenerateConfig) -> None:

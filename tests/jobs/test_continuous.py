@@ -1,9 +1,6 @@
 """A run with continuous admission: the rows of a run in waves, each once, however often it was stopped or killed."""
 
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +16,8 @@ from jobs.io.parts import read_generations
 from jobs.io.run_dir import RunDirectory
 from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
-from tests.jobs.killing import run_and_kill
+from tests.jobs.killing import run_and_kill, start_job
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_KILLS = 5
 SAMPLED = SamplingConfig(max_new_tokens=10, temperature=0.9, seed=5, logprobs=2)
 
@@ -76,6 +72,12 @@ def throughput(run_directory: RunDirectory) -> pa.Table:
     return pa.concat_tables(pq.read_table(path) for path in sorted(run_directory.throughput.iterdir()))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A sampled run that nothing stopped."""
+    return run(tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize("sampling", [SamplingConfig(max_new_tokens=10), SAMPLED], ids=["greedy", "sampled"])
 def test_the_rows_are_those_of_a_run_in_waves(tmp_path: Path, sampling: SamplingConfig) -> None:
     run(tmp_path / "waves", admission=Admission.wave, sampling=sampling)
@@ -85,29 +87,28 @@ def test_the_rows_are_those_of_a_run_in_waves(tmp_path: Path, sampling: Sampling
     assert not directory(tmp_path / "continuous").running.exists()
 
 
-def test_the_summary_accounts_for_every_token(tmp_path: Path) -> None:
-    summary = run(tmp_path).summary
-    generated = tokens_by_id(directory(tmp_path))
-    prompts = read_generations(directory(tmp_path))["num_prompt_tokens"].to_pylist()
+def test_the_summary_accounts_for_every_token(whole: Outcome) -> None:
+    summary, run_directory = whole.summary, RunDirectory(path=whole.directory)
+    generated = tokens_by_id(run_directory)
+    prompts = read_generations(run_directory)["num_prompt_tokens"].to_pylist()
     assert summary.useful_tokens == sum(map(len, generated.values()))
     assert summary.prompt_tokens == sum(prompts)
     assert summary.prefill_seconds > 0
     assert summary.decode_seconds > 0
-    phases = throughput(directory(tmp_path))["phase"].to_pylist()
+    phases = throughput(run_directory)["phase"].to_pylist()
     assert "mixed" in phases
 
 
 @pytest.mark.parametrize("num_stages", [30, 150])
-def test_a_stopped_run_goes_on_and_no_token_is_sampled_twice(tmp_path: Path, num_stages: int) -> None:
-    run(tmp_path / "whole")
+def test_a_stopped_run_goes_on_and_no_token_is_sampled_twice(tmp_path: Path, num_stages: int, whole: Outcome) -> None:
     asked = iter(range(num_stages))
     with pytest.raises(Interrupted):
-        run(tmp_path / "stopped", should_stop=lambda: next(asked, None) is None)
-    outcome = run(tmp_path / "stopped")
-    tokens = tokens_by_id(directory(tmp_path / "stopped"))
-    assert tokens == tokens_by_id(directory(tmp_path / "whole"))
+        run(tmp_path, should_stop=lambda: next(asked, None) is None)
+    outcome = run(tmp_path)
+    tokens = tokens_by_id(directory(tmp_path))
+    assert tokens == tokens_by_id(RunDirectory(path=whole.directory))
     assert outcome.summary.useful_tokens == sum(map(len, tokens.values()))
-    indices = throughput(directory(tmp_path / "stopped"))["pass_index"].to_pylist()
+    indices = throughput(directory(tmp_path))["pass_index"].to_pylist()
     assert sorted(indices) == list(range(len(indices)))
 
 
@@ -136,19 +137,16 @@ def changed_at(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def command(output_root: Path, name: str) -> list[str]:
-    return [
-        *(sys.executable, "-m", "jobs.generate", f"run={name}", f"output_root={output_root}", "policy=fixed"),
-        *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "policy.admission=continuous"),
-        *("dataset.limit=24", "sampling.max_new_tokens=48", "sampling.ignore_eos=true", "checkpoint_seconds=0.05"),
-    ]
-
-
 def test_sigterm_ends_the_process_with_75_and_a_checkpoint(tmp_path: Path) -> None:
-    process = subprocess.Popen(command(tmp_path, "stopped"), cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = start_job(
+        *("run=stopped", f"output_root={tmp_path}", "policy=fixed", "policy.admission=continuous"),
+        *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "checkpoint_seconds=0.05"),
+        *("dataset.limit=24", "sampling.max_new_tokens=48", "sampling.ignore_eos=true"),
+    )
     checkpoint = directory(tmp_path, "stopped").running
-    while process.poll() is None and not checkpoint.exists():
+    while process.is_alive() and not checkpoint.exists():
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 75
+    process.terminate()
+    process.join(timeout=60)
+    assert process.exitcode == 75
     assert checkpoint.exists()

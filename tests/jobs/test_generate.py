@@ -59,11 +59,12 @@ def tokens_by_id(table: pa.Table) -> Mapping[str, list[int]]:
     return dict(zip(table["id"].to_pylist(), table["token_ids"].to_pylist(), strict=True))
 
 
-def command(output_root: Path, *settings: str) -> list[str]:
-    return [
-        *(sys.executable, "-m", "jobs.generate", f"output_root={output_root}", "policy=fixed"),
-        *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "sampling.ignore_eos=true", *settings),
-    ]
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+    """The rows of a run that nothing was changed of."""
+    output_root = tmp_path_factory.mktemp("plain")
+    run(output_root)
+    return rows(output_root)
 
 
 def test_killed_five_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -87,23 +88,28 @@ def num_parts(folder: Path) -> int:
     return len(list(folder.glob("*.parquet")))
 
 
-def test_a_stopped_run_exits_resumable_and_goes_on_with_equal_rows(tmp_path: Path) -> None:
-    run(tmp_path / "whole")
+def test_a_stopped_run_exits_resumable_and_goes_on_with_equal_rows(tmp_path: Path, plain: pa.Table) -> None:
     asked = iter([False] * 40 + [True] * 1000)
     with pytest.raises(Interrupted) as stopped:
-        generate(config(tmp_path / "stopped"), lambda: next(asked))
+        generate(config(tmp_path), lambda: next(asked))
     assert stopped.value.exit_code == 75
-    run(tmp_path / "stopped")
-    assert rows(tmp_path / "stopped").equals(rows(tmp_path / "whole"))
+    run(tmp_path)
+    assert rows(tmp_path).equals(plain)
 
 
-def test_sigterm_ends_the_process_with_75(tmp_path: Path) -> None:
-    long = command(tmp_path, "dataset.limit=24", "sampling.max_new_tokens=48")
-    process = subprocess.Popen(long, cwd=ROOT, stderr=subprocess.DEVNULL)
+def test_sigterm_ends_the_process_with_75_and_nothing_is_written_beside_the_run_directory(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "jobs.generate", f"output_root={tmp_path}", "policy=fixed"),
+        *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "sampling.ignore_eos=true"),
+        *("dataset.limit=24", "sampling.max_new_tokens=48"),
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     while process.poll() is None and not list(tmp_path.rglob("part-*.parquet")):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 75
+    assert [path.name for path in tmp_path.iterdir()] == ["generate"]
+    assert len(list(tmp_path.glob("generate/*"))) == 1
 
 
 def test_a_finished_run_says_so_and_changes_nothing(tmp_path: Path) -> None:
@@ -127,26 +133,25 @@ def test_a_changed_semantic_key_is_refused_with_a_diff_and_rewrites_nothing(tmp_
     assert rows(tmp_path).equals(before)
 
 
-def test_tier_and_prefetch_may_change_on_resume(tmp_path: Path) -> None:
-    run(tmp_path / "whole")
+def test_tier_and_prefetch_may_change_on_resume(tmp_path: Path, plain: pa.Table) -> None:
     asked = iter([False] * 40 + [True] * 1000)
     with pytest.raises(Interrupted):
-        generate(config(tmp_path / "moved"), lambda: next(asked))
+        generate(config(tmp_path), lambda: next(asked))
     run(
-        tmp_path / "moved",
+        tmp_path,
         offload=OffloadConfig(tier=Tier.nvme, resident_layers=1),
         prefetch=PrefetchConfig(kind=Prefetch.block),
     )
-    assert rows(tmp_path / "moved").equals(rows(tmp_path / "whole"))
+    assert rows(tmp_path).equals(plain)
 
 
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("kind", Prefetch)
-def test_every_tier_and_prefetch_gives_the_same_rows(tier: Tier, kind: Prefetch, tmp_path: Path) -> None:
-    run(tmp_path / "plain")
-    offload = OffloadConfig(tier=tier, resident_layers=1)
-    run(tmp_path / "other", offload=offload, prefetch=PrefetchConfig(kind=kind))
-    assert rows(tmp_path / "other").equals(rows(tmp_path / "plain"))
+def test_every_tier_and_prefetch_gives_the_same_rows(
+    tier: Tier, kind: Prefetch, tmp_path: Path, plain: pa.Table
+) -> None:
+    run(tmp_path, offload=OffloadConfig(tier=tier, resident_layers=1), prefetch=PrefetchConfig(kind=kind))
+    assert rows(tmp_path).equals(plain)
 
 
 def test_a_run_keeps_its_schedule_and_what_it_resolved_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,28 +166,24 @@ def test_a_run_keeps_its_schedule_and_what_it_resolved_to(tmp_path: Path, caplog
     assert any(record.message.startswith("plan:") for record in caplog.records)
 
 
-def test_shards_partition_the_rows(tmp_path: Path) -> None:
-    run(tmp_path)
+def test_shards_partition_the_rows(tmp_path: Path, plain: pa.Table) -> None:
     parts = []
     for index in range(3):
         run(tmp_path, shard=ShardConfig(index=index, count=3))
         parts.append(rows(tmp_path, f"case-{index:05d}-of-00003"))
-    whole, sharded = rows(tmp_path), pa.concat_tables(parts)
-    assert sorted(sharded["id"].to_pylist()) == sorted(whole["id"].to_pylist())
-    assert tokens_by_id(sharded) == tokens_by_id(whole)
+    sharded = pa.concat_tables(parts)
+    assert sorted(sharded["id"].to_pylist()) == sorted(plain["id"].to_pylist())
+    assert tokens_by_id(sharded) == tokens_by_id(plain)
 
 
-def test_columns_are_passed_through_and_chat_templates_are_rendered(tmp_path: Path) -> None:
-    plain, chat = tmp_path / "plain", tmp_path / "chat"
-    run(plain)
-    run(chat, dataset=DatasetConfig(limit=12, chat_template=True, system_prompt="Be brief."))
-    assert {"category", "turns"} <= set(rows(plain).column_names)
-    assert all(a > b for a, b in zip(_prompt_tokens(chat), _prompt_tokens(plain), strict=True))
+def test_columns_are_passed_through_and_chat_templates_are_rendered(tmp_path: Path, plain: pa.Table) -> None:
+    run(tmp_path, dataset=DatasetConfig(limit=12, chat_template=True, system_prompt="Be brief."))
+    assert {"category", "turns"} <= set(plain.column_names)
+    assert all(a > b for a, b in zip(_prompt_tokens(rows(tmp_path)), _prompt_tokens(plain), strict=True))
 
 
-def _prompt_tokens(output_root: Path) -> list[int]:
-    table = rows(output_root).sort_by("id")
-    return table["num_prompt_tokens"].to_pylist()
+def _prompt_tokens(table: pa.Table) -> list[int]:
+    return table.sort_by("id")["num_prompt_tokens"].to_pylist()
 
 
 def test_samples_follow_the_seed_and_not_the_place_in_a_batch(tmp_path: Path) -> None:
@@ -194,13 +195,6 @@ def test_samples_follow_the_seed_and_not_the_place_in_a_batch(tmp_path: Path) ->
     assert tokens_by_id(rows(tmp_path / "a")) != tokens_by_id(rows(tmp_path / "c"))
 
 
-def test_policy_auto_gives_the_same_rows_as_fixed(tmp_path: Path) -> None:
-    run(tmp_path / "fixed")
-    run(tmp_path / "auto", policy=PolicyConfig())
-    assert tokens_by_id(rows(tmp_path / "auto")) == tokens_by_id(rows(tmp_path / "fixed"))
-
-
-def test_nothing_is_written_beside_the_run_directory(tmp_path: Path) -> None:
-    short = command(tmp_path, "dataset.limit=2", "sampling.max_new_tokens=2")
-    subprocess.run(short, cwd=ROOT, check=True, capture_output=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["generate"]
+def test_policy_auto_gives_the_same_rows_as_fixed(tmp_path: Path, plain: pa.Table) -> None:
+    run(tmp_path, policy=PolicyConfig())
+    assert tokens_by_id(rows(tmp_path)) == tokens_by_id(plain)
