@@ -79,12 +79,12 @@ def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config:
 def fitting(
     shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig, grid: PolicyGrid
 ) -> PolicyGrid:
-    """Those within the budgets, with whole layers in slots, or if none is, by expert; or the smallest of all."""
+    """Those within the budgets, with slots of whole layers or by expert; or if there is none, the smallest of all."""
     has_device = machine.device_bytes is not None
-    for is_paged in (False, True):
-        fits = room(shape, config, workload, grid, has_device=has_device, is_paged=is_paged).fits(machine.budgets)
-        if fits.any():
-            return grid.taken(fits)
+    ways = (room(shape, config, workload, grid, has_device=has_device, is_paged=is_paged) for is_paged in (False, True))
+    fits = np.logical_or(*(way.fits(machine.budgets) for way in ways))
+    if fits.any():
+        return grid.taken(fits)
     size = grid.micro_batch * grid.count * (1 + grid.resident)
     return grid.taken(size == size.min())
 

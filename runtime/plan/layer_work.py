@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .experts import pageable_stages
 from .model_shape import ModelShape
-from .shapes import Parameter, StageKind
+from .shapes import Parameter, StageKind, distinct_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,13 @@ class LayerWork:
     hidden_bytes: float  # of one token between layers
     pair_flops: float  # attention, of one token that looks at one position
     head_weights: float
-    outer_bytes: float  # stages that are no layer
+    outer_bytes: float  # stages that are no layer; what two of them share, once
+    widest_outer_bytes: float  # of the largest of them
 
     @staticmethod
     def of(shape: ModelShape) -> "LayerWork":
         """Layers of an encoder count with the decoder's bytes alone: a decode pass does not see them."""
-        layers = shape.layers
+        layers, outer = shape.layers, [stage for stage in shape.stages if not stage.kind.is_layer]
         share = 1 / max(1, len(layers))
         stacked = [p for stage in layers for p in stage.parameters if _is_stack(p)]
         dense = [p for stage in layers for p in stage.parameters if not _is_stack(p)]
@@ -55,7 +56,8 @@ class LayerWork:
             hidden_bytes=shape.hidden_size * shape.compute_dtype_bytes,
             pair_flops=4.0 * heads,
             head_weights=sum(stage.flops_per_token for stage in shape.of_kind(StageKind.head)) / 2,
-            outer_bytes=sum(stage.num_bytes for stage in shape.stages if not stage.kind.is_layer),
+            outer_bytes=distinct_bytes(p for stage in outer for p in stage.parameters),
+            widest_outer_bytes=max((stage.num_bytes for stage in outer), default=0),
         )
 
     @property

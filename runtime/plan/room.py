@@ -66,8 +66,11 @@ class _Need:
     def compute(self) -> Floats:
         work, grid = self._work, self._grid
         is_streamed = grid.resident < work.num_layers
-        slots = self._slots * self._layer_bytes + self._is_paged * max(2, self._slots) * work.expert_bytes
-        weights = work.outer_bytes + grid.resident * work.num_bytes + is_streamed * slots
+        paged = self._is_paged * max(2, self._slots) * work.expert_bytes
+        kept = work.outer_bytes + grid.resident * work.num_bytes
+        kept += is_streamed * (self._slots * self._layer_bytes + paged)
+        passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
+        weights = np.where(grid.resident == 0, np.minimum(kept, passing), kept)  # where no stage at all need stay
         return weights + self._kv() + self._lanes() + grid.has_order(Order.module_batched) * self._batched()
 
     def host(self) -> Floats:

@@ -6,6 +6,7 @@ come between the embeddings and the decoder layers. A stage's **parameters** say
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -132,6 +133,11 @@ class Parameter:
         return sum(piece.num_bytes for piece in self.slices)
 
 
+def distinct_bytes(parameters: Iterable[Parameter]) -> int:
+    """What is in several of them counts once."""
+    return sum({piece.name: piece.num_bytes for p in parameters for piece in p.slices}.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     index: int
@@ -143,7 +149,7 @@ class Stage:
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum({piece.name: piece.num_bytes for p in self.parameters for piece in p.slices}.values())
+        return distinct_bytes(self.parameters)
 
     @cached_property
     def experts(self) -> tuple[Parameter, ...]:

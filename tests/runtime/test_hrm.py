@@ -25,6 +25,7 @@ from runtime.plan.cost import Resource
 from runtime.plan.hrm import fitting, roofline_of, search
 from runtime.plan.machine import Machine
 from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.policy import Policy
 from runtime.plan.policy_grid import Choices
@@ -152,6 +153,29 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool) -> None:
         assert need.compute_bytes[at] == pytest.approx(ledgers[0].total_bytes, rel=0.05), policy
         if has_device:
             assert need.host_bytes[at] == pytest.approx(ledgers[1].total_bytes, rel=0.05), policy
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("has_device", [True, False])
+def test_the_grid_lets_through_what_fits_with_no_stage_resident(is_tied: bool, has_device: bool) -> None:
+    """Embeddings and head, which here are larger than a layer, then pass through the slots like layers, or lie in
+    memory once for both."""
+    shape, workload = toy_shape(is_tied=is_tied), Workload.from_mean(8, mean=64, longest=64, max_new_tokens=32)
+    tight = replace(config(), offload=OffloadConfig(tier=Tier.nvme, resident_layers=0))
+    grid = Choices(micro_batches=[8], counts=[1], resident=[0], ways=[(Order.zigzag, Attention.device, 1.0)]).grid(8)
+    fixed = grid.policy(0).applied(tight, has_device=has_device)
+    fitting: list[Budgets] = []
+    for mib in range(64, 128):
+        compute = {"device_bytes": mib * MIB, "host_bytes": 64 * GIB} if has_device else {"host_bytes": mib * MIB}
+        budgets = Budgets(**compute)
+        try:
+            plan_run(shape, fixed, budgets, workload.sizes())
+        except BudgetError:
+            continue
+        fitting.append(budgets)
+    need = room(shape, tight, workload, grid, has_device=has_device, is_paged=False)
+    assert fitting
+    assert need.fits(fitting[0]).all()
 
 
 def test_when_nothing_fits_the_equation_says_why() -> None:
