@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime import Runtime, RuntimeConfig
+from runtime.config import ModelConfig
 from runtime.model.families import FAMILIES
 from tests.support import MANY_EXPERTS, Reference, synthesize
 
@@ -34,6 +36,21 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
         if family not in made:
             made[family] = Reference.make(FAMILIES[family], tmp_path_factory.mktemp("family") / "model")
         return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def opened() -> Callable[[RuntimeConfig], Runtime]:
+    """`opened(config)`: the same runtime for all configs of one model, which is opened once. Valid until the next call
+    for that model; the configs must agree in `machine` and `offload.cache_dir`."""
+    made: dict[ModelConfig, Runtime] = {}
+
+    def get(config: RuntimeConfig) -> Runtime:
+        if config.model not in made:
+            made[config.model] = Runtime(config)
+        made[config.model].config = config
+        return made[config.model]
 
     return get
 

@@ -1,6 +1,5 @@
-"""Runs to be ended, each in a process of its own that is forked off one which has loaded the libraries."""
+"""Runs to be ended, each in a process of its own."""
 
-import multiprocessing
 import signal
 import sys
 import time
@@ -11,9 +10,7 @@ from jobs import generate as job
 from jobs.io.cli import run_job
 from jobs.io.config import GenerateConfig
 from jobs.io.generation import generate
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["jobs.generate", "jobs.io.generation", "runtime.cache.attention_kernel"])
+from tests.processes import PROCESSES
 
 
 def run_and_kill(config: GenerateConfig, has_got_somewhere: Callable[[], bool], *, after_seconds: float) -> None:

@@ -15,6 +15,7 @@ from runtime.model.families import FAMILIES
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
 References = Callable[[str], Reference]
+Runtimes = Callable[[RuntimeConfig], Runtime]
 
 KINDS = {
     "packed": "llama",
@@ -27,22 +28,20 @@ KINDS = {
 GREEDY = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 
 
-def runtime_for(
+def config_for(
     reference: Reference,
     tier: Tier = Tier.nvme,
     sampling: SamplingConfig = GREEDY,
     dtype: DType = DType.float32,
     **policy: int,
-) -> Runtime:
+) -> RuntimeConfig:
     """3 lanes of 3 sequences at most, unless told otherwise; nothing resident where weights are streamed."""
     sizes = {"micro_batch_size": 3, "num_micro_batches": 3} | policy
-    return Runtime(
-        RuntimeConfig(
-            model=ModelConfig(name="test", path=str(reference.directory), dtype=dtype),
-            offload=OffloadConfig(tier=tier, resident_layers=0, read_chunk_mib=1),
-            policy=PolicyConfig(kind=PolicyKind.fixed, **sizes),
-            sampling=sampling,
-        )
+    return RuntimeConfig(
+        model=ModelConfig(name="test", path=str(reference.directory), dtype=dtype),
+        offload=OffloadConfig(tier=tier, resident_layers=0, read_chunk_mib=1),
+        policy=PolicyConfig(kind=PolicyKind.fixed, **sizes),
+        sampling=sampling,
     )
 
 
@@ -53,32 +52,36 @@ def tokens(runtime: Runtime, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers_in_every_tier(family: str, reference: References) -> None:
+def test_greedy_tokens_equal_transformers_in_every_tier(family: str, reference: References, opened: Runtimes) -> None:
     ref = reference(family)
     for tier in Tier:
-        assert tokens(runtime_for(ref, tier), ref.prompts) == ref.expected, tier
+        assert tokens(opened(config_for(ref, tier)), ref.prompts) == ref.expected, tier
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_tokens_equal_transformers_with_the_same_seeds(family: str, reference: References) -> None:
+def test_sampled_tokens_equal_transformers_with_the_same_seeds(
+    family: str, reference: References, opened: Runtimes
+) -> None:
     ref = reference(family)
     sampling = SamplingConfig(
         max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True, temperature=TEMPERATURE, top_p=TOP_P, seed=0
     )
-    assert tokens(runtime_for(ref, sampling=sampling), ref.prompts)[:NUM_SAMPLED] == ref.sampled
+    assert tokens(opened(config_for(ref, sampling=sampling)), ref.prompts)[:NUM_SAMPLED] == ref.sampled
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_of_a_prefill_do_not_change_tokens(kind: str, chunk: int, reference: References) -> None:
+def test_chunks_of_a_prefill_do_not_change_tokens(
+    kind: str, chunk: int, reference: References, opened: Runtimes
+) -> None:
     ref = reference(KINDS[kind])
-    assert tokens(runtime_for(ref, prefill_chunk_tokens=chunk), ref.prompts) == ref.expected
+    assert tokens(opened(config_for(ref, prefill_chunk_tokens=chunk)), ref.prompts) == ref.expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lanes_that_are_filled_again_do_not_change_tokens(kind: str, reference: References) -> None:
+def test_lanes_that_are_filled_again_do_not_change_tokens(kind: str, reference: References, opened: Runtimes) -> None:
     ref = reference(KINDS[kind])
-    again = runtime_for(ref, micro_batch_size=2, num_micro_batches=1)
+    again = opened(config_for(ref, micro_batch_size=2, num_micro_batches=1))
     assert tokens(again, ref.prompts) == ref.expected
 
 
@@ -87,7 +90,7 @@ def test_sequences_that_finish_early_leave_the_others_unchanged(kind: str, refer
     """An EOS that really occurs ends its sequence where transformers would; all others go on as before."""
     ref = reference(KINDS[kind])
     eos = ref.expected[1][4]
-    runtime = runtime_for(ref, sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS))
+    runtime = Runtime(config_for(ref, sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)))
     object.__setattr__(runtime.model, "eos_token_ids", frozenset([eos]))
     for result, full in zip(runtime.generate(ref.prompts), ref.expected, strict=True):
         assert isinstance(result, Completion)
@@ -113,6 +116,6 @@ def test_logits_in_bfloat16_are_those_of_transformers(
             sequence.finish = FinishReason.length
 
     monkeypatch.setattr(Sampler, "step", keep)
-    runtime_for(ref, dtype=DType.bfloat16).generate(ref.prompts)
+    Runtime(config_for(ref, dtype=DType.bfloat16)).generate(ref.prompts)
     found = torch.stack([ours[str(index)] for index in range(len(ref.prompts))])
     assert (found - theirs).norm() <= 0.03 * theirs.norm()

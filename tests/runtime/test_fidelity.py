@@ -11,6 +11,7 @@ from runtime.stream.device import ComputeDevice
 from tests.support import NUM_NEW_TOKENS, Reference
 
 References = Callable[[str], Reference]
+Runtimes = Callable[[RuntimeConfig], Runtime]
 
 
 def config_for(
@@ -32,7 +33,11 @@ def config_for(
 
 
 def tokens(config: RuntimeConfig, prompts: list[list[int]], device: ComputeDevice | None = None) -> list[list[int]]:
-    results = Runtime(config, device=device).generate(prompts)
+    return tokens_of(Runtime(config, device=device), prompts)
+
+
+def tokens_of(runtime: Runtime, prompts: list[list[int]]) -> list[list[int]]:
+    results = runtime.generate(prompts)
     assert all(isinstance(result, Completion) for result in results), results
     return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 
@@ -40,19 +45,21 @@ def tokens(config: RuntimeConfig, prompts: list[list[int]], device: ComputeDevic
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("kind", Prefetch)
 @pytest.mark.parametrize("family", ["llama, tied", "mixtral", "falcon, first"])
-def test_tier_and_prefetch_do_not_change_tokens(family: str, kind: Prefetch, tier: Tier, reference: References) -> None:
+def test_tier_and_prefetch_do_not_change_tokens(
+    family: str, kind: Prefetch, tier: Tier, reference: References, opened: Runtimes
+) -> None:
     ref = reference(family)
     config = config_for(ref, tier=tier, prefetch=PrefetchConfig(kind=kind, depth=2, block_layers=2), resident_layers=1)
-    assert tokens(config, ref.prompts) == ref.expected
+    assert tokens_of(opened(config), ref.prompts) == ref.expected
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 7])
 def test_chunks_and_micro_batches_do_not_change_tokens(
-    micro_batch_size: int, chunk: int, reference: References
+    micro_batch_size: int, chunk: int, reference: References, opened: Runtimes
 ) -> None:
     ref = reference("llama")
     policy = PolicyConfig(
         kind=PolicyKind.fixed, micro_batch_size=micro_batch_size, num_micro_batches=2, prefill_chunk_tokens=chunk
     )
-    assert tokens(config_for(ref, policy=policy), ref.prompts) == ref.expected
+    assert tokens_of(opened(config_for(ref, policy=policy)), ref.prompts) == ref.expected

@@ -16,7 +16,7 @@ from runtime.model.families import FAMILIES, Family
 from runtime.model.loading import load_model
 from runtime.model.synthesize import synthesize_checkpoint
 from tests.gguf_files import write_gguf
-from tests.runtime.test_fidelity import config_for, tokens
+from tests.runtime.test_fidelity import config_for, tokens_of
 from tests.support import NUM_NEW_TOKENS, PROMPT_LENGTHS, Reference, greedy
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}  # K blocks are 256 columns wide
@@ -84,8 +84,10 @@ def at(reference: Reference, cache: Path, tier: Tier = Tier.nvme) -> RuntimeConf
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ref = reference_for(make(name, tmp_path))
-    assert tokens(at(ref, tmp_path), ref.prompts) == ref.expected
-    assert tokens(at(ref, tmp_path, Tier.none), ref.prompts) == ref.expected
+    runtime = Runtime(at(ref, tmp_path))
+    assert tokens_of(runtime, ref.prompts) == ref.expected
+    runtime.config = at(ref, tmp_path, Tier.none)
+    assert tokens_of(runtime, ref.prompts) == ref.expected
 
 
 @pytest.mark.parametrize("name", ["llama Q8_0", "experts Q4_0", "gpt2 Q8_0"])

@@ -16,7 +16,7 @@ from runtime.model.loading import load_model
 from runtime.model.stored import StoredWeight
 from runtime.plan.model_shape import ModelShape
 from tests.quantized import Tensors, tensors_in, write_checkpoint, write_fp8, write_mxfp4
-from tests.runtime.test_fidelity import config_for, tokens
+from tests.runtime.test_fidelity import config_for, tokens, tokens_of
 from tests.support import NUM_NEW_TOKENS, Reference, greedy
 
 References = Callable[[str], Reference]
@@ -52,8 +52,10 @@ def test_tokens_are_those_of_the_unquantised_numbers(family: str, reference: Ref
     ref = reference(family)
     quantised, plain = write(ref.directory, tmp_path, CASES[family], num_shards=3)
     expected = expected_tokens(plain, ref.prompts)
-    assert tokens(at(ref, quantised), ref.prompts) == expected
-    assert tokens(at(ref, quantised, Tier.none), ref.prompts) == expected
+    runtime = Runtime(at(ref, quantised))
+    assert tokens_of(runtime, ref.prompts) == expected
+    runtime.config = at(ref, quantised, Tier.none)
+    assert tokens_of(runtime, ref.prompts) == expected
 
 
 @pytest.mark.parametrize("family", CASES)

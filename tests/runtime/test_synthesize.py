@@ -1,9 +1,6 @@
 """Synthesised checkpoints load in transformers, decode to varied tokens, and never take the memory of the model."""
 
 import json
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from runtime.model.families import FAMILIES, Family
 from runtime.model.meta import build_meta_model
 from runtime.model.random_weights import RandomWeights
 from runtime.model.synthesize import MARKER_FILE, SynthesisReport, config_for, synthesize_checkpoint, tiny_checkpoint
+from tests.processes import alone, at_once
 from tests.support import greedy
 
 VARIED = (
@@ -33,7 +31,6 @@ VARIED = (
 )
 LLAMA_SIZES = FAMILIES["llama"].overrides
 PROMPTS = ("Tell me a story about mills.", "What is 2+2?", "Write a poem.")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def synthesize(family: Family, directory: Path, *, max_shard_bytes: int = 150_000, seed: int = 2) -> SynthesisReport:
@@ -206,14 +203,7 @@ def test_tiny_checkpoint_is_written_once_and_generates(tmp_path: Path) -> None:
 
 
 def test_concurrent_callers_get_one_tiny_checkpoint(tmp_path: Path) -> None:
-    command = "import sys; from pathlib import Path; from runtime.model.synthesize import tiny_checkpoint as t"
-    command += "; print(t(Path(sys.argv[1])))"
-    arguments = [sys.executable, "-c", command, str(tmp_path / "cache")]
-    with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(subprocess.run, arguments, cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
-        results = [run.result() for run in runs]
-    assert [result.returncode for result in results] == [0, 0], results
-    (directory,) = {Path(result.stdout.strip()) for result in results}
+    (directory,) = set(at_once(2, tiny_checkpoint, tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == [directory]
 
 
@@ -230,32 +220,27 @@ def test_a_damaged_tiny_checkpoint_is_reported_not_replaced(damage: str, tmp_pat
     assert sorted(directory.iterdir()) == left
 
 
-MEMORY_PROBE = """
-import sys
-from pathlib import Path
-from transformers import MixtralConfig
-from runtime.model.synthesize import synthesize_checkpoint
-
-def peak_bytes():
+def peak_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
-def write(name, **sizes):
-    config = MixtralConfig(vocab_size=4096, num_attention_heads=8, num_key_value_heads=2, **sizes)
-    return synthesize_checkpoint(model=config, directory=Path(sys.argv[1]) / name, max_shard_bytes=40_000_000)
 
-write("warm", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
-before = peak_bytes()
-report = write("big", hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
-print(peak_bytes() - before, report.num_bytes)
-"""
+def write_mixtral(directory: Path, **sizes: int) -> SynthesisReport:
+    config = MixtralConfig(vocab_size=4096, num_attention_heads=8, num_key_value_heads=2, **sizes)
+    return synthesize_checkpoint(model=config, directory=directory, max_shard_bytes=40_000_000)
+
+
+def peak_growth(directory: Path) -> tuple[int, int]:
+    """By how many bytes a checkpoint moves this process's peak, and how many are written."""
+    write_mixtral(directory / "warm", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    before = peak_bytes()
+    report = write_mixtral(directory / "big", hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
+    return peak_bytes() - before, report.num_bytes
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from Linux's /proc")
 def test_memory_is_that_of_a_tensor_not_of_the_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MEMORY_PROBE, str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    growth_bytes, num_bytes = map(int, result.stdout.split())
+    growth_bytes, num_bytes = alone(peak_growth, tmp_path)
     largest_bytes = 4096 * 512 * 2
     assert num_bytes > 150e6
     assert growth_bytes < 6 * largest_bytes + 20e6
