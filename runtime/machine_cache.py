@@ -30,6 +30,10 @@ class Host:
     torch: str
     num_threads: int
 
+    def answers_to(self, device: str) -> bool:
+        """`machine.device`: auto is any."""
+        return device == "auto" or (device == "cpu") == (self.device == "cpu")
+
     @property
     def path(self) -> Path:
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
@@ -50,18 +54,14 @@ def keep(host: Host, rates: MeasuredRates) -> None:
     temp.replace(host.path)
 
 
-def find(host: Host) -> MeasuredRates | None:
-    """None where nothing was measured. What cannot be read is named in a warning and counts as nothing."""
-    kept = _read(host.path) if host.path.exists() else None
-    return None if kept is None else kept.rates
-
-
-def find_latest() -> MeasuredRates | None:
-    """Of this host, with whatever device, torch and threads it was measured last."""
+def find_latest(device: str = "auto") -> MeasuredRates | None:
+    """Of this host, with whatever torch and threads it was measured last, and of the kind of device that
+    `machine.device` names. What cannot be read is named in a warning and counts as nothing."""
     here = (platform.node(), _cpu_model())
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     found = (kept for path in paths if (kept := _read(path)) is not None)
-    return next((kept.rates for kept in found if (kept.host.hostname, kept.host.cpu) == here), None)
+    mine = (kept for kept in found if (kept.host.hostname, kept.host.cpu) == here and kept.host.answers_to(device))
+    return next((kept.rates for kept in mine), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class Feedback:
         if not self._is_at_home:
             log.warning("policy=hrm: %s was measured on another host; rates are measured anew and stay", self.path)
             return
-        self.runtime.rates = self._rates(values["rates"])
+        self.runtime.rates = self._rates(values.get("rates"))
         self._corrected = self._rates(values["corrected"]) if values.get("corrected") is not None else None
 
     def record(self) -> None:
@@ -86,9 +86,8 @@ class Feedback:
 
     def _rates(self, values: object) -> MachineRates:
         try:
-            assert isinstance(values, dict)
-            return MachineRates.from_plain(values)
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            return MachineRates.from_plain(values)  # pyright: ignore[reportArgumentType] - refused by it, if no mapping
+        except (KeyError, TypeError, ValueError) as error:
             raise DamagedRunError(f"{self.path} holds no rates: {error!r}. Move it away to measure anew") from error
 
     def _write(self) -> None:

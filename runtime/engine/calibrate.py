@@ -209,7 +209,8 @@ class _Bench:
         """Bytes of keys and values per second: rows of a lane over pages of their own, layer after layer."""
         shape, place = self.shape, device.torch_device
         position_bytes = 2 * shape.num_kv_heads * shape.head_dim * self.loaded.compute_dtype.itemsize
-        num_row_pages = -(-self.usual.num_positions // PAGE_TOKENS)
+        num_positions = min(self.usual.num_positions, max(PAGE_TOKENS, KV_BYTES // position_bytes))
+        num_row_pages = -(-num_positions // PAGE_TOKENS)
         most_rows = max(1, KV_BYTES // (num_row_pages * PAGE_TOKENS * position_bytes))
         num_rows = min(self.usual.num_rows, most_rows)
         num_pages = num_rows * num_row_pages
@@ -220,9 +221,7 @@ class _Bench:
         for part in (part for layer in layers for part in layer):
             part.fill_(0.5)
         tables_Bn = torch.arange(num_pages, dtype=torch.int32, device=place).view(num_rows, -1)
-        begins_B, ends_B = (
-            torch.full((num_rows,), end, dtype=torch.int32, device=place) for end in (0, self.usual.num_positions)
-        )
+        begins_B, ends_B = (torch.full((num_rows,), end, dtype=torch.int32, device=place) for end in (0, num_positions))
         q_BHD = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=token.dtype, device=place)
         attend = decode_attention_torch if device.is_accelerator else decode_attention
 
@@ -230,7 +229,7 @@ class _Bench:
             for k_NPHD, v_NPHD in layers:
                 attend(q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=1.0)
 
-        num_bytes = len(layers) * num_rows * self.usual.num_positions * position_bytes
+        num_bytes = len(layers) * num_rows * num_positions * position_bytes
         return num_bytes / self._seconds(sweep)
 
     def prompt_attention(self) -> float:

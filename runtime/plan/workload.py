@@ -50,11 +50,11 @@ class Workload:
         return Workload(num_requests=self.num_requests, prompt_tokens=longest, max_new_tokens=self.max_new_tokens)
 
     def sizes(self, num_requests: int | None = None) -> list[SequenceSize]:
-        """So many requests, None: all, with lengths evenly over the ranks of the sample."""
+        """So many requests, None: all, with lengths evenly over the ranks of the sample: of one request the median."""
         count = self.num_requests if num_requests is None else num_requests
         lengths, most = self.prompt_tokens, self.max_new_tokens
         return [
-            SequenceSize(num_prompt_tokens=lengths[turn * len(lengths) // count], max_new_tokens=most)
+            SequenceSize(num_prompt_tokens=lengths[(2 * turn + 1) * len(lengths) // (2 * count)], max_new_tokens=most)
             for turn in range(count)
         ]
 

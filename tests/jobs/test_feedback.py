@@ -120,12 +120,16 @@ def test_rates_of_another_host_are_no_use(
     assert json.loads(path.read_text()) == values
 
 
-def test_damaged_rates_are_named(tmp_path: Path, another_way: list[MachineRates]) -> None:
+@pytest.mark.parametrize("what", ["rates", "turn_seconds", "all of them"])
+def test_damaged_rates_are_named(what: str, tmp_path: Path, another_way: list[MachineRates]) -> None:
     with pytest.raises(Interrupted):
         run(tmp_path, lambda: len(another_way) > 1)
     path = directory(tmp_path).rates
     values = json.loads(path.read_text())
-    del values["rates"]["turn_seconds"]
+    if what == "all of them":
+        values["rates"] = "none"
+    else:
+        del (values if what == "rates" else values["rates"])[what]
     path.write_text(json.dumps(values))
     with pytest.raises(DamagedRunError, match=r"rates\.json"):
         run(tmp_path)

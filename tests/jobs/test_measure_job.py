@@ -14,7 +14,7 @@ from jobs.io.measure.report import Source, agreement, format_table, format_value
 from jobs.io.typed import build
 from runtime.config import MachineConfig
 from runtime.engine.measure.timing import Figure
-from runtime.machine_cache import find, this_host
+from runtime.machine_cache import find_latest, this_host
 from runtime.profiles import DTypeRates, MeasuredRates
 
 FIGURES = {
@@ -104,7 +104,7 @@ def test_program_prints_keeps_and_writes(
     assert "disk, sustained" in printed
     assert "figures agree within their spreads" in printed
     written = build(MachineConfig, yaml.safe_load(out.read_text()), "machine.")
-    kept = find(this_host("cpu", 1))
+    kept = find_latest("cpu")
     assert written.name == "mine"
     assert written.rates is not None
     assert kept is not None

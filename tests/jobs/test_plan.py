@@ -84,6 +84,11 @@ def test_prompts_of_which_nothing_is_known_are_asked_for() -> None:
     assert len(plan("dataset=jsonl", "model=gpt2", *(f"workload.{key}" for key in keys)).sizes) == 8
 
 
+def test_where_nothing_is_generated_there_is_nothing_to_plan() -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens=0"):
+        config_of("model=gpt2", "sampling.max_new_tokens=0")
+
+
 def test_prompts_longer_than_the_model_knows_are_refused() -> None:
     with pytest.raises(ConfigError, match="model=gpt2 knows 1,024 positions"):
         plan("model=gpt2", "dataset=helm_summarization")

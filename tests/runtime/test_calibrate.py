@@ -1,11 +1,13 @@
 """A run's own layers, experts and lanes are measured, of every kind of lane; how fast they are is not asserted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from runtime.config import ModelConfig
+from runtime.engine import calibrate
 from runtime.engine.calibrate import measure_rates
 from runtime.model.loading import load_model
 from runtime.plan.experts import pageable_stages
@@ -40,6 +42,20 @@ def test_every_rate_that_a_plan_asks_for_is_measured(family: str, is_paged: bool
     assert 0 < rates.attention_bytes_per_second < UNLIMITED
     assert 0 < rates.pass_seconds < 1
     assert 0 <= rates.turn_seconds < 1
+
+
+def test_prompts_of_any_length_are_measured_in_a_bounded_piece_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(ModelConfig(name="llama", path=str(synthesize("llama", tmp_path))), torch.device("cpu"), None)
+    taken: list[int] = []
+    zeros = ComputeDevice.zeros
+    monkeypatch.setattr(ComputeDevice, "zeros", lambda self, size: taken.append(size) or zeros(self, size))
+    monkeypatch.setattr(calibrate, "KV_BYTES", 1 << 16)
+    with Reader(num_threads=2) as reader:
+        measure_rates(loaded, reader, DEVICE, replace(USUAL, num_positions=100_000))
+    assert taken
+    assert max(taken) <= 1 << 17
 
 
 def test_products_are_measured_at_the_sizes_of_the_run() -> None:

@@ -34,6 +34,14 @@ def test_mean_and_longest_are_met(mean: float, longest: int) -> None:
     assert sum(size.num_prompt_tokens for size in workload.sizes()) == pytest.approx(1000 * mean, rel=0.02)
 
 
+@pytest.mark.parametrize("count", [1, 3, 17, 300, 512, 1280])
+def test_few_requests_are_no_shorter_than_many(count: int) -> None:
+    workload = Workload.from_mean(10_000, mean=200, longest=300, max_new_tokens=8)
+    sizes = workload.sizes(count)
+    assert len(sizes) == count
+    assert sum(size.num_prompt_tokens for size in sizes) / count == pytest.approx(200, rel=0.1)
+
+
 def test_a_mean_above_the_longest_is_refused() -> None:
     with pytest.raises(ValueError, match="1 <= mean <= longest"):
         Workload.from_mean(10, mean=20, longest=10, max_new_tokens=1)

@@ -87,6 +87,10 @@ class BenchConfig:
             self.suite is not Suite.predictions or set(self.contenders) <= set(PREDICTED),
             f"suite=predictions has contenders of {', '.join(each.value for each in PREDICTED)} only",
         )
+        require(
+            self.suite is not Suite.predictions or self.num_new_tokens >= 2,
+            f"suite=predictions compares decode passes: num_new_tokens must be 2 or more, got {self.num_new_tokens}",
+        )
         require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
         require(
             self.suite is not Suite.speed or not self.checkpoints,

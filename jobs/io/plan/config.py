@@ -96,6 +96,9 @@ class PlanConfig:
     def __post_init__(self) -> None:
         lanes = self.model.lanes
         require(lanes is Lanes.auto, f"model.lanes={lanes.value}: jobs.plan knows the named models with lanes=auto")
+        require(
+            self.sampling.max_new_tokens >= 1, "sampling.max_new_tokens=0 generates nothing: there is nothing to plan"
+        )
         missing = [f"workload.{key}" for key, value in vars(self.workload).items() if value is None]
         require(
             not missing,

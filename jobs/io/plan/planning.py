@@ -97,7 +97,7 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
 def _described(config: MachineConfig) -> MachineConfig:
     """Where it holds no profile, with what `jobs.measure` last kept of this host."""
     if config.sheet is None and config.rates is None:
-        return replace(config, rates=find_latest())
+        return replace(config, rates=find_latest(config.device))
     return config
 
 

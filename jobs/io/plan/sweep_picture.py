@@ -29,7 +29,7 @@ MARGIN = 2**0.25  # beside the first and the last value
 def draw_sweep(path: Path, outcomes: Sequence[Outcome], title: str, marks: Mapping[str, float]) -> None:
     """Publishes it, as svg or png by the suffix; raises OutputError. `marks`: named values of the only axis."""
     axes_seen = list({id(each.axis): each.axis for each in outcomes}.values())
-    top = 1.12 * max((each.planned.throughput.decode or 0 for each in outcomes if each.planned), default=1.0)
+    top = 1.12 * max((*_decode(outcomes), *_total(outcomes)), default=0.0)
     with figure(path, HEIGHT_PIXELS) as made:
         panels = made.subplots(1, len(axes_seen), squeeze=False, sharey=True)[0]
         for panel, axis in zip(panels, axes_seen, strict=True):

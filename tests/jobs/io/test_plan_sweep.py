@@ -4,9 +4,11 @@ import csv
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from jobs.io.plan.planning import make_plan
 from jobs.io.plan.sweep import Axis, Outcome, sweep, sweep_axes
+from jobs.io.plan.sweep_picture import draw_sweep
 from jobs.io.plan.sweep_table import HEAD, SweepRow
 from jobs.io.plan.sweeping import run_sweep
 from jobs.io.plan.timeline import write_timeline
@@ -105,6 +107,14 @@ def test_a_table_and_two_pictures_are_left(kind: str, tmp_path: Path) -> None:
     assert float(rows[-1]["total_tokens_per_second"]) > 0
     for name in (f"{kind}.png", "roofline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_totals_are_in_the_picture_where_nothing_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heights: list[float] = []
+    monkeypatch.setattr(Axes, "set_ylim", lambda _, low, high: heights.append(high))
+    outcomes = swept("plan.sweep=batch", "plan.sweep_points=[8,16]", "sampling.max_new_tokens=1")
+    draw_sweep(tmp_path / "batch.png", outcomes, "one token each", {})
+    assert heights == [pytest.approx(1.12 * max(totals(outcomes)))]
 
 
 def test_a_timeline_reads_back_like_the_trace_of_a_run(tmp_path: Path) -> None:
