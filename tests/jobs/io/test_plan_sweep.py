@@ -111,10 +111,16 @@ def test_a_table_and_two_pictures_are_left(kind: str, tmp_path: Path) -> None:
 
 def test_totals_are_in_the_picture_where_nothing_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heights: list[float] = []
-    monkeypatch.setattr(Axes, "set_ylim", lambda _, low, high: heights.append(high))
+    set_ylim = Axes.set_ylim
+
+    def noted(axes: Axes, *limits: float, **options: object) -> object:
+        heights.extend(limits[1:])
+        return set_ylim(axes, *limits, **options)
+
+    monkeypatch.setattr(Axes, "set_ylim", noted)
     outcomes = swept("plan.sweep=batch", "plan.sweep_points=[8,16]", "sampling.max_new_tokens=1")
     draw_sweep(tmp_path / "batch.png", outcomes, "one token each", {})
-    assert heights == [pytest.approx(1.12 * max(totals(outcomes)))]
+    assert heights[0] == pytest.approx(1.12 * max(totals(outcomes)))
 
 
 def test_a_timeline_reads_back_like_the_trace_of_a_run(tmp_path: Path) -> None:
