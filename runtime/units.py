@@ -20,8 +20,9 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.53 s`, `2 min 05 s`, `3 h 07 min`."""
+    """`0.53 s`, `2 min 05 s`, `3 h 07 min`; less than a nanosecond is what sums round to, `0 s`."""
     if seconds < 60:
+        seconds = seconds if seconds >= 1e-9 else 0.0
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

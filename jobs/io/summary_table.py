@@ -58,7 +58,8 @@ def _time(summary: Summary) -> list[list[str]]:
 
 
 def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[list[str]]:
-    """What works side by side, and how long compute waited. Lines of two zeros are left out."""
+    """What works side by side, and how long compute waited. Lines of two zeros are left out; attention where the model
+    computes is predicted as part of that."""
     parts = {
         f"{name} time": "seconds",
         f"{name}: computing": "compute_seconds",
@@ -71,7 +72,8 @@ def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[
     for label, key in parts.items():
         seconds, claim = getattr(measured, key), getattr(claimed, key) if claimed else None
         if seconds or claim or key in ("seconds", "stall_seconds"):
-            lines.append([label, format_seconds(seconds), "" if claim is None else format_seconds(claim)])
+            is_part = key == "attention_seconds" and not claim
+            lines.append([label, format_seconds(seconds), "" if claim is None or is_part else format_seconds(claim)])
     return lines
 
 
