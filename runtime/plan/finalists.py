@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 NUM_WAYS = 6  # each with its best block
 NUM_BLOCKS = 4  # more, of the best way
 NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
+NEXT_SHARE = 0.75  # of a refused block's sequences, where none of those blocks fits
 WORTHWHILE = 1.5  # times the best roofline: beyond that no simulation turns the tables
 
 Plan = Callable[[RuntimeConfig], "RunPlan"]
@@ -49,7 +50,7 @@ class Finalists:
         ways = self._ways()
         found = [each for places in list(ways.values())[:NUM_WAYS] for each in islice(self._that_fit(places), 1)]
         if not found:
-            found = [self._candidate(int(np.argmin(self.grid.micro_batch * self.grid.count)))]
+            found = [self._smaller()]
         best = min(found, key=_seconds).policy
         more = self._that_fit(ways.get(best.way, [])[: NUM_BLOCKS + NUM_TRIES])
         known = {each.policy for each in found}
@@ -74,6 +75,17 @@ class Finalists:
                 yield self._candidate(place)
             except BudgetError:  # the longest requests need more than the mean: the next block takes less
                 continue
+
+    def _smaller(self) -> Candidate:
+        """The fastest of all ways whose block is smaller than what was refused before, until one fits. Raises
+        BudgetError when not even the smallest does."""
+        left = np.argsort(self.seconds, kind="stable")
+        while len(left):
+            try:
+                return self._candidate(int(left[0]))
+            except BudgetError:
+                left = left[self.grid.sequences[left] <= NEXT_SHARE * self.grid.sequences[left[0]]]
+        return self._candidate(int(np.argmin(self.grid.micro_batch * self.grid.count)))
 
     def _candidate(self, place: int) -> Candidate:
         """Raises BudgetError when the plan does not fit."""

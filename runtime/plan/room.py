@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config import KVTier, Order, RuntimeConfig, Tier
 from .exchange import STORES_IN_FLIGHT, TRIP_PARTS
-from .experts import batch_entries
+from .experts import NUM_STAGING_SLOTS, batch_entries
 from .extents import ALIGNMENT_BYTES, LOADING_BYTES, slot_layout
 from .kv import SEGMENT_BYTES
 from .layer_work import LayerWork
@@ -78,22 +78,22 @@ class _Need:
         work, grid = self._work, self._grid
         if not self._has_device:
             return np.zeros_like(grid.sequences)
-        pinned = power_of_two(np.asarray(self._layer_bytes + ALIGNMENT_BYTES))
-        if self._is_paged:
-            pinned = pinned + work.num_experts * power_of_two(np.asarray(work.expert_bytes + ALIGNMENT_BYTES))
+        layer, expert = (power_of_two(np.asarray(n + ALIGNMENT_BYTES)) for n in (self._layer_bytes, work.expert_bytes))
+        expert = expert * self._is_paged
         streamed = work.num_layers - grid.resident
-        weights = streamed * pinned * (self._config.offload.tier is Tier.cpu)
-        staging = np.minimum(streamed, 2) * pinned * (self._config.offload.tier is Tier.nvme)
-        layer = self._positions() * work.kv_bytes
-        segments = np.floor(layer / SEGMENT_BYTES) * SEGMENT_BYTES + power_of_two(layer % SEGMENT_BYTES)
+        weights = streamed * (layer + work.num_experts * expert) * (self._config.offload.tier is Tier.cpu)
+        passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
+        staging = passing * (self._config.offload.tier is Tier.nvme)
+        pages = self._positions() * work.kv_bytes
+        segments = np.floor(pages / SEGMENT_BYTES) * SEGMENT_BYTES + power_of_two(pages % SEGMENT_BYTES)
         travelling = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)
-        kv = work.num_layers * np.where(self._in_host, power_of_two(layer), travelling)
+        kv = work.num_layers * np.where(self._in_host, power_of_two(pages), travelling)
         return weights + staging + self._loading() + kv
 
     def _loading(self) -> Floats:
-        """What stays passes through it."""
+        """What stays passes through it; where no layer does, nothing need."""
         resident = self._work.outer_bytes + self._grid.resident * self._work.num_bytes
-        return power_of_two(np.minimum(resident, LOADING_BYTES) + ALIGNMENT_BYTES)
+        return (self._grid.resident > 0) * power_of_two(np.minimum(resident, LOADING_BYTES) + ALIGNMENT_BYTES)
 
     def _positions(self) -> Floats:
         per_sequence = self._workload.mean_capacity_tokens

@@ -10,6 +10,7 @@ import pytest
 
 from runtime.config import (
     Attention,
+    ExpertPaging,
     KVConfig,
     KVTier,
     OffloadConfig,
@@ -176,6 +177,33 @@ def test_the_grid_lets_through_what_fits_with_no_stage_resident(is_tied: bool, h
     need = room(shape, tight, workload, grid, has_device=has_device, is_paged=False)
     assert fitting
     assert need.fits(fitting[0]).all()
+
+
+@pytest.mark.parametrize("paging", [ExpertPaging.off, ExpertPaging.hit])
+def test_the_grid_lets_through_what_host_memory_has_staging_for(paging: ExpertPaging) -> None:
+    """On its way from the disk to a device only what is under way: not all experts of a layer."""
+    shape, workload = SHAPES["moe"], Workload.from_mean(8, mean=64, longest=64, max_new_tokens=32)
+    tight = replace(config(), offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=paging))
+    grid = Choices(micro_batches=[8], counts=[1], resident=[0], ways=[(Order.zigzag, Attention.device, 1.0)]).grid(8)
+    fixed = grid.policy(0).applied(tight, has_device=True)
+    budgets = Budgets(host_bytes=GIB, device_bytes=128 * MIB)
+    host = plan_run(shape, fixed, budgets, workload.sizes()).placement.ledgers[1].total_bytes
+    need = room(shape, tight, workload, grid, has_device=True, is_paged=paging is ExpertPaging.hit)
+    assert need.fits(replace(budgets, host_bytes=host)).all()
+
+
+def test_where_the_grid_lets_through_too_much_the_block_shrinks_until_it_fits() -> None:
+    """Not at once to the smallest of all."""
+    shape = SHAPES["dense"]
+    plan, _ = planner(shape, WITH_DEVICE)
+
+    def strict(fixed: RuntimeConfig) -> RunPlan:
+        if fixed.policy.micro_batch_size * fixed.policy.num_micro_batches > 20:
+            raise BudgetError("more than the grid knows of")
+        return plan(fixed)
+
+    best = search(shape, WITH_DEVICE, WORKLOAD, config(), strict).best.policy
+    assert 10 <= best.num_sequences <= 20
 
 
 def test_when_nothing_fits_the_equation_says_why() -> None:
