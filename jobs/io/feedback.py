@@ -2,7 +2,8 @@
 the blocks that are left.
 
 `rates.json` keeps the rates that the run was planned with, and the corrected ones once there are any: a run that goes
-on on the same host comes to the same plans as one that was never stopped.
+on on the same host measures nothing. It searches anew, though: where the first start took a kept policy or halved its
+blocks, it may go another way than a run that was never stopped.
 """
 
 import logging
