@@ -128,7 +128,7 @@ class Runtime:
     ) -> RunPlan:
         """`blocks`: of the run that is resumed; otherwise the policy chooses them. See `plan_run`. What cannot be
         is refused (ConfigError, BudgetError) before anything is read, also for measuring."""
-        sizes, budgets = self._sizes(requests), self.budgets()
+        sizes, budgets = [request.size for request in requests], self.budgets()
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
         for walk in (first.placement.walk, first.placement.decode_walk):
             require_slots(walk, first.num_lanes)
@@ -165,7 +165,7 @@ class Runtime:
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
         """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or
         its own. Blocks stay what they are."""
-        sizes, budgets = self._sizes(requests), self.budgets()
+        sizes, budgets = [request.size for request in requests], self.budgets()
 
         def planned(config: RuntimeConfig) -> RunPlan:
             return plan_run(self.model.shape, config, budgets, sizes, rates=rates, blocks=plan.blocks)
@@ -179,9 +179,6 @@ class Runtime:
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype)
-
-    def _sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
-        return [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
 
     def _usual(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> Usual:
         lanes = micro_batches_of(plan.blocks[0], sizes)

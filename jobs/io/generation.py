@@ -140,9 +140,10 @@ class _Run:
         left = [block for block in plan.blocks if block.index not in done]
         if feedback is not None and feedback.is_due:
             feedback.record()
-            first, left = plan.blocks[0], left[1:] if plan.blocks[0] in left else left
-            if first.index not in done:
+            first = plan.blocks[0]
+            if first in left:
                 self._generate([first], session, store, plan.prediction)
+                left.remove(first)
             if left and feedback.learn(plan, store.passes([first.index])):
                 return False
         self._generate(left, session, store, plan.prediction)

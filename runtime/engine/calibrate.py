@@ -96,11 +96,14 @@ class _Bench:
         layers = self.shape.layers
         return layers[len(layers) // 2]
 
+    def _whole(self, stage: Stage) -> Stage:
+        """What is read of it at once."""
+        return stage.dense if stage.index in self.paged else stage
+
     def layer(self, stage: Stage | None = None) -> _Layer:
         """The typical one."""
         stage = stage or self._typical()
-        dense = stage.dense if stage.index in self.paged else stage
-        host, weights = self._read(dense)
+        host, weights = self._read(self._whole(stage))
         expert = self._read(stage.expert(0))[1] if stage.index in self.paged else {}
         return _Layer(stage=stage, host=host, weights=weights, expert=expert)
 
@@ -117,7 +120,7 @@ class _Bench:
     def disk(self, buffer: torch.Tensor) -> float:
         """Bytes per second of other layers than those just read, one behind the other as in a run; all into the same
         buffer, as nobody looks at them."""
-        stages = [stage.dense if stage.index in self.paged else stage for stage in self.shape.layers]
+        stages = [self._whole(stage) for stage in self.shape.layers]
         layouts = [slot_layout(stage) for stage in stages[:: max(1, len(stages) // NUM_READS)]]
         layouts = [layout for layout in layouts if layout.num_bytes <= buffer.numel()] or [slot_layout(stages[0])]
         target = buffer.numpy().data
@@ -254,7 +257,7 @@ class _Bench:
         processor's caches are faster than any model's."""
         stage = next(stage for stage in self.shape.stages if stage.kind.is_layer)
         work, layer = stage_works(self.shape, self.paged)[stage.index], self.layer(stage)
-        layout = slot_layout(stage.dense if stage.index in self.paged else stage)
+        layout = slot_layout(self._whole(stage))
         fits_caches = layout.num_bytes <= CACHED_BYTES and not self.device.is_accelerator
 
         def read() -> None:

@@ -6,6 +6,7 @@ from enum import Enum
 
 import torch
 
+from ..plan.memory import SequenceSize
 from .logprobs import TokenLogprobs
 
 
@@ -33,6 +34,11 @@ class Request:
     @property
     def key(self) -> tuple[str, int]:
         return self.id, self.sample_index
+
+    @property
+    def size(self) -> SequenceSize:
+        """What a plan asks of it."""
+        return SequenceSize(num_prompt_tokens=len(self.prompt_ids), max_new_tokens=self.max_new_tokens)
 
     def seed(self, run_seed: int) -> int:
         """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is

@@ -4,11 +4,10 @@ but a rehearsal tells by how much. Pure.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from .lane_work import LaneWork
 from .model_shape import ModelShape
-from .rates import UNLIMITED, MachineRates
+from .rates import UNLIMITED, MachineRates, between
 from .stage_work import StageWork
 
 LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
@@ -53,7 +52,8 @@ def anchored(
             factors[lane.num_tokens] = min(MOST, max(1 / MOST, products / left))
     if not factors:
         return rates
-    gemm = {rows: rate * _between(factors, rows) for rows, rate in rates.gemm_flops_per_second.items()}
+    points = list(factors.items())
+    gemm = {rows: rate * between(points, rows) for rows, rate in rates.gemm_flops_per_second.items()}
     return replace(rates, gemm_flops_per_second=gemm)
 
 
@@ -69,11 +69,3 @@ def _with_attention(
     if rates.link_in_bytes_per_second != UNLIMITED:  # the CPU beside an accelerator has a rate of its own
         return replace(rates, attention_bytes_per_second=rate)
     return replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=rate)
-
-
-def _between(factors: dict[int, float], rows: int) -> float:
-    points = list(factors.items())
-    for (rows0, factor0), (rows1, factor1) in pairwise(points):
-        if rows0 <= rows <= rows1:
-            return factor0 + (factor1 - factor0) * (rows - rows0) / (rows1 - rows0)
-    return points[0][1] if rows < points[0][0] else points[-1][1]

@@ -68,11 +68,11 @@ class MachineRates:
 
     def gemm_rate(self, num_rows: float) -> float:
         """Linear between the measured points, constant rate beyond the last, proportional to M below the first."""
-        return _between(self._gemm_points, num_rows)
+        return _rate(self._gemm_points, num_rows)
 
     def expert_rate(self, num_rows: float) -> float:
         """Of an expert's share of the tokens."""
-        return _between(self._expert_points or self._gemm_points, num_rows)
+        return _rate(self._expert_points or self._gemm_points, num_rows)
 
     @cached_property
     def _gemm_points(self) -> list[tuple[int, float]]:
@@ -83,11 +83,16 @@ class MachineRates:
         return sorted(self.expert_flops_per_second.items())
 
 
-def _between(points: Sequence[tuple[int, float]], num_rows: float) -> float:
-    rows, rate = points[0]
-    if num_rows <= rows:
-        return rate * num_rows / rows
-    for (m0, r0), (m1, r1) in pairwise(points):
-        if num_rows <= m1:
-            return r0 + (r1 - r0) * (num_rows - m0) / (m1 - m0)
+def between(points: Sequence[tuple[int, float]], x: float) -> float:
+    """Linear between points, which ascend; constant before the first and beyond the last."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return points[-1][1]
+
+
+def _rate(points: Sequence[tuple[int, float]], num_rows: float) -> float:
+    first_rows, first = points[0]
+    return first * num_rows / first_rows if num_rows <= first_rows else between(points, num_rows)

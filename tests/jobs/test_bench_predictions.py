@@ -54,5 +54,7 @@ def test_checkpoints_and_contenders_are_those_that_can_be_predicted(tmp_path: Pa
         BenchConfig(suite=Suite.predictions, contenders=[Contender.transformers])
     with pytest.raises(ConfigError, match="checkpoints"):
         BenchConfig(checkpoints=[str(tmp_path)])
+    with pytest.raises(ConfigError, match="num_new_tokens"):
+        BenchConfig(suite=Suite.predictions, num_new_tokens=1)
     with pytest.raises(ConfigError, match="blocks"):
         BenchConfig(blocks=[0])

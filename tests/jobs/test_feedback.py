@@ -66,7 +66,14 @@ def another_way(monkeypatch: pytest.MonkeyPatch) -> list[MachineRates]:
     def revised(self: Runtime, plan: RunPlan, requests: list[Request], rates: MachineRates) -> RunPlan:
         by.append(rates)
         way = replace(self.config, policy=replace(plan.policy, schedule=Order.flexgen))
-        return plan_run(self.model.shape, way, self.budgets(), self._sizes(requests), rates=rates, blocks=plan.blocks)
+        return plan_run(
+            self.model.shape,
+            way,
+            self.budgets(),
+            [request.size for request in requests],
+            rates=rates,
+            blocks=plan.blocks,
+        )
 
     monkeypatch.setattr(Runtime, "revised", revised)
     return by
@@ -136,9 +143,9 @@ def test_damaged_rates_are_named(what: str, tmp_path: Path, another_way: list[Ma
 
 
 def test_attention_counts_where_single_tokens_are_decoded() -> None:
-    counts = {"pass_index": 0, "num_sequences": 1, "real_tokens": 1, "padded_tokens": 1, "prompt_tokens": 0}
     base = PassRow(
-        **counts, phase="decode", issued_tokens=1, useful_tokens=1, seconds=2.0, load_seconds=3.0, compute_seconds=4.0,
+        pass_index=0, phase="decode", num_sequences=1, real_tokens=1, padded_tokens=1, prompt_tokens=0,
+        issued_tokens=1, useful_tokens=1, seconds=2.0, load_seconds=3.0, compute_seconds=4.0,
         attention_seconds=5.0, copy_seconds=6.0, predicted_load_seconds=1.0,
     )  # fmt: skip
     measured, predicted = worked([base, replace(base, phase="prefill")])

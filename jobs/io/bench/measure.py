@@ -34,7 +34,6 @@ from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.plan.actions import WEIGHT_OPS
 from runtime.plan.extents import slot_layout
-from runtime.plan.memory import SequenceSize
 from runtime.plan.schedule import make_schedule
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, resident_bytes
 from runtime.stream.weights import WeightStream
@@ -105,9 +104,8 @@ def _runtime(
     if tier is not Tier.nvme:
         return runtime, requests
     shape = runtime.model.shape
-    sizes = [SequenceSize(num_prompt_tokens=len(r.prompt_ids), max_new_tokens=r.max_new_tokens) for r in requests]
     num_seats = task.num_kv_seats or task.micro_batch_size * task.num_micro_batches
-    positions = sum(sorted((size.capacity_tokens for size in sizes), reverse=True)[:num_seats])
+    positions = sum(sorted((request.size.capacity_tokens for request in requests), reverse=True)[:num_seats])
     budget = task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token
     return make(budget / GIB)
 
