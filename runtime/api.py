@@ -29,6 +29,7 @@ from .plan.memory import SequenceSize
 from .plan.placement import Budgets
 from .plan.placer import kv_tiers
 from .plan.planner import RunPlan, plan_run
+from .plan.policy import Policy
 from .plan.rates import MachineRates
 from .plan.run_load import micro_batches_of
 from .plan.schedule import require_slots
@@ -124,10 +125,16 @@ class Runtime:
         return Budgets(host_bytes=host_bytes, device_bytes=device_bytes)
 
     def plan(
-        self, requests: Sequence[Request], *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0
+        self,
+        requests: Sequence[Request],
+        *,
+        blocks: tuple[Block, ...] | None = None,
+        known: Policy | None = None,
+        num_halvings: int = 0,
     ) -> RunPlan:
-        """`blocks`: of the run that is resumed; otherwise the policy chooses them. See `plan_run`. What cannot be
-        is refused (ConfigError, BudgetError) before anything is read, also for measuring."""
+        """`blocks`: of the run that is resumed; otherwise the policy chooses them. See `plan_run`. `known`: what a
+        search came to before, which `policy=hrm` goes by as long as it fits. What cannot be is refused (ConfigError,
+        BudgetError) before anything is read, also for measuring."""
         sizes, budgets = [request.size for request in requests], self.budgets()
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
         for walk in (first.placement.walk, first.placement.decode_walk):
@@ -137,7 +144,7 @@ class Runtime:
                 usual = self._usual(first, sizes)
                 self.rates = measure_rates(self.model, reader, self.device, usual, first.placement.paged)
         if self.config.policy.kind is PolicyKind.hrm and requests:
-            return self._plan_by_choice(sizes, budgets, blocks, num_halvings)
+            return self._plan_by_choice(sizes, budgets, blocks, known, num_halvings)
         return plan_run(self.model.shape, self.config, budgets, sizes, rates=self.rates, blocks=first.blocks)
 
     def _plan_by_choice(
@@ -145,6 +152,7 @@ class Runtime:
         sizes: Sequence[SequenceSize],
         budgets: Budgets,
         blocks: tuple[Block, ...] | None,
+        known: Policy | None,
         num_halvings: int,
     ) -> RunPlan:
         shape = self.model.shape
@@ -160,6 +168,7 @@ class Runtime:
             plan,
             has_device=budgets.has_device,
             num_halvings=num_halvings,
+            known=known,
         )
 
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
@@ -174,7 +183,8 @@ class Runtime:
         found = planned(self.config)
         assert same.prediction is not None, "rates are given"
         assert found.prediction is not None, "rates are given"
-        return found if found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds else same
+        is_worth_it = found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
+        return found if is_worth_it else replace(same, searched=plan.searched)
 
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
@@ -216,11 +226,11 @@ class Runtime:
         requests: Sequence[Request],
         *,
         blocks: tuple[Block, ...] | None = None,
-        revise: Callable[[RunPlan], RunPlan] | None = None,
+        known: Policy | None = None,
     ) -> Iterator[tuple[RunPlan, Session]]:
-        """Plans, has the plan revised, and opens a session. Unless the policy is fixed or there are `blocks` of an
-        earlier start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed,
-        once more with blocks of half the size.
+        """Plans, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier start, the first
+        pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more with blocks of
+        half the size.
         """
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
@@ -228,8 +238,7 @@ class Runtime:
             if num_halvings:
                 gc.collect()  # the engine of the first try refers to itself
                 reset_peak()
-            plan = self.plan(requests, blocks=blocks, num_halvings=num_halvings)
-            plan = revise(plan) if revise is not None else plan
+            plan = self.plan(requests, blocks=blocks, known=known, num_halvings=num_halvings)
             self._announce(plan)
             with ExitStack() as stack:
                 try:

@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .config import PolicyKind, RuntimeConfig
@@ -65,27 +65,41 @@ def question(
 
 
 def plan_by_choice(
-    directory: Path, key: str | None, config: RuntimeConfig, plan: Planner, *, has_device: bool, num_halvings: int = 0
+    directory: Path,
+    key: str | None,
+    config: RuntimeConfig,
+    plan: Planner,
+    *,
+    has_device: bool,
+    num_halvings: int = 0,
+    known: Policy | None = None,
 ) -> RunPlan:
-    """The plan by the policy that `policy.pin` names, else by the one that was kept under `key` if it still fits, else
-    by a new search, whose choice is kept; with key None it is not. `num_halvings` as for `plan_run`, which `plan` asks.
-    Logs the choice, with why. Reads and writes files of `directory`.
+    """The plan by the policy that `policy.pin` names, else by the `known` one that the run went by so far or the one
+    that was kept under `key`, if it still fits, else by a new search, whose choice is kept; with key None it is not.
+    `num_halvings` as for `plan_run`, which `plan` asks. Logs the choice, with why. Reads and writes files of
+    `directory`.
 
     Raises ConfigError for a pin that names nothing, BudgetError for a pinned policy that does not fit.
     """
     assert config.policy.kind is PolicyKind.hrm, "nothing else is searched"
     pin = config.policy.pin
     path = directory / f"{key}.json" if key is not None else None
-    kept = _pinned(directory, pin) if pin is not None else _kept(path) if path is not None else None
+    if pin is not None:
+        kept, origin = _pinned(directory, pin), "pinned"
+    elif known is not None:
+        kept, origin = KeptPolicy(policy=known, why=(f"policy {known.digest}: {known}",)), "as before"
+    else:
+        kept, origin = _kept(path) if path is not None else None, "of an earlier search"
     if kept is not None:
+        policy = kept.policy.halved(num_halvings)
         try:
-            found = plan(kept.policy.halved(num_halvings).applied(config, has_device=has_device))
+            found = replace(plan(policy.applied(config, has_device=has_device)), searched=policy)
         except BudgetError as error:
             if pin is not None:
                 raise
             log.warning("policy %s no longer fits and is searched again: %s", kept.policy.digest, error)
         else:
-            _log_kept(kept, "pinned" if pin is not None else "of an earlier search")
+            _log_kept(kept, origin)
             return found
     found = plan(config)
     if found.choice is not None:

@@ -1,13 +1,13 @@
 """What a run of `policy=hrm` learns from its first block: its rates, corrected, and with them perhaps another way for
 the blocks that are left.
 
-`rates.json` keeps the rates that the run was planned with, and the corrected ones once there are any: a run that goes
-on on the same host measures nothing. It searches anew, though: where the first start took a kept policy or halved its
-blocks, it may go another way than a run that was never stopped.
+`rates.json` keeps the rates that the run was planned with and the policy that it goes by, and the corrected rates once
+there are any: a run that goes on on the same host, with the same tiers, measures and searches nothing, and goes the way
+of one that was never stopped.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from runtime.errors import DamagedRunError
 from runtime.plan.correct import corrected
 from runtime.plan.cost import Resource
 from runtime.plan.planner import RunPlan
+from runtime.plan.policy import Policy
 from runtime.plan.rates import MachineRates
 
-from .files import read_json, write_json
+from .files import JsonValue, read_json, write_json
 from .summary import PassRow
 
 log = logging.getLogger(__name__)
@@ -27,45 +28,50 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Feedback:
-    """Of a run in waves whose policy is searched."""
+    """Of a run in waves whose policy is searched. `policy`: the one that it goes by, None before it is planned."""
 
     path: Path
     runtime: Runtime
     requests: Sequence[Request]
+    policy: Policy | None = field(default=None, init=False)
+    _first: MachineRates | None = field(default=None, init=False)  # those that the first block was predicted with
     _corrected: MachineRates | None = field(default=None, init=False)
-    _is_at_home: bool = field(default=True, init=False)
 
     def restore(self) -> None:
-        """Takes up what was recorded. Of another host it is no use: nothing is corrected then.
+        """Takes up what was recorded, if it was recorded here: elsewhere it is no use, and unless the first block is
+        yet to run nothing is learned then.
 
         Raises DamagedRunError."""
         if not self.path.exists():
             return
         values = read_json(self.path)
-        self._is_at_home = values.get("host") == asdict(self.runtime.host)
-        if not self._is_at_home:
-            log.warning("policy=hrm: %s was measured on another host; rates are measured anew and stay", self.path)
+        if any(values.get(key) != value for key, value in self._circumstances().items()):
+            log.warning(
+                "policy=hrm: %s was measured on another host or with other settings of offload, kv or prefetch; rates "
+                "are measured anew, and the policy is searched anew",
+                self.path,
+            )
             return
-        self.runtime.rates = self._rates(values.get("rates"))
+        self._first = self._rates(values.get("rates"))
         self._corrected = self._rates(values["corrected"]) if values.get("corrected") is not None else None
+        self.policy = self._policy(values.get("policy"))
+        self.runtime.rates = self._corrected or self._first
 
-    def record(self) -> None:
-        """Before the first block. Raises OutputError."""
-        if self._is_at_home and not self.path.exists():
-            self._write()
+    def record(self, plan: RunPlan) -> None:
+        """Before the first block runs as `plan` says. Raises OutputError."""
+        self._first, self.policy = self.runtime.rates, plan.searched
+        self._write()
 
     @property
     def is_due(self) -> bool:
-        """A block has ended and nothing was learned from it."""
-        return self._is_at_home and self._corrected is None
+        """When the first block has ended: it is known what was predicted of it, and nothing was learned yet."""
+        return self._first is not None and self._corrected is None
 
-    def learn(self, plan: RunPlan, passes: Sequence[PassRow]) -> bool:
-        """From the first block's, which went `plan`'s way: whether those that are left had better go another. Raises
-        OutputError."""
-        assert self.runtime.rates is not None, "the run was planned with rates"
+    def learn(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
+        """From the first block's, which went `plan`'s way: the plan for those that are left. Raises OutputError."""
+        assert self._first is not None, "nothing is due"
         measured, predicted = worked(passes)
-        self._corrected = corrected(self.runtime.rates, measured, predicted)
-        self._write()
+        self._corrected = corrected(self._first, measured, predicted)
         for resource in (each for each in Resource if measured[each] and predicted[each]):
             log.info(
                 "policy=hrm: the first block kept %s busy for %.3g s where %.3g s were predicted",
@@ -73,31 +79,42 @@ class Feedback:
                 measured[resource],
                 predicted[resource],
             )
-        better = self.revise(plan)
-        if is_another := (better.policy, better.kv) != (plan.policy, plan.kv):
-            way = better.policy
-            log.info("policy=hrm: from now on %s, attention on %s", way.schedule.value, way.attention.value)
-        return is_another
+        better = self.runtime.revised(plan, self.requests, self._corrected)
+        self.runtime.rates, self.policy = self._corrected, better.searched
+        self._write()
+        return better
 
-    def revise(self, plan: RunPlan) -> RunPlan:
-        """`plan`, or where something was learned what it becomes by it."""
-        if self._corrected is None:
-            return plan
-        return self.runtime.revised(plan, self.requests, self._corrected)
+    def _circumstances(self) -> Mapping[str, JsonValue]:
+        """What the rates, and with them the policy, hold for."""
+        config = self.runtime.config
+        return {
+            "host": asdict(self.runtime.host),
+            "settings": f"{config.offload} {config.kv} {config.prefetch}",
+        }
 
     def _rates(self, values: object) -> MachineRates:
         try:
             return MachineRates.from_plain(values)  # pyright: ignore[reportArgumentType] - refused by it, if no mapping
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedRunError(f"{self.path} holds no rates: {error!r}. Move it away to measure anew") from error
+            raise self._damaged("rates", error) from error
+
+    def _policy(self, values: object) -> Policy:
+        try:
+            return Policy.from_plain(values)  # pyright: ignore[reportArgumentType] - refused by it, if no mapping
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged("policy", error) from error
+
+    def _damaged(self, what: str, error: Exception) -> DamagedRunError:
+        return DamagedRunError(f"{self.path} holds no {what}: {error!r}. Move it away to measure anew")
 
     def _write(self) -> None:
-        rates, better = self.runtime.rates, self._corrected
-        assert rates is not None, "the run was planned with rates"
+        assert self._first is not None, "the run was planned with rates"
+        assert self.policy is not None, "the run was planned by a search"
         values = {
-            "host": asdict(self.runtime.host),
-            "rates": rates.to_plain(),
-            "corrected": better.to_plain() if better is not None else None,
+            **self._circumstances(),
+            "rates": self._first.to_plain(),
+            "corrected": self._corrected.to_plain() if self._corrected is not None else None,
+            "policy": self.policy.to_plain(),
         }
         write_json(self.path, values, exclusive=False)  # pyright: ignore[reportArgumentType] - plain all through
 

@@ -119,8 +119,8 @@ class _Run:
         while True:
             fixed = self._state.directory.plan
             known = unseat(read_plan(fixed), self._asked) if fixed.exists() else None
-            revise = self._feedback.revise if self._feedback is not None else None
-            with self._runtime.confirmed_session(self._asked.requests, blocks=known, revise=revise) as (plan, session):
+            policy = self._feedback.policy if self._feedback is not None else None
+            with self._runtime.confirmed_session(self._asked.requests, blocks=known, known=policy) as (plan, session):
                 store = self._opened(plan.blocks)
                 if self._generate_left(plan, session, store):
                     return self._finished(store, plan)
@@ -138,14 +138,17 @@ class _Run:
         text = schedule_text(plan)
         publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
         left = [block for block in plan.blocks if block.index not in done]
-        if feedback is not None and feedback.is_due:
-            feedback.record()
-            first = plan.blocks[0]
-            if first in left:
-                self._generate([first], session, store, plan.prediction)
-                left.remove(first)
-            if left and feedback.learn(plan, store.passes([first.index])):
+        first = plan.blocks[0]
+        if feedback is not None and first in left:
+            feedback.record(plan)
+            self._generate([first], session, store, plan.prediction)
+            left.remove(first)
+        if feedback is not None and feedback.is_due and left:
+            better = feedback.learn(plan, store.passes([first.index]))
+            if (better.policy, better.kv) != (plan.policy, plan.kv):
+                log.info("policy=hrm: from now on %s", better.searched)
                 return False
+            plan = better
         self._generate(left, session, store, plan.prediction)
         return True
 

@@ -17,6 +17,7 @@ from .memory import SequenceSize
 from .model_shape import ModelShape
 from .placement import Budgets, Placement
 from .placer import kv_tiers, place
+from .policy import Policy
 from .policy_grid import Choices
 from .predict import Prediction, decode_pass_seconds, predict
 from .rates import MachineRates
@@ -28,7 +29,8 @@ MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """`prediction` is None when nothing was measured to predict from, `choice` when nothing was searched."""
+    """`prediction` is None when nothing was measured to predict from, `choice` when nothing was searched, `searched`
+    when no search, neither this one nor an earlier, came to how it goes."""
 
     blocks: tuple[Block, ...]
     placement: Placement
@@ -37,6 +39,7 @@ class RunPlan:
     prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
     prediction: Prediction | None
     choice: Choice | None = None
+    searched: Policy | None = None
 
     @property
     def num_lanes(self) -> int:
@@ -108,8 +111,8 @@ def _plan_best(
     if blocks:
         choices = choices.of_blocks([[len(lane) for lane in block.micro_batches] for block in blocks])
     choice = search(shape, machine, Workload.of(sizes), config, plan, choices=choices)
-    best = choice.best.policy.halved(num_halvings).applied(config, has_device=budgets.has_device)
-    return replace(plan(best), choice=choice)
+    best = choice.best.policy.halved(num_halvings)
+    return replace(plan(best.applied(config, has_device=budgets.has_device)), choice=choice, searched=best)
 
 
 def _choose_blocks(

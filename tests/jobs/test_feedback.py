@@ -1,9 +1,11 @@
 """What policy=hrm learns from a run's first block is recorded, and the run that goes on comes to the same."""
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +21,11 @@ from runtime.api import Runtime
 from runtime.config import OffloadConfig, Order, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.engine.sequence import Request
 from runtime.errors import DamagedRunError, Interrupted
-from runtime.plan import policy_grid
+from runtime.plan import planner, policy_grid
 from runtime.plan.cost import Resource
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.rates import MachineRates
+from runtime.session import Session
 
 NUM_ROWS = 12
 
@@ -60,23 +63,41 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def another_way(monkeypatch: pytest.MonkeyPatch) -> list[MachineRates]:
-    """The rates by which plans were revised: each time to go turn by turn."""
+    """The rates by which a plan was revised: to go turn by turn."""
     by: list[MachineRates] = []
 
     def revised(self: Runtime, plan: RunPlan, requests: list[Request], rates: MachineRates) -> RunPlan:
         by.append(rates)
-        way = replace(self.config, policy=replace(plan.policy, schedule=Order.flexgen))
-        return plan_run(
-            self.model.shape,
-            way,
-            self.budgets(),
-            [request.size for request in requests],
-            rates=rates,
-            blocks=plan.blocks,
-        )
+        assert plan.searched is not None
+        policy = replace(plan.searched, schedule=Order.flexgen)
+        way, sizes = policy.applied(self.config, has_device=False), [request.size for request in requests]
+        found = plan_run(self.model.shape, way, self.budgets(), sizes, rates=rates, blocks=plan.blocks)
+        return replace(found, searched=policy)
 
     monkeypatch.setattr(Runtime, "revised", revised)
     return by
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
+    """Those that sessions were opened with."""
+    opened: list[RunPlan] = []
+    session = Runtime.session
+    monkeypatch.setattr(Runtime, "session", lambda self, plan: opened.append(plan) or session(self, plan))
+    return opened
+
+
+def recorded(root: Path) -> dict[str, Any]:
+    return json.loads(directory(root).rates.read_text())
+
+
+def has_learned(root: Path) -> bool:
+    return directory(root).rates.exists() and recorded(root)["corrected"] is not None
+
+
+def refuse_to_measure_and_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.api, "measure_rates", lambda *_: pytest.fail("rates are known"))
+    monkeypatch.setattr(planner, "search", lambda *_, **__: pytest.fail("the policy is known"))
 
 
 def test_the_blocks_that_are_left_go_the_better_way(tmp_path: Path, another_way: list[MachineRates]) -> None:
@@ -84,59 +105,128 @@ def test_the_blocks_that_are_left_go_the_better_way(tmp_path: Path, another_way:
     assert outcome.summary.rows["ok"] == NUM_ROWS
     assert "sync" in directory(tmp_path).schedule.read_text()
     assert tokens(tmp_path) == tokens_of_fixed(tmp_path)
-    recorded = json.loads(directory(tmp_path).rates.read_text())
-    assert another_way == [MachineRates.from_plain(recorded["corrected"])] * 2
-    assert MachineRates.from_plain(recorded["rates"]) != another_way[0]
+    values = recorded(tmp_path)
+    assert another_way == [MachineRates.from_plain(values["corrected"])]
+    assert MachineRates.from_plain(values["rates"]) != another_way[0]
+    assert values["policy"]["schedule"] == "flexgen"
 
 
-def test_a_run_that_goes_on_measures_nothing_and_comes_to_the_same_way(
-    tmp_path: Path, another_way: list[MachineRates], monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_goes_on_goes_the_way_that_it_has_learned(
+    tmp_path: Path, another_way: list[MachineRates], plans: list[RunPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Interrupted):
-        run(tmp_path, lambda: len(another_way) > 1)
-    learned = another_way[0]
-    monkeypatch.setattr(runtime.api, "measure_rates", lambda *_: pytest.fail("rates are known"))
+        run(tmp_path, lambda: len(plans) > 1)
+    refuse_to_measure_and_search(monkeypatch)
     run(tmp_path)
-    assert another_way == [learned] * 3
+    assert [plan.policy.schedule for plan in plans[1:]] == [Order.flexgen] * 2
+    assert replace(plans[2], placement=plans[1].placement) == plans[1]  # but for the memory that is free
+    assert len(another_way) == 1
     assert tokens(tmp_path) == tokens_of_fixed(tmp_path, monkeypatch)
 
 
-def test_a_way_that_promises_too_little_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.api, "WORTHWHILE", 1.0)
-    sessions: list[RunPlan] = []
-    session = Runtime.session
-    monkeypatch.setattr(Runtime, "session", lambda self, plan: sessions.append(plan) or session(self, plan))
+def kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice that no search would come to: in turns, as another run is taken to have found."""
+    with pytest.raises(Interrupted):
+        run(root, lambda: directory(root).rates.exists())
+    (path,) = (root / "cache" / "policies").iterdir()
+    values = json.loads(path.read_text())
+    values["policy"]["schedule"] = Order.flexgen.value
+    path.write_text(json.dumps(values))
+    shutil.rmtree(directory(root).path)
+
+
+def halved(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out once, at the start."""
+    tries: list[int] = []
+
+    def probe(self: Session, requests: Sequence[Request]) -> None:
+        tries.append(len(requests))
+        if len(tries) == 1:
+            raise MemoryError("none left")
+
+    monkeypatch.setattr(Session, "probe", probe)
+
+
+@pytest.mark.parametrize("start", [kept, halved])
+@pytest.mark.parametrize("has_learned_first", [True, False])
+def test_however_it_came_to_its_policy_a_run_that_goes_on_keeps_it(
+    start: Callable[[Path, pytest.MonkeyPatch], None],
+    has_learned_first: bool,
+    tmp_path: Path,
+    plans: list[RunPlan],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime.api, "WORTHWHILE", 1.0)  # the same way, by what is learned
+    start(tmp_path, monkeypatch)
+    plans.clear()
+    with pytest.raises(Interrupted):
+        run(tmp_path, (lambda: has_learned(tmp_path)) if has_learned_first else directory(tmp_path).rates.exists)
+    first = plans[-1]
+    assert recorded(tmp_path)["policy"] == (first.searched and first.searched.to_plain())
+    shutil.rmtree(tmp_path / "cache" / "policies")
+    monkeypatch.setattr(runtime.api, "measure_rates", lambda *_: pytest.fail("rates are known"))
     run(tmp_path)
-    assert len(sessions) == 1
-    assert json.loads(directory(tmp_path).rates.read_text())["corrected"] is not None
+    last = plans[-1]
+    assert (last.searched, last.policy, last.kv, last.blocks) == (first.searched, first.policy, first.kv, first.blocks)
+    if start is kept:
+        assert last.policy.schedule is Order.flexgen
+    assert tokens(tmp_path) == tokens_of_fixed(tmp_path, monkeypatch)
 
 
-def test_rates_of_another_host_are_no_use(
-    tmp_path: Path, another_way: list[MachineRates], caplog: pytest.LogCaptureFixture
+def test_a_way_that_promises_too_little_is_not_taken(
+    tmp_path: Path, plans: list[RunPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime.api, "WORTHWHILE", 1.0)
+    run(tmp_path)
+    assert len(plans) == 1
+    assert has_learned(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["host", "settings"])
+def test_rates_from_elsewhere_are_no_use(
+    key: str, tmp_path: Path, another_way: list[MachineRates], plans: list[RunPlan], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Interrupted):
-        run(tmp_path, lambda: len(another_way) > 1)
-    path = directory(tmp_path).rates
-    values = json.loads(path.read_text())
-    values["host"]["hostname"] = "elsewhere"
-    path.write_text(json.dumps(values))
-    another_way.clear()
+        run(tmp_path, lambda: len(plans) > 1)
+    values = recorded(tmp_path) | {key: "another"}
+    directory(tmp_path).rates.write_text(json.dumps(values))
     run(tmp_path)
-    assert another_way == []
+    assert len(another_way) == 1
     assert "another host" in caplog.text
-    assert json.loads(path.read_text()) == values
+    assert recorded(tmp_path) == values
 
 
-@pytest.mark.parametrize("what", ["rates", "turn_seconds", "all of them"])
-def test_damaged_rates_are_named(what: str, tmp_path: Path, another_way: list[MachineRates]) -> None:
+def test_rates_from_elsewhere_give_way_to_those_of_the_first_block(tmp_path: Path, plans: list[RunPlan]) -> None:
     with pytest.raises(Interrupted):
-        run(tmp_path, lambda: len(another_way) > 1)
+        run(tmp_path, lambda: directory(tmp_path).rates.exists())
+    values = recorded(tmp_path) | {"host": "another"}
+    directory(tmp_path).rates.write_text(json.dumps(values))
+    run(tmp_path)
+    assert recorded(tmp_path)["host"] != "another"
+    assert has_learned(tmp_path)
+
+
+def test_nothing_is_learned_from_a_first_block_whose_rates_are_gone(
+    tmp_path: Path, another_way: list[MachineRates], plans: list[RunPlan]
+) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, lambda: len(plans) > 1)
+    directory(tmp_path).rates.unlink()
+    run(tmp_path)
+    assert len(another_way) == 1
+    assert not directory(tmp_path).rates.exists()
+
+
+@pytest.mark.parametrize("what", ["rates", "turn_seconds", "all of them", "policy"])
+def test_damaged_rates_are_named(what: str, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, directory(tmp_path).rates.exists)
     path = directory(tmp_path).rates
     values = json.loads(path.read_text())
     if what == "all of them":
         values["rates"] = "none"
     else:
-        del (values if what == "rates" else values["rates"])[what]
+        del (values["rates"] if what == "turn_seconds" else values)[what]
     path.write_text(json.dumps(values))
     with pytest.raises(DamagedRunError, match=r"rates\.json"):
         run(tmp_path)

@@ -155,7 +155,7 @@ def _generated(task: Task, folder: str) -> Result:
         tokens=[tokens[index] for index in sorted(tokens)],
         predicted_prefill_seconds=plan.prediction.prefill_seconds if plan.prediction else 0.0,
         predicted_decode_seconds=plan.prediction.decode_seconds if plan.prediction else 0.0,
-        policy=str(plan.choice.best.policy) if plan.choice is not None else "",
+        policy=str(plan.searched) if plan.searched is not None else "",
     )
 
 
