@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow
@@ -26,11 +26,10 @@ from .feedback import Feedback
 from .files import publish, write_all
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
-from .phase_times import RunTimes
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .requests import Asked, ask, rejected_rows, seat, tokenizer_fingerprint, unseat
 from .run_dir import RunManifest, RunState, open_run
-from .summary import MemoryUse, Rates, Summary, rates, summarize, write_summary
+from .summary import MemoryUse, Summary, summarize, write_summary
 from .trace_file import tracing
 from .waves import generate_waves
 
@@ -180,22 +179,12 @@ def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_fi
     summary = summarize(
         store.passes(),
         rows=counts,
-        predicted=_predicted(plan, store) if plan is not None else None,
         planned=_planned_memory(plan, runtime) if plan is not None else None,
         plan=runtime.facts(plan) if plan is not None else None,
-        predicted_times=RunTimes.of(plan.prediction) if plan is not None and plan.prediction is not None else None,
     )
     if not was_finished:
         write_summary(store.directory.summary, summary)
     return Outcome(directory=store.directory.path, summary=summary, was_finished=was_finished)
-
-
-def _predicted(plan: RunPlan, store: PartStore) -> Rates | None:
-    """Rates from the predicted seconds and the tokens that were really computed."""
-    if plan.prediction is None:
-        return None
-    prefill, decode = plan.prediction.prefill_seconds, plan.prediction.decode_seconds
-    return replace(rates(store.passes(), prefill, decode), decode_issued=None, total_issued=None)
 
 
 def _planned_memory(plan: RunPlan, runtime: Runtime) -> MemoryUse:

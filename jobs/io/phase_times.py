@@ -43,10 +43,6 @@ class RunTimes:
     prefill: PhaseTimes
     decode: PhaseTimes
 
-    @staticmethod
-    def of(prediction: Prediction) -> "RunTimes":
-        return RunTimes(prefill=PhaseTimes.of(prediction.prefill), decode=PhaseTimes.of(prediction.decode))
-
 
 def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
     """Of one pass that carries this share of prompts, where all passes of a phase are taken to be alike."""

@@ -11,7 +11,7 @@ ones are. Tokens that are prefilled a second time, after a resume or where memor
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -145,8 +145,9 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said; `plan`
-    is that of the last start."""
+    """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said: what
+    was predicted of each pass before its block ran, over the tokens that it then computed. `plan` is that of the last
+    start."""
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -168,12 +169,12 @@ class Summary:
     bytes_written_disk: int
     experts: ExpertUse | None
     measured: Rates
+    measured_times: RunTimes
+    predicted: Rates | None
+    predicted_times: RunTimes | None
     peak: MemoryUse
-    predicted: Rates | None = None
     planned: MemoryUse | None = None
     plan: PlanFacts | None = None
-    measured_times: RunTimes | None = None
-    predicted_times: RunTimes | None = None
 
     @property
     def hit_rate(self) -> float | None:
@@ -186,12 +187,13 @@ def summarize(
     passes: Sequence[PassRow],
     *,
     rows: Mapping[Status, int],
-    predicted: Rates | None = None,
     planned: MemoryUse | None = None,
     plan: PlanFacts | None = None,
-    predicted_times: RunTimes | None = None,
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
+    measured = run_times(passes, PASS_SECONDS)
+    is_predicted = bool(passes) and all(row.predicted_seconds is not None for row in passes)
+    predicted = run_times(passes, PREDICTED_SECONDS) if is_predicted else None
     return Summary(
         rows={"ok": rows.get("ok", 0), "error": rows.get("error", 0), "skipped": rows.get("skipped", 0)},
         num_passes=len(passes),
@@ -199,8 +201,8 @@ def summarize(
         padded_prompt_tokens=round(sum(row.padded_tokens * row.prefill_share for row in passes)),
         issued_tokens=sum(row.issued_tokens for row in passes),
         useful_tokens=sum(row.useful_tokens for row in passes),
-        prefill_seconds=prefill_seconds(passes),
-        decode_seconds=decode_seconds(passes),
+        prefill_seconds=measured.prefill.seconds,
+        decode_seconds=measured.decode.seconds,
         compute_seconds=sum(row.compute_seconds for row in passes),
         load_seconds=sum(row.load_seconds for row in passes),
         stall_seconds=sum(row.stall_seconds for row in passes),
@@ -212,26 +214,26 @@ def summarize(
         bytes_copied_host=sum(row.bytes_copied_host for row in passes),
         bytes_written_disk=sum(row.bytes_written_disk for row in passes),
         experts=expert_use(passes),
-        measured=rates(passes, prefill_seconds(passes), decode_seconds(passes)),
+        measured=rates(passes, measured),
+        measured_times=measured,
+        predicted=predicted and replace(rates(passes, predicted), decode_issued=None, total_issued=None),
+        predicted_times=predicted,
         peak=MemoryUse(
             host_bytes=max((row.peak_host_bytes for row in passes), default=0),
             device_bytes=max((row.peak_device_bytes for row in passes), default=0),
         ),
-        predicted=predicted,
         planned=planned,
         plan=plan,
-        measured_times=measured_times(passes),
-        predicted_times=predicted_times,
     )
 
 
-def measured_times(passes: Sequence[PassRow]) -> RunTimes:
-    """Mixed passes are divided like their seconds."""
+def run_times(passes: Sequence[PassRow], columns: Sequence[str]) -> RunTimes:
+    """Sums of PASS_SECONDS, or of PREDICTED_SECONDS. Mixed passes are divided like their seconds."""
 
     def added(shares: Sequence[float]) -> PhaseTimes:
         sums = {
-            name: sum(getattr(row, name) * share for row, share in zip(passes, shares, strict=True))
-            for name in PASS_SECONDS
+            name: sum(getattr(row, column) * share for row, share in zip(passes, shares, strict=True))
+            for name, column in zip(PASS_SECONDS, columns, strict=True)
         }
         return PhaseTimes(**sums)
 
@@ -252,16 +254,9 @@ def expert_use(passes: Sequence[PassRow]) -> ExpertUse | None:
     return ExpertUse(hit=hit / total, read=read / total)
 
 
-def prefill_seconds(passes: Iterable[PassRow]) -> float:
-    return sum(row.seconds * row.prefill_share for row in passes)
-
-
-def decode_seconds(passes: Iterable[PassRow]) -> float:
-    return sum(row.seconds * (1.0 - row.prefill_share) for row in passes)
-
-
-def rates(passes: Sequence[PassRow], prefill_seconds: float, decode_seconds: float) -> Rates:
+def rates(passes: Sequence[PassRow], times: RunTimes) -> Rates:
     """The tokens of `passes` over these seconds, whether they were measured or predicted."""
+    prefill_seconds, decode_seconds = times.prefill.seconds, times.decode.seconds
     total_seconds = prefill_seconds + decode_seconds
     return Rates(
         prefill=_rate(sum(row.prompt_tokens for row in passes), prefill_seconds),

@@ -48,8 +48,6 @@ def _rate_text(rate: float | None) -> str:
 def _time(summary: Summary) -> list[list[str]]:
     rate, measured, claimed = summary.hit_rate, summary.measured_times, summary.predicted_times
     hits = [["prefetched in time", f"{rate:.1%}", ""]] if rate is not None else []
-    if measured is None:
-        return hits
     return [
         *_phase("prefill", measured.prefill, claimed.prefill if claimed else None),
         *_phase("decode", measured.decode, claimed.decode if claimed else None),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.phase_times import PhaseTimes, RunTimes, mean_pass
+from jobs.io.phase_times import mean_pass
 from jobs.io.summary import ExpertUse, MemoryUse, PassRow, Rates, Status, summarize, write_summary
 from jobs.io.summary_table import format_table
 from runtime.plan.predict import PhaseTime, Prediction
@@ -101,16 +101,15 @@ def test_total_does_not_depend_on_how_passes_fall_into_parts() -> None:
     assert whole.measured.total_issued == pytest.approx(shuffled.measured.total_issued)
 
 
-def times(seconds: float, stall_seconds: float) -> PhaseTimes:
-    return PhaseTimes(
-        seconds=seconds, compute_seconds=0.4, load_seconds=1.1, copy_seconds=0.0, attention_seconds=0.0,
-        stall_seconds=stall_seconds,
+def predicted(row: PassRow, seconds: float, stall_seconds: float = 0.0) -> PassRow:
+    return replace(
+        row, predicted_seconds=seconds, predicted_compute_seconds=0.4, predicted_load_seconds=1.1,
+        predicted_copy_seconds=0.0, predicted_attention_seconds=0.0, predicted_stall_seconds=stall_seconds,
     )  # fmt: skip
 
 
 def test_each_phase_has_its_predicted_seconds_beside_the_measured_ones() -> None:
-    predicted = RunTimes(prefill=times(3.0, 0.2), decode=times(1.5, 0.0))
-    table = format_table(summarize([PREFILL, DECODE], rows=ROWS, predicted_times=predicted))
+    table = format_table(summarize([predicted(PREFILL, 3.0, 0.2), predicted(DECODE, 1.5)], rows=ROWS))
     lines = [line.split() for line in table.splitlines()]
     assert ["prefill", "time", "2", "s", "3", "s"] in lines
     assert ["prefill:", "stalled", "0.5", "s", "0.2", "s"] in lines
@@ -120,7 +119,6 @@ def test_each_phase_has_its_predicted_seconds_beside_the_measured_ones() -> None
 
 def test_a_mixed_pass_divides_all_of_its_seconds() -> None:
     found = summarize([MIXED], rows=ROWS).measured_times
-    assert found is not None
     assert (found.prefill.compute_seconds, found.decode.compute_seconds) == (1.5 * 0.75, 1.5 * 0.25)
     assert (found.prefill.stall_seconds, found.decode.stall_seconds) == (0.375, 0.125)
 
@@ -134,8 +132,8 @@ def test_a_pass_is_predicted_as_its_phase_is_on_average() -> None:
 
 
 def test_json_keeps_measured_and_predicted_apart(tmp_path: Path) -> None:
-    predicted, planned = Rates(prefill=400.0), MemoryUse(host_bytes=6 * GIB, device_bytes=0)
-    write_summary(tmp_path / "summary.json", summarize([PREFILL], rows=ROWS, predicted=predicted, planned=planned))
+    planned = MemoryUse(host_bytes=6 * GIB, device_bytes=0)
+    write_summary(tmp_path / "summary.json", summarize([predicted(PREFILL, 2.5)], rows=ROWS, planned=planned))
     stored = json.loads((tmp_path / "summary.json").read_text())
     assert (stored["measured"]["prefill"], stored["predicted"]["prefill"]) == (500.0, 400.0)
     assert (stored["peak"]["host_bytes"], stored["planned"]["host_bytes"]) == (5 * GIB, 6 * GIB)
@@ -143,19 +141,20 @@ def test_json_keeps_measured_and_predicted_apart(tmp_path: Path) -> None:
 
 
 def test_table_shows_units_separators_and_predictions_in_their_own_column() -> None:
-    summary = summarize(
-        [PREFILL, DECODE],
-        rows=ROWS,
-        predicted=Rates(prefill=12345.6),
-        planned=MemoryUse(host_bytes=6 * GIB, device_bytes=0),
-    )
-    table = format_table(summary)
+    planned = MemoryUse(host_bytes=6 * GIB, device_bytes=0)
+    table = format_table(summarize([predicted(PREFILL, 0.08), predicted(DECODE, 1.5)], rows=ROWS, planned=planned))
     lines = {line.split("  ")[0].strip(): line for line in table.splitlines()}
-    assert lines["prefill"].split() == ["prefill", "500.0", "tok/s", "12,345.6", "tok/s"]
-    assert lines["decode, useful"].split()[2:] == ["6.0", "tok/s"]
+    assert lines["prefill"].split() == ["prefill", "500.0", "tok/s", "12,500.0", "tok/s"]
+    assert lines["decode, issued"].split()[2:] == ["8.0", "tok/s"]
+    assert lines["decode, useful"].split()[2:] == ["6.0", "tok/s", "2.0", "tok/s"]
     assert lines["peak host memory"].split()[3:] == ["5", "GiB", "6", "GiB"]
     assert lines["prompt tokens"].endswith("1,000")
     assert lines["prompt tokens, padding included"].split()[-1] == "1,200"
+
+
+def test_passes_that_were_predicted_in_part_are_a_run_that_was_not() -> None:
+    summary = summarize([predicted(PREFILL, 2.5), DECODE], rows=ROWS)
+    assert (summary.predicted, summary.predicted_times) == (None, None)
 
 
 def test_table_of_an_unpredicted_run_has_one_column() -> None:
