@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from .choice import Candidate
 from .cost import Resource
 from .machine import Machine
 from .model_shape import ModelShape
+from .policy import Policy
 from .policy_grid import Floats, PolicyGrid
 from .predict import Prediction
 from .workload import Workload
@@ -31,8 +33,8 @@ Plan = Callable[[RuntimeConfig], "RunPlan"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finalists:
-    """`seconds` are the roofline's, of each policy of `grid`. `plan` makes the plan of a config whose policy is fixed,
-    with a prediction."""
+    """`roofline` says the seconds of each policy of a grid. `plan` makes the plan of a config whose policy is fixed,
+    with a prediction. `usual` is one more finalist, which need not be of `grid`."""
 
     shape: ModelShape
     machine: Machine
@@ -40,7 +42,12 @@ class Finalists:
     config: RuntimeConfig
     plan: Plan
     grid: PolicyGrid
-    seconds: Floats
+    roofline: Callable[[PolicyGrid], Floats]
+    usual: Policy | None = None
+
+    @cached_property
+    def seconds(self) -> Floats:
+        return self.roofline(self.grid)
 
     def table(self) -> tuple[Candidate, ...]:
         """The best block of each way, then more blocks of the best way, sorted by what the simulator says.
@@ -51,6 +58,7 @@ class Finalists:
         found = [each for places in list(ways.values())[:NUM_WAYS] for each in islice(self._that_fit(places), 1)]
         if not found:
             found = [self._smaller()]
+        found += self._usual(found)
         best = min(found, key=_seconds).policy
         more = self._that_fit(ways.get(best.way, [])[: NUM_BLOCKS + NUM_TRIES])
         known = {each.policy for each in found}
@@ -69,10 +77,21 @@ class Finalists:
             ways.setdefault(policy.way, {}).setdefault(size, int(place))
         return {way: list(blocks.values()) for way, blocks in ways.items()}
 
+    def _usual(self, found: list[Candidate]) -> list[Candidate]:
+        """Nothing where it was found already, or does not fit."""
+        if self.usual is None or any(
+            replace(self.usual, resident_layers=e.policy.resident_layers) == e.policy for e in found
+        ):
+            return []
+        try:
+            return [self._candidate(self.usual, float(self.roofline(self.grid.only(self.usual))[0]))]
+        except BudgetError:
+            return []
+
     def _that_fit(self, places: list[int]) -> Iterator[Candidate]:
         for place in places[:NUM_TRIES]:
             try:
-                yield self._candidate(place)
+                yield self._at(place)
             except BudgetError:  # the longest requests need more than the mean: the next block takes less
                 continue
 
@@ -82,14 +101,16 @@ class Finalists:
         left = np.argsort(self.seconds, kind="stable")
         while len(left):
             try:
-                return self._candidate(int(left[0]))
+                return self._at(int(left[0]))
             except BudgetError:
                 left = left[self.grid.sequences[left] <= NEXT_SHARE * self.grid.sequences[left[0]]]
-        return self._candidate(int(np.argmin(self.grid.micro_batch * self.grid.count)))
+        return self._at(int(np.argmin(self.grid.micro_batch * self.grid.count)))
 
-    def _candidate(self, place: int) -> Candidate:
+    def _at(self, place: int) -> Candidate:
+        return self._candidate(self.grid.policy(place), float(self.seconds[place]))
+
+    def _candidate(self, policy: Policy, roofline_seconds: float) -> Candidate:
         """Raises BudgetError when the plan does not fit."""
-        policy = self.grid.policy(place)
         plan = self.plan(policy.applied(self.config, has_device=self.machine.device_bytes is not None))
         assert plan.prediction is not None, "a search predicts"
         seconds = plan.prediction.seconds
@@ -97,7 +118,7 @@ class Finalists:
         num_resident = sum(stage.index in plan.placement.resident for stage in self.shape.layers)
         return Candidate(
             policy=replace(policy, resident_layers=num_resident),
-            roofline_seconds=float(self.seconds[place]),
+            roofline_seconds=roofline_seconds,
             seconds=seconds,
             binding=_binding(plan.prediction),
             tokens_per_second=self.workload.num_new_tokens / seconds if seconds else 0.0,

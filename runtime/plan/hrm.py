@@ -15,6 +15,7 @@ from .layer_work import LayerWork
 from .machine import Machine
 from .model_shape import ModelShape
 from .pass_times import Roofline
+from .policy import Policy
 from .policy_grid import Choices, PolicyGrid
 from .room import room
 from .turning import standing
@@ -29,9 +30,11 @@ def search(
     plan: Plan,
     *,
     choices: Choices | None = None,
+    usual: Policy | None = None,
 ) -> Choice:
     """The best policy for `config`'s tiers, prefetch and chunks. `plan` makes the plan of a config whose policy is
-    fixed, with a prediction. `choices`: None looks at all.
+    fixed, with a prediction. `choices`: None looks at all. `usual`: what it would be without a search, whose way is
+    simulated in any case.
 
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
@@ -47,7 +50,8 @@ def search(
         config=config,
         plan=plan,
         grid=within,
-        seconds=roofline.seconds(within),
+        roofline=roofline.seconds,
+        usual=usual,
     ).table()
     best = grid.only(table[0].policy)
     busy = {resource: float(seconds[0]) for resource, seconds in roofline.decode_pass(best).busy.items()}

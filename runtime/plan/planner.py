@@ -108,11 +108,31 @@ def _plan_best(
         name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=rates
     )
     choices = Choices.of(shape, config, len(sizes), has_device=budgets.has_device)
+    usual = None
     if blocks:
         choices = choices.of_blocks([[len(lane) for lane in block.micro_batches] for block in blocks])
-    choice = search(shape, machine, Workload.of(sizes), config, plan, choices=choices)
+    else:
+        usual = _policy_of(plan_run(shape, _auto(config), budgets, sizes), shape)
+    choice = search(shape, machine, Workload.of(sizes), config, plan, choices=choices, usual=usual)
     best = choice.best.policy.halved(num_halvings)
     return replace(plan(best.applied(config, has_device=budgets.has_device)), choice=choice, searched=best)
+
+
+def _auto(config: RuntimeConfig) -> RuntimeConfig:
+    return replace(config, policy=replace(config.policy, kind=PolicyKind.auto, pin=None))
+
+
+def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
+    num_travelling, num_fixed = len(plan.placement.kv.page_bytes), len(shape.bounded_layers)
+    num_layers = sum(1 for size in shape.kv_layer_bytes if size) - num_fixed
+    return Policy(
+        micro_batch_size=plan.lane_size,
+        num_micro_batches=plan.num_lanes,
+        attention=plan.policy.attention,
+        schedule=plan.policy.schedule,
+        resident_layers=sum(stage.index in plan.placement.resident for stage in shape.layers),
+        kv_fraction=1 - num_travelling / num_layers if num_layers > 0 else 1.0,
+    )
 
 
 def _choose_blocks(
