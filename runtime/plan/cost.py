@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .actions import Action, Op
 from .schedule import Schedule
-from .script import DISK, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
+from .script import COMPUTE, DISK, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
 
 
 class Resource(Enum):
@@ -59,19 +59,19 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> Simul
     Actions are issued by compute's own clock, as the engine's thread does: nothing begins before it. A million actions
     take about a second: the schedule becomes flat lines once, which are then played in one loop.
     """
-    return simulate_each(schedule, [num_passes], durations)[0]
+    return simulate_each(Script(schedule, durations.roads), [num_passes], durations)[0]
 
 
-def simulate_each(schedule: Schedule, counts: Sequence[int], durations: Durations) -> list[SimulatedPasses]:
-    """What `simulate` says of each of these numbers of passes, which rise, at the price of the last."""
-    events = Events()
-    script = Script(schedule, durations, events)
-    clock, found, done = _Clock(events.count), list[SimulatedPasses](), 0
-    clock.play(script.prologue)
-    begun, each = ([_busy(lines, index) for index in range(len(Resource))] for lines in (script.prologue, script.cycle))
+def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[SimulatedPasses]:
+    """What `simulate` says of each of these numbers of passes, which rise, at the price of the last. `script`: made
+    with the roads of `durations`; one serves all passes of its schedule, whatever they take."""
+    clock, found, done = _Clock(script.events.count), list[SimulatedPasses](), 0
+    prologue, cycle = _Timed.of(script.prologue, durations), _Timed.of(script.cycle, durations)
+    clock.play(prologue)
+    begun, each = prologue.busy(), cycle.busy()
     for count in counts:
         for _ in range(count - done):
-            clock.play(script.cycle)
+            clock.play(cycle)
         done = count
         busy = {resource: begun[index] + count * each[index] for index, resource in enumerate(Resource)}
         found.append(SimulatedPasses(seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy))
@@ -82,26 +82,43 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
     """One pass of each, one behind the other, with what ran when. Slots that the pass before has filled for this one
     are not filled again. `pass_seconds`: of compute's thread, behind each; reads go on beside it."""
     events = Events()
-    scripts = [Script(schedule, durations, events) for schedule, durations in passes]
+    scripts = [Script(schedule, durations.roads, events) for schedule, durations in passes]
     clock, played = _Clock(events.count), list[PlayedPass]()
     filled: Sequence[Action] | None = None
-    for (schedule, _), script in zip(passes, scripts, strict=True):
+    for (schedule, durations), script in zip(passes, scripts, strict=True):
         begin, spans = clock.now, list[Span]()
         if schedule.prologue != filled:
-            clock.play(script.prologue, spans)
-        clock.play(script.cycle, spans)
+            clock.play(_Timed.of(script.prologue, durations), spans)
+        clock.play(_Timed.of(script.cycle, durations), spans)
         clock.now += pass_seconds
         played.append(PlayedPass(begin, clock.now, spans))
         filled = schedule.prologue
     return played
 
 
-def _busy(lines: Lines, resource: int) -> float:
-    own = sum(line.seconds for line in lines if line.kind == resource)
-    reads = [line.reads for line in lines if line.reads is not None]
-    if resource == DISK:
-        return own + sum(each.read_seconds for each in reads)
-    return own + sum(each.copy_seconds for each in reads) if resource == LINK_IN else own
+@dataclass(frozen=True)
+class _Timed:
+    """Lines, how long each takes, and the experts that it brings in by itself."""
+
+    lines: Lines
+    seconds: Sequence[float]
+    reads: Sequence[ExpertReads | None]
+
+    @staticmethod
+    def of(lines: Lines, durations: Durations) -> "_Timed":
+        ask = durations.expert_reads
+        reads = [None if ask is None or line.kind != COMPUTE else ask(line.action) for line in lines]
+        return _Timed(lines, [durations.of(line) for line in lines], reads)
+
+    def busy(self) -> list[float]:
+        """Seconds of each resource, in the order of `Resource`."""
+        busy = [0.0] * (SYNC + 1)
+        for line, seconds in zip(self.lines, self.seconds, strict=True):
+            busy[line.kind] += seconds
+        for reads in filter(None, self.reads):
+            busy[DISK] += reads.read_seconds
+            busy[LINK_IN] += reads.copy_seconds
+        return busy[:SYNC]
 
 
 class _Clock:
@@ -111,11 +128,12 @@ class _Clock:
         self.now, self.stall_seconds = 0.0, 0.0
         self._free, self._ends = [0.0] * len(_RESOURCES), [0.0] * num_events
 
-    def play(self, lines: Lines, spans: list[Span] | None = None) -> None:
+    def play(self, timed: _Timed, spans: list[Span] | None = None) -> None:
         """Adds what ran when to `spans`. One loop over local names, longer than functions here are: it is played a
         million times."""
         now, stalled, free, ends = self.now, self.stall_seconds, self._free, self._ends
-        for kind, seconds, after, too, event, action, reads, on_compute in lines:
+        each = zip(timed.lines, timed.seconds, timed.reads, strict=True)
+        for (kind, after, too, event, action, on_compute, _), seconds, reads in each:
             if on_compute:
                 until = ends[after] if ends[after] > ends[too] else ends[too]
                 if kind == SYNC:

@@ -14,7 +14,7 @@ from .lane_work import LaneWork
 from .model_shape import ModelShape
 from .placement import Placement
 from .rates import MachineRates
-from .script import Durations, ExpertReads
+from .script import Durations, ExpertReads, Roads
 from .shapes import StageKind
 from .stage_work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 from .walk import Walk
@@ -48,10 +48,9 @@ def durations(
         store=bill.pages(leave, lambda lane: lane.changed_pages),
         fetch_copy=bill.pages(rates.link_in_bytes_per_second if is_twofold else None, lambda lane: lane.held_pages),
         store_copy=bill.pages(rates.link_out_bytes_per_second if is_twofold else None, lambda lane: lane.changed_pages),
-        expert_reads=bill.expert_reads,
+        expert_reads=bill.expert_reads if placement.paged else None,
         num_pages=walk.num_pages,
-        is_kv_on_disk=is_on_disk,
-        cpu_is_compute=not has_device,
+        roads=Roads(is_on_disk, is_twofold, not has_device),
     )
 
 
@@ -69,13 +68,20 @@ class _Bill:
     def works(self) -> list[StageWork]:
         return stage_works(self.shape, self.placement.paged)
 
+    @cached_property
+    def _like(self) -> list[int]:
+        """Of each stage, the first one that works as it does."""
+        first: dict[StageWork, int] = {}
+        return [first.setdefault(work, stage) for stage, work in enumerate(self.works)]
+
     def per_turn(self, price: Callable[[StageWork, LaneWork], float]) -> Callable[[int, int], float]:
-        known: dict[tuple[StageWork, int], float] = {}
+        known: dict[tuple[int, int], float] = {}
+        like = self._like
 
         def seconds(stage: int, lane: int) -> float:
-            key = (self.works[stage], lane)
+            key = (like[stage], lane)
             if key not in known:
-                known[key] = price(key[0], self.lanes[lane])
+                known[key] = price(self.works[stage], self.lanes[lane])
             return known[key]
 
         return seconds

@@ -21,13 +21,17 @@ from .model_shape import ModelShape
 from .placement import Placement
 from .rates import MachineRates
 from .schedule import make_schedule
+from .script import Roads, Script
 from .walk import Walk
 
 MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike
 MAX_STRETCHES = 8  # of a phase of a block
 MAX_MIXED_STRETCHES = 24  # of a run whose passes carry both
 
-_schedule = lru_cache(64)(make_schedule)
+
+@lru_cache(64)
+def _script(walk: Walk, num_lanes: int, roads: Roads) -> Script:
+    return Script(make_schedule(walk, num_lanes), roads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +241,7 @@ class _Clock:
         average."""
         walk = self._walk(stretch)
         seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates)
-        one, three = simulate_each(_schedule(walk, len(stretch.lanes)), [1, 3], seconds)
+        one, three = simulate_each(_script(walk, len(stretch.lanes), seconds.roads), [1, 3], seconds)
         steady = PhaseTime(
             num_passes=1,
             seconds=(three.seconds - one.seconds) / 2 + self.rates.pass_seconds,

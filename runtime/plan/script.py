@@ -1,4 +1,4 @@
-"""A schedule as flat lines that the simulator plays: what each works at, how long, and what it waits for."""
+"""A schedule as flat lines that the simulator plays: what each works at, what it waits for, and for how long."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,15 +36,39 @@ def _of_turn(stage: int, lane: int) -> float:
     return 0.0
 
 
-def _no_reads(action: Action) -> ExpertReads | None:
-    return None
+class Roads(NamedTuple):
+    """By which lines an action goes: whether KV goes to the disk, and from there on over the link; and whether the
+    CPU's workers and the products share the same cores."""
+
+    is_kv_on_disk: bool = False
+    has_link_behind: bool = False
+    cpu_is_compute: bool = False
+
+
+OVER_LINK = Roads()
+
+
+class Line(NamedTuple):
+    """`kind`: a resource, or a barrier. It begins behind the events `after` and `too`, and its end is `event`. `price`
+    names the field of `Durations` that says how long it takes."""
+
+    kind: int
+    after: int
+    too: int
+    event: int
+    action: Action
+    on_compute: bool  # compute does it, or waits for it
+    price: str
+
+
+Lines: TypeAlias = list[Line]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
     """Seconds of each action, by stage or by stage and lane. `read` and `copy` are of a whole stage, of whose seconds a
-    page takes its share; `fetch` and `store` over the link, or where `is_kv_on_disk` over the disk, from which
-    `fetch_copy` and `store_copy` lead on over the link."""
+    page takes its share; `fetch` and `store` over the link, or where `roads` say so over the disk, from which
+    `fetch_copy` and `store_copy` lead on over the link. `expert_reads`: None where no action reads any."""
 
     read: Callable[[int], float] = _of_stage
     copy: Callable[[int], float] = _of_stage
@@ -59,32 +83,17 @@ class Durations:
     store: Callable[[int, int], float] = _of_turn
     fetch_copy: Callable[[int, int], float] = _of_turn
     store_copy: Callable[[int, int], float] = _of_turn
-    expert_reads: Callable[[Action], ExpertReads | None] = _no_reads
+    expert_reads: Callable[[Action], ExpertReads | None] | None = None
     num_pages: int = 1
-    is_kv_on_disk: bool = False
-    cpu_is_compute: bool = False  # the CPU's workers and the products share the same cores
+    roads: Roads = OVER_LINK
 
-    def of(self, action: Action) -> float:
-        seconds = getattr(self, action.op.value)
+    def of(self, line: Line) -> float:
+        if line.kind == SYNC:
+            return 0.0
+        seconds, action = getattr(self, line.price), line.action
         if action.lane is not None:
-            return seconds(*action.turn)
-        return seconds(action.its_stage) / (1 if action.page is None else self.num_pages)
-
-
-class Line(NamedTuple):
-    """`kind`: a resource, or a barrier. It begins behind the events `after` and `too`, and its end is `event`."""
-
-    kind: int
-    seconds: float
-    after: int
-    too: int
-    event: int
-    action: Action
-    reads: ExpertReads | None
-    on_compute: bool  # compute does it, or waits for it
-
-
-Lines: TypeAlias = list[Line]
+            return seconds(action.stage, action.lane)
+        return seconds(action.stage) / (1 if action.page is None else self.num_pages)
 
 
 class Events:
@@ -102,10 +111,11 @@ class Events:
 
 
 class Script:
-    """A schedule as lines."""
+    """A schedule as lines. Scripts that are played one behind the other share their events."""
 
-    def __init__(self, schedule: Schedule, durations: Durations, events: Events):
-        self._durations, self._event = durations, events.of
+    def __init__(self, schedule: Schedule, roads: Roads, events: Events | None = None):
+        self.events = events or Events()
+        self._roads = roads
         actions = (*schedule.prologue, *schedule.cycle)
         self._copied = {action.stage for action in actions if action.op is Op.copy}
         self.prologue, self.cycle = self._lines(schedule.prologue), self._lines(schedule.cycle)
@@ -114,49 +124,47 @@ class Script:
         return [line for action in actions for line in self._made(action)]
 
     def _made(self, action: Action) -> list[Line]:
-        op, stage = action.op, action.stage
+        op, stage, event = action.op, action.stage, self.events.of
         if op is Op.free:
             return []
         if op is Op.sync:
-            return [Line(SYNC, 0.0, NEVER, NEVER, UNSEEN, action, None, True)]
-        seconds = self._durations.of(action)
+            return [Line(SYNC, NEVER, NEVER, UNSEEN, action, True, op.value)]
         if op is Op.read:
-            event = self._event(stage, "read", action.page) if stage in self._copied else self._event(stage)
-            return [self._line(DISK, seconds, action, event=event)]
+            read = event(stage, "read", action.page) if stage in self._copied else event(stage)
+            return [_line(DISK, action, event=read)]
         if op is Op.copy:
-            return [self._line(LINK_IN, seconds, action, self._event(stage, "read", action.page), self._event(stage))]
-        turn = self._event(stage, action.lane)
+            return [_line(LINK_IN, action, event(stage, "read", action.page), event(stage))]
+        turn = event(stage, action.lane)
         if op is Op.attend:
-            return [self._line(CPU, seconds, action, event=turn, on_compute=self._durations.cpu_is_compute)]
+            return [_line(CPU, action, event=turn, on_compute=self._roads.cpu_is_compute)]
         if op is Op.fetch:
-            return self._carried(action, [DISK, LINK_IN], seconds, self._durations.fetch_copy, turn)
+            return self._carried(action, (DISK, LINK_IN), turn)
         if op is Op.store:
-            return self._carried(action, [LINK_OUT, DISK], seconds, self._durations.store_copy, UNSEEN)
-        reads = self._durations.expert_reads(action)
-        return [Line(COMPUTE, seconds, self._event(stage), turn, UNSEEN, action, reads, True)]
+            return self._carried(action, (LINK_OUT, DISK), UNSEEN)
+        return [Line(COMPUTE, event(stage), turn, UNSEEN, action, True, op.value)]
 
-    def _carried(
-        self, action: Action, road: Sequence[int], seconds: float, copy: Callable[[int, int], float], event: int
-    ) -> list[Line]:
+    def _carried(self, action: Action, road: tuple[int, int], event: int) -> list[Line]:
         """KV over the link, or over disk and link, one behind the other."""
         link = next(part for part in road if part != DISK)
-        if not self._durations.is_kv_on_disk:
-            return [self._line(link, seconds, action, event=event)]
-        copied = copy(*action.turn)
-        if not copied:
-            return [self._line(DISK, seconds, action, event=event)]
-        first, second = ((part, copied if part == link else seconds) for part in road)
-        between = self._event(*action.turn, action.op)
-        return [self._line(*first, action, event=between), self._line(*second, action, between, event)]
+        if not self._roads.is_kv_on_disk:
+            return [_line(link, action, event=event)]
+        if not self._roads.has_link_behind:
+            return [_line(DISK, action, event=event)]
+        between, copy = self.events.of(*action.turn, action.op), f"{action.op.value}_copy"
+        first, second = ((part, copy if part == link else action.op.value) for part in road)
+        return [
+            _line(first[0], action, event=between, price=first[1]),
+            _line(second[0], action, between, event, price=second[1]),
+        ]
 
-    def _line(
-        self,
-        kind: int,
-        seconds: float,
-        action: Action,
-        after: int = NEVER,
-        event: int = UNSEEN,
-        *,
-        on_compute: bool = False,
-    ) -> Line:
-        return Line(kind, seconds, after, NEVER, event, action, None, on_compute)
+
+def _line(
+    kind: int,
+    action: Action,
+    after: int = NEVER,
+    event: int = UNSEEN,
+    *,
+    on_compute: bool = False,
+    price: str | None = None,
+) -> Line:
+    return Line(kind, after, NEVER, event, action, on_compute, price or action.op.value)

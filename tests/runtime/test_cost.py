@@ -11,7 +11,7 @@ from runtime.plan.check import check_schedule
 from runtime.plan.cost import Resource, SimulatedPasses, Span, play_passes, simulate
 from runtime.plan.rates import MachineRates
 from runtime.plan.schedule import make_schedule
-from runtime.plan.script import Durations, ExpertReads
+from runtime.plan.script import Durations, ExpertReads, Roads
 from runtime.plan.walk import Walk
 from runtime.trace import Row
 
@@ -139,9 +139,8 @@ def test_kv_goes_over_the_link_both_ways_at_once_or_over_one_disk(is_kv_on_disk:
     """Four turns of 3 s, whose KV takes 2 s each way, in two slots. Over the link all but the first fetch hides. The
     disk stores turn 0 from 5 to 7 and fetches turn 2 from 7 to 9, so that it runs at 9 and not at 8; turn 3 at 13."""
     walk = Walk(num_stages=1, streamed=(), num_slots=0, travelling=(0,), num_kv_slots=2)
-    durations = Durations(
-        run=lambda *turn: 3.0, fetch=lambda *turn: 2.0, store=lambda *turn: 2.0, is_kv_on_disk=is_kv_on_disk
-    )
+    roads = Roads(is_kv_on_disk=is_kv_on_disk)
+    durations = Durations(run=lambda *turn: 3.0, fetch=lambda *turn: 2.0, store=lambda *turn: 2.0, roads=roads)
     result = simulate(make_schedule(walk, 4), 1, durations)
     assert result.seconds == pytest.approx(seconds)
 

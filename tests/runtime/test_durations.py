@@ -85,7 +85,7 @@ def test_attention_on_the_cpu_takes_nothing_from_a_turn_but_itself() -> None:
     found = priced(placed(config_of(policy=PolicyConfig(attention=Attention.cpu)), shape), shape, [LANE])
     assert found.attend(LAYER, 0) == pytest.approx(ATTENTION / 2)
     assert found.pre(LAYER, 0) + found.post(LAYER, 0) == pytest.approx(PRODUCTS + 0.25)
-    assert found.cpu_is_compute
+    assert found.roads.cpu_is_compute
 
 
 def test_keys_and_values_travel_in_pages_over_the_disk_or_the_link() -> None:
@@ -93,7 +93,7 @@ def test_keys_and_values_travel_in_pages_over_the_disk_or_the_link() -> None:
     kv = KVConfig(tier=KVTier.nvme, device_fraction=0.0)
     on_disk = priced(placed(config_of(kv=kv), shape), shape, [LANE])
     stride = 16 * 1024
-    assert on_disk.is_kv_on_disk
+    assert on_disk.roads.is_kv_on_disk
     assert on_disk.fetch(LAYER, 0) == pytest.approx(8 * stride / 1e6)
     assert on_disk.store(LAYER, 0) == pytest.approx(4 * stride / 1e6)
     beside = placed(config_of(kv=replace(kv, tier=KVTier.cpu)), shape, has_device=True)
