@@ -69,6 +69,10 @@ class _Bill:
         return stage_works(self.shape, self.placement.paged)
 
     @cached_property
+    def _expert_reads(self) -> dict[tuple[Op, int, int | None], ExpertReads | None]:
+        return {}
+
+    @cached_property
     def _like(self) -> list[int]:
         """Of each stage, the first one that works as it does."""
         first: dict[StageWork, int] = {}
@@ -164,6 +168,13 @@ class _Bill:
         stage = action.its_stage
         if stage not in self.placement.paged or action.op not in (Op.run, Op.post, Op.experts):
             return None
+        key = (action.op, self._like[stage], action.lane)
+        if key not in self._expert_reads:
+            self._expert_reads[key] = self._reads_of(action)
+        return self._expert_reads[key]
+
+    def _reads_of(self, action: Action) -> ExpertReads | None:
+        stage = action.its_stage
         work, asking = self.works[stage], self.lanes if action.lane is None else [self.lanes[action.lane]]
         tokens = sum(self._tokens(work, lane) for lane in asking)
         if not tokens:

@@ -54,7 +54,7 @@ class ModelShape:
     def of_kind(self, kind: StageKind) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.kind is kind)
 
-    @property
+    @cached_property
     def has_encoder(self) -> bool:
         return bool(self.of_kind(StageKind.encoder))
 
