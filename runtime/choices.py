@@ -24,6 +24,8 @@ from .plan.workload import Workload
 
 log = logging.getLogger(__name__)
 
+EDITION = 1  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
+
 Planner = Callable[[RuntimeConfig], RunPlan]  # of `policy=hrm` it searches
 
 
@@ -54,6 +56,7 @@ def question(
     """A digest of what the best policy follows from: machine, model, workload, budgets to two digits, and the settings
     that a search takes as given. Rates are not in it: measured twice they differ, and the question is the same."""
     parts = [
+        f"edition {EDITION}",
         machine,
         f"{shape.name} {shape.weight_bytes} {len(shape.stages)} {shape.compute_dtype_bytes} {shape.is_packed}",
         Workload.of(sizes).digest,

@@ -1,4 +1,4 @@
-"""Byte and time units: conversion and the one way each is printed."""
+"""Byte and time units, and counts: conversion and the one way each is printed."""
 
 KIB = 1024
 MIB = 1024**2
@@ -28,6 +28,11 @@ def format_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 layer`, `2,000 layers`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def round_up(value: int, multiple: int) -> int:

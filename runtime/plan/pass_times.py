@@ -4,6 +4,7 @@ What works side by side takes as long as the slowest: T = max(link, CPU, compute
 overlap is added. A schedule's start, its slots and its barriers are the simulator's business.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,7 +123,7 @@ class Roofline:
         return work.num_layers * layer + head + self.rates.pass_seconds
 
     def _gemm_seconds(self, rows: Floats, weights: Floats | float) -> Floats:
-        return 2 * rows * weights / np.maximum(1e-9, gemm_rates(self.rates, rows))
+        return 2 * rows * weights / np.maximum(1e-9, gemm_rates(self.rates.gemm_flops_per_second, rows))
 
     def _expert_seconds(self, tokens: Floats) -> Floats:
         """Each expert that is hit multiplies its share of the tokens."""
@@ -130,7 +131,8 @@ class Roofline:
             return np.zeros_like(tokens)
         hits = self._hits(tokens)
         rows = tokens * self.work.num_experts_per_token / np.maximum(1e-9, hits)
-        return hits * self._gemm_seconds(rows, self.work.expert_weights)
+        rates = gemm_rates(self.rates.expert_flops_per_second or self.rates.gemm_flops_per_second, rows)
+        return hits * 2 * rows * self.work.expert_weights / np.maximum(1e-9, rates)
 
     def _hits(self, tokens: Floats) -> Floats:
         work = self.work
@@ -206,7 +208,7 @@ class Roofline:
         return work.num_layers * self._streamed(grid) * grid.lanes * flops / rate
 
 
-def gemm_rates(rates: MachineRates, num_rows: Floats) -> Floats:
-    """`rates.gemm_rate` of each."""
-    points = sorted(rates.gemm_flops_per_second.items())
+def gemm_rates(flops_per_second: Mapping[int, float], num_rows: Floats) -> Floats:
+    """As `MachineRates.gemm_rate` and `.expert_rate`, of each."""
+    points = sorted(flops_per_second.items())
     return np.interp(num_rows, [0.0, *(rows for rows, _ in points)], [0.0, *(rate for _, rate in points)])

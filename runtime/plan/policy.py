@@ -1,11 +1,13 @@
 """How a block goes through a machine, in the numbers that a search is about."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
 from ..config import Attention, KVConfig, KVTier, Order, PolicyKind, RuntimeConfig
+from ..units import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +36,12 @@ class Policy:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(str(self).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.to_plain()).encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
         return (
             f"{self.num_micro_batches} x {self.micro_batch_size} sequences, {self.schedule.value}, "
-            f"attention on {self.attention.value}, {self.resident_layers} resident layers, "
+            f"attention on {self.attention.value}, {counted(self.resident_layers, 'resident layer')}, "
             f"KV of {self.kv_fraction:.0%} of the layers in compute memory"
         )
 

@@ -168,4 +168,6 @@ def test_without_an_accelerator_attention_takes_computes_time() -> None:
 
 def test_rates_of_many_rows_are_those_of_each() -> None:
     rows = np.array([0.5, 1, 1.5, 50, 100, 1000])
-    assert list(gemm_rates(RATES, rows)) == pytest.approx([RATES.gemm_rate(float(each)) for each in rows])
+    assert list(gemm_rates(RATES.gemm_flops_per_second, rows)) == pytest.approx(
+        [RATES.gemm_rate(float(each)) for each in rows]
+    )

@@ -5,7 +5,7 @@ from runtime.plan.cost import Resource
 from runtime.plan.facts import PlanFacts
 from runtime.plan.listing import schedule_text
 from runtime.plan.predict import PhaseTime, Prediction
-from runtime.units import format_bytes, format_seconds
+from runtime.units import counted, format_bytes, format_seconds
 
 from .planning import Planned
 
@@ -32,9 +32,10 @@ def _head(planned: Planned) -> str:
     shape, machine, sizes = planned.shape, planned.machine, planned.sizes
     longest = max(size.num_prompt_tokens for size in sizes)
     return (
-        f"{shape.name} ({format_bytes(shape.weight_bytes)} as stored) on {machine.name}: {len(sizes):,} prompts of "
+        f"{shape.name} ({format_bytes(shape.weight_bytes)} as stored) on {machine.name}: "
+        f"{counted(len(sizes), 'prompt')} of "
         f"{planned.num_prompt_tokens / len(sizes):.0f} tokens in the mean and {longest:,} at most, "
-        f"{sizes[0].max_new_tokens:,} new tokens each"
+        f"{counted(sizes[0].max_new_tokens, 'new token')} each"
     )
 
 

@@ -60,7 +60,7 @@ def sweep(axes: Sequence[Axis]) -> Iterator[Outcome]:
 def _tried(axis: Axis, value: float) -> Outcome:
     try:
         return Outcome(axis=axis, value=value, planned=axis.plan(value))
-    except BudgetError as error:
+    except (BudgetError, ConfigError) as error:  # too large for the memory, or for the model's context
         return Outcome(axis=axis, value=value, planned=None, refusal=str(error).splitlines()[0])
 
 
