@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from .batching.balance import Block
-from .cache.host_attention import prepare_decode_attention
 from .choices import plan_by_choice, question
 from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
@@ -18,7 +17,7 @@ from .engine.measure.machine import device_name
 from .engine.requests import Rejected, make_request, tokenize
 from .engine.sampling import Sampler
 from .engine.sequence import Completion, Request
-from .engine.setup import Setup
+from .engine.setup import Setup, prepare_kernels
 from .engine.streams import open_streams
 from .machine_cache import Host, this_host
 from .model.loading import LoadedModel, load_model
@@ -80,8 +79,8 @@ class Runtime:
         self._refuse_early()
         self.rates: MachineRates | None = None  # of this run; None: `plan` measures them when it needs them
         self._advised: set[str] = set()
-        if self.model.shape.is_packed and not self.device.is_accelerator:
-            prepare_decode_attention(self.model.compute_dtype)
+        if not self.device.is_accelerator:
+            prepare_kernels(self.model)
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 

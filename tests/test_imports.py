@@ -18,8 +18,9 @@ ALLOWED = {
     "trace": set[str](),
     "store": {"plan"},
     "stream": {"plan", "store", "trace"},
-    "cache": {"plan", "stream"},
-    "model": {"plan", "store", "stream", "cache"},
+    "kernels": set[str](),
+    "cache": {"plan", "stream", "kernels"},
+    "model": {"plan", "store", "stream", "cache", "kernels"},
     "engine": {"plan", "store", "stream", "cache", "model", "batching", "trace"},
 }
 FOR_ALL = {"closing", "config", "errors", "profiles", "units"}

@@ -15,10 +15,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from ..kernels.tile_scratch import TILE_DIMS
 from ..units import MIB
 from .host_work import Piece, fit_tiles, in_tiles, in_vectors, pages_of, rows_of, softmax_of
 from .plain_attention import decode_attention_torch
-from .tile_scratch import TILE_DIMS
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _threads(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _has_tiles() -> bool:
-    from .tile_unit import may_use_tiles
+    from ..kernels.tile_unit import may_use_tiles
 
     return may_use_tiles()
 

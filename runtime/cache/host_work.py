@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
-from .tile_scratch import TILE_DIMS, TILE_ROWS, TileScratch
+from ..kernels.kernel_arguments import Pages, Rows, Scratch, Softmax, Span
+from ..kernels.tile_scratch import TILE_DIMS, TILE_ROWS, TileScratch
 
 # As the kernels know it.
 BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -31,8 +31,8 @@ class Work:
 
 
 def in_vectors(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softmax: Softmax, value_dim: int) -> Work:
-    from .attention_blocks import CHUNK_TOKENS  # numba takes 0.2 s to import
-    from .attention_kernel import attend
+    from ..kernels.attention_blocks import CHUNK_TOKENS  # numba takes 0.2 s to import
+    from ..kernels.attention_kernel import attend
 
     scaled_BHGD = (q_BHGD.float() * scale).contiguous()
     out_BHGD = scaled_BHGD.new_zeros(*q_BHGD.shape[:3], value_dim)
@@ -48,8 +48,8 @@ def in_vectors(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, sof
 def in_tiles(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softmax: Softmax, value_dim: int) -> Work:
     """Takes queries and gives answers in bfloat16 as they are. Torch would convert them on OpenMP's threads, and these
     then wait actively, in the way of ours: of 11 ms a thread began its first piece 2 ms late."""
-    from .attention_blocks import CHUNK_TOKENS
-    from .attention_kernel import attend_in_tiles
+    from ..kernels.attention_blocks import CHUNK_TOKENS
+    from ..kernels.attention_kernel import attend_in_tiles
 
     q_BHGD = (q_BHGD if q_BHGD.dtype == torch.bfloat16 else q_BHGD.float()).contiguous()
     out_BHGD = q_BHGD.new_empty(*q_BHGD.shape[:3], value_dim)
@@ -81,7 +81,7 @@ def rows_of(tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tenso
 
 
 def softmax_of(softcap: float | None, sinks_H: torch.Tensor | None, shape: torch.Size) -> Softmax:
-    from .attention_kernel import LOWEST
+    from ..kernels.attention_kernel import LOWEST
 
     tops_HG = torch.full(shape, float(LOWEST)) if sinks_H is None else sinks_H.view(shape)
     total = 0.0 if sinks_H is None else 1.0

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
+
+from ..cache.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
 from ..model.loading import LoadedModel
+from ..model.tile_products import prepare_products
 from ..plan.placement import Placement
 from ..stream.device import ComputeDevice
 from ..trace import Trace
@@ -18,3 +22,11 @@ class Setup:
     placement: Placement
     device: ComputeDevice
     trace: Trace | None
+
+
+def prepare_kernels(model: LoadedModel) -> None:
+    """Those that a model on the CPU computes with."""
+    if model.shape.is_packed:
+        prepare_decode_attention(model.compute_dtype)
+    if model.compute_dtype == torch.float32:
+        prepare_products()

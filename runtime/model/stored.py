@@ -11,11 +11,13 @@ Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import getattr_static
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 
 from .panels import Block, panels, plain_rows
+from .tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles
 
 NARROW_ROWS = 96  # up to here w @ x.T beats x @ w.T: the product's inner loops run over the long side
 
@@ -107,21 +109,27 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     if weight.is_flipped:
         out = _matmul(x, weight.flipped())
         return out if bias is None else out + bias
-    x_MK = x.reshape(-1, x.shape[-1])
-    num_rows = x_MK.shape[0]
-    if num_rows <= NARROW_ROWS:
-        out_NM = x.new_empty(weight.shape[0], num_rows)
-        for row, panel in panels(weight.entries[0], weight.dtype):
-            torch.mm(panel, x_MK.t(), out=out_NM[row : row + panel.shape[0]])
-        out_MN = out_NM.t()
-        out_MN = out_MN + bias if bias is not None else out_MN.contiguous()
+    x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
+    if fit_tiles(x_MK, blocks) and has_matrix_unit():
+        out_MN = multiply_in_tiles(x_MK, cast(Sequence[torch.Tensor], blocks))
     else:
-        out_MN = x.new_empty(num_rows, weight.shape[0])
-        for row, panel in panels(weight.entries[0], weight.dtype):
-            torch.mm(x_MK, panel.t(), out=out_MN[:, row : row + panel.shape[0]])
-        if bias is not None:
-            out_MN += bias
+        out_MN = _in_panels(x_MK, weight)
+    if bias is not None:
+        out_MN += bias
     return out_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+def _in_panels(x_MK: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
+    num_rows, blocks = len(x_MK), weight.entries[0]
+    if num_rows <= NARROW_ROWS:
+        out_NM = x_MK.new_empty(weight.shape[0], num_rows)
+        for row, panel in panels(blocks, weight.dtype):
+            torch.mm(panel, x_MK.t(), out=out_NM[row : row + panel.shape[0]])
+        return out_NM.t().contiguous()
+    out_MN = x_MK.new_empty(num_rows, weight.shape[0])
+    for row, panel in panels(blocks, weight.dtype):
+        torch.mm(x_MK, panel.t(), out=out_MN[:, row : row + panel.shape[0]])
+    return out_MN
 
 
 def _product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.cache import attention_kernel, host_attention
+from runtime.cache import host_attention
 from runtime.cache.host_attention import cut, decode_attention, prepare_decode_attention
 from runtime.cache.plain_attention import decode_attention_torch
+from runtime.kernels import attention_kernel, compiled, product_kernel
 from tests.attention_cases import CASES, NAN, TOLERANCE, Case, P, make, naive, options
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -163,16 +164,16 @@ def test_where_nothing_can_be_written_it_is_compiled_for_the_process(monkeypatch
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: function
 
-    monkeypatch.setattr(attention_kernel, "njit", njit)
-    assert attention_kernel.kept(make) is make
+    monkeypatch.setattr(compiled, "njit", njit)
+    assert compiled.kept(make) is make
 
 
 def test_what_is_kept_on_disk_follows_the_kernels_parts_too() -> None:
-    """numba compiles anew when the kernel's file changes, and looks at no other."""
-    kernel = Path(attention_kernel.__file__)
-    parts = sorted({*kernel.parent.glob("attention_*.py"), *kernel.parent.glob("tile_*.py")} - {kernel})
-    source = b"".join(part.read_bytes() for part in parts)
-    assert hashlib.sha256(source).hexdigest() == attention_kernel.PARTS_SHA256
+    """numba compiles anew when a kernel's file changes, and looks at no other."""
+    files = sorted(Path(attention_kernel.__file__).parent.glob("*.py"))
+    source = b"".join(file.read_bytes() for file in files if not file.name.endswith("_kernel.py"))
+    digest = hashlib.sha256(source).hexdigest()
+    assert {attention_kernel.PARTS_SHA256, product_kernel.PARTS_SHA256} == {digest}
 
 
 def test_the_compiler_is_loaded_at_first_use() -> None:

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.cache import host_attention, host_work, tile_unit
+from runtime.cache import host_attention, host_work
 from runtime.cache.host_attention import decode_attention
 from runtime.cache.host_work import fit_tiles
+from runtime.kernels import tile_unit
 from tests.attention_cases import CASES, TOLERANCE, Case, make, naive, options
 
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -34,18 +34,18 @@ class TileScratch(NamedTuple):
     def make(cls, num_kv_heads: int, group: int, key_dim: int, value_dim: int, chunk_tokens: int) -> "TileScratch":
         H, J = num_kv_heads, -(-group // TILE_QUERIES)
         return cls(
-            queries_HJTRC=_zeros((H, J, key_dim // TILE_DIMS, TILE_ROWS, PAIRED), np.uint32),
-            products_SC=_zeros((chunk_tokens, PAIRED), np.float32),
-            scores_HGS=_zeros((H, J * TILE_QUERIES, chunk_tokens), np.float32),
-            weights_HJPCS=_zeros((H, J, 2, PAIRED, chunk_tokens), np.uint32),
-            sums_HGD=_zeros((H, J * TILE_QUERIES, value_dim), np.float32),
-            tops_HG=_zeros((H, group), np.float32),
-            totals_HG=_zeros((H, group), np.float32),
+            queries_HJTRC=aligned_zeros((H, J, key_dim // TILE_DIMS, TILE_ROWS, PAIRED), np.uint32),
+            products_SC=aligned_zeros((chunk_tokens, PAIRED), np.float32),
+            scores_HGS=aligned_zeros((H, J * TILE_QUERIES, chunk_tokens), np.float32),
+            weights_HJPCS=aligned_zeros((H, J, 2, PAIRED, chunk_tokens), np.uint32),
+            sums_HGD=aligned_zeros((H, J * TILE_QUERIES, value_dim), np.float32),
+            tops_HG=aligned_zeros((H, group), np.float32),
+            totals_HG=aligned_zeros((H, group), np.float32),
             shapes=tile_shapes(),
         )
 
 
-def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     """Begins at a multiple of 64 bytes: a load of a tile whose rows do not takes six times as long."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.zeros(num_bytes + 63, np.uint8)
@@ -56,7 +56,7 @@ def _zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 def tile_shapes() -> np.ndarray:
     """(2, 16, 64) bytes: how scores, and how values, of 1 to 16 positions of a page have the eight tiles: their numbers
     in `tile_unit.py`, the form in Intel's manual under LDTILECFG."""
-    shapes = _zeros((2, TILE_ROWS, 64), np.uint8)
+    shapes = aligned_zeros((2, TILE_ROWS, 64), np.uint8)
     shapes[..., 0] = 1  # the form
     for n in range(1, TILE_ROWS + 1):
         row_bytes_of = shapes[:, n - 1, 16:32].view(np.uint16)

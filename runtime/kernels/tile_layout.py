@@ -25,7 +25,7 @@ EVEN, ODD = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
 IN_TURNS = [place for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for place in pair]
 
 
-def _nearest(builder: Builder, x: Value) -> Value:
+def nearest(builder: Builder, x: Value) -> Value:
     """bfloat16 in the upper half of each 32 bits; of those that lie as near the even one, as torch does."""
     bits = builder.bitcast(x, INTS)
     is_odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
@@ -35,11 +35,11 @@ def _nearest(builder: Builder, x: Value) -> Value:
 
 def _parts(builder: Builder, x: Value) -> list[Value]:
     """High and low."""
-    high = _nearest(builder, x)
-    return [high, _nearest(builder, builder.fsub(x, builder.bitcast(high, FLOATS)))]
+    high = nearest(builder, x)
+    return [high, nearest(builder, builder.fsub(x, builder.bitcast(high, FLOATS)))]
 
 
-def _paired(builder: Builder, even: Value, odd: Value) -> Value:
+def paired(builder: Builder, even: Value, odd: Value) -> Value:
     return builder.or_(builder.lshr(even, ints(16)), odd)
 
 
@@ -52,7 +52,7 @@ def _split_query(typing: Any, q: Any, at: Any, scale: Any, queries: Any, query_a
         even, odd = (_parts(builder, builder.fmul(shuffle(builder, a, b, dims), factor)) for dims in (EVEN, ODD))
         rows = place_of(context, builder, queries, *arguments[3:])
         for part in range(2):
-            pairs = _paired(builder, even[part], odd[part])
+            pairs = paired(builder, even[part], odd[part])
             for row in range(TILE_ROWS):
                 place = builder.gep(rows, [WORD(row * PAIRED + part * TILE_QUERIES)])
                 builder.store(builder.extract_element(pairs, ir.IntType(32)(row)), place)
@@ -70,7 +70,7 @@ def _give_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, share: Any, out
         even, odd = (builder.fmul(load(builder, types.float32, place, None), factor) for place in places)
         place = place_of(context, builder, out, *arguments[4:])
         if out.dtype == types.uint16:
-            bits = _paired(builder, _nearest(builder, even), _nearest(builder, odd))
+            bits = paired(builder, nearest(builder, even), nearest(builder, odd))
             store(builder, builder.bitcast(bits, HALVES), place)
         else:
             store(builder, shuffle(builder, even, odd, IN_TURNS), place)

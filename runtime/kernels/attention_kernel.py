@@ -5,15 +5,10 @@ Nothing here promises that numbers are finite: NaN and infinities end as they do
 `attend_in_tiles` says.
 
 The annotations are for the reader; the compiler takes the types of what it is given. What multiplies is written in
-explicit vectors (`attention_blocks.py`) or in tiles (`attention_tiles.py`). numba's cache on disk looks only at this
-file's time of change, so the digest of the others is written here, and a test compares.
+explicit vectors (`attention_blocks.py`) or in tiles (`attention_tiles.py`).
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
-
-import logging
-from collections.abc import Callable
-from typing import TypeVar, cast
 
 import numpy as np
 from numba import njit
@@ -21,28 +16,15 @@ from numba import njit
 from .attention_blocks import ADD_BLOCK, CHUNK_TOKENS, SCORE_BLOCK, add_block, add_one, score_block, score_one
 from .attention_softmax import ONE, REORDERED, ZERO, weigh
 from .attention_tiles import add_in_tiles, score_in_tiles
+from .compiled import kept
 from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
 from .tile_layout import give_sums, split_queries
 from .tile_scratch import TileScratch
 from .tile_unit import release
 
-log = logging.getLogger(__name__)
-Function = TypeVar("Function", bound=Callable[..., object])
-
-# Of the other files attention_*.py and of tile_*.py: who edits them edits this line, and numba compiles anew.
-PARTS_SHA256 = "b42973d921cf2c699c79c503bfc26f914a021e924a11ac9a07e78bf9076a9a90"
+# See `compiled.py`.
+PARTS_SHA256 = "885eb222be2e5e87278be44f6bee8c56657176e47f6aa9c2eb3ac996afe40982"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
-
-
-def kept(function: Function) -> Function:
-    """Compiled at its first call, for the types of its arguments, in 2 to 4 s, and kept on disk, beside the source
-    or in the user's cache."""
-    options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
-    try:
-        return cast(Function, njit(cache=True, **options)(function))
-    except RuntimeError as error:
-        log.info("decode attention is compiled anew in each process, in 2 to 4 s: %s", error)
-        return cast(Function, njit(**options)(function))
 
 
 @njit(fastmath=REORDERED)

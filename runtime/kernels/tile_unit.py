@@ -1,4 +1,4 @@
-"""The processor's matrix unit (Intel AMX) in LLVM's own terms, for the compiled decode attention.
+"""The processor's matrix unit (Intel AMX) in LLVM's own terms, and what decode attention does with it.
 
 A tile is a register of up to 16 rows of 64 bytes, and there are eight. A product adds to each float32 of one tile a row
 of pairs of bfloat16 times a column of such pairs. `tile_scratch.tile_shapes` says what each tile holds:
@@ -44,11 +44,11 @@ def may_use_tiles() -> bool:
         return False
     if ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0:
         return True
-    log.info("the kernel refuses the processor's matrix unit: bfloat16 decode attention takes up to twice as long")
+    log.info("the kernel refuses the processor's matrix unit: products with bfloat16 take up to three times as long")
     return False
 
 
-def _do(builder: Builder, name: str, *arguments: Value) -> None:
+def tile_op(builder: Builder, name: str, *arguments: Value) -> None:
     call(builder, f"llvm.x86.{name}", ir.VoidType(), list(arguments))
 
 
@@ -69,7 +69,7 @@ class _Rows:
 
     def move(self, name: str, tile: int, i: int = 0) -> None:
         place = self.builder.gep(self.first, [WORD(i * self.tile_numbers)])
-        _do(self.builder, name, BYTE(tile), self.builder.bitcast(place, BYTE.as_pointer()), self.row_bytes)
+        tile_op(self.builder, name, BYTE(tile), self.builder.bitcast(place, BYTE.as_pointer()), self.row_bytes)
 
     def load(self, tile: int, i: int = 0) -> None:
         self.move("tileloadd64", tile, i)
@@ -82,7 +82,7 @@ class _Rows:
 def _configure(typing: Any, shapes: Any, at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         place = place_of(context, builder, shapes, *arguments)
-        _do(builder, "ldtilecfg", builder.bitcast(place, BYTE.as_pointer()))
+        tile_op(builder, "ldtilecfg", builder.bitcast(place, BYTE.as_pointer()))
         return context.get_dummy_value()
 
     return types.void(shapes, types.intp), build
@@ -91,7 +91,7 @@ def _configure(typing: Any, shapes: Any, at: Any) -> Any:
 @intrinsic
 def _release(typing: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        _do(builder, "tilerelease")
+        tile_op(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), build
@@ -118,13 +118,13 @@ def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: An
 
         def multiply(i: int) -> None:
             rows.load(READ[i % 2], i)
-            _do(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ[i % 2]), BYTE(i))
+            tile_op(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ[i % 2]), BYTE(i))
 
         with builder.if_else(arguments[6]) as (begun, fresh):
             with begun:
                 score.load(SCORES)
             with fresh:
-                _do(builder, "tilezero", BYTE(SCORES))
+                tile_op(builder, "tilezero", BYTE(SCORES))
         _each_tile(builder, arguments[3], multiply)
         score.store(SCORES)
         return context.get_dummy_value()
@@ -162,7 +162,7 @@ def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: A
         def multiply(i: int) -> None:
             rows.load(READ[i % 2], i)
             for factor in (HIGH_WEIGHTS, LOW_WEIGHTS):
-                _do(builder, "tdpbf16ps", BYTE(i), BYTE(factor), BYTE(READ[i % 2]))
+                tile_op(builder, "tdpbf16ps", BYTE(i), BYTE(factor), BYTE(READ[i % 2]))
 
         weight.load(HIGH_WEIGHTS)
         weight.load(LOW_WEIGHTS, 1)

@@ -1,0 +1,145 @@
+"""Products of float32 with bfloat16 weights in the processor's matrix unit, cut into pieces for threads.
+
+M rows of x, N of w, K inputs.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ..kernels.tile_scratch import TILE_DIMS, TILE_ROWS, aligned_zeros
+from ..units import MIB, round_down, round_up
+
+PAIR_ROWS = 2 * TILE_ROWS  # of w, which the kernel takes at once
+PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
+INPUT_BYTES = 8 * MIB  # of x in tiles, at most: for more rows weights pass by once more
+PART_BYTES = 6  # three bfloat16 for each float32
+LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
+SHARED_INPUTS = 1 << 18  # take 0.1 ms to split: below it, to wake a thread takes longer
+
+Item = TypeVar("Item")
+
+
+class _Scratch:
+    """Reused memory: x in tiles, and sums for each piece that is under way. Owned by the engine's one thread."""
+
+    def __init__(self) -> None:
+        self._words = np.zeros(0, np.uint32)
+        self._idle: list[np.ndarray] = []
+        self.shape = aligned_zeros((64,), np.uint8)  # of all eight tiles, as Intel's manual has it under LDTILECFG
+        self.shape[0], self.shape[16:32].view(np.uint16)[:], self.shape[48:56] = 1, 64, TILE_ROWS
+
+    def tiles(self, num_words: int) -> np.ndarray:
+        """Valid until the next call."""
+        if len(self._words) < num_words:
+            self._words = aligned_zeros((num_words,), np.uint32)
+        return self._words
+
+    def take_sums(self, num_numbers: int) -> np.ndarray:
+        return self._idle.pop() if self._idle else aligned_zeros((num_numbers,), np.float32)
+
+    def give_back(self, sums: np.ndarray) -> None:
+        self._idle.append(sums)
+
+
+@cache
+def _scratch() -> _Scratch:
+    return _Scratch()
+
+
+def fit_tiles(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
+    """Whether `multiply_in_tiles` takes these blocks of rows of w, where there is a matrix unit."""
+    if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or x_MK.shape[1] % TILE_DIMS or not len(x_MK):
+        return False
+    are_plain = all(
+        isinstance(block, torch.Tensor) and block.dtype == torch.bfloat16 and block.is_contiguous() for block in blocks
+    )
+    return are_plain and sum(block.numel() for block in blocks if isinstance(block, torch.Tensor)) >= LEAST_WEIGHTS
+
+
+def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
+    x_MK = x_MK.contiguous()
+    out_MN = x_MK.new_empty(len(x_MK), sum(map(len, blocks)))
+    most = max(1, INPUT_BYTES // (PART_BYTES * x_MK.shape[1] * TILE_ROWS)) * TILE_ROWS
+    for rows_MK, out_rows_MN in zip(x_MK.split(most), out_MN.split(most), strict=True):
+        _multiply(rows_MK, blocks, out_rows_MN)
+    column = 0
+    for block in blocks:
+        column, whole = column + len(block), round_down(len(block), PAIR_ROWS)
+        if whole < len(block):
+            torch.mm(x_MK, block[whole:].float().t(), out=out_MN[:, column - len(block) + whole : column])
+    return out_MN
+
+
+def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+    """All but the rows of w behind the last pair of tiles."""
+    from ..kernels.product_kernel import CHUNK_ROWS, NUM_SUMS, multiply, split  # numba takes 0.2 s to import
+
+    scratch, num_threads = _scratch(), torch.get_num_threads()
+    x, out, num_rows = x_MK.numpy(), out_MN.numpy(), len(x_MK)
+    num_tiles = -(-num_rows // TILE_ROWS)
+    tiles = scratch.tiles(num_tiles * TILE_ROWS * x_MK.shape[1] * PART_BYTES // 4)
+
+    def split_some(span: tuple[int, int]) -> None:
+        split(x, *span, tiles)
+
+    def multiply_some(piece: tuple[np.ndarray, int, int, int]) -> None:
+        words_NK, first, last, column = piece
+        sums = scratch.take_sums(NUM_SUMS)
+        multiply(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, sums, scratch.shape)
+        scratch.give_back(sums)
+
+    pieces, column = list[tuple[np.ndarray, int, int, int]](), 0
+    for block in blocks:
+        words_NK, whole = block.view(torch.uint16).numpy(), round_down(len(block), PAIR_ROWS)
+        height = min(CHUNK_ROWS, round_up(max(1, whole // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
+        pieces += [(words_NK, row, min(row + height, whole), column) for row in range(0, whole, height)]
+        column += len(block)
+    width = max(2, -(-num_tiles // (2 * num_threads)))
+    spans = [(t, min(t + width, num_tiles)) for t in range(0, num_tiles, width)]
+    _share(spans, split_some, num_threads if x_MK.numel() >= SHARED_INPUTS else 1)
+    _share(pieces, multiply_some, num_threads)
+
+
+def _share(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) -> None:
+    """Each is done once, on this thread or on others, which take what is left; returns when all are done."""
+    left = list(reversed(items))
+
+    def do_what_is_left() -> None:
+        while left:
+            try:
+                item = left.pop()
+            except IndexError:  # another thread was faster
+                return
+            act(item)
+
+    num_helpers = min(num_threads, len(items)) - 1
+    helpers = [_helpers(num_helpers).submit(do_what_is_left) for _ in range(num_helpers)]
+    do_what_is_left()
+    for helper in helpers:
+        if not helper.cancel():  # one that has not begun has nothing to do
+            helper.result()
+
+
+@cache
+def _helpers(num_threads: int) -> ThreadPoolExecutor:
+    """The process's own, like torch's: made at their first use, idle between uses, ended by the interpreter."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="products")
+
+
+def has_matrix_unit() -> bool:
+    """Loads the compiler."""
+    from ..kernels.tile_unit import may_use_tiles
+
+    return may_use_tiles()
+
+
+def prepare_products() -> None:
+    """Loads, and at the first time compiles, the kernel, so that no pass takes its time and memory."""
+    if has_matrix_unit():
+        multiply_in_tiles(torch.zeros(1, TILE_DIMS), [torch.zeros(PAIR_ROWS, TILE_DIMS, dtype=torch.bfloat16)])
