@@ -6,9 +6,9 @@ import sys
 
 import hydra
 
-from jobs.io.allocator import start_with_tunable
 from jobs.io.cli import as_job, run_job
 from jobs.io.config import Composed, GenerateConfig, ignored_settings, load, to_yaml
+from jobs.io.process import start_settled
 
 
 @hydra.main(config_path="../conf", config_name="generate", version_base=None)
@@ -42,5 +42,5 @@ def main(composed: Composed) -> int:
 
 
 if __name__ == "__main__":
-    start_with_tunable()
+    start_settled()
     run_job(main, GenerateConfig)

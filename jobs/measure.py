@@ -11,6 +11,7 @@ import hydra
 from jobs.io.cli import as_job, run_job
 from jobs.io.config import Composed, load
 from jobs.io.measure.config import MeasureJobConfig
+from jobs.io.process import start_settled
 from runtime.errors import OutputError
 
 
@@ -56,4 +57,5 @@ def main(composed: Composed) -> None:
 
 
 if __name__ == "__main__":
+    start_settled()
     run_job(main, MeasureJobConfig)

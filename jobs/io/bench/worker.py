@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from runtime.errors import MillraceError
 
-from ..allocator import with_tunable
+from ..process import settled
 from .config import PEERS, BenchConfig, Contender
 from .task import Result, Task
 
@@ -33,7 +33,7 @@ def measured(task: Task) -> Result:
     """Raises MillraceError where the process fails; what it says goes to stderr."""
     environment = dict(os.environ)
     if Contender(task.contender) not in PEERS:
-        environment = with_tunable(environment)
+        environment = settled(environment)
     worker = [sys.executable, "-m", "jobs.io.bench.measure", json.dumps(asdict(task))]
     done = subprocess.run(worker, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     if done.returncode:
