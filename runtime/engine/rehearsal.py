@@ -31,14 +31,14 @@ ANYTHING = 0.5  # what cached positions hold that nobody computed: memory never 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """`weights` are those of `stage`, the first layer that the forward enters, and of each time anew where `read`,
-    which is called before, brings them."""
+    """`weights` are those of `stage`, the first layer that the forward enters. `forget` is called before each time: it
+    pushes them out of the processor's caches."""
 
     loaded: LoadedModel
     device: ComputeDevice
     stage: int
     weights: Weights
-    read: Callable[[], object]
+    forget: Callable[[], object]
 
     def packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
         """A pass of these, all in one lane; positions that are past are taken for cached. The mean, as what a run adds
@@ -50,7 +50,7 @@ class Rehearsal:
         lane = PackedLane(self._kit(pages.pool), [], PagedKV(pages, expands=self.loaded.expands_latents))
 
         def once() -> LayerSeconds:
-            self.read()
+            self.forget()
             for index, piece in enumerate(pieces):
                 ids = (0,) * (piece.past + piece.new)
                 lane.enter(Running(request=Request(id=str(index), prompt_ids=ids, max_new_tokens=1)), past=piece.past)

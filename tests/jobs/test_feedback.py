@@ -35,7 +35,7 @@ def config(root: Path, *, kind: PolicyKind = PolicyKind.hrm) -> GenerateConfig:
         run=kind.value,
         output_root=str(root),
         dataset=DatasetConfig(limit=NUM_ROWS),
-        offload=OffloadConfig(cache_dir=str(root / "cache")),
+        offload=OffloadConfig(cache_dir=str(root / "cache"), host_memory_gib=2.0),  # what is free changes meanwhile
         policy=PolicyConfig(kind=kind, micro_batch_size=2, num_micro_batches=2),
         sampling=SamplingConfig(max_new_tokens=6),
     )

@@ -20,7 +20,12 @@ class Contender(Enum):
     none_continuous = "none_continuous"
     nvme_traced = "nvme_traced"
     transformers = "transformers"
+    transformers_bf16 = "transformers_bf16"
     accelerate = "accelerate"
+    llama_cpp_f16 = "llama_cpp_f16"
+    llama_cpp_q8_0 = "llama_cpp_q8_0"
+    vllm = "vllm"
+    vllm_bf16 = "vllm_bf16"
     read = "read"
     plain_read = "plain_read"
     memory_read = "memory_read"
@@ -44,7 +49,8 @@ PREDICTED = (
     *(Contender.nvme, Contender.cpu, Contender.none),
     *(Contender.nvme_continuous, Contender.none_continuous),
 )
-PEERS = (Contender.transformers, Contender.accelerate)
+IN_ENVIRONMENTS = (Contender.llama_cpp_f16, Contender.llama_cpp_q8_0, Contender.vllm, Contender.vllm_bf16)
+PEERS = (Contender.transformers, Contender.transformers_bf16, Contender.accelerate, *IN_ENVIRONMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +87,7 @@ class BenchConfig:
         require(bool(self.contenders), "contenders is empty: name at least one")
         require(
             self.ignore_eos or not set(PEERS) & set(self.contenders),
-            "ignore_eos=false draws with Millrace's own seeds: leave out transformers and accelerate",
+            f"ignore_eos=false draws with Millrace's own seeds: leave out {', '.join(each.value for each in PEERS)}",
         )
         require(
             self.suite is not Suite.predictions or set(self.contenders) <= set(PREDICTED),

@@ -54,6 +54,7 @@ def measure(task: Task) -> Result:
     forget_pages(Path(task.path))
     kinds: dict[str, Callable[[Task], Result]] = {
         "transformers": peers.transformers,
+        "transformers_bf16": peers.transformers_bf16,
         "accelerate": peers.accelerate,
         "read": _read,
         "plain_read": _read,

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .config import BenchConfig, Suite
+from runtime.errors import MillraceError
+
+from .config import PEERS, BenchConfig, Contender, Suite
 from .policies import Attempt, attempts, policies_table, worth_repeating
 from .predictions import Case, outcomes_of, predictions_table
 from .report import as_json, markdown
@@ -25,7 +27,8 @@ class Measured:
 
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
-    """`say` is told how each measurement went. Raises MillraceError where a contender fails."""
+    """`say` is told how each measurement went. A peer that cannot run is left out, and the table says why. Raises
+    MillraceError where Millrace fails."""
     if config.suite is Suite.policies:
         return _policies(config, paths, say, measure)
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]
@@ -36,12 +39,16 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         for block in blocks
     }
     rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
+    refusals: dict[Case, str] = {}
     for turn in range(config.rounds):
-        _measure_all(turn, tasks, rounds, say, measure)
+        left = {case: task for case, task in tasks.items() if case not in refusals}
+        refusals |= _measure_all(turn, left, rounds, say, measure)
+    rounds = {case: results for case, results in rounds.items() if case not in refusals}
     if config.suite is Suite.predictions:
         table = predictions_table([outcome for case in rounds for outcome in outcomes_of(case, rounds[case])])
     else:
         table = markdown({case.contender: results for case, results in rounds.items()})
+        table += "".join(f"\n\n{case.contender} cannot run here: {why}" for case, why in refusals.items())
     return _done(table, rounds)
 
 
@@ -56,11 +63,21 @@ def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
 
 def _measure_all(
     turn: int, tasks: Mapping[Named, Task], rounds: Mapping[Named, list[Result]], say: Say, measure: Measure
-) -> None:
+) -> dict[Named, str]:
+    """Why peers did not run."""
+    refusals: dict[Named, str] = {}
     for name, task in tasks.items():
-        result = measure(task)
+        try:
+            result = measure(task)
+        except MillraceError as error:
+            if Contender(task.contender) not in PEERS:
+                raise
+            refusals[name] = str(error)
+            say(f"round {turn + 1} {name}: {error}")
+            continue
         rounds[name].append(result)
         say(f"round {turn + 1} {name}: {result.seconds:.1f} s")
+    return refusals
 
 
 def _done(table: str, rounds: Mapping[Named, Sequence[Result]]) -> Measured:

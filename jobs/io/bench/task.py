@@ -1,6 +1,7 @@
 """What is asked of one measurement and what it answers, and what all contenders have in common."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,12 @@ def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[
     random = np.random.default_rng(77)
     lengths = np.clip(np.round(np.exp(random.normal(np.log(median_tokens), 0.7, num_prompts))), 16, 256).astype(int)
     return [random.integers(10, vocab_size - 10, size=int(length)).tolist() for length in lengths]
+
+
+def batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Numbers of prompts, neighbours in length together, the longest first."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    return [order[begin : begin + size] for begin in range(0, len(order), size)]
 
 
 def forget_pages(directory: Path) -> None:

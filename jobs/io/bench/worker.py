@@ -1,16 +1,23 @@
 """A measurement in a process of its own, so that none finds what another has left behind."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from runtime.errors import MillraceError
+from runtime.store.cache_root import cache_root
 
 from ..process import settled
 from .config import PEERS, BenchConfig, Contender
+from .gguf_export import export_gguf
+from .guests import GUESTS, python_of
 from .task import Result, Task
+
+GGUF_KINDS = {"llama_cpp_f16": "F16", "llama_cpp_q8_0": "Q8_0"}
 
 
 def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> Task:
@@ -30,12 +37,31 @@ def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: i
 
 
 def measured(task: Task) -> Result:
-    """Raises MillraceError where the process fails; what it says goes to stderr."""
-    environment = dict(os.environ)
-    if Contender(task.contender) not in PEERS:
+    """Raises MillraceError where the process fails, with the last that it said. What Millrace says goes to stderr."""
+    environment, python, module = dict(os.environ), sys.executable, "jobs.io.bench.measure"
+    guest = GUESTS.get(task.contender)
+    if guest is not None:
+        python, module = str(python_of(guest)), guest.module
+        if (kind := GGUF_KINDS.get(task.contender)) is not None:
+            task = replace(task, path=str(_exported(Path(task.path), kind)))
+    elif Contender(task.contender) not in PEERS:
         environment = settled(environment)
-    worker = [sys.executable, "-m", "jobs.io.bench.measure", json.dumps(asdict(task))]
-    done = subprocess.run(worker, stdout=subprocess.PIPE, text=True, check=False, env=environment)
+    worker = [python, "-m", module, json.dumps(asdict(task))]
+    stderr = subprocess.PIPE if Contender(task.contender) in PEERS else None
+    done = subprocess.run(worker, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False, env=environment)
     if done.returncode:
-        raise MillraceError(f"contender {task.contender} ended with exit code {done.returncode}; see above")
+        said = (done.stderr or "").strip().splitlines() or ["see above"]
+        raise MillraceError(f"contender {task.contender} ended with exit code {done.returncode}: {said[-1]}")
     return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _exported(checkpoint: Path, kind: str) -> Path:
+    """Written once, for as long as the checkpoint's files stay as they are."""
+    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
+    target = cache_root() / "peers" / f"{checkpoint.name}-{digest}-{kind}.gguf"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        export_gguf(checkpoint, target, kind)
+    return target
