@@ -11,7 +11,9 @@ from runtime.config import DType, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.sampling import Sampler
 from runtime.engine.sequence import Completion, FinishReason
 from runtime.engine.sequence import Sequence as Running
+from runtime.model import tile_products
 from runtime.model.families import FAMILIES
+from runtime.model.tile_products import has_matrix_unit
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
 References = Callable[[str], Reference]
@@ -56,6 +58,17 @@ def test_greedy_tokens_equal_transformers_in_every_tier(family: str, reference: 
     ref = reference(family)
     for tier in Tier:
         assert tokens(opened(config_for(ref, tier)), ref.prompts) == ref.expected, tier
+
+
+@pytest.mark.skipif(not has_matrix_unit(), reason="this processor has no matrix unit that Linux lets us use")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_in_the_matrix_unit(
+    family: str, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of these small models are otherwise left to torch."""
+    monkeypatch.setattr(tile_products, "LEAST_WEIGHTS", 1)
+    ref = reference(family)
+    assert tokens(opened(config_for(ref, Tier.none)), ref.prompts) == ref.expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
