@@ -1,14 +1,13 @@
 """python -m jobs.bench: Millrace beside what a user could pick instead, beside its own predictions, or its choice of a
 policy beside others; rounds alternate, each measurement in a process of its own."""
 
-import json
 import logging
 import sys
 from pathlib import Path
 
 import hydra
 
-from jobs.io.bench.config import BenchConfig
+from jobs.io.bench.config import PEERS, BenchConfig
 from jobs.io.cli import as_job, run_job
 from jobs.io.config import Composed, load
 
@@ -19,7 +18,10 @@ def main(composed: Composed) -> None:
     config = load(BenchConfig, composed)
     logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
 
-    from jobs.io.bench.report import stated
+    import pyarrow.parquet as pq
+
+    from jobs.io.bench.picture import draw_rates
+    from jobs.io.bench.report import commit, hardware, rounds_table, stated
     from jobs.io.bench.suites import run_suite
     from runtime.model.origin import find_checkpoint
 
@@ -30,7 +32,11 @@ def main(composed: Composed) -> None:
     folder = Path(config.output_root) / "bench" / config.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(table + "\n")
-    (folder / "rounds.json").write_text(json.dumps(found.rounds, indent=1, allow_nan=False) + "\n")
+    pq.write_table(rounds_table(found.rounds), folder / "rounds.parquet")
+    rates = {name: [result.rate for result in results] for name, results in found.rounds.items() if results[0].tokens}
+    if rates:
+        peers = [name for name in rates if any(f" {peer.value} " in name for peer in PEERS)]
+        draw_rates(folder / "rates.png", rates, peers, f"{hardware()}, commit {commit()}", "generated tokens/s")
     print(table)
 
 

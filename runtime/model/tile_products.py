@@ -6,6 +6,7 @@ M rows of x, N of w, K inputs.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from typing import TypeVar
 
 import numpy as np
@@ -132,8 +133,11 @@ def _helpers(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="products")
 
 
+@cache
 def has_matrix_unit() -> bool:
-    """Loads the compiler."""
+    """Whether there is one, and a compiler for it, which this loads."""
+    if find_spec("numba") is None:
+        return False
     from ..kernels.tile_unit import may_use_tiles
 
     return may_use_tiles()

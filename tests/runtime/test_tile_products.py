@@ -120,6 +120,11 @@ def test_what_does_not_fit_is_left_to_panels(x: torch.Tensor, block: torch.Tenso
     assert not fit_tiles(x, [block])
 
 
+def test_without_a_compiler_there_is_no_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_products, "find_spec", lambda name: None)
+    assert not has_matrix_unit.__wrapped__()
+
+
 def test_the_compiler_is_loaded_at_first_use() -> None:
     program = "import sys, runtime.model.stored; print('numba' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
+import pyarrow as pa
 import torch
 
 from runtime.units import GIB, format_bytes
@@ -48,9 +49,15 @@ def stated(num_rounds: int, command: str) -> str:
     return f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."
 
 
-def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
-    """Tokens counted, not listed."""
-    return [{**asdict(result), "tokens": len(result.tokens)} for result in results]
+def rounds_table(rounds: Rounds) -> pa.Table:
+    """A row for each measurement; sequences are counted, not listed."""
+    return pa.Table.from_pylist(
+        [
+            {"measured": name, "round": number, **asdict(result), "tokens": sum(map(len, result.tokens))}
+            for name, results in rounds.items()
+            for number, result in enumerate(results, start=1)
+        ]
+    )
 
 
 def beside_link(rounds: Rounds) -> list[str]:

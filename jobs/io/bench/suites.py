@@ -9,7 +9,7 @@ from runtime.errors import MillraceError
 from .config import PEERS, BenchConfig, Contender, Suite
 from .policies import Attempt, attempts, policies_table, worth_repeating
 from .predictions import Case, outcomes_of, predictions_table
-from .report import as_json, markdown
+from .report import markdown
 from .task import Result, Task
 from .worker import measured, task_of
 
@@ -20,10 +20,10 @@ Named = TypeVar("Named")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """`rounds` are for JSON, by what was measured."""
+    """`rounds` by what was measured."""
 
     table: str
-    rounds: Mapping[str, object]
+    rounds: Mapping[str, Sequence[Result]]
 
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
@@ -81,4 +81,4 @@ def _measure_all(
 
 
 def _done(table: str, rounds: Mapping[Named, Sequence[Result]]) -> Measured:
-    return Measured(table=table, rounds={str(name): as_json(results) for name, results in rounds.items()})
+    return Measured(table=table, rounds={str(name): results for name, results in rounds.items()})
