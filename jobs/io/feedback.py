@@ -7,9 +7,10 @@ of one that was never stopped.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from runtime.api import Runtime
 from runtime.engine.sequence import Request
@@ -24,6 +25,7 @@ from .files import JsonValue, read_json, write_json
 from .summary import PassRow
 
 log = logging.getLogger(__name__)
+Plain = TypeVar("Plain")
 
 
 @dataclass(kw_only=True)
@@ -52,9 +54,11 @@ class Feedback:
                 self.path,
             )
             return
-        self._first = self._rates(values.get("rates"))
-        self._corrected = self._rates(values["corrected"]) if values.get("corrected") is not None else None
-        self.policy = self._policy(values.get("policy"))
+        corrected_values = values.get("corrected")
+        self._first = self._read("rates", values.get("rates"), MachineRates.from_plain)
+        if corrected_values is not None:
+            self._corrected = self._read("rates", corrected_values, MachineRates.from_plain)
+        self.policy = self._read("policy", values.get("policy"), Policy.from_plain)
         self.runtime.rates = self._corrected or self._first
 
     def record(self, plan: RunPlan) -> None:
@@ -92,20 +96,12 @@ class Feedback:
             "settings": f"{config.offload} {config.kv} {config.prefetch}",
         }
 
-    def _rates(self, values: object) -> MachineRates:
+    def _read(self, what: str, values: object, read: Callable[[Any], Plain]) -> Plain:
+        """Raises DamagedRunError where `values` are none, as `read` finds."""
         try:
-            return MachineRates.from_plain(values)  # pyright: ignore[reportArgumentType] - refused by it, if no mapping
+            return read(values)
         except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged("rates", error) from error
-
-    def _policy(self, values: object) -> Policy:
-        try:
-            return Policy.from_plain(values)  # pyright: ignore[reportArgumentType] - refused by it, if no mapping
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged("policy", error) from error
-
-    def _damaged(self, what: str, error: Exception) -> DamagedRunError:
-        return DamagedRunError(f"{self.path} holds no {what}: {error!r}. Move it away to measure anew")
+            raise DamagedRunError(f"{self.path} holds no {what}: {error!r}. Move it away to measure anew") from error
 
     def _write(self) -> None:
         assert self._first is not None, "the run was planned with rates"

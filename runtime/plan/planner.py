@@ -112,14 +112,10 @@ def _plan_best(
     if blocks:
         choices = choices.of_blocks([[len(lane) for lane in block.micro_batches] for block in blocks])
     else:
-        usual = _policy_of(plan_run(shape, _auto(config), budgets, sizes), shape)
+        usual = _policy_of(plan_run(shape, config, budgets, sizes), shape)  # without rates: as auto does
     choice = search(shape, machine, Workload.of(sizes), config, plan, choices=choices, usual=usual)
     best = choice.best.policy.halved(num_halvings)
     return replace(plan(best.applied(config, has_device=budgets.has_device)), choice=choice, searched=best)
-
-
-def _auto(config: RuntimeConfig) -> RuntimeConfig:
-    return replace(config, policy=replace(config.policy, kind=PolicyKind.auto, pin=None))
 
 
 def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:

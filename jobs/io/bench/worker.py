@@ -17,8 +17,6 @@ from .gguf_export import export_gguf
 from .guests import GUESTS, python_of
 from .task import Result, Task
 
-GGUF_KINDS = {"llama_cpp_f16": "F16", "llama_cpp_q8_0": "Q8_0"}
-
 
 def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> Task:
     return Task(
@@ -42,8 +40,8 @@ def measured(task: Task) -> Result:
     guest = GUESTS.get(task.contender)
     if guest is not None:
         python, module = str(python_of(guest)), guest.module
-        if (kind := GGUF_KINDS.get(task.contender)) is not None:
-            task = replace(task, path=str(_exported(Path(task.path), kind)))
+        if guest.gguf_kind is not None:
+            task = replace(task, path=str(_exported(Path(task.path), guest.gguf_kind)))
     elif Contender(task.contender) not in PEERS:
         environment = settled(environment)
     worker = [python, "-m", module, json.dumps(asdict(task))]
