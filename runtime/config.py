@@ -93,6 +93,13 @@ class DType(Enum):
     float16 = "float16"
 
 
+class Products(Enum):
+    """How matrices of layers are multiplied. `int8`: both sides rounded to 8-bit integers, where a CPU has units."""
+
+    exact = "exact"
+    int8 = "int8"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which checkpoint. `path`: a local directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot."""
@@ -102,6 +109,7 @@ class ModelConfig:
     revision: str | None = None
     tokenizer: str | None = None  # null: beside the weights
     dtype: DType = DType.auto
+    products: Products = Products.exact
     lanes: Lanes = Lanes.auto
 
     def __post_init__(self) -> None:
@@ -126,10 +134,8 @@ class OffloadConfig:
         for key in ("device_memory_gib", "host_memory_gib"):
             value = getattr(self, key)
             require(value is None or value > 0, f"offload.{key} must be above 0 GiB, got {value}")
-        require(
-            self.resident_layers is None or self.resident_layers >= 0,
-            f"offload.resident_layers must be 0 or more, got {self.resident_layers}",
-        )
+        layers = self.resident_layers
+        require(layers is None or layers >= 0, f"offload.resident_layers must be 0 or more, got {layers}")
         require(1 <= self.reader_threads <= 64, f"offload.reader_threads must be 1 to 64, got {self.reader_threads}")
         require(1 <= self.read_chunk_mib <= 64, f"offload.read_chunk_mib must be 1 to 64, got {self.read_chunk_mib}")
 
@@ -222,18 +228,15 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         for key in ("max_new_tokens", "min_new_tokens"):
             require(getattr(self, key) >= 0, f"sampling.{key} must be 0 or more, got {getattr(self, key)}")
-        require(
-            self.min_new_tokens <= self.max_new_tokens,
-            f"sampling.min_new_tokens={self.min_new_tokens} is above sampling.max_new_tokens={self.max_new_tokens}",
-        )
+        least, most = self.min_new_tokens, self.max_new_tokens
+        require(least <= most, f"sampling.min_new_tokens={least} is above sampling.max_new_tokens={most}")
         require(self.temperature >= 0, f"sampling.temperature must be 0 (greedy) or more, got {self.temperature}")
         for key in ("top_k", "no_repeat_ngram_size", "logprobs"):
             require(getattr(self, key) >= 0, f"sampling.{key} must be 0 (off) or more, got {getattr(self, key)}")
         require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
         require(0 <= self.min_p < 1, f"sampling.min_p must be in [0, 1), got {self.min_p}")
-        require(
-            self.repetition_penalty > 0, f"sampling.repetition_penalty must be above 0, got {self.repetition_penalty}"
-        )
+        penalty = self.repetition_penalty
+        require(penalty > 0, f"sampling.repetition_penalty must be above 0, got {penalty}")
         require(all(self.stop), "sampling.stop holds an empty string, which would stop every row at once")
         require(all(self.bad_words), "sampling.bad_words holds an empty string")
         require(self.n >= 1, f"sampling.n must be 1 or more samples, got {self.n}")
@@ -267,10 +270,8 @@ class MachineConfig:
             self.sheet is None or self.rates is None,
             f"machine.sheet and machine.rates are both given for {self.name}: keep the one, and set the other to null",
         )
-        require(
-            self.num_threads is None or self.num_threads >= 1,
-            f"machine.num_threads must be 1 or more, got {self.num_threads}",
-        )
+        threads = self.num_threads
+        require(threads is None or threads >= 1, f"machine.num_threads must be 1 or more, got {threads}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import torch
 
 from ..cache.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
+from ..model.int8_products import prepare_int8_products
 from ..model.loading import LoadedModel
 from ..model.tile_products import prepare_products
 from ..plan.placement import Placement
@@ -30,3 +31,5 @@ def prepare_kernels(model: LoadedModel) -> None:
         prepare_decode_attention(model.compute_dtype)
     if model.compute_dtype == torch.float32:
         prepare_products()
+    if any(parameter.is_int8 for stage in model.shape.stages for parameter in stage.parameters):
+        prepare_int8_products()

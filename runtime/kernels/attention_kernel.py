@@ -23,7 +23,7 @@ from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "885eb222be2e5e87278be44f6bee8c56657176e47f6aa9c2eb3ac996afe40982"
+PARTS_SHA256 = "e8d74dfbf574ed0b0eea0b21fd49c9327340af871817afe52347040c06c3f14c"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

@@ -31,7 +31,7 @@ from .tile_scratch import TILE_DIMS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "885eb222be2e5e87278be44f6bee8c56657176e47f6aa9c2eb3ac996afe40982"
+PARTS_SHA256 = "e8d74dfbf574ed0b0eea0b21fd49c9327340af871817afe52347040c06c3f14c"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
 CACHED_STEPS = 340  # of x, 1 MiB: where it stays in the second cache, rows of w are read from end to end

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..config import DType, ModelConfig
+from ..config import DType, ModelConfig, Products
 from ..errors import ConfigError
 from ..plan.model_shape import ModelShape
 from ..store.cache_root import cache_root
@@ -16,6 +16,7 @@ from ..store.checkpoint import Checkpoint, open_checkpoint
 from . import attention, experts
 from .converted import convert_once
 from .gguf import map_gguf
+from .int8_weights import rounded_parameters
 from .layout import map_weights
 from .meta import build_meta_model
 from .origin import eos_token_ids, find_checkpoint, load_tokenizer, read_config, start_token_id
@@ -72,6 +73,8 @@ def load_model(
     if weights.inexpressible:
         parameters |= convert_once(model, weights.inexpressible, cache_root(cache_dir), fingerprint)
     parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
+    if config.products is Products.int8:
+        parameters |= rounded_parameters(model, parameters, dtype, device)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
     staged = stage_model(model)
     _move_buffers(model, device)

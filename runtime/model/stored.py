@@ -16,6 +16,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
+from .int8_products import fit_int8, multiply_in_int8
 from .panels import Block, panels, plain_rows
 from .tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles
 
@@ -32,6 +33,7 @@ class StoredWeight(torch.Tensor):
     entries: Sequence[Sequence[Block]]
     is_stacked: bool
     is_flipped: bool  # seen transposed: of shape (K, N), while its rows lie as (N, K); of a stack, each expert is
+    is_int8: bool  # multiplied by `multiply_in_int8` where its blocks fit
 
     @staticmethod
     def __new__(
@@ -42,9 +44,10 @@ class StoredWeight(torch.Tensor):
         *,
         is_stacked: bool,
         is_flipped: bool = False,
+        is_int8: bool = False,
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
-        self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped
+        self.entries, self.is_stacked, self.is_flipped, self.is_int8 = entries, is_stacked, is_flipped, is_int8
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -58,13 +61,14 @@ class StoredWeight(torch.Tensor):
 
     def expert(self, index: int) -> "StoredWeight":
         assert self.is_stacked, "only stacked weights have experts"
-        entries, shape = [self.entries[index]], self.shape[1:]
-        return StoredWeight(entries, shape, self.dtype, is_stacked=False, is_flipped=self.is_flipped)
+        return self._matrix([self.entries[index]], self.shape[1:], is_flipped=self.is_flipped)
 
     def flipped(self) -> "StoredWeight":
         assert not self.is_stacked, "only matrices are transposed"
-        shape = (self.shape[1], self.shape[0])
-        return StoredWeight(self.entries, shape, self.dtype, is_stacked=False, is_flipped=not self.is_flipped)
+        return self._matrix(self.entries, (self.shape[1], self.shape[0]), is_flipped=not self.is_flipped)
+
+    def _matrix(self, entries: Sequence[Sequence[Block]], shape: Sequence[int], *, is_flipped: bool) -> "StoredWeight":
+        return StoredWeight(entries, shape, self.dtype, is_stacked=False, is_flipped=is_flipped, is_int8=self.is_int8)
 
     @classmethod
     def __torch_function__(
@@ -110,7 +114,9 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         out = _matmul(x, weight.flipped())
         return out if bias is None else out + bias
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
-    if fit_tiles(x_MK, blocks) and has_matrix_unit():
+    if weight.is_int8 and fit_int8(x_MK, blocks):
+        out_MN = multiply_in_int8(x_MK, cast(Sequence[torch.Tensor], blocks))
+    elif fit_tiles(x_MK, blocks) and has_matrix_unit():
         out_MN = multiply_in_tiles(x_MK, cast(Sequence[torch.Tensor], blocks))
     else:
         out_MN = _in_panels(x_MK, weight)
@@ -174,7 +180,8 @@ def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
     if width != weight.shape[1] or len(plain) < len(weight.entries[0]):
         return NotImplemented
     entries = [[rows] for block in plain for rows in block.split(height)]
-    return StoredWeight(entries, (len(entries), height, width), weight.dtype, is_stacked=True)
+    shape = (len(entries), height, width)
+    return StoredWeight(entries, shape, weight.dtype, is_stacked=True, is_int8=weight.is_int8)
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

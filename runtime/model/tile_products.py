@@ -4,16 +4,16 @@ M rows of x, N of w, K inputs.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..kernels.tile_scratch import TILE_DIMS, TILE_ROWS, aligned_zeros
 from ..units import MIB, round_down, round_up
+from .shared_work import share
 
 PAIR_ROWS = 2 * TILE_ROWS  # of w, which the kernel takes at once
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
@@ -22,7 +22,16 @@ PART_BYTES = 6  # three bfloat16 for each float32
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to split: below it, to wake a thread takes longer
 
-Item = TypeVar("Item")
+Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor], None]  # x (M, K), w, out (M, N)
+
+
+class Piece(NamedTuple):
+    """Rows [first, last) of a block of w, bits of bfloat16, which begins at a column of the result."""
+
+    words_NK: np.ndarray
+    first: int
+    last: int
+    column: int
 
 
 class _Scratch:
@@ -48,7 +57,7 @@ class _Scratch:
 
 
 @cache
-def _scratch() -> _Scratch:
+def tile_scratch() -> _Scratch:
     return _Scratch()
 
 
@@ -64,11 +73,18 @@ def fit_tiles(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
 
 def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
+    return in_runs_of_rows(x_MK, blocks, PART_BYTES, _multiply)
+
+
+def in_runs_of_rows(
+    x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], number_bytes: int, multiply: Multiply
+) -> torch.Tensor:
+    """As many rows of x at a time as `INPUT_BYTES` hold; the rows of w behind the last pair of tiles go by torch."""
     x_MK = x_MK.contiguous()
     out_MN = x_MK.new_empty(len(x_MK), sum(map(len, blocks)))
-    most = max(1, INPUT_BYTES // (PART_BYTES * x_MK.shape[1] * TILE_ROWS)) * TILE_ROWS
+    most = max(1, INPUT_BYTES // (number_bytes * x_MK.shape[1] * TILE_ROWS)) * TILE_ROWS
     for rows_MK, out_rows_MN in zip(x_MK.split(most), out_MN.split(most), strict=True):
-        _multiply(rows_MK, blocks, out_rows_MN)
+        multiply(rows_MK, blocks, out_rows_MN)
     column = 0
     for block in blocks:
         column, whole = column + len(block), round_down(len(block), PAIR_ROWS)
@@ -81,7 +97,7 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
     """All but the rows of w behind the last pair of tiles."""
     from ..kernels.product_kernel import CHUNK_ROWS, NUM_SUMS, multiply, split  # numba takes 0.2 s to import
 
-    scratch, num_threads = _scratch(), torch.get_num_threads()
+    scratch, num_threads = tile_scratch(), torch.get_num_threads()
     x, out, num_rows = x_MK.numpy(), out_MN.numpy(), len(x_MK)
     num_tiles = -(-num_rows // TILE_ROWS)
     tiles = scratch.tiles(num_tiles * TILE_ROWS * x_MK.shape[1] * PART_BYTES // 4)
@@ -89,48 +105,33 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
     def split_some(span: tuple[int, int]) -> None:
         split(x, *span, tiles)
 
-    def multiply_some(piece: tuple[np.ndarray, int, int, int]) -> None:
+    def multiply_some(piece: Piece) -> None:
         words_NK, first, last, column = piece
         sums = scratch.take_sums(NUM_SUMS)
         multiply(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, sums, scratch.shape)
         scratch.give_back(sums)
 
-    pieces, column = list[tuple[np.ndarray, int, int, int]](), 0
-    for block in blocks:
-        words_NK, whole = block.view(torch.uint16).numpy(), round_down(len(block), PAIR_ROWS)
-        height = min(CHUNK_ROWS, round_up(max(1, whole // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
-        pieces += [(words_NK, row, min(row + height, whole), column) for row in range(0, whole, height)]
-        column += len(block)
+    share_tiles(x_MK, split_some)
+    share(pieces_of(blocks, CHUNK_ROWS), multiply_some, num_threads)
+
+
+def share_tiles(x_MK: torch.Tensor, act: Callable[[tuple[int, int]], None]) -> None:
+    """Runs of tiles of 16 rows."""
+    num_threads, num_tiles = torch.get_num_threads(), -(-len(x_MK) // TILE_ROWS)
     width = max(2, -(-num_tiles // (2 * num_threads)))
     spans = [(t, min(t + width, num_tiles)) for t in range(0, num_tiles, width)]
-    _share(spans, split_some, num_threads if x_MK.numel() >= SHARED_INPUTS else 1)
-    _share(pieces, multiply_some, num_threads)
+    share(spans, act, num_threads if x_MK.numel() >= SHARED_INPUTS else 1)
 
 
-def _share(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) -> None:
-    """Each is done once, on this thread or on others, which take what is left; returns when all are done."""
-    left = list(reversed(items))
-
-    def do_what_is_left() -> None:
-        while left:
-            try:
-                item = left.pop()
-            except IndexError:  # another thread was faster
-                return
-            act(item)
-
-    num_helpers = min(num_threads, len(items)) - 1
-    helpers = [_helpers(num_helpers).submit(do_what_is_left) for _ in range(num_helpers)]
-    do_what_is_left()
-    for helper in helpers:
-        if not helper.cancel():  # one that has not begun has nothing to do
-            helper.result()
-
-
-@cache
-def _helpers(num_threads: int) -> ThreadPoolExecutor:
-    """The process's own, like torch's: made at their first use, idle between uses, ended by the interpreter."""
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="products")
+def pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
+    """All but the rows behind the last pair of tiles."""
+    pieces, column, num_threads = list[Piece](), 0, torch.get_num_threads()
+    for block in blocks:
+        words_NK, whole = block.view(torch.uint16).numpy(), round_down(len(block), PAIR_ROWS)
+        height = min(most_rows, round_up(max(1, whole // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
+        pieces += [Piece(words_NK, row, min(row + height, whole), column) for row in range(0, whole, height)]
+        column += len(block)
+    return pieces
 
 
 @cache

@@ -66,7 +66,12 @@ def _argument(
         elif len(piece.shape) < 2 or (piece.shape != parameter.shape and not piece.is_transposed):
             return plain_rows(first, dtype).view(parameter.shape)
     return StoredWeight(
-        entries, parameter.shape, dtype, is_stacked=parameter.is_stacked, is_flipped=parameter.is_transposed
+        entries,
+        parameter.shape,
+        dtype,
+        is_stacked=parameter.is_stacked,
+        is_flipped=parameter.is_transposed,
+        is_int8=parameter.is_int8,
     )
 
 
@@ -76,7 +81,8 @@ def _plain_argument(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dty
     if (tensor.dtype == dtype or not tensor.is_floating_point()) and (tensor.is_cuda or not is_matrix):
         return tensor.view(parameter.shape)
     if tensor.dim() == 3 and tensor.shape == parameter.shape:  # experts stored as one stack
-        return StoredWeight([[expert] for expert in tensor], parameter.shape, dtype, is_stacked=True)
+        entries = [[expert] for expert in tensor]
+        return StoredWeight(entries, parameter.shape, dtype, is_stacked=True, is_int8=parameter.is_int8)
     return None if is_matrix else tensor.to(dtype).view(parameter.shape)
 
 

@@ -124,6 +124,7 @@ def test_every_key_is_either_semantic_or_operational() -> None:
     [
         "model={name: hf, path: elsewhere}",
         "model.dtype=float16",
+        "model.products=int8",
         "dataset.limit=3",
         "sampling.seed=1",
         "sampling.stop=[x]",

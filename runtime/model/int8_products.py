@@ -1,0 +1,99 @@
+"""Products of float32 with bfloat16 weights, both rounded to int8 on their way into the processor's matrix unit.
+
+M rows of x, N of w, K inputs.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from ..kernels.tile_scratch import TILE_DIMS, TILE_ROWS, aligned_zeros
+from ..units import KIB, round_down, round_up
+from .shared_work import share
+from .tile_products import (
+    PAIR_ROWS,
+    Piece,
+    fit_tiles,
+    has_matrix_unit,
+    in_runs_of_rows,
+    pieces_of,
+    share_tiles,
+    tile_scratch,
+)
+
+STEP_INPUTS = 2 * TILE_DIMS  # int8 in a row of a tile
+PANEL_BYTES = 512 * KIB  # of w as int8, or a pair of tiles: it stays in the second cache beside rows of x
+MOST_INPUTS = round_down((2**31 - 1) // 127**2, STEP_INPUTS)  # more might not fit in a sum of 32 bits
+
+
+class _Panel:
+    """A thread's own: rows of w as int8, their scales, and sums of products."""
+
+    def __init__(self, num_rows: int, num_inputs: int):
+        from ..kernels.int8_kernel import NUM_SUMS  # numba takes 0.2 s to import
+
+        self.words = aligned_zeros((num_rows * num_inputs // 4,), np.uint32)
+        self.scales_N = aligned_zeros((num_rows,), np.float32)
+        self.sums = aligned_zeros((NUM_SUMS,), np.int32)
+
+
+@cache
+def _idle_panels(num_rows: int, num_inputs: int) -> list[_Panel]:
+    return []
+
+
+@cache
+def has_int8_unit() -> bool:
+    """Whether there is a matrix unit for int8, and a compiler for it, which this loads."""
+    if not has_matrix_unit():
+        return False
+    from ..kernels.tile_unit import has_int8_tiles
+
+    return has_int8_tiles()
+
+
+def fit_int8(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
+    """Whether `multiply_in_int8` takes these blocks of rows of w, where there is an `has_int8_unit`."""
+    return fit_tiles(x_MK, blocks) and fits_inputs(x_MK.shape[1])
+
+
+def fits_inputs(num_inputs: int) -> bool:
+    return num_inputs % STEP_INPUTS == 0 and num_inputs <= MOST_INPUTS
+
+
+def multiply_in_int8(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x @ w.T of the blocks of w below each other: (M, N), each row of x and of w rounded to multiples of 1/127 of its
+    largest number."""
+    return in_runs_of_rows(x_MK, blocks, 1, _multiply)
+
+
+def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+    """All but the rows of w behind the last pair of tiles."""
+    from ..kernels.int8_kernel import multiply_rounded, round_rows
+
+    scratch, (num_rows, num_inputs) = tile_scratch(), x_MK.shape
+    x, out, num_places = x_MK.numpy(), out_MN.numpy(), round_up(num_rows, TILE_ROWS)
+    tiles = scratch.tiles(num_places * num_inputs // 4)
+    scales_M, factors_M = (np.empty(num_places, np.float32) for _ in range(2))
+    height = max(PAIR_ROWS, round_down(PANEL_BYTES // num_inputs, PAIR_ROWS))
+    idle = _idle_panels(height, num_inputs)
+
+    def round_some(span: tuple[int, int]) -> None:
+        round_rows(x, *span, tiles, scales_M, factors_M)
+
+    def multiply_some(piece: Piece) -> None:
+        words_NK, first, last, column = piece
+        panel = idle.pop() if idle else _Panel(height, num_inputs)
+        own = (panel.words, panel.scales_N, panel.sums, scratch.shape)
+        multiply_rounded(words_NK, first, last, tiles, scales_M, out, column, out.shape[1], num_rows, *own)
+        idle.append(panel)
+
+    share_tiles(x_MK, round_some)
+    share(pieces_of(blocks, height), multiply_some, torch.get_num_threads())
+
+
+def prepare_int8_products() -> None:
+    """Loads, and at the first time compiles, the kernel, so that no pass takes its time and memory."""
+    multiply_in_int8(torch.zeros(1, STEP_INPUTS), [torch.zeros(PAIR_ROWS, STEP_INPUTS, dtype=torch.bfloat16)])
