@@ -36,7 +36,7 @@ def main(composed: Composed) -> None:
     if len(found) > 1:
         print(agreement([measurement.figures for measurement in found]))
     try:
-        keep(last.host, last.rates)
+        keep(last.host, last.rates, last.products)
     except OSError as error:
         raise OutputError(f"{last.host.path}: cannot be written: {error.strerror}; set XDG_CACHE_HOME") from error
     print(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")

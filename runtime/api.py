@@ -19,7 +19,7 @@ from .engine.sampling import Sampler
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_kernels
 from .engine.streams import open_streams
-from .machine_cache import Host, this_host
+from .machine_cache import Host, find_products, this_host
 from .model.loading import LoadedModel, load_model
 from .out_of_memory import is_out_of_memory, out_of_memory
 from .plan.advice import advice
@@ -80,7 +80,7 @@ class Runtime:
         self.rates: MachineRates | None = None  # of this run; None: `plan` measures them when it needs them
         self._advised: set[str] = set()
         if not self.device.is_accelerator:
-            prepare_kernels(self.model)
+            prepare_kernels(self.model, find_products(self.host))
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 

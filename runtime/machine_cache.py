@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError
-from .profiles import DTypeRates, MeasuredRates
+from .profiles import DTypeRates, MeasuredRates, Multiplier, ProductTable
 from .store.cache_root import cache_root
 
 log = logging.getLogger(__name__)
@@ -46,11 +47,12 @@ def this_host(device: str, num_threads: int) -> Host:
     )
 
 
-def keep(host: Host, rates: MeasuredRates) -> None:
+def keep(host: Host, rates: MeasuredRates, products: ProductTable | None = None) -> None:
     """Replaces what was kept. Raises OSError."""
     host.path.parent.mkdir(parents=True, exist_ok=True)
     temp = host.path.with_name(f".{host.path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    temp.write_text(json.dumps({"host": asdict(host), "rates": asdict(rates)}, indent=1) + "\n")
+    values = {"host": asdict(host), "rates": asdict(rates), "products": products and _plain(products)}
+    temp.write_text(json.dumps(values, indent=1) + "\n")
     temp.replace(host.path)
 
 
@@ -64,17 +66,29 @@ def find_latest(device: str = "auto") -> MeasuredRates | None:
     return next((kept.rates for kept in mine), None)
 
 
+def find_products(host: Host) -> ProductTable | None:
+    """Of exactly this host: with another torch or number of threads another multiplier may be the fastest."""
+    kept = _read(host.path) if host.path.exists() else None
+    return kept.products if kept is not None else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
     host: Host
     rates: MeasuredRates
+    products: ProductTable | None
 
 
 def _read(path: Path) -> _Kept | None:
     try:
         values = json.loads(path.read_text())
-        return _Kept(host=Host(**values["host"]), rates=_rates_of(values["rates"]))
-    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        products = values.get("products")  # of the CPU alone
+        return _Kept(
+            host=Host(**values["host"]),
+            rates=_rates_of(values["rates"]),
+            products=_products_of(products) if products is not None else None,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         log.warning("%s cannot be used and is passed over: %s; python -m jobs.measure writes it anew", path, error)
         return None
 
@@ -83,6 +97,17 @@ def _rates_of(values: Mapping[str, object]) -> MeasuredRates:
     """Raises TypeError or ConfigError for what is no such thing."""
     parts = {name: DTypeRates(**value) if isinstance(value, dict) else value for name, value in dict(values).items()}
     return MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class, as far as it matters
+
+
+def _plain(products: ProductTable) -> dict[str, object]:
+    by_kind = {kind: [multiplier.value for multiplier in found] for kind, found in products.multipliers.items()}
+    return {"rows": products.rows, "multipliers": by_kind}
+
+
+def _products_of(values: Mapping[str, Any]) -> ProductTable:
+    """Raises KeyError, TypeError, ValueError or ConfigError for what is no such thing."""
+    by_kind = {kind: [Multiplier(name) for name in found] for kind, found in values["multipliers"].items()}
+    return ProductTable(rows=list(values["rows"]), multipliers=by_kind)
 
 
 def _cpu_model() -> str:

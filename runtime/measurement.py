@@ -14,11 +14,12 @@ from .config import MachineConfig, PolicyConfig, PolicyKind, RuntimeConfig, Samp
 from .engine.measure.disk import SUSTAINED
 from .engine.measure.machine import device_name, dtype_rates, machine_probes
 from .engine.measure.memory import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT
+from .engine.measure.multipliers import product_table
 from .engine.measure.timing import Figure, Probe, measure
 from .engine.records import PassRecord, Phase
 from .engine.requests import Request
 from .machine_cache import Host, this_host
-from .profiles import MeasureConfig, MeasuredRates
+from .profiles import MeasureConfig, MeasuredRates, ProductTable
 from .session import Session
 from .stream.device import ComputeDevice
 from .stream.host_memory import available_bytes
@@ -34,6 +35,7 @@ class Measurement:
     host: Host
     rates: MeasuredRates
     figures: Mapping[str, Figure]
+    products: ProductTable | None  # None where an accelerator computes
     seconds: float  # that it took
 
 
@@ -70,7 +72,8 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
         **by_dtype,
     )
     host = this_host(device_name(device), torch.get_num_threads())
-    return Measurement(host=host, rates=rates, figures=figures, seconds=time.monotonic() - begin)
+    products = None if device.is_accelerator else product_table(config.gemm_rows, figures)
+    return Measurement(host=host, rates=rates, figures=figures, products=products, seconds=time.monotonic() - begin)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ Config like that of `config.py`. GB and TFLOP are powers of ten, as data sheets 
 """
 
 from dataclasses import dataclass, field, fields
+from enum import Enum
+from math import log2
 
 from .errors import require
 
@@ -87,6 +89,42 @@ class MeasuredRates:
     def dtypes(self) -> dict[str, DTypeRates]:
         found = {"float32": self.float32, "bfloat16": self.bfloat16, "float16": self.float16}
         return {name: rates for name, rates in found.items() if rates is not None}
+
+
+class Multiplier(Enum):
+    """A way to multiply float32 with weights as they are stored: in the processor's matrix unit, or widened panels as
+    `w @ x.T` or `x @ w.T` by torch's own BLAS, or by oneDNN."""
+
+    tiles = "tiles"
+    weights_first = "weights_first"
+    inputs_first = "inputs_first"
+    onednn = "onednn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductTable:
+    """The fastest multiplier by rows of inputs. `multipliers` holds for each `kind` one for each of `rows`."""
+
+    rows: list[int]
+    multipliers: dict[str, list[Multiplier]]
+
+    def __post_init__(self) -> None:
+        _require_rising("rows of products", self.rows)
+        wrong = [kind for kind, found in self.multipliers.items() if len(found) != len(self.rows)]
+        require(not wrong, f"{', '.join(wrong)}: not one multiplier for each of {len(self.rows)} rows of products")
+
+    @staticmethod
+    def kind(stored: str, *, is_tall: bool) -> str:
+        """Of weights by the dtype they are stored in; tall ones have more inputs than outputs."""
+        return f"{stored}, {'tall' if is_tall else 'wide'}"
+
+    def fastest(self, stored: str, *, is_tall: bool, num_rows: int) -> Multiplier | None:
+        """That of the measured rows whose ratio to these is smallest; None where the kind was not measured."""
+        found = self.multipliers.get(self.kind(stored, is_tall=is_tall))
+        if found is None:
+            return None
+        nearest = min(range(len(self.rows)), key=lambda i: abs(log2(self.rows[i] / num_rows)))
+        return found[nearest]
 
 
 @dataclass(frozen=True, kw_only=True)

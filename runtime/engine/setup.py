@@ -8,8 +8,10 @@ from ..cache.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
 from ..model.int8_products import prepare_int8_products
 from ..model.loading import LoadedModel
+from ..model.multipliers import choose_multipliers
 from ..model.tile_products import prepare_products
 from ..plan.placement import Placement
+from ..profiles import ProductTable
 from ..stream.device import ComputeDevice
 from ..trace import Trace
 
@@ -25,8 +27,9 @@ class Setup:
     trace: Trace | None
 
 
-def prepare_kernels(model: LoadedModel) -> None:
-    """Those that a model on the CPU computes with."""
+def prepare_kernels(model: LoadedModel, products: ProductTable | None) -> None:
+    """Those that a model on the CPU computes with; its products go by `products` from now on."""
+    choose_multipliers(products)
     if model.shape.is_packed:
         prepare_decode_attention(model.compute_dtype)
     if model.compute_dtype == torch.float32:

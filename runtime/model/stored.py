@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from .int8_products import fit_int8, multiply_in_int8
+from .multipliers import multiply
 from .panels import Block, panels, plain_rows
-from .tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles
-
-NARROW_ROWS = 96  # up to here w @ x.T beats x @ w.T: the product's inner loops run over the long side
 
 
 class StoredWeight(torch.Tensor):
@@ -116,26 +114,11 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
     if weight.is_int8 and fit_int8(x_MK, blocks):
         out_MN = multiply_in_int8(x_MK, cast(Sequence[torch.Tensor], blocks))
-    elif fit_tiles(x_MK, blocks) and has_matrix_unit():
-        out_MN = multiply_in_tiles(x_MK, cast(Sequence[torch.Tensor], blocks))
     else:
-        out_MN = _in_panels(x_MK, weight)
+        out_MN = multiply(x_MK, blocks)
     if bias is not None:
         out_MN += bias
     return out_MN.view(*x.shape[:-1], weight.shape[0])
-
-
-def _in_panels(x_MK: torch.Tensor, weight: StoredWeight) -> torch.Tensor:
-    num_rows, blocks = len(x_MK), weight.entries[0]
-    if num_rows <= NARROW_ROWS:
-        out_NM = x_MK.new_empty(weight.shape[0], num_rows)
-        for row, panel in panels(blocks, weight.dtype):
-            torch.mm(panel, x_MK.t(), out=out_NM[row : row + panel.shape[0]])
-        return out_NM.t().contiguous()
-    out_MN = x_MK.new_empty(num_rows, weight.shape[0])
-    for row, panel in panels(blocks, weight.dtype):
-        torch.mm(x_MK, panel.t(), out=out_MN[:, row : row + panel.shape[0]])
-    return out_MN
 
 
 def _product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:

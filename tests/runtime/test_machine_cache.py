@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.machine_cache import Host, find_latest, keep, this_host
-from runtime.profiles import DTypeRates, MeasuredRates
+from runtime.machine_cache import Host, find_latest, find_products, keep, this_host
+from runtime.profiles import DTypeRates, MeasuredRates, Multiplier, ProductTable
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = this_host("cpu", 2)
@@ -41,6 +41,34 @@ def test_what_is_kept_is_found_and_replaced() -> None:
     keep(HOST, replace(RATES, disk_gb_per_second=2.0))
     assert find_latest() == replace(RATES, disk_gb_per_second=2.0)
     assert len(list(HOST.path.parent.iterdir())) == 1
+
+
+def test_the_fastest_multipliers_are_found_by_exactly_this_host() -> None:
+    table = ProductTable(rows=[1, 64], multipliers={"float16, tall": [Multiplier.weights_first, Multiplier.onednn]})
+    keep(HOST, RATES, table)
+    assert find_products(HOST) == table
+    assert find_products(replace(HOST, num_threads=7)) is None
+    keep(HOST, RATES)
+    assert find_products(HOST) is None
+
+
+def test_rates_that_were_kept_before_there_were_multipliers_are_found() -> None:
+    keep(HOST, RATES)
+    values = json.loads(HOST.path.read_text())
+    del values["products"]
+    HOST.path.write_text(json.dumps(values))
+    assert (find_latest(), find_products(HOST)) == (RATES, None)
+
+
+@pytest.mark.parametrize(
+    "products", [3, {}, {"rows": [1], "multipliers": {"float16, tall": ["abacus"]}}, {"rows": [1]}]
+)
+def test_damaged_multipliers_are_named_and_passed_over(products: object, caplog: pytest.LogCaptureFixture) -> None:
+    keep(HOST, RATES)
+    HOST.path.write_text(json.dumps({**json.loads(HOST.path.read_text()), "products": products}))
+    with caplog.at_level(logging.WARNING):
+        assert find_products(HOST) is None
+    assert str(HOST.path) in caplog.text
 
 
 @pytest.mark.parametrize("other", [replace(HOST, hostname="elsewhere"), replace(HOST, cpu="another")])

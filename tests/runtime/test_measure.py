@@ -182,6 +182,9 @@ def test_toy_measurement_is_a_machine(tmp_path: Path) -> None:
     found = measure_machine(MachineConfig(device="cpu"), config, lambda name, total: steps.append((name, total)))
     assert steps[-1] == (PASS, len(steps))
     assert {TURN, PASS} < set(found.figures)
+    assert found.products is not None
+    assert found.products.rows == [1, 4]
+    assert len(found.products.multipliers) == 6
     planned = machine_of(MachineConfig(name="here", rates=found.rates), DType.float32)
     assert planned.device_bytes is None
     assert set(planned.rates.gemm_flops_per_second) == {1, 4}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.product_kernel import CHUNK_ROWS
-from runtime.model import stored, tile_products
+from runtime.model import multipliers, tile_products
 from runtime.model.stored import StoredWeight
 from runtime.model.tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles
 
@@ -94,7 +94,7 @@ def test_a_stored_weight_takes_the_unit(
     bias: torch.Tensor | None, is_flipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(stored, "multiply_in_tiles", lambda x, w: calls.append(len(x)) or multiply_in_tiles(x, w))
+    monkeypatch.setattr(multipliers, "multiply_in_tiles", lambda x, w: calls.append(len(x)) or multiply_in_tiles(x, w))
     matrix, x = random(512, 128, seed=1).bfloat16(), random(2, 5, 128)
     weight = StoredWeight([[matrix]], matrix.shape, torch.float32, is_stacked=False)
     found = torch.matmul(x, weight.t()) if is_flipped and bias is None else F.linear(x, weight, bias)

@@ -12,6 +12,7 @@ from ...units import MIB
 from .attention import attention_name, attention_probes, prefill_name
 from .disk import disk_probes
 from .memory import memory_probes
+from .multipliers import multiplier_probes
 from .products import DTYPES, MOST_ROWS_BESIDE, Matrices, product_kinds, product_probes, usual_kind, widening_probes
 from .timing import Figure, Probe
 
@@ -42,6 +43,8 @@ def machine_probes(config: MeasureConfig, device: ComputeDevice) -> Iterator[Mac
             probes += found.values()
             if is_usual:
                 gemm_rows[kind.compute] = list(found)
+        if not device.is_accelerator:
+            probes += multiplier_probes(config.gemm_rows, matrices)
         probes += widening_probes(device, width=config.matrix_width)
         for dtype in DTYPES:
             probes += attention_probes(dtype, device, num_bytes=memory_bytes // WEIGHT_SHARE)

@@ -1,0 +1,85 @@
+"""Which way to multiply is the fastest on this CPU: each with weights of each dtype, wide and tall, at some rows.
+
+M rows, N outputs, K inputs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, product
+
+import torch
+
+from ...model.multipliers import MULTIPLIERS, STORED, usual_panels
+from ...model.tile_products import has_matrix_unit
+from ...profiles import Multiplier, ProductTable
+from .products import Matrices
+from .timing import Figure, Probe, Timed
+
+WORTHWHILE = 0.05  # by which another must be faster than the usual one: less is what a minute changes
+ROWS = (1, 4, 16, 64, 256)  # behind which ratios change little
+
+
+def multiplier_probes(rows: Sequence[int], matrices: Matrices) -> list[Probe]:
+    """Of FLOPs."""
+    return [
+        _probe(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier, matrices=matrices)
+        for stored, is_tall, num_rows in product(STORED.values(), (False, True), _rows(rows))
+        for multiplier in _candidates(stored)
+    ]
+
+
+def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> ProductTable:
+    """The usual multiplier where no other is faster by `WORTHWHILE`, in all rounds."""
+
+    def fastest(stored: str, is_tall: bool, num_rows: int) -> Multiplier:
+        def figure(multiplier: Multiplier) -> Figure:
+            return figures[_name(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier)]
+
+        candidates = _candidates(stored)
+        usual = Multiplier.tiles if Multiplier.tiles in candidates else usual_panels(num_rows)
+        best = max(candidates, key=lambda multiplier: figure(multiplier).value)
+        is_worth_it = figure(best).value > (1 + WORTHWHILE) * figure(usual).value
+        return best if is_worth_it and figure(best).low > figure(usual).high else usual
+
+    found = _rows(rows)
+    kinds = product(STORED.values(), (False, True))
+    return ProductTable(
+        rows=found,
+        multipliers={
+            ProductTable.kind(stored, is_tall=is_tall): [fastest(stored, is_tall, num_rows) for num_rows in found]
+            for stored, is_tall in kinds
+        },
+    )
+
+
+def _rows(rows: Sequence[int]) -> list[int]:
+    """As far as products are measured at all."""
+    return [number for number in ROWS if number <= max(rows)]
+
+
+def _candidates(stored: str) -> list[Multiplier]:
+    may_use_tiles = stored == "bfloat16" and has_matrix_unit()
+    is_onednn = torch.backends.mkldnn.is_available()
+    missing = {Multiplier.tiles: not may_use_tiles, Multiplier.onednn: not is_onednn}
+    return [multiplier for multiplier in Multiplier if not missing.get(multiplier, False)]
+
+
+def _name(stored: str, *, is_tall: bool, num_rows: int, multiplier: Multiplier) -> str:
+    return f"{multiplier.value}, {ProductTable.kind(stored, is_tall=is_tall)}, M={num_rows}"
+
+
+def _probe(stored: str, *, is_tall: bool, num_rows: int, multiplier: Multiplier, matrices: Matrices) -> Probe:
+    """Weights have four times as many outputs as inputs, or the other way round."""
+    num_inputs = matrices.width * 2 if is_tall else matrices.width // 2
+    name = _name(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier)
+    act = _act(MULTIPLIERS[multiplier], torch.randn(num_rows, num_inputs), matrices.of(stored))
+    return Probe(name=name, unit="GFLOP/s", read=Timed(2.0 * num_rows * matrices.width**2, act))
+
+
+def _act(
+    multiply: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor],
+    x_MK: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+) -> Callable[[], torch.Tensor]:
+    """Each call takes the next matrix."""
+    weights = cycle([matrix.view(-1, x_MK.shape[1]) for matrix in matrices])
+    return lambda: multiply(x_MK, [next(weights)])

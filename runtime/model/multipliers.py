@@ -1,0 +1,85 @@
+"""The ways to multiply with weights as they are stored, and which is taken: the one that `jobs.measure` found fastest
+on this host, or a rule. All are exact to the rounding of float32, whose last bits differ between them.
+
+M rows of x, N of w, K inputs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from ..profiles import Multiplier, ProductTable
+from .panels import Block, panels
+from .tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles
+
+NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
+STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
+
+Multiply = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
+
+
+class _Choice:
+    """The table that products of this process go by."""
+
+    table: ProductTable | None = None
+
+
+def choose_multipliers(table: ProductTable | None) -> None:
+    """For all products from now on; None: by the rule. Holds for the process, like torch's number of threads."""
+    _Choice.table = table
+
+
+def multiply(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    """x @ w.T of the blocks of w below each other: (M, N)."""
+    return MULTIPLIERS[multiplier_of(x_MK, blocks)](x_MK, blocks)
+
+
+def multiplier_of(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier:
+    may_use_tiles = fit_tiles(x_MK, blocks) and has_matrix_unit()
+    table, first = _Choice.table, blocks[0]
+    if table is not None and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu" and len(x_MK):
+        stored = STORED.get(first.dtype) if isinstance(first, torch.Tensor) else None
+        is_tall = x_MK.shape[1] > sum(block.shape[0] for block in blocks)
+        fastest = table.fastest(stored, is_tall=is_tall, num_rows=len(x_MK)) if stored else None
+        if fastest is not None and (may_use_tiles or fastest is not Multiplier.tiles):
+            return fastest
+    return Multiplier.tiles if may_use_tiles else usual_panels(len(x_MK))
+
+
+def usual_panels(num_rows: int) -> Multiplier:
+    return Multiplier.weights_first if num_rows <= NARROW_ROWS else Multiplier.inputs_first
+
+
+def _in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    return multiply_in_tiles(x_MK, cast(Sequence[torch.Tensor], blocks))
+
+
+def _weights_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    out_NM = x_MK.new_empty(sum(block.shape[0] for block in blocks), len(x_MK))
+    for row, panel in panels(blocks, x_MK.dtype):
+        torch.mm(panel, x_MK.t(), out=out_NM[row : row + panel.shape[0]])
+    return out_NM.t().contiguous()
+
+
+def _inputs_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
+    for row, panel in panels(blocks, x_MK.dtype):
+        torch.mm(x_MK, panel.t(), out=out_MN[:, row : row + panel.shape[0]])
+    return out_MN
+
+
+def _in_onednn(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
+    for row, panel in panels(blocks, x_MK.dtype):
+        found = torch.ops.mkldnn._linear_pointwise(x_MK, panel, None, "none", [], "")
+        out_MN[:, row : row + panel.shape[0]] = found
+    return out_MN
+
+
+MULTIPLIERS: Mapping[Multiplier, Multiply] = {
+    Multiplier.tiles: _in_tiles,
+    Multiplier.weights_first: _weights_first,
+    Multiplier.inputs_first: _inputs_first,
+    Multiplier.onednn: _in_onednn,
+}

@@ -1,0 +1,141 @@
+"""Every way to multiply gives float32's products, and the table that was measured here says which is taken."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import Runtime
+from runtime.config import Tier
+from runtime.engine.measure.multipliers import ROWS, product_table
+from runtime.engine.measure.timing import Figure
+from runtime.errors import ConfigError
+from runtime.machine_cache import keep
+from runtime.model import multipliers, tile_products
+from runtime.model.gguf_blocks import GgufRows
+from runtime.model.multipliers import MULTIPLIERS, STORED, choose_multipliers, multiplier_of, multiply
+from runtime.model.tile_products import has_matrix_unit
+from runtime.profiles import Multiplier, ProductTable
+from tests.runtime.test_families import References, Runtimes, config_for, tokens
+from tests.runtime.test_machine_cache import RATES
+
+KINDS = [ProductTable.kind(stored, is_tall=is_tall) for stored in STORED.values() for is_tall in (False, True)]
+PANELS = [multiplier for multiplier in Multiplier if multiplier is not Multiplier.tiles]
+
+
+@pytest.fixture(autouse=True)
+def no_table_is_left() -> Iterator[None]:
+    yield
+    choose_multipliers(None)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def always(multiplier: Multiplier) -> ProductTable:
+    return ProductTable(rows=[1], multipliers={kind: [multiplier] for kind in KINDS})
+
+
+@pytest.mark.parametrize("multiplier", PANELS)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("num_rows", [1, 5, 130])
+def test_each_gives_the_product(multiplier: Multiplier, stored: torch.dtype, num_rows: int) -> None:
+    x, blocks = random(num_rows, 96), [random(rows, 96, seed=rows).to(stored) for rows in (40, 3)]
+    right = x.double() @ torch.cat(blocks).double().t()
+    torch.testing.assert_close(MULTIPLIERS[multiplier](x, blocks), right.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_measurement_narrow_products_put_weights_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipliers, "has_matrix_unit", lambda: False)
+    weight = random(256, 512).bfloat16()
+    chosen = [multiplier_of(random(rows, 512), [weight]) for rows in (1, 96, 97)]
+    assert chosen == [Multiplier.weights_first, Multiplier.weights_first, Multiplier.inputs_first]
+    monkeypatch.setattr(multipliers, "has_matrix_unit", lambda: True)
+    assert multiplier_of(random(1, 512), [weight]) is Multiplier.tiles
+
+
+def test_a_table_says_what_is_taken_by_dtype_shape_and_the_nearest_rows() -> None:
+    first, second, third = PANELS
+    choose_multipliers(ProductTable(rows=[4, 64], multipliers={"float16, tall": [second, third]}))
+    tall, wide = random(64, 256).half(), random(256, 64).half()
+    assert [multiplier_of(random(rows, 256), [tall]) for rows in (1, 15, 17, 500)] == [second, second, third, third]
+    assert multiplier_of(random(4, 64), [wide]) is first
+    assert multiplier_of(random(4, 256), [tall.float()]) is first
+    assert multiplier_of(random(4, 256).half(), [tall]) is first
+
+
+def test_a_table_cannot_send_to_tiles_what_does_not_fit_them() -> None:
+    choose_multipliers(always(Multiplier.tiles))
+    assert multiplier_of(random(4, 30), [random(64, 30).bfloat16()]) is Multiplier.weights_first
+
+
+def test_quantised_rows_go_by_the_rule() -> None:
+    choose_multipliers(always(Multiplier.onednn))
+    rows = GgufRows(torch.zeros(8, 34, dtype=torch.uint8), "Q8_0", 32, None)
+    assert multiplier_of(random(4, 32), [rows]) is Multiplier.weights_first
+    assert not multiply(random(4, 32), [rows]).any()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "deepseek-v3"])
+@pytest.mark.parametrize("multiplier", Multiplier)
+def test_greedy_tokens_are_equal_whichever_is_taken(
+    multiplier: Multiplier, family: str, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if multiplier is Multiplier.tiles and not has_matrix_unit():
+        pytest.skip("this processor has no matrix unit that Linux lets us use")
+    monkeypatch.setattr(tile_products, "LEAST_WEIGHTS", 1)
+    ref = reference(family)
+    runtime = opened(config_for(ref, Tier.none))
+    choose_multipliers(always(multiplier))
+    assert tokens(runtime, ref.prompts) == ref.expected
+
+
+def figures(**gflops: tuple[float, float, float]) -> dict[str, Figure]:
+    """Of the multipliers named, whatever the weights and rows; the others' are 1."""
+    return {
+        f"{m.value}, {kind}, M={rows}": Figure(value=value, low=low, high=high, unit="GFLOP/s")
+        for m, kind, rows in product(Multiplier, KINDS, ROWS)
+        for low, value, high in [gflops.get(m.value, (1.0, 1.0, 1.0))]
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights_first", "onednn", "chosen"),
+    [
+        ((99, 100, 101), (104, 104.5, 105), Multiplier.weights_first),
+        ((99, 100, 101), (106, 107, 108), Multiplier.onednn),
+        ((99, 100, 107), (106, 107, 108), Multiplier.weights_first),
+    ],
+    ids=["under 5 %", "faster", "not in all rounds"],
+)
+def test_another_is_taken_where_it_is_faster_beyond_doubt(
+    weights_first: tuple[float, float, float], onednn: tuple[float, float, float], chosen: Multiplier
+) -> None:
+    table = product_table([1, 8, 64, 512], figures(weights_first=weights_first, onednn=onednn))
+    assert table.rows == [1, 4, 16, 64, 256]
+    assert table.fastest("float16", is_tall=True, num_rows=16) is chosen
+
+
+def test_a_table_with_a_hole_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float16, tall"):
+        ProductTable(rows=[1, 2], multipliers={"float16, tall": [Multiplier.onednn]})
+
+
+def test_a_run_goes_by_what_was_measured_of_its_host(
+    reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.machine_cache.cache_root", lambda: tmp_path)
+    weight, x = random(64, 256).half(), random(4, 256)
+    config = config_for(reference("llama"))
+    host = Runtime(config).host
+    assert multiplier_of(x, [weight]) is Multiplier.weights_first
+    keep(replace(host, num_threads=host.num_threads + 1), RATES, always(Multiplier.onednn))
+    Runtime(config)
+    assert multiplier_of(x, [weight]) is Multiplier.weights_first
+    keep(host, RATES, always(Multiplier.onednn))
+    Runtime(config)
+    assert multiplier_of(x, [weight]) is Multiplier.onednn
