@@ -23,7 +23,7 @@ from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "e8d74dfbf574ed0b0eea0b21fd49c9327340af871817afe52347040c06c3f14c"
+PARTS_SHA256 = "d0c3abb868aa98cb0a4e6ee6e903d88706930ebc734935897ada32f4d4530768"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

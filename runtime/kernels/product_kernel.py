@@ -31,7 +31,7 @@ from .tile_scratch import TILE_DIMS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "e8d74dfbf574ed0b0eea0b21fd49c9327340af871817afe52347040c06c3f14c"
+PARTS_SHA256 = "d0c3abb868aa98cb0a4e6ee6e903d88706930ebc734935897ada32f4d4530768"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
 CACHED_STEPS = 340  # of x, 1 MiB: where it stays in the second cache, rows of w are read from end to end
