@@ -162,6 +162,10 @@ class FakeDevice(ComputeDevice):
             while any(stream.run_if_early() for stream in self._streams):
                 pass
 
+    def settle(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
     def free_bytes(self) -> int:
         return GIB
 

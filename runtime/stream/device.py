@@ -149,6 +149,13 @@ class ComputeDevice:
         if stream is not None:
             stream.synchronize()
 
+    def settle(self) -> None:
+        """Host waits for all that is queued on any stream, copies for a pass that never comes included: before their
+        memory goes, and so that the clock holds nothing of those who wait to be told of it."""
+        if self.is_accelerator:
+            torch.accelerator.synchronize(self.torch_device)
+            self.clock.resolve()
+
     def free_bytes(self) -> int:
         """Device memory that nobody uses."""
         assert self.is_accelerator, "a CPU's memory is the host's"

@@ -1,5 +1,7 @@
 """The roads of an accelerator, on one whose copies happen as late or as early as the events allow."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -96,6 +98,29 @@ def test_weights_stay_in_their_slot_until_compute_has_seen_them(
     placement = device_placement(shape, tier)
     with WeightStream(shape, placement, device, reader) as stream:
         assert all(looks(stream, device, placement, tensors))
+
+
+class Remembering(FakeDevice):
+    """Knows which of its memory is still held."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        super().__init__()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        buffer = super().host_buffer(num_bytes)
+        self.made.append(weakref.ref(buffer))
+        return buffer
+
+
+@pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
+def test_no_memory_outlives_its_session(tier: Tier, reference: References) -> None:
+    """The copies for a pass that never came would hold all of it, and a second session had no room."""
+    ref, device = reference("llama"), Remembering()
+    assert tokens(config_for(ref, tier=tier, resident_layers=0), ref.prompts, device) == ref.expected
+    gc.collect()
+    assert device.made
+    assert not [made for made in device.made if made() is not None]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
