@@ -8,13 +8,13 @@ is full of NaN, so whoever comes too early, or too late, reads wrong bytes.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 
 import torch
 
 from runtime.stream.clock import DeviceClock, Then
-from runtime.stream.device import ComputeDevice
+from runtime.stream.device import ComputeDevice, Part
 from runtime.units import GIB
 
 POISON = 0xFF  # four of them are a NaN
@@ -129,19 +129,12 @@ class FakeDevice(ComputeDevice):
     def compute_buffer(self, num_bytes: int) -> torch.Tensor:
         return self.host_buffer(num_bytes)
 
-    def copy(
-        self,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        *,
-        on: FakeStream,
-        after: FakeEvent,
-        then: Then | None = None,
-    ) -> None:
+    def copy_all(self, parts: Sequence[Part], *, on: FakeStream, after: FakeEvent, then: Then | None = None) -> None:
         def work() -> None:
             begin = time.monotonic()
             with torch.inference_mode():  # whoever waits for it, also behind the last pass
-                target.copy_(source)
+                for part in parts:
+                    part.target.copy_(part.source)
             if then is not None:
                 then(begin, time.monotonic())
 
@@ -168,6 +161,10 @@ class FakeDevice(ComputeDevice):
         with self.lock:
             while any(stream.run_if_early() for stream in self._streams):
                 pass
+
+    def settle(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
 
     def free_bytes(self) -> int:
         return GIB

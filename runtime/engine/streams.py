@@ -46,6 +46,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
     shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
     first = shape.layers[0].index
     with ExitStack() as stack:
+        stack.callback(device.settle)  # last, while the streams' memory is still theirs
         experts = None
         if placement.paged:
             slots = placement.num_expert_slots

@@ -60,6 +60,13 @@ class RandomWeights:
         repeats = -(-spec.num_elements // own_values.numel())
         return own_values.flatten().repeat(repeats)[: spec.num_elements].view(spec.shape).to(spec.dtype)
 
+    def deviation(self, spec: TensorSpec) -> float | None:
+        """Of the normal distribution around zero that its values are drawn from; None where they come otherwise."""
+        if not self._tensors[spec.name].is_meta:
+            return None
+        std, own_values = self._recipe(self._origins[spec.name], _tensor_seed(self._seed, spec.name))
+        return std if own_values is None else None
+
     def _recipe(self, name: str, seed: int) -> tuple[float, torch.Tensor | None]:
         """Either the deviation of a normal distribution around zero, or the values themselves."""
         module_name, _, leaf = name.rpartition(".")

@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError, OutputError
-from ..store.writer import plan_shards, write_checkpoint
+from ..store.writer import plan_shards, write_checkpoint, write_outline
 from ..units import GIB
 from .foreign import deepseek_moe
 from .meta import build_meta_model, untie_head
@@ -69,12 +69,7 @@ def synthesize_checkpoint(
     """
     started = time.monotonic()
     overrides = dict(overrides or {})
-    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, overrides)
-    tokenizer = _fitting_tokenizer(config, tokenizer_path)
-    _adopt_token_ids(config, tokenizer, keep=frozenset(overrides))
-    meta_model = _build(config, dtype)
-    if overrides.get("tie_word_embeddings") is False:
-        untie_head(meta_model)
+    meta_model, tokenizer = _prepare(model, overrides, dtype, tokenizer_path)
     weights = RandomWeights(meta_model, seed)
     shards = plan_shards(weights.specs, max_shard_bytes)
     with _as_output_error(directory):
@@ -82,13 +77,40 @@ def synthesize_checkpoint(
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
         num_bytes = write_checkpoint(directory, shards, _draw_all(weights, progress or _ignore))
-        _write_marker(directory, _recipe_digest(config.model_type, overrides, seed, dtype))
+        _write_marker(directory, _recipe_digest(meta_model.config.model_type, overrides, seed, dtype))
     return SynthesisReport(
         num_parameters=sum(spec.num_elements for spec in weights.specs),
         num_bytes=num_bytes,
         num_shards=len(shards),
         seconds=time.monotonic() - started,
     )
+
+
+def outline_checkpoint(
+    *, model_type: str, directory: Path, overrides: Mapping[str, object], dtype: torch.dtype, seed: int = 0
+) -> RandomWeights:
+    """Writes a checkpoint whose weight files are headers and holes, for weights that are drawn straight into memory;
+    answers with what draws them. Takes next to no disk. Raises as `synthesize_checkpoint`."""
+    meta_model, tokenizer = _prepare(model_type, overrides, dtype, None)
+    weights = RandomWeights(meta_model, seed)
+    with _as_output_error(directory):
+        _claim(directory)
+        tokenizer.save_pretrained(directory)
+        _save_configs(meta_model, dtype, directory)
+        write_outline(directory, plan_shards(weights.specs, 5 * GIB))
+    return weights
+
+
+def _prepare(
+    model: str | PreTrainedConfig, overrides: Mapping[str, object], dtype: torch.dtype, tokenizer_path: Path | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, overrides)
+    tokenizer = _fitting_tokenizer(config, tokenizer_path)
+    _adopt_token_ids(config, tokenizer, keep=frozenset(overrides))
+    meta_model = _build(config, dtype)
+    if overrides.get("tie_word_embeddings") is False:
+        untie_head(meta_model)
+    return meta_model, tokenizer
 
 
 def tiny_checkpoint(cache: Path, seed: int = 0) -> Path:

@@ -15,6 +15,7 @@ ALIGNMENT_BYTES = 4096
 LOADING_BYTES = (
     32 * MIB - ALIGNMENT_BYTES
 )  # pinned, through which resident weights come; a power of two to align by hand
+HOST_PIECE_BYTES = 64 * MIB - ALIGNMENT_BYTES  # pinned, of weights that live in host memory; likewise
 MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than another request
 
 
@@ -139,3 +140,9 @@ def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
     """torch's pinned allocator rounds up to a power of two. To align a buffer by hand, a page more is asked for."""
     asked = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
     return 1 << (asked - 1).bit_length() if num_bytes else 0
+
+
+def pinned_tier_bytes(num_bytes: int) -> int:
+    """Of a stage that lives in pinned memory, in pieces: a layer of 2.7 GiB would take 4 GiB as one."""
+    pieces, rest = divmod(num_bytes, HOST_PIECE_BYTES)
+    return pieces * pinned_bytes(HOST_PIECE_BYTES) + pinned_bytes(rest)

@@ -7,7 +7,7 @@ from functools import cached_property
 from ..config import RuntimeConfig, Tier
 from .exchange import device_entry, pinned_entry
 from .experts import batch_entries, host_entries, slot_entry
-from .extents import LOADING_BYTES, pinned_bytes
+from .extents import LOADING_BYTES, pinned_bytes, pinned_tier_bytes
 from .kv import KVCost, KVLayout, kv_cost
 from .ledger import Entry, Ledger
 from .load import Load
@@ -85,7 +85,7 @@ class Needs:
             entries.append(Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned"))
         if self.config.offload.tier is Tier.cpu:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
-            num_bytes = sum(pinned_bytes(sizes[stage]) for stage in walk.streamed)
+            num_bytes = sum(pinned_tier_bytes(sizes[stage]) for stage in walk.streamed)
             entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.streamed)} stages, pinned"))
         if placement.paged:
             entries += host_entries(self._expert_sizes(placement), walk)

@@ -12,7 +12,7 @@ import numpy as np
 from ..config import KVTier, Order, RuntimeConfig, Tier
 from .exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from .experts import NUM_STAGING_SLOTS, batch_entries
-from .extents import ALIGNMENT_BYTES, LOADING_BYTES, slot_layout
+from .extents import ALIGNMENT_BYTES, LOADING_BYTES, pinned_tier_bytes, slot_layout
 from .kv import SEGMENT_BYTES
 from .layer_work import LayerWork
 from .memory import SequenceSize, lane_entries, pass_tokens
@@ -74,14 +74,17 @@ class _Need:
         return weights + self._kv() + self._lanes() + grid.has_order(Order.module_batched) * self._batched()
 
     def host(self) -> Floats:
-        """Pinned memory is taken in powers of two: a layer's weights, and its pages, where they travel in segments."""
+        """Pinned memory is taken in powers of two: the pieces of a layer's weights where those live in host memory, and
+        its pages, where they travel in segments."""
         work, grid = self._work, self._grid
         if not self._has_device:
             return np.zeros_like(grid.sequences)
         layer, expert = (power_of_two(np.asarray(n + ALIGNMENT_BYTES)) for n in (self._layer_bytes, work.expert_bytes))
         expert = expert * self._is_paged
         streamed = work.num_layers - grid.resident
-        weights = streamed * (layer + work.num_experts * expert) * (self._config.offload.tier is Tier.cpu)
+        living = pinned_tier_bytes(int(self._layer_bytes))
+        living += work.num_experts * self._is_paged * pinned_tier_bytes(int(work.expert_bytes))
+        weights = streamed * living * (self._config.offload.tier is Tier.cpu)
         passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
         staging = passing * (self._config.offload.tier is Tier.nvme)
         pages = self._positions() * work.kv_bytes

@@ -5,13 +5,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .extents import group_layout, pinned_bytes, resident_groups, slot_layout
+from .extents import group_layout, pinned_tier_bytes, resident_groups, slot_layout
 from .shapes import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """Of the experts of one stage: the largest one, and all in pinned buffers of their own. Making it takes some
+    """Of the experts of one stage: the largest one, and all where they live in pinned memory. Making it takes some
     milliseconds."""
 
     num_experts: int
@@ -21,7 +21,9 @@ class ExpertSizes:
     @staticmethod
     def of(stage: Stage) -> "ExpertSizes":
         sizes = [slot_layout(stage.expert(expert)).num_bytes for expert in range(stage.num_experts)]
-        return ExpertSizes(num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_bytes, sizes)))
+        return ExpertSizes(
+            num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_tier_bytes, sizes))
+        )
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,19 @@ def write_checkpoint(directory: Path, shards: Sequence[Shard], tensors: Iterable
     return written_bytes
 
 
+def write_outline(directory: Path, shards: Sequence[Shard]) -> None:
+    """As `write_checkpoint`, with holes where the tensors' bytes would be: they read as zeros and take no disk. Raises
+    OutputError when the directory cannot be written."""
+    for shard in shards:
+        header = _encode_header(shard.specs)
+        num_bytes = len(header) + sum(spec.num_bytes for spec in shard.specs)
+        with _publish(directory / shard.file_name, len(header)) as file:
+            file.write(header)
+            file.truncate(num_bytes)
+    if len(shards) > 1:
+        _write_index(directory / INDEX_FILE, shards)
+
+
 def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor]) -> int:
     """Write one file, published under `path` only when it is complete and on the disk; returns its bytes.
 

@@ -3,8 +3,9 @@
 """
 
 import mmap
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +31,13 @@ class NullEvent:
 
     def synchronize(self) -> None:
         pass
+
+
+class Part(NamedTuple):
+    """Of what is copied: as many bytes on either side."""
+
+    source: torch.Tensor
+    target: torch.Tensor
 
 
 HUGE_PAGE_BYTES = 2 * MIB
@@ -82,11 +90,11 @@ class ComputeDevice:
         touched, and never from the heap: between activations of the heap it would leave holes of their size."""
         return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else _anonymous(num_bytes, huge=False)
 
-    def copy_ahead(self, source: torch.Tensor, target: torch.Tensor, *, after: Event, then: Then | None = None) -> None:
+    def copy_ahead(self, parts: Sequence[Part], *, after: Event, then: Then | None = None) -> None:
         """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once; `then`
-        is told when it ran."""
+        is told when all of it ran."""
         assert self.copy_stream is not None, "copies exist only where there is an accelerator"
-        self.copy(source, target, on=self.copy_stream, after=after, then=then)
+        self.copy_all(parts, on=self.copy_stream, after=after, then=then)
 
     def copy(
         self,
@@ -99,11 +107,18 @@ class ComputeDevice:
     ) -> None:
         """Queues a copy in either direction on a stream, to begin once `after` has happened. Returns at once; `then`
         is told when it ran."""
+        self.copy_all([Part(source, target)], on=on, after=after, then=then)
+
+    def copy_all(
+        self, parts: Sequence[Part], *, on: torch.Stream | None, after: Event, then: Then | None = None
+    ) -> None:
+        """As `copy`, one part behind the other."""
         if on is not None:
             self.wait(on, after)
         begin = self.clock.begin(on) if then is not None else 0.0
         with on or nullcontext():
-            target.copy_(source, non_blocking=on is not None)
+            for part in parts:
+                part.target.copy_(part.source, non_blocking=on is not None)
         if then is not None:
             self.clock.end(begin, then, on)
 
@@ -133,6 +148,13 @@ class ComputeDevice:
         stream = self.compute_stream()
         if stream is not None:
             stream.synchronize()
+
+    def settle(self) -> None:
+        """Host waits for all that is queued on any stream, copies for a pass that never comes included: before their
+        memory goes, and so that the clock holds nothing of those who wait to be told of it."""
+        if self.is_accelerator:
+            torch.accelerator.synchronize(self.torch_device)
+            self.clock.resolve()
 
     def free_bytes(self) -> int:
         """Device memory that nobody uses."""

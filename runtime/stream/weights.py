@@ -5,22 +5,23 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
 from ..plan.experts import dense_shape
-from ..plan.extents import LOADING_BYTES, SlotLayout, group_layout, resident_groups, slot_layout
+from ..plan.extents import HOST_PIECE_BYTES, LOADING_BYTES, SlotLayout, group_layout, resident_groups, slot_layout
 from ..plan.model_shape import ModelShape
 from ..plan.placement import Placement
 from ..store.reader import Reader
 from ..trace import Row, Trace
 from .counters import StreamCounters
-from .device import ComputeDevice
+from .device import ComputeDevice, Part
 from .slot import Slot
 
 NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB
@@ -34,6 +35,14 @@ class StageBytes:
     buffer: torch.Tensor
     tensor_offsets: Mapping[str, int]
     key: int
+
+
+class HostPiece(NamedTuple):
+    """Bytes [begin, end) of a stage, in pinned memory."""
+
+    begin: int
+    end: int
+    buffer: torch.Tensor
 
 
 class WeightStream:
@@ -57,7 +66,7 @@ class WeightStream:
         self._staged: dict[int, Slot] = {}
         self._present: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
-        self._in_host: dict[int, torch.Tensor] = {}
+        self._in_host: dict[int, list[HostPiece]] = {}
         self._counters = StreamCounters()
         walk, size = placement.walk, placement.slot_bytes
         self._free_slots = [Slot(device.compute_buffer(size), device) for _ in range(walk.num_slots)]
@@ -106,9 +115,9 @@ class WeightStream:
         staged = self._staged[stage] if self._placement.walk.reads else None
         if staged is not None:
             self._settle(stage, staged, page or 0)
-        source = self._in_host[stage] if staged is None else staged.buffer
-        told = partial(self._copied, stage, page or 0)
-        self._device.copy_ahead(source[begin:end], target.buffer[begin:end], after=target.free, then=told)
+        whole = [HostPiece(0, layout.num_bytes, staged.buffer)] if staged is not None else self._in_host[stage]
+        parts = [Part(piece.buffer, target.buffer[piece.begin : piece.end]) for piece in _cut(whole, begin, end)]
+        self._device.copy_ahead(parts, after=target.free, then=partial(self._copied, stage, page or 0))
         self._counters.bytes_copied += end - begin
         if page in (None, self._num_pages - 1):
             target.ready.record(self._device.copy_stream)
@@ -214,6 +223,20 @@ class WeightStream:
 
     def _load_host_tier(self) -> None:
         for stage in self._placement.walk.streamed:
-            layout = self._layout(stage)
-            self._in_host[stage] = self._device.host_buffer(layout.num_bytes)
-            self._reader.submit(layout.extents, self._in_host[stage].numpy().data).wait()
+            windows = list(self._layout(stage).windows(HOST_PIECE_BYTES))
+            buffers = [self._device.host_buffer(window.end - window.begin) for window in windows]
+            reads = [
+                self._reader.submit(window.extents, buffer.numpy().data)
+                for window, buffer in zip(windows, buffers, strict=True)
+            ]
+            for read in reads:
+                read.wait()
+            self._in_host[stage] = [HostPiece(w.begin, w.end, b) for w, b in zip(windows, buffers, strict=True)]
+
+
+def _cut(pieces: Iterable[HostPiece], begin: int, end: int) -> Iterator[HostPiece]:
+    """What holds bytes [begin, end)."""
+    for piece in pieces:
+        first, last = max(begin, piece.begin), min(end, piece.end)
+        if first < last:
+            yield HostPiece(first, last, piece.buffer[first - piece.begin : last - piece.begin])

@@ -1,12 +1,15 @@
 """The roads of an accelerator, on one whose copies happen as late or as early as the events allow."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from runtime import OffloadConfig, PrefetchConfig, RuntimeConfig
-from runtime.config import Prefetch, Tier
+from runtime.config import Order, Prefetch, Tier
+from runtime.plan.extents import ALIGNMENT_BYTES
 from runtime.plan.load import Load
 from runtime.plan.model_shape import ModelShape
 from runtime.plan.placement import Budgets, Placement
@@ -15,6 +18,7 @@ from runtime.store.reader import Reader
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
 from tests.fake_device import POISON, Careless, FakeDevice
+from tests.runtime.test_beside import beside
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.runtime.test_weight_stream import shape, tensors
 from tests.support import Reference
@@ -94,6 +98,57 @@ def test_weights_stay_in_their_slot_until_compute_has_seen_them(
     placement = device_placement(shape, tier)
     with WeightStream(shape, placement, device, reader) as stream:
         assert all(looks(stream, device, placement, tensors))
+
+
+class Remembering(FakeDevice):
+    """Knows which of its memory is still held."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        super().__init__()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        buffer = super().host_buffer(num_bytes)
+        self.made.append(weakref.ref(buffer))
+        return buffer
+
+
+@pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
+def test_no_memory_outlives_its_session(tier: Tier, reference: References) -> None:
+    """The copies for a pass that never came would hold all of it, and a second session had no room."""
+    ref, device = reference("llama"), Remembering()
+    assert tokens(config_for(ref, tier=tier, resident_layers=0), ref.prompts, device) == ref.expected
+    gc.collect()
+    assert device.made
+    assert not [made for made in device.made if made() is not None]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_what_lives_in_pieces_arrives_whole(
+    late: bool,
+    shape: ModelShape,
+    tensors: dict[str, torch.Tensor],
+    reader: Reader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("runtime.stream.weights.HOST_PIECE_BYTES", ALIGNMENT_BYTES)
+    device = FakeDevice((late, late), defers_compute=True)
+    placement = device_placement(shape, Tier.cpu)
+    assert max(shape.sizes.whole_bytes) > 2 * ALIGNMENT_BYTES
+    with WeightStream(shape, placement, device, reader) as stream:
+        assert all(looks(stream, device, placement, tensors))
+        assert stream.take_counters().bytes_copied == 2 * sum(
+            shape.sizes.whole_bytes[i] for i in placement.walk.streamed
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_pages_of_weights_are_cut_from_pieces_wherever_these_end(
+    family: str, reference: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.stream.weights.HOST_PIECE_BYTES", 3 * ALIGNMENT_BYTES)
+    ref = reference(family)
+    assert tokens(beside(ref, schedule=Order.cgopipe), ref.prompts, FakeDevice()) == ref.expected
 
 
 @pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])

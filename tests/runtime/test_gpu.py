@@ -15,7 +15,7 @@ from runtime.cache.views import Reach
 from runtime.config import Admission, ExpertPaging, Order, Prefetch, Tier
 from runtime.plan.exchange import ExchangeSize
 from runtime.plan.extents import ALIGNMENT_BYTES
-from runtime.stream.device import ComputeDevice
+from runtime.stream.device import ComputeDevice, Part
 from runtime.stream.exchange import HostExchange
 from runtime.units import MIB
 from tests.runtime.expert_support import lanes_of, load, player
@@ -108,7 +108,7 @@ def test_a_copy_does_not_begin_before_its_slot_is_free(device: ComputeDevice) ->
     busy(device)
     old = slot.clone()
     free.record(device.compute_stream())
-    device.copy_ahead(source[:size], slot, after=free)
+    device.copy_ahead([Part(source[:size], slot)], after=free)
     ready.record(device.copy_stream)
     device.compute_waits_for(ready)
     new = slot.clone()
@@ -124,7 +124,7 @@ def test_a_staging_buffer_may_be_rewritten_once_its_copy_has_left(device: Comput
     for value, slot in enumerate(slots):
         left.synchronize()
         staging.fill_(value)
-        device.copy_ahead(staging[:size], slot, after=device.new_event())
+        device.copy_ahead([Part(staging[:size], slot)], after=device.new_event())
         left.record(device.copy_stream)
     left.synchronize()
     assert all(bool((slot == value).all()) for value, slot in enumerate(slots))
@@ -136,7 +136,7 @@ def test_a_copy_from_pinned_memory_returns_before_it_is_done(device: ComputeDevi
     busy(device)
     free, ready = torch.Event(device=device.torch_device), torch.Event(device=device.torch_device)
     free.record(device.compute_stream())
-    device.copy_ahead(source[:MIB], slot, after=free)
+    device.copy_ahead([Part(source[:MIB], slot)], after=free)
     ready.record(device.copy_stream)
     assert not ready.query()
     ready.synchronize()
@@ -151,7 +151,9 @@ def test_a_copy_is_told_of_in_the_hosts_seconds(device: ComputeDevice) -> None:
         before = time.monotonic()
         free = device.new_event()
         free.record(device.compute_stream())
-        device.copy_ahead(source, slot, after=free, then=lambda begin, end: told.append((begin, end)))
+        device.copy_ahead(
+            [Part(source[: len(slot)], slot)], after=free, then=lambda begin, end: told.append((begin, end))
+        )
         assert device.copy_stream is not None
         device.copy_stream.synchronize()
         device.clock.resolve()

@@ -6,6 +6,7 @@ from enum import Enum
 from runtime.config import ModelConfig, require
 
 from ..config import LogLevel
+from .gpu.config import GpuConfig
 
 
 class Contender(Enum):
@@ -38,11 +39,12 @@ class Contender(Enum):
 class Suite(Enum):
     """`speed`: contenders beside each other. `predictions`: Millrace's contenders, what was predicted beside what was
     measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20 others,
-    offload=nvme, for each of `checkpoints`."""
+    offload=nvme, for each of `checkpoints`. `gpu`: weights in host memory in front of a device, see `gpu/`."""
 
     speed = "speed"
     predictions = "predictions"
     policies = "policies"
+    gpu = "gpu"
 
 
 PREDICTED = (
@@ -75,6 +77,7 @@ class BenchConfig:
     num_micro_batches: int | None = None
     weight_share: float = 0.25
     num_threads: int = 2
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     name: str = "bench"
     output_root: str = "outputs"
     log_level: LogLevel = LogLevel.warning

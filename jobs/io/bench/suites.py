@@ -7,6 +7,7 @@ from typing import TypeVar
 from runtime.errors import MillraceError
 
 from .config import PEERS, BenchConfig, Contender, Suite
+from .gpu.suite import run_gpu
 from .policies import Attempt, attempts, policies_table, worth_repeating
 from .predictions import Case, outcomes_of, predictions_table
 from .report import markdown
@@ -29,6 +30,9 @@ class Measured:
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
     """`say` is told how each measurement went. A peer that cannot run is left out, and the table says why. Raises
     MillraceError where Millrace fails."""
+    if config.suite is Suite.gpu:
+        done = run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
+        return Measured(table=done.table, rounds=done.rounds)
     if config.suite is Suite.policies:
         return _policies(config, paths, say, measure)
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]

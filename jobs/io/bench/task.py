@@ -46,6 +46,9 @@ class Result:
     predicted_prefill_seconds: float = 0.0
     predicted_decode_seconds: float = 0.0
     policy: str = ""  # that a search chose
+    peak_device_bytes: int = 0
+    bytes_copied: int = 0  # to the device
+    bytes_returned: int = 0  # from it
 
 
 def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:

@@ -62,6 +62,6 @@ def dtype_rates(dtype: str, rows: Sequence[int], figures: Mapping[str, Figure], 
 
 
 def device_name(device: ComputeDevice) -> str:
-    if not device.is_accelerator:
+    if device.torch_device.type == "cpu":
         return "cpu"
     return str(torch.get_device_module(device.torch_device).get_device_name(device.torch_device))

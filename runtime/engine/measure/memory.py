@@ -7,6 +7,7 @@ import torch
 from ...stream.device import ComputeDevice
 from .timing import Probe, Timed
 
+HOST_READ = "host memory, read"
 HOST_COPY, DEVICE_COPY = "host memory, copied", "device memory, copied"
 LINK_IN, LINK_OUT = "host to device, pinned", "device to host, pinned"
 
@@ -15,7 +16,7 @@ def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
     """Copies count what is read and what is written; both directions of a link at once are counted together."""
     host = _filled(ComputeDevice("cpu").host_buffer(num_bytes))
     probes = [
-        Probe(name="host memory, read", unit="GB/s", read=Timed(num_bytes, host.view(torch.float32).sum)),
+        Probe(name=HOST_READ, unit="GB/s", read=Timed(num_bytes, host.view(torch.float32).sum)),
         Probe(name=HOST_COPY, unit="GB/s", read=_within(host)),
     ]
     return [*probes, *_device_probes(device, host)] if device.is_accelerator else probes

@@ -1,0 +1,183 @@
+"""`suite=gpu` at toy size: every way runs on a CPU and on a double of a device; its table says what was measured."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.io.bench.gpu import bench, drawn, link, worker
+from jobs.io.bench.gpu.bench import GpuBench
+from jobs.io.bench.gpu.config import GpuConfig
+from jobs.io.bench.gpu.messages import GpuTask, Machine, Measurement, as_line
+from jobs.io.bench.gpu.models import DrawnModel, DrawnRuntime, draw_model
+from jobs.io.bench.gpu.suite import run_gpu
+from jobs.io.bench.gpu.ways import WAYS, Way
+from jobs.io.bench.gpu.worker import answers
+from jobs.io.bench.task import Result
+from runtime import ModelConfig, RuntimeConfig
+from runtime.config import DType
+from runtime.engine.measure.memory import LINK_IN
+from runtime.errors import ConfigError, MillraceError
+from runtime.plan.extents import slot_layout
+from runtime.stream.device import ComputeDevice
+from runtime.units import GIB, MIB
+from tests.fake_device import FakeDevice
+
+TOY = {
+    "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 320, "num_local_experts": 4,
+}  # fmt: skip
+GPU = GpuConfig(device="cpu", num_layers=6, shape=TOY, num_prompts=8, num_new_tokens=3, device_memory_gib=0.07)
+TASK = GpuTask(gpu=GPU, prompt_tokens=20, rounds=1, seconds=600.0)
+RESULT = Result(seconds=1.0, prefill_seconds=0.5, rate=1.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[[1]])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawn, "TILE_ELEMENTS", 10_007)
+    monkeypatch.setattr(link, "COPY_BYTES", MIB)
+    monkeypatch.setattr(bench, "DEVICE_SHARE", 0.05)  # of so small a device most is room to work in
+
+
+@pytest.mark.parametrize("device", [ComputeDevice("cpu"), FakeDevice()], ids=["cpu", "double"])
+def test_every_way_is_measured_and_bytes_over_the_link_are_counted(device: ComputeDevice) -> None:
+    machine, *answered = answers(TASK, device)
+    assert isinstance(machine, Machine)
+    assert bool(machine.link) == device.is_accelerator
+    found = {each.way: each for each in answered if isinstance(each, Measurement)}
+    assert [(name, each.refusal) for name, each in found.items()] == [(way.name, "") for way in WAYS]
+    for way in WAYS:
+        result = found[way.name].result
+        assert result is not None
+        assert [len(tokens) for tokens in result.tokens] == [3] * (8 // way.part)
+        assert 0 < result.prefill_seconds < result.seconds
+        assert bool(result.bytes_copied) == (not way.is_cut and (device.is_accelerator or way.is_peer))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_device_every_way_stays_within_the_memory_that_it_may_use() -> None:
+    limit = replace(GPU, device="cuda", device_memory_gib=1.0)
+    _, *answered = answers(replace(TASK, gpu=limit), ComputeDevice("cuda"))
+    found = [each for each in answered if isinstance(each, Measurement)]
+    assert [(each.way, each.refusal) for each in found] == [(way.name, "") for way in WAYS]
+    assert all(each.result is not None and 0 < each.result.peak_device_bytes <= GIB for each in found)
+
+
+def test_a_way_that_fails_is_named_once_and_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: GpuBench, way: Way) -> Measurement:
+        if way.kind == "accelerate":
+            raise RuntimeError("no hooks")
+        return Measurement(way=way.name, num_layers=3, result=RESULT)
+
+    monkeypatch.setattr(GpuBench, "measure", measure)
+    _, *found = answers(replace(TASK, rounds=2), ComputeDevice("cpu"))
+    refused = [each for each in found if isinstance(each, Measurement) and each.refusal]
+    assert [(each.way, each.refusal) for each in refused] == [("accelerate cpu_offload", "RuntimeError: no hooks")]
+    assert len(found) == 2 * len(WAYS) - 1
+
+
+def test_nothing_begins_that_took_longer_than_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def measure(self: GpuBench, way: Way) -> Measurement:
+        now[0] += 50.0 if way.is_peer else 10.0
+        return Measurement(way=way.name, num_layers=3, result=RESULT)
+
+    monkeypatch.setattr(GpuBench, "measure", measure)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
+    _, *found = answers(replace(TASK, rounds=3, seconds=205.0), ComputeDevice("cpu"))
+    again = [each.way for each in found if isinstance(each, Measurement)][len(WAYS) :]
+    assert now[0] <= 205.0
+    assert again == [way.name for way in WAYS if not way.is_peer]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> DrawnModel:
+    return draw_model(GPU, tmp_path, 2)
+
+
+def runtime_of(model: DrawnModel) -> DrawnRuntime:
+    config = RuntimeConfig(model=ModelConfig(path=str(model.path), dtype=DType.bfloat16))
+    return DrawnRuntime(config, ComputeDevice("cpu"), model.weights)
+
+
+def test_an_outline_takes_no_disk(model: DrawnModel) -> None:
+    files = list(model.path.glob("*.safetensors"))
+    assert sum(512 * file.stat().st_blocks for file in files) < sum(file.stat().st_size for file in files) / 4
+
+
+def test_weights_are_the_same_as_bytes_of_a_stage_and_as_tensors(
+    model: DrawnModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawn, "CHUNK_BYTES", 4096)
+    runtime = runtime_of(model)
+    tensors, layout = model.weights.tensors(runtime.parameters, 2), slot_layout(stage := runtime.model.shape.layers[1])
+    buffer = runtime.device.host_buffer(layout.num_bytes)
+    with runtime.reader() as reader:
+        reader.submit(layout.extents, buffer.numpy().data).wait()
+    for parameter in stage.parameters:
+        flat = tensors[parameter.name].view(-1).view(torch.uint8)
+        for piece, part in zip(parameter.slices, flat.split([p.num_bytes for p in parameter.slices]), strict=True):
+            begin = layout.tensor_offsets[piece.name]
+            assert torch.equal(part, buffer[begin : begin + piece.num_bytes])
+
+
+def test_a_model_of_fewer_layers_has_the_first_ones_of_another(model: DrawnModel, tmp_path: Path) -> None:
+    fewer = draw_model(GPU, tmp_path, 1)
+    mine, theirs = (each.weights.tensors(runtime_of(each).parameters, 1) for each in (fewer, model))
+    assert mine.keys() < theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
+def test_matrices_are_random_with_the_deviation_of_a_checkpoint_and_no_row_comes_twice(model: DrawnModel) -> None:
+    tensors = model.weights.tensors(runtime_of(model).parameters, 1)
+    experts = tensors["model.layers.0.mlp.experts.gate_up_proj"].float()
+    assert experts.std().item() == pytest.approx(2 * 128**-0.5, rel=0.05)
+    rows = experts[0]
+    assert len(rows.unique(dim=0)) == len(rows)
+    assert tensors["model.norm.weight"].abs().eq(1).all()
+
+
+def measurement(way: Way, rate: float, token: int) -> Measurement:
+    result = replace(
+        RESULT, seconds=2.0, rate=rate, tokens=[[token]], bytes_copied=0 if way.is_cut else 48 * 10**9,
+        peak_device_bytes=GIB,
+    )  # fmt: skip
+    return Measurement(way=way.name, num_layers=2 if way.is_cut else 4, num_sequences=1, result=result)
+
+
+def test_the_table_says_rates_ratios_and_the_share_of_the_link() -> None:
+    machine = Machine(device="gpu", link={LINK_IN: 50.0}, num_layers=4, weight_bytes=GIB)
+    found = [measurement(way, 10.0 if way.is_peer else 30.0, int(way.is_peer)) for way in WAYS]
+
+    def work(task: GpuTask) -> Iterator[str]:
+        yield as_line(machine)
+        yield from map(as_line, found)
+        raise MillraceError("the machine is gone")
+
+    said: list[str] = []
+    done = run_gpu(GPU, 20, 3, said.append, work)
+    times = "0.50 s | 1.50 s | 1 GiB"
+    assert len(said) == 1 + len(WAYS)
+    assert f"| millrace | 4 | 1 | 30.0 (30.0-30.0) | 3.00 | {times} | 44.7 GiB | 48% | 1 of 1 |" in done.table
+    assert f"| transformers in the device | 2 | 1 | 10.0 (10.0-10.0) | 1.00 | {times} | - | - | 0 of 1 |" in done.table
+    assert "the worker cannot run here: the machine is gone" in done.table
+    assert done.rounds.keys() == {way.name for way in WAYS}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_the_worker_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MillraceError, match="exit code 1"):
+        run_gpu(replace(GPU, device="cuda"), 20, 1, print)
+    assert "gpu.device=cuda" in capfd.readouterr().err
+
+
+def test_impossible_settings_name_the_key() -> None:
+    for key, value in (("num_layers", 0), ("num_new_tokens", 1), ("minutes", 0.0)):
+        with pytest.raises(ConfigError, match=rf"gpu\.{key}"):
+            GpuConfig(**{key: value})
+    with pytest.raises(ConfigError, match=r"gpu\.num_layers"):
+        GpuConfig(shape={"num_hidden_layers": 2})
