@@ -15,11 +15,13 @@ from numba import njit
 from .attention_softmax import REORDERED
 from .compiled import kept
 from .product_tiles import (
-    ACROSS,
+    PAIR_NUMBERS,
+    PAIR_ROWS,
     STEP_WORDS,
     SUM_NUMBERS,
     add_products1,
     add_products2,
+    copy_inputs,
     give_products,
     split_inputs,
     store1,
@@ -31,11 +33,17 @@ from .tile_scratch import TILE_DIMS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "d0c3abb868aa98cb0a4e6ee6e903d88706930ebc734935897ada32f4d4530768"
+PARTS_SHA256 = "402d30e5f0c0edcfc9fde923968287436fe51759ce8f510178ca1fe962a3f5a0"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
-CACHED_STEPS = 340  # of x, 1 MiB: where it stays in the second cache, rows of w are read from end to end
-NUM_SUMS = (CHUNK_ROWS + 2 * TILE_ROWS) * SUM_NUMBERS  # of a call, and of a chain of it
+CACHED_STEPS = 340  # of x, 1 MiB: where all of it stays in the second cache, rows of w pass by once
+BLOCK_NUMBERS = PAIR_ROWS * SUM_NUMBERS
+PANEL_NUMBERS = CHUNK_ROWS * CHAIN_STEPS * TILE_DIMS  # of a chain of a call's rows of w
+
+
+def num_sums(num_rows: int) -> int:
+    """Of a call with so many rows of x, and of a chain of it."""
+    return (1 + CHUNK_ROWS // PAIR_ROWS * -(-num_rows // SUM_NUMBERS)) * BLOCK_NUMBERS
 
 
 @kept
@@ -50,29 +58,36 @@ def split(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -> None:
 
 
 @njit(fastmath=REORDERED)
+def _lay_out(w_NK: np.ndarray, at: int, num_steps: int, panel: np.ndarray, place: int) -> None:
+    """32 rows of w, from one of their inputs on, as pairs of tiles one after the other. Where they lie a multiple of
+    4 KiB apart, as most do, one set of the first cache would have to hold all lines of a tile."""
+    K = w_NK.shape[1]
+    for row in range(PAIR_ROWS):
+        for k in range(num_steps):
+            copy_inputs(w_NK, at + row * K + k * TILE_DIMS, panel, place + k * PAIR_NUMBERS + row * TILE_DIMS)
+
+
+@njit(fastmath=REORDERED)
 def _add_chain(
-    w_NK: np.ndarray,
-    w_at: int,
+    w: np.ndarray,
+    at: int,
+    step: int,
+    row_numbers: int,
     tiles: np.ndarray,
-    place: int,
-    row_words: int,
+    x_at: int,
+    x_words: int,
     num_steps: int,
     is_pair: bool,
-    sums: np.ndarray,
-    at: int,
 ) -> None:
-    """32 rows of w, from one of their inputs on, times a tile of x or a pair of them."""
-    K = w_NK.shape[1]
+    """A pair of tiles of w, `step` numbers further at each step, times one of x or a pair of them, into the sums."""
     if is_pair:
         zero2()
         for k in range(num_steps):
-            add_products2(w_NK, w_at + k * TILE_DIMS, K, tiles, place + k * STEP_WORDS, row_words)
-        store2(sums, at)
+            add_products2(w, at + k * step, row_numbers, tiles, x_at + k * STEP_WORDS, x_words)
     else:
         zero1()
         for k in range(num_steps):
-            add_products1(w_NK, w_at + k * TILE_DIMS, K, tiles, place + k * STEP_WORDS, row_words)
-        store1(sums, at)
+            add_products1(w, at + k * step, row_numbers, tiles, x_at + k * STEP_WORDS, x_words)
 
 
 @kept
@@ -85,6 +100,7 @@ def multiply(
     begin: int,
     out_numbers: int,
     num_rows: int,
+    panel: np.ndarray,
     sums: np.ndarray,
     shape: np.ndarray,
 ) -> None:
@@ -93,26 +109,41 @@ def multiply(
     K = w_NK.shape[1]
     depth = K // TILE_DIMS
     num_tiles, row_words = -(-num_rows // TILE_ROWS), depth * STEP_WORDS
-    chain = CHUNK_ROWS * SUM_NUMBERS
+    is_laid_out = num_tiles * depth > CACHED_STEPS
+    height = last - first if is_laid_out else PAIR_ROWS
     configure(shape, 0)
-    for side in range(0, num_tiles, ACROSS):
-        end = min(side + ACROSS, num_tiles)
-        height = 2 * TILE_ROWS if (end - side) * depth <= CACHED_STEPS else last - first
-        for row in range(first, last, height):
-            for k_first in range(0, depth, CHAIN_STEPS):
-                num_steps = min(CHAIN_STEPS, depth - k_first)
-                for n in range(row, min(row + height, last), 2 * TILE_ROWS):
-                    own = (n - first) * SUM_NUMBERS
-                    for t in range(side, end, 2):
-                        at = (chain if k_first else own) + (t - side) * TILE_ROWS
-                        place, w_at = (t * depth + k_first) * STEP_WORDS, n * K + k_first * TILE_DIMS
-                        _add_chain(w_NK, w_at, tiles, place, row_words, num_steps, t + 1 < end, sums, at)
+    for row in range(first, last, height):
+        num_pairs = (min(row + height, last) - row) // PAIR_ROWS
+        for k_first in range(0, depth, CHAIN_STEPS):
+            num_steps = min(CHAIN_STEPS, depth - k_first)
+            for n in range(num_pairs if is_laid_out else 0):
+                at = (row + n * PAIR_ROWS) * K + k_first * TILE_DIMS
+                _lay_out(w_NK, at, num_steps, panel, n * CHAIN_STEPS * PAIR_NUMBERS)
+            for t in range(0, num_tiles, 2):
+                is_pair = t + 1 < num_tiles
+                for n in range(num_pairs):
+                    x_at = (t * depth + k_first) * STEP_WORDS
+                    if is_laid_out:
+                        place = n * CHAIN_STEPS * PAIR_NUMBERS
+                        _add_chain(panel, place, PAIR_NUMBERS, TILE_DIMS, tiles, x_at, row_words, num_steps, is_pair)
+                    else:
+                        at = row * K + k_first * TILE_DIMS
+                        _add_chain(w_NK, at, TILE_DIMS, K, tiles, x_at, row_words, num_steps, is_pair)
+                    own = (1 + t // 2 * num_pairs + n) * BLOCK_NUMBERS
+                    at = 0 if k_first else own
+                    if is_pair:
+                        store2(sums, at)
+                    else:
+                        store1(sums, at)
                     if k_first:
-                        for i in range(2 * TILE_ROWS * SUM_NUMBERS):
-                            sums[own + i] += sums[chain + i]
-        for n in range(first, last, TILE_ROWS):
-            for t in range(side, end):
-                place = begin + t * TILE_ROWS * out_numbers + n
-                at = (n - first) * SUM_NUMBERS + (t - side) * TILE_ROWS
-                give_products(sums, at, num_rows - t * TILE_ROWS, out_MN, place, out_numbers)
+                        for i in range(BLOCK_NUMBERS):
+                            sums[own + i] += sums[i]
+                    if k_first + num_steps < depth:
+                        continue
+                    for i in range(2):
+                        for j in range(2 if is_pair else 1):
+                            top = (t + j) * TILE_ROWS
+                            to = begin + top * out_numbers + row + n * PAIR_ROWS + i * TILE_ROWS
+                            at = own + i * TILE_ROWS * SUM_NUMBERS + j * TILE_ROWS
+                            give_products(sums, at, num_rows - top, out_MN, to, out_numbers)
     release()

@@ -17,14 +17,15 @@ from numba.extending import intrinsic
 
 from .attention_vectors import FLOATS, INTS, LANES, Builder, Value, ints, load, place_of, shuffle, store
 from .tile_layout import EVEN, ODD, nearest, paired
-from .tile_scratch import TILE_ROWS
+from .tile_scratch import TILE_DIMS, TILE_ROWS
 from .tile_unit import BYTE, WORD, tile_op
 
 PARTS = 3  # bfloat16 that add up to a float32: 8 bits of its 24 each
 TILE_WORDS = TILE_ROWS * TILE_ROWS  # of 32 bits
 STEP_WORDS = PARTS * TILE_WORDS  # of the inputs of 16 rows at one depth: the tile of each part
-ACROSS = 8  # tiles of inputs whose sums lie side by side
-SUM_NUMBERS = ACROSS * TILE_ROWS  # of a row of sums
+PAIR_ROWS = 2 * TILE_ROWS  # of w, taken at once
+PAIR_NUMBERS = PAIR_ROWS * TILE_DIMS
+SUM_NUMBERS = 2 * TILE_ROWS  # of a row of sums
 
 
 def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_bytes: Value) -> None:
@@ -56,6 +57,18 @@ def adder(across: int, operation: str = "tdpbf16ps", parts: int = PARTS) -> Any:
         return types.void(w, n, n, x, n, n), build
 
     return add
+
+
+@intrinsic
+def _copy_inputs(typing: Any, w: Any, at: Any, panel: Any, place: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        source = place_of(context, builder, w, *arguments[:2])
+        target = place_of(context, builder, panel, *arguments[2:])
+        line = builder.load(builder.bitcast(source, INTS.as_pointer()), align=2)
+        builder.store(line, builder.bitcast(target, INTS.as_pointer()), align=64)
+        return context.get_dummy_value()
+
+    return types.void(w, types.intp, panel, types.intp), build
 
 
 def _zero(across: int) -> Any:
@@ -154,6 +167,8 @@ def _give_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, out
 add_products1, add_products2 = adder(1), adder(2)
 zero1, zero2 = _zero(1), _zero(2)
 store1, store2 = _store(1), _store(2)
+# 32 inputs of a row, from anywhere to a line of the cache.
+copy_inputs: Callable[[np.ndarray, int, np.ndarray, int], None] = cast(Any, _copy_inputs)
 # `num_rows` rows of 32 inputs, zeros below them, as one step of tiles.
 split_inputs: Callable[[np.ndarray, int, int, int, np.ndarray, int], None] = cast(Any, _split_inputs)
 # 16 x 16 of the sums as `num_rows` rows of the result.

@@ -17,7 +17,8 @@ from .shared_work import share
 
 PAIR_ROWS = 2 * TILE_ROWS  # of w, which the kernel takes at once
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
-INPUT_BYTES = 8 * MIB  # of x in tiles, at most: for more rows weights pass by once more
+INPUT_BYTES = 24 * MIB  # of x in tiles, at most: for more rows weights pass by once more
+_NOTHING = np.zeros(0, np.float32)
 PART_BYTES = 6  # three bfloat16 for each float32
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to split: below it, to wake a thread takes longer
@@ -34,12 +35,19 @@ class Piece(NamedTuple):
     column: int
 
 
+class _Workspace(NamedTuple):
+    """A thread's own: rows of w in tiles, and sums of products."""
+
+    panel: np.ndarray
+    sums: np.ndarray
+
+
 class _Scratch:
-    """Reused memory: x in tiles, and sums for each piece that is under way. Owned by the engine's one thread."""
+    """Reused memory: x in tiles, and what each piece that is under way needs. Owned by the engine's one thread."""
 
     def __init__(self) -> None:
         self._words = np.zeros(0, np.uint32)
-        self._idle: list[np.ndarray] = []
+        self._idle: list[_Workspace] = []
         self.shape = aligned_zeros((64,), np.uint8)  # of all eight tiles, as Intel's manual has it under LDTILECFG
         self.shape[0], self.shape[16:32].view(np.uint16)[:], self.shape[48:56] = 1, 64, TILE_ROWS
 
@@ -49,11 +57,12 @@ class _Scratch:
             self._words = aligned_zeros((num_words,), np.uint32)
         return self._words
 
-    def take_sums(self, num_numbers: int) -> np.ndarray:
-        return self._idle.pop() if self._idle else aligned_zeros((num_numbers,), np.float32)
+    def take(self, panel_numbers: int, num_sums: int) -> "_Workspace":
+        own = self._idle.pop() if self._idle else _Workspace(aligned_zeros((panel_numbers,), np.uint16), _NOTHING)
+        return own if len(own.sums) >= num_sums else _Workspace(own.panel, aligned_zeros((num_sums,), np.float32))
 
-    def give_back(self, sums: np.ndarray) -> None:
-        self._idle.append(sums)
+    def give_back(self, own: "_Workspace") -> None:
+        self._idle.append(own)
 
 
 @cache
@@ -94,8 +103,8 @@ def in_runs_of_rows(
 
 
 def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
-    """All but the rows of w behind the last pair of tiles."""
-    from ..kernels.product_kernel import CHUNK_ROWS, NUM_SUMS, multiply, split  # numba takes 0.2 s to import
+    """All but the rows of w behind the last pair of tiles. numba takes 0.2 s to import."""
+    from ..kernels.product_kernel import CHUNK_ROWS, PANEL_NUMBERS, multiply, num_sums, split
 
     scratch, num_threads = tile_scratch(), torch.get_num_threads()
     x, out, num_rows = x_MK.numpy(), out_MN.numpy(), len(x_MK)
@@ -107,9 +116,9 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
 
     def multiply_some(piece: Piece) -> None:
         words_NK, first, last, column = piece
-        sums = scratch.take_sums(NUM_SUMS)
-        multiply(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, sums, scratch.shape)
-        scratch.give_back(sums)
+        own = scratch.take(PANEL_NUMBERS, num_sums(num_rows))
+        multiply(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, *own, scratch.shape)
+        scratch.give_back(own)
 
     share_tiles(x_MK, split_some)
     share(pieces_of(blocks, CHUNK_ROWS), multiply_some, num_threads)

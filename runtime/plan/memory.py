@@ -13,7 +13,7 @@ from .ledger import Entry
 from .model_shape import ModelShape
 
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
-PRODUCT_WORKSPACE_BYTES = 16 * MIB  # upcast panels, one per product in flight
+PRODUCT_WORKSPACE_BYTES = 32 * MIB  # upcast panels, or inputs laid out for the matrix unit, of the product in flight
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see ARCHITECTURE.md
 
 
