@@ -73,7 +73,7 @@ def test_a_rendered_chat_has_the_ids_that_apply_chat_template_gives(model: Model
     tokenizer = runtime.model.tokenizer
     assert tokenizer is not None
     ids = runtime.tokenize([render(tokenizer, [USER])], is_rendered=True)[0]
-    assert ids == tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+    assert list(ids) == tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == 1
     assert runtime.tokenize(["Hi"])[0][0] == tokenizer.bos_token_id
 
