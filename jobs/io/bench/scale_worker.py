@@ -63,7 +63,7 @@ def measure(size: Size, path: Path, num_threads: int) -> Result:
         rate=size.block * NUM_NEW_TOKENS / seconds,
         peak_bytes=peak_resident_bytes(),
         baseline_bytes=runtime.baseline_bytes,
-        bytes_read=sum(record.bytes_read_disk for record in passes),
+        bytes_read=sum(record.times.bytes_read_disk for record in passes),
         tokens=[],
     )
 
