@@ -37,6 +37,8 @@ def main(composed: Composed) -> None:
     if rates:
         peers = [name for name in rates if any(f" {peer.value} " in name for peer in PEERS)]
         draw_rates(folder / "rates.png", rates, peers, f"{hardware()}, commit {commit()}", "generated tokens/s")
+    if found.draw is not None:
+        found.draw(folder)
     print(table)
 
 

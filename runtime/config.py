@@ -251,7 +251,8 @@ class SamplingConfig:
 
     def overridden(self, by: SamplingOverrides) -> "SamplingConfig":
         """Raises ConfigError when what results cannot go together."""
-        return replace(self, **by.given)
+        given = by.given
+        return replace(self, **given) if given else self
 
 
 @dataclass(frozen=True, kw_only=True)

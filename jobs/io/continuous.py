@@ -52,26 +52,36 @@ class OpenParts:
 
     def __init__(self, store: PartStore, blocks: Sequence[Block]):
         self._store = store
-        self._keys = {block.index: {request.key for request in store.blocks[block.index]} for block in blocks}
+        self._block_of = {request.key: block.index for block in blocks for request in store.blocks[block.index]}
+        self._num_missing = {block.index: len(store.blocks[block.index]) for block in blocks}
+        self._complete: list[int] = []
         self.rows: dict[RequestKey, GenerationRow] = {}
         self.passes: list[PassRow] = []
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._num_missing)
 
     def add(self, row: GenerationRow) -> None:
+        """Each row once."""
+        assert row.key not in self.rows, f"{row.key} was added before"
         self.rows[row.key] = row
+        block = self._block_of[row.key]
+        self._num_missing[block] -= 1
+        if not self._num_missing[block]:
+            self._complete.append(block)
 
     def commit_complete(self) -> int:
         """Commits the parts that lack no row; returns how many. Raises OutputError."""
-        complete = [block for block, keys in self._keys.items() if keys <= self.rows.keys()]
-        for block in complete:
-            keys = self._keys.pop(block)
+        num_complete = len(self._complete)
+        for block in sorted(self._complete):
+            keys = [request.key for request in self._store.blocks[block]]
             if self._store.commit(block, [self.rows[key] for key in keys], self.passes):
                 self.passes = []
             for key in keys:
                 del self.rows[key]
-        return len(complete)
+            del self._num_missing[block]
+        self._complete = []
+        return num_complete
 
 
 class ContinuousRun:

@@ -59,7 +59,7 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
     trace = Trace() if config.trace else None
     runtime = Runtime(config.runtime, should_stop=should_stop, trace=trace)
     require_template(runtime.model.tokenizer, config.dataset)
-    count_tokens = (lambda text: len(runtime.tokenize(text))) if runtime.model.tokenizer is not None else None
+    count_tokens = (lambda text: len(runtime.tokenize([text])[0])) if runtime.model.tokenizer is not None else None
     all_rows = read_rows(config.dataset, count_tokens=count_tokens)
     fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it

@@ -1,7 +1,7 @@
 """Between rows, requests and blocks: what a row asks of the model, where the plan seats it, and what it comes to."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -15,6 +15,8 @@ from .chat import TemplateRefusal, render
 from .dataset import Row
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest
+
+ROWS_AT_ONCE = 1024  # that are tokenised together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,8 @@ class Asked:
 
 def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
     """Tokenises every row. A row that cannot be generated from is rejected, never raised."""
-    made = [(row, item) for row in rows for item in runtime.samples(_request(runtime, row))]
+    asked = zip(rows, _requests(runtime, rows), strict=True)
+    made = [(row, item) for row, request in asked for item in runtime.samples(request)]
     return Asked(
         requests=[item for _, item in made if isinstance(item, Request)],
         request_rows=[row for row, item in made if isinstance(item, Request)],
@@ -39,17 +42,26 @@ def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
     )
 
 
-def _request(runtime: Runtime, row: Row) -> Request | Rejected:
+def _requests(runtime: Runtime, rows: Sequence[Row]) -> Iterator[Request | Rejected]:
+    for begin in range(0, len(rows), ROWS_AT_ONCE):
+        part = rows[begin : begin + ROWS_AT_ONCE]
+        texts = [_text(runtime, row) for row in part]
+        is_rendered = any(row.messages is not None for row in part)  # then every row is that has a text
+        ids = iter(runtime.tokenize([text for text in texts if isinstance(text, str)], is_rendered=is_rendered))
+        for row, text in zip(part, texts, strict=True):
+            yield text if isinstance(text, Rejected) else runtime.request(row.id, next(ids), overrides=row.overrides)
+
+
+def _text(runtime: Runtime, row: Row) -> str | Rejected:
     if row.error is not None:
         return Rejected(id=row.id, error=row.error)
     if row.messages is None:
-        return runtime.request(row.id, row.prompt, overrides=row.overrides)
+        return row.prompt
     assert runtime.model.tokenizer is not None, "require_template has seen to it"
     try:
-        text = render(runtime.model.tokenizer, row.messages)
+        return render(runtime.model.tokenizer, row.messages)
     except TemplateRefusal as error:
         return Rejected(id=row.id, error=f"the model's chat template refuses the messages: {error}")
-    return runtime.request(row.id, runtime.tokenize(text, is_rendered=True), overrides=row.overrides)
 
 
 def seat(asked: Asked, blocks: Sequence[Block]) -> list[PlannedRequest]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heapreplace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ def plan_blocks(
     block needs about the same KV. Padded lanes pay for their longest sequence, so there neighbours in length stay
     together.
     """
-    order = sorted(range(len(num_tokens)), key=lambda i: (-num_tokens[i], i))
+    order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__, reverse=True)  # stable: ties stay in order
     block_size = micro_batch_size * num_micro_batches
     num_blocks = -(-len(order) // block_size)
     dealt: list[list[int]] = [[] for _ in range(num_blocks)]
@@ -53,10 +54,12 @@ def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size:
     `members` are sorted longest first. As few micro-batches as the size allows.
     """
     groups: list[list[int]] = [[] for _ in range(-(-len(members) // micro_batch_size))]
-    totals = [0] * len(groups)
+    with_room = [(0, group) for group in range(len(groups))]  # a heap: tokens, then the group's number
     for member in members:
-        open_groups = (g for g in range(len(groups)) if len(groups[g]) < micro_batch_size)
-        target = min(open_groups, key=lambda g: (totals[g], g))
+        total, target = with_room[0]
         groups[target].append(member)
-        totals[target] += num_tokens[member]
+        if len(groups[target]) < micro_batch_size:
+            heapreplace(with_room, (total + num_tokens[member], target))
+        else:
+            heappop(with_room)
     return groups

@@ -36,7 +36,7 @@ def make_request(
     )
     if prompt == "":
         return Rejected(id=id, error="the prompt is empty")
-    ids = tuple(tokenize(model, prompt) if isinstance(prompt, str) else prompt)
+    ids = tokenize(model, [prompt])[0] if isinstance(prompt, str) else tuple(prompt)
     room = model.shape.context_tokens - len(ids)
     error = _problem(model, ids, needs_room=own.max_new_tokens > 0)
     if error is not None:
@@ -56,12 +56,21 @@ def _problem(model: LoadedModel, ids: tuple[int, ...], *, needs_room: bool) -> s
         return "the prompt has no tokens"
     if needs_room and len(ids) >= context:
         return f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
-    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
-    return None if outside is None else f"token id {outside} is outside the model's vocabulary of {vocab_size:,}"
+    if min(ids) >= 0 and max(ids) < vocab_size:
+        return None
+    outside = next(token for token in ids if not 0 <= token < vocab_size)
+    return f"token id {outside} is outside the model's vocabulary of {vocab_size:,}"
 
 
-def tokenize(model: LoadedModel, text: str, *, is_rendered: bool = False) -> list[int]:
-    """With the tokenizer's own special tokens, which a text out of a chat template has already (`is_rendered`)."""
+def tokenize(model: LoadedModel, texts: Rows[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
+    """With the tokenizer's own special tokens, which a text out of a chat template has already (`is_rendered`). Equal
+    ids are one object, in all of these texts."""
     if model.tokenizer is None:
         raise CheckpointError(f"{model.checkpoint.path} has no tokenizer; set model.tokenizer, or give token ids")
-    return model.tokenizer(text, add_special_tokens=not is_rendered)["input_ids"]
+    if not texts:
+        return []
+    found = model.tokenizer(
+        list(texts), add_special_tokens=not is_rendered, return_attention_mask=False, return_token_type_ids=False
+    )["input_ids"]
+    shared: dict[int, int] = {}
+    return [tuple(map(shared.setdefault, ids, ids)) for ids in found]

@@ -38,7 +38,7 @@ class Request:
     @property
     def size(self) -> SequenceSize:
         """What a plan asks of it."""
-        return SequenceSize(num_prompt_tokens=len(self.prompt_ids), max_new_tokens=self.max_new_tokens)
+        return SequenceSize.shared(len(self.prompt_ids), self.max_new_tokens)
 
     def seed(self, run_seed: int) -> int:
         """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is

@@ -28,16 +28,18 @@ class Load:
     @staticmethod
     def of(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> "Load":
         """Pages so many that every sequence can run to its limit."""
+        pages = [kv_tokens(shape, [lane]) // PAGE_TOKENS for lane in lanes]
+        tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in lanes]
         return Load(
             shape=shape,
             lanes=lanes,
             chunk_tokens=chunk_tokens,
-            num_kv_pages=kv_tokens(shape, lanes) // PAGE_TOKENS,
-            most_pages=max((kv_tokens(shape, [lane]) for lane in lanes), default=0) // PAGE_TOKENS,
+            num_kv_pages=sum(pages),
+            most_pages=max(pages, default=0),
             most_rows=max(map(len, lanes), default=0),
-            most_tokens=max((pass_tokens(shape, lane, chunk_tokens) for lane in lanes), default=0),
+            most_tokens=max(tokens, default=0),
             most_positions=max((size.capacity_tokens for lane in lanes for size in lane), default=0),
-            all_tokens=sum(pass_tokens(shape, lane, chunk_tokens) for lane in lanes),
+            all_tokens=sum(tokens),
             num_prefill_passes=max((prefill_passes(shape, lane, chunk_tokens) for lane in lanes), default=0),
             num_decode_passes=max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0),
         )

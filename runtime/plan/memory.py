@@ -6,6 +6,7 @@ lane keeps only its hidden states.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from ..units import MIB, round_up
 from .delta_rule import CHUNK_COLUMNS
@@ -24,10 +25,16 @@ class SequenceSize:
     num_prompt_tokens: int
     max_new_tokens: int
 
-    @property
+    @cached_property
     def capacity_tokens(self) -> int:
         """KV positions reserved for the sequence."""
         return round_up(self.num_prompt_tokens + self.max_new_tokens, PAGE_TOKENS)
+
+    @staticmethod
+    @lru_cache(65536)
+    def shared(num_prompt_tokens: int, max_new_tokens: int) -> "SequenceSize":
+        """One object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
+        return SequenceSize(num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens)
 
 
 MicroBatch = Sequence[SequenceSize]

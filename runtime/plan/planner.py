@@ -6,6 +6,7 @@ keeps the blocks it began with; the placement may differ each time it is resumed
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ..batching.balance import Block, plan_blocks
 from ..config import KVConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
@@ -101,8 +102,14 @@ def _plan_best(
 ) -> RunPlan:
     """Of a run that is resumed, only the way its blocks go is chosen."""
 
+    @cache
+    def blocks_of(micro_batch_size: int, num_micro_batches: int) -> tuple[Block, ...]:
+        return _blocks(shape, sizes, micro_batch_size, num_micro_batches)
+
     def plan(fixed: RuntimeConfig) -> RunPlan:
-        return plan_run(shape, fixed, budgets, sizes, rates=rates, blocks=blocks)
+        size, count = fixed.policy.micro_batch_size, fixed.policy.num_micro_batches
+        made = blocks if blocks is not None else blocks_of(size, count)
+        return plan_run(shape, fixed, budgets, sizes, rates=rates, blocks=made)
 
     machine = Machine(
         name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=rates

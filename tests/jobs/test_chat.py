@@ -72,10 +72,10 @@ def test_a_rendered_chat_has_the_ids_that_apply_chat_template_gives(model: Model
     runtime = Runtime(RuntimeConfig(model=model))
     tokenizer = runtime.model.tokenizer
     assert tokenizer is not None
-    ids = runtime.tokenize(render(tokenizer, [USER]), is_rendered=True)
-    assert ids == tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+    ids = runtime.tokenize([render(tokenizer, [USER])], is_rendered=True)[0]
+    assert list(ids) == tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == 1
-    assert runtime.tokenize("Hi")[0] == tokenizer.bos_token_id
+    assert runtime.tokenize(["Hi"])[0][0] == tokenizer.bos_token_id
 
 
 def test_a_chat_that_the_template_refuses_is_an_error_row_in_the_templates_words(

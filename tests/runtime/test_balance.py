@@ -65,3 +65,15 @@ def test_time_grows_with_the_requests_and_not_with_their_square() -> None:
     begin = time.process_time()
     plan_blocks(range(1, 100_001), micro_batch_size=4, num_micro_batches=4, is_packed=True)
     assert time.process_time() - begin < 5  # 0.5 s; dealt by a search per block it takes minutes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_goes_where_a_look_at_all_micro_batches_would_put_it(seed: int) -> None:
+    lengths, size, _ = draw(seed)
+    lengths = [length // 8 for length in lengths]  # with ties
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    groups: list[list[int]] = [[] for _ in range(-(-len(order) // size))]
+    for i in order:
+        room = (group for group in range(len(groups)) if len(groups[group]) < size)
+        groups[min(room, key=lambda group: (sum(lengths[j] for j in groups[group]), group))].append(i)
+    assert balance(order, lengths, size) == groups

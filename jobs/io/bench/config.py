@@ -39,11 +39,15 @@ class Contender(Enum):
 class Suite(Enum):
     """`speed`: contenders beside each other. `predictions`: Millrace's contenders, what was predicted beside what was
     measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20 others,
-    offload=nvme, for each of `checkpoints`. `gpu`: weights in host memory in front of a device, see `gpu/`."""
+    offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's start as
+    its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one checkpoint.
+    `gpu`: weights in host memory in front of a device, see `gpu/`."""
 
     speed = "speed"
     predictions = "predictions"
     policies = "policies"
+    scale = "scale"
+    blocks = "blocks"
     gpu = "gpu"
 
 
@@ -97,8 +101,9 @@ class BenchConfig:
             f"suite=predictions has contenders of {', '.join(each.value for each in PREDICTED)} only",
         )
         require(
-            self.suite is not Suite.predictions or self.num_new_tokens >= 2,
-            f"suite=predictions compares decode passes: num_new_tokens must be 2 or more, got {self.num_new_tokens}",
+            self.suite not in (Suite.predictions, Suite.blocks) or self.num_new_tokens >= 2,
+            f"suite={self.suite.value} measures decode passes: num_new_tokens must be 2 or more, got "
+            f"{self.num_new_tokens}",
         )
         require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
         require(

@@ -1,16 +1,21 @@
 """What is measured in which order: each suite's measurements, rounds of them, and its table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from runtime.errors import MillraceError
 
+from .blocks import block_rates, block_sizes, blocks_table, draw_blocks
 from .config import PEERS, BenchConfig, Contender, Suite
 from .gpu.suite import run_gpu
+from .knee import needed_sequences
 from .policies import Attempt, attempts, policies_table, worth_repeating
 from .predictions import Case, outcomes_of, predictions_table
-from .report import markdown
+from .report import commit, hardware, markdown
+from .scale import measure_rows, measure_sizes, scale_table
+from .scale_size import Size
 from .task import Result, Task
 from .worker import measured, task_of
 
@@ -21,10 +26,11 @@ Named = TypeVar("Named")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """`rounds` by what was measured."""
+    """`rounds` by what was measured; `draw` publishes a picture of its own."""
 
     table: str
     rounds: Mapping[str, Sequence[Result]]
+    draw: Callable[[Path], None] | None = None
 
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
@@ -35,6 +41,10 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         return Measured(table=done.table, rounds=done.rounds)
     if config.suite is Suite.policies:
         return _policies(config, paths, say, measure)
+    if config.suite is Suite.scale:
+        return _scale(config, say)
+    if config.suite is Suite.blocks:
+        return _blocks(config, paths[0], say, measure)
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]
     tasks = {
         Case(path=path, contender=contender.value, num_sequences=block): task_of(config, contender, path, block)
@@ -63,6 +73,31 @@ def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         again = worth_repeating(rounds) if turn else rounds
         _measure_all(turn, {attempt: attempt.task for attempt in again}, rounds, say, measure)
     return _done(policies_table(rounds), rounds)
+
+
+def _scale(config: BenchConfig, say: Say) -> Measured:
+    sizes, rows = measure_sizes(Size(), config.rounds, config.num_threads, say), measure_rows(say)
+    return _done(scale_table(Size(), sizes, rows), {**sizes, **{each: [found] for each, found in rows.items()}})
+
+
+def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measured:
+    tasks = {
+        Case(path=path, contender=Contender.nvme.value, num_sequences=block): task_of(
+            config, Contender.nvme, path, block
+        )
+        for block in block_sizes(config.num_prompts)
+    }
+    rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
+    for turn in range(config.rounds):
+        _measure_all(turn, tasks, rounds, say, measure)
+    largest = max(rounds, key=lambda case: case.num_sequences)
+    needed = needed_sequences(tasks[largest])
+    rates = block_rates({case.num_sequences: results for case, results in rounds.items()}, config.num_new_tokens)
+
+    def draw(folder: Path) -> None:
+        draw_blocks(folder / "blocks.png", rates, needed, f"{largest.name}, {hardware()}, commit {commit()}")
+
+    return replace(_done(blocks_table(largest.name, rates, needed), rounds), draw=draw)
 
 
 def _measure_all(

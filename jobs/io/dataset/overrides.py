@@ -12,6 +12,8 @@ from runtime.config import SamplingOverrides
 from .config import OVERRIDE_FIELDS, DatasetConfig
 from .records import TYPE_NAMES, BadRecord, Fields, Json, check_text, shorten
 
+AS_THE_RUN = SamplingOverrides()
+
 
 def read_overrides(fields: Fields, config: DatasetConfig) -> SamplingOverrides:
     """Raises BadRecord naming the column and its key."""
@@ -21,7 +23,7 @@ def read_overrides(fields: Fields, config: DatasetConfig) -> SamplingOverrides:
         value = fields.get(name) if name else None
         if value is not None and value != "":
             given[key.removesuffix("_field")] = read(value, f"the field {shorten(name)} (dataset.{key})")
-    return SamplingOverrides(**given)
+    return SamplingOverrides(**given) if given else AS_THE_RUN
 
 
 def _whole_number(value: Json, what: str) -> int:

@@ -73,8 +73,10 @@ def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:
         raise BadRecord(f"{what} is empty")
     if "\0" in value:
         raise BadRecord(f"{what} holds a NUL character at position {value.index(chr(0))}")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise BadRecord(f"{what} holds a lone surrogate, which UTF-8 cannot encode")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRecord(f"{what} holds a lone surrogate, which UTF-8 cannot encode") from None
     return value
 
 

@@ -1,18 +1,18 @@
 """`read_rows`: from a data set's config to the rows of a run."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from runtime.config import SamplingOverrides
 from runtime.errors import ConfigError, DatasetError
 
 from . import helm_reasoning, helm_summarization
 from .config import DatasetConfig, DatasetKind
 from .helm_summarization import CountTokens
 from .jsonl import read_jsonl
-from .overrides import read_overrides
+from .overrides import AS_THE_RUN, read_overrides
 from .records import (
     BadRecord,
     Content,
@@ -110,17 +110,26 @@ def _row_of(record: Record, index: int, config: DatasetConfig, content_of: ReadC
     passed = {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}
     try:
         row_id = row_id if id_field is None else read_id(fields, id_field)
-        made = _make_row(index, row_id, content_of(fields), passed, config)
-        return replace(made, overrides=read_overrides(fields, config))
+        return _make_row(index, row_id, content_of(fields), passed, config, read_overrides(fields, config))
     except BadRecord as error:
         return _error_row(index, row_id, passed, f"{record.place}: {error}")
 
 
-def _make_row(index: int, row_id: str, content: Content, columns: Fields, config: DatasetConfig) -> Row:
+def _make_row(
+    index: int,
+    row_id: str,
+    content: Content,
+    columns: Fields,
+    config: DatasetConfig,
+    overrides: SamplingOverrides = AS_THE_RUN,
+) -> Row:
     chat = add_chat(content, config)
     if content.reference is not None and config.keep_columns:
         columns = {**columns, "reference": content.reference}
-    return Row(index=index, id=row_id, prompt=chat.prompt, messages=chat.messages, columns=columns, error=None)
+    return Row(
+        index=index, id=row_id, prompt=chat.prompt, messages=chat.messages, columns=columns, error=None,
+        overrides=overrides,
+    )  # fmt: skip
 
 
 def _error_row(index: int, row_id: str, columns: Fields, error: str) -> Row:

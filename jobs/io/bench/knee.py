@@ -1,0 +1,65 @@
+"""Where the link no longer bounds decode: `python -m jobs.io.bench.knee JSON` answers with the sequences that HRM says.
+
+From rates that are measured on the checkpoint's own layers, as a run measures them.
+"""
+
+import json
+import sys
+
+from runtime.api import Runtime
+from runtime.config import (
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    SamplingConfig,
+    Tier,
+)
+from runtime.engine.sequence import Request
+from runtime.plan.layer_work import LayerWork
+from runtime.plan.machine import Machine
+from runtime.plan.turning import Standing, standing
+
+from .isolated import answer
+from .task import Task, prompts
+
+
+def needed_sequences(task: Task) -> float:
+    """N that reaches P2, in a process of its own."""
+    keys = ("path", "num_prompts", "prompt_tokens", "num_new_tokens", "micro_batch_size", "num_threads")
+    return answer("jobs.io.bench.knee", {key: getattr(task, key) for key in keys})["needed_sequences"]
+
+
+def stand(
+    *, path: str, num_prompts: int, prompt_tokens: int, num_new_tokens: int, micro_batch_size: int, num_threads: int
+) -> Standing:
+    """Of a block of all prompts, whose weights are streamed from disk."""
+    config = RuntimeConfig(
+        model=ModelConfig(name="bench", path=path),
+        offload=OffloadConfig(tier=Tier.nvme),
+        policy=PolicyConfig(
+            kind=PolicyKind.fixed,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=-(-num_prompts // micro_batch_size),
+        ),
+        sampling=SamplingConfig(max_new_tokens=num_new_tokens, ignore_eos=True),
+        machine=MachineConfig(num_threads=num_threads),
+    )
+    runtime = Runtime(config)
+    shape = runtime.model.shape
+    made = [runtime.request(str(n), ids) for n, ids in enumerate(prompts(num_prompts, shape.vocab_size, prompt_tokens))]
+    runtime.plan([request for request in made if isinstance(request, Request)])
+    assert runtime.rates is not None, "a plan measures them"
+    budgets = runtime.budgets()
+    machine = Machine(
+        name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=runtime.rates
+    )
+    num_rows = min(micro_batch_size, num_prompts)
+    return standing(LayerWork.of(shape), machine, Tier.nvme, num_sequences=num_prompts, num_rows=num_rows)
+
+
+if __name__ == "__main__":
+    found = stand(**json.loads(sys.argv[1]))
+    sys.stdout.write(json.dumps({"needed_sequences": found.needed_sequences}) + "\n")
