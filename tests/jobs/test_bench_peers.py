@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jobs.io.bench.config import BenchConfig, Contender
+from jobs.io.bench.config import BenchConfig
+from jobs.io.bench.contenders import Contender, Guest
 from jobs.io.bench.gguf_export import export_gguf
-from jobs.io.bench.guests import Guest, python_of
+from jobs.io.bench.guests import python_of
 from jobs.io.bench.suites import run_suite
 from jobs.io.bench.task import Result, Task
 from runtime.errors import ConfigError, MillraceError
@@ -98,7 +99,7 @@ def test_a_peer_that_cannot_run_is_named_and_stops_nobody() -> None:
     config = BenchConfig(contenders=[Contender.none, Contender.llama_cpp_f16, Contender.transformers], rounds=2)
     found = run_suite(config, ["somewhere"], lambda line: None, measure)
     assert calls == ["none", "llama_cpp_f16", "transformers", "none", "transformers"]
-    assert "llama_cpp_f16 cannot run here: no compiler" in found.table
+    assert "llama_cpp_f16 is left out: no compiler" in found.table
     assert "| transformers |" in found.table
 
 
