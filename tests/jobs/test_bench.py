@@ -90,6 +90,23 @@ def test_attention_is_set_beside_a_link_on_paper() -> None:
     assert "on paper" not in markdown({"memory_read": [result]})
 
 
+def test_every_contender_is_in_the_table_and_finding_out_what_it_is_loads_no_torch() -> None:
+    assert set(CONTENDERS) == set(Contender)
+    program = "import sys, jobs.io.bench.contenders as c; print(len(c.CONTENDERS), 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [str(len(Contender)), "False"]
+
+
+def test_peers_generate_past_the_end_of_sequence_token(tmp_path: Path) -> None:
+    expected = measured(Contender.transformers)
+    path = tmp_path / "tiny"
+    shutil.copytree(find_checkpoint(ModelConfig(), None), path)
+    settings = json.loads((path / "generation_config.json").read_text())
+    first = sorted({tokens[0] for tokens in expected.tokens})
+    (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": first}))
+    assert measured(Contender.transformers, path).tokens == expected.tokens
+
+
 def test_prompts_are_the_same_every_time_and_within_the_vocabulary() -> None:
     ids = prompts(64, 32_000, 60)
     assert ids == prompts(64, 32_000, 60)

@@ -51,7 +51,7 @@ class Ours:
 @dataclass(frozen=True, kw_only=True)
 class Guest:
     """`module` is run as a worker in a virtual environment with `requirements`, but not what they bring of `unwanted`,
-    and answers as our own worker does. `gguf_kind`: it reads no checkpoint but a GGUF file whose matrices are of this kind."""
+    and answers as our own worker does. `gguf_kind`: it reads a GGUF file whose matrices are of this kind."""
 
     module: str
     requirements: tuple[str, ...]

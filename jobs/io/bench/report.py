@@ -21,8 +21,9 @@ Rounds = Mapping[str, Sequence[Result]]
 
 
 def markdown(rounds: Rounds) -> str:
-    """One row per contender; `batch` is how many sequences a peer was given at once. Ratios are to the first contender's
-    median; `equal` counts sequences equal to transformers', or to the first contender's where transformers did not take part."""
+    """One row per contender; `batch` is how many sequences a peer was given at once. Ratios are to the first
+    contender's median; `equal` counts sequences equal to transformers', or to the first contender's where transformers
+    did not take part."""
     first = next(iter(rounds))
     base = median(result.rate for result in rounds[first])
     judge = rounds.get("transformers", rounds[first])[0].tokens
