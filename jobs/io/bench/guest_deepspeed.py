@@ -32,6 +32,7 @@ def generate(task: Task) -> Result:
     assert isinstance(peer, Peer)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(_free_port())
+    _build_anew_what_was_stopped(Path(sys.prefix) / "extensions")
     baseline = resident_bytes()
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         config = _settings(peer.tier, Path(task.path), folder)
@@ -62,6 +63,14 @@ def _settings(tier: Tier, checkpoint: Path, folder: str) -> dict[str, object]:
             "offload_param": {"device": tier.value, **files},
         },
     }
+
+
+def _build_anew_what_was_stopped(folder: Path) -> None:
+    """Has its operators compiled, at their first use, into `folder` of its environment. A build that was killed leaves
+    a lock, for which the next would wait for ever; only this worker builds there."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    for lock in folder.glob("*/lock"):
+        lock.unlink()
 
 
 def _free_port() -> int:

@@ -57,8 +57,9 @@ def measured(task: Task) -> Result:
     environment = settled(os.environ) if peer is None else dict(os.environ)
     python, module = sys.executable, "jobs.io.bench.measure"
     if peer is not None and peer.guest is not None:
-        python, module = str(python_of(peer.guest)), peer.guest.module
-        environment |= _threads(task)
+        home = python_of(peer.guest)
+        python, module = str(home), peer.guest.module
+        environment |= _libraries(task, peer.guest, home.parent.parent / "lib")
         task = _prepared(task, peer.guest)
     worker = [python, "-m", module, json.dumps(asdict(task))]
     ended = _run(worker, environment, keeps_stderr=peer is not None, task=task)
@@ -67,9 +68,10 @@ def measured(task: Task) -> Result:
     return Result(**json.loads(ended.stdout.splitlines()[-1]))
 
 
-def _threads(task: Task) -> dict[str, str]:
-    """For libraries that ask nobody else."""
-    return {"OMP_NUM_THREADS": str(task.num_threads), "TOKENIZERS_PARALLELISM": "false"}
+def _libraries(task: Task, guest: Guest, folder: Path) -> dict[str, str]:
+    """What libraries take from the environment alone: how many threads, and what is loaded before them."""
+    preloaded = {"LD_PRELOAD": ":".join(str(folder / name) for name in guest.preloaded)} if guest.preloaded else {}
+    return {"OMP_NUM_THREADS": str(task.num_threads), "TOKENIZERS_PARALLELISM": "false", **preloaded}
 
 
 def _run(command: Sequence[str], environment: dict[str, str], *, keeps_stderr: bool, task: Task) -> Ended:
