@@ -1,10 +1,12 @@
 """Workers of guests, with fakes in the place of their libraries, and what becomes of a worker that goes wrong."""
 
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -78,10 +80,24 @@ def test_a_guest_that_a_signal_ends_names_it(tmp_path: Path, monkeypatch: pytest
 def test_a_guest_past_its_limit_ends_with_all_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(MillraceError, match=r"vllm took longer than peer_minutes=0\.02"):
-        asked_of(HANGING, tmp_path, monkeypatch, replace(TASK, limit_minutes=0.02))
+    with pytest.raises(MillraceError, match=r"vllm took longer than peer_minutes=0\.05"):
+        asked_of(HANGING, tmp_path, monkeypatch, replace(TASK, limit_minutes=0.05))
     child = int((tmp_path / "fake_guest.pid").read_text())
     assert is_gone(child)
+
+
+def test_a_sigterm_ends_the_worker_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = tmp_path / "fake_guest.pid"
+
+    def stop_us() -> None:
+        while not said.exists() or not said.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=stop_us, daemon=True).start()
+    with pytest.raises(SystemExit, match="143"):
+        asked_of(HANGING, tmp_path, monkeypatch)
+    assert is_gone(int(said.read_text()))
 
 
 def is_gone(process: int) -> bool:

@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from runtime.errors import MillraceError
 from runtime.store.cache_root import cache_root
@@ -78,9 +80,12 @@ def _run(command: Sequence[str], environment: dict[str, str], *, keeps_stderr: b
     """With all processes that it starts, which end with it. Raises MillraceError past the task's limit."""
     stderr = subprocess.PIPE if keeps_stderr else None
     seconds = None if task.limit_minutes is None else 60 * task.limit_minutes
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, start_new_session=True
-    ) as process:
+    with (
+        _sigterm_unwinds(),
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, start_new_session=True
+        ) as process,
+    ):
         try:
             said, complaints = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -90,6 +95,20 @@ def _run(command: Sequence[str], environment: dict[str, str], *, keeps_stderr: b
         finally:
             _end_all(process.pid)
     return Ended(exit_code=process.returncode, stdout=said, stderr=complaints or "")
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """The worker has a session of its own, which a signal to ours does not reach: it must be ended on the way out."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end_all(session: int) -> None:
