@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hydra
 
-from jobs.io.bench.config import PEERS, BenchConfig
+from jobs.io.bench.config import BenchConfig
 from jobs.io.cli import as_job, run_job
 from jobs.io.config import Composed, load
 
@@ -35,8 +35,7 @@ def main(composed: Composed) -> None:
     pq.write_table(rounds_table(found.rounds), folder / "rounds.parquet")
     rates = {name: [result.rate for result in results] for name, results in found.rounds.items() if results[0].tokens}
     if rates:
-        peers = [name for name in rates if any(f" {peer.value} " in name for peer in PEERS)]
-        draw_rates(folder / "rates.png", rates, peers, f"{hardware()}, commit {commit()}", "generated tokens/s")
+        draw_rates(folder / "rates.png", rates, found.peers, f"{hardware()}, commit {commit()}", "generated tokens/s")
     if found.draw is not None:
         found.draw(folder)
     print(table)

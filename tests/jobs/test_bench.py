@@ -1,38 +1,49 @@
 """Contenders get the same prompts and give the same tokens; the table has a row for each. Speed is not asserted."""
 
+import json
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from jobs.io.bench import attention
-from jobs.io.bench.config import BenchConfig, Contender
+from jobs.io.bench.config import BenchConfig
+from jobs.io.bench.contenders import CONTENDERS, Contender, Ours, Peer, Reading, Sweep
 from jobs.io.bench.measure import measure
 from jobs.io.bench.report import markdown
 from jobs.io.bench.task import Result, Task, prompts
-from runtime.config import ModelConfig
+from runtime.config import DType, ModelConfig, Order
 from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint
 from runtime.units import MIB
 
-MILLRACE = [Contender.nvme, Contender.cpu, Contender.none, Contender.nvme_continuous, Contender.none_continuous]
-GENERATING = [*MILLRACE, Contender.nvme_traced, Contender.transformers, Contender.accelerate]
-READING = [Contender.read, Contender.plain_read]
-SWEEPING = [contender for contender in Contender if contender.value in attention.DTYPES]
+GENERATING = [
+    contender
+    for contender, entry in CONTENDERS.items()
+    if isinstance(entry, Ours) or (isinstance(entry, Peer) and entry.guest is None and entry.dtype is DType.float32)
+]
+READING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, Reading)]
+SWEEPING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, Sweep)]
 
 
-def measured(contender: Contender) -> Result:
+def measured(contender: Contender, path: Path | None = None) -> Result:
+    entry = CONTENDERS[contender]
     task = Task(
         contender=contender.value,
-        path=str(find_checkpoint(ModelConfig(), None)),
+        path=str(path or find_checkpoint(ModelConfig(), None)),
         num_prompts=5,
         prompt_tokens=60,
         num_new_tokens=4,
         ignore_eos=True,
-        batch_size=2,
+        batch_size=2 if isinstance(entry, Peer) else None,
         micro_batch_size=3,
         num_micro_batches=2,
         weight_share=60.0,
         num_threads=2,
+        schedule=(entry.schedule if isinstance(entry, Ours) else Order.zigzag).value,
     )
     return measure(task)
 
@@ -77,6 +88,23 @@ def test_attention_is_set_beside_a_link_on_paper() -> None:
     table = markdown({"memory_read": [result], "attention_bfloat16": [result]})
     assert "| attention_bfloat16 | 128 MiB | 4.2 ms | 8.4 ms | 2.00 |" in table
     assert "on paper" not in markdown({"memory_read": [result]})
+
+
+def test_every_contender_is_in_the_table_and_finding_out_what_it_is_loads_no_torch() -> None:
+    assert set(CONTENDERS) == set(Contender)
+    program = "import sys, jobs.io.bench.contenders as c; print(len(c.CONTENDERS), 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [str(len(Contender)), "False"]
+
+
+def test_peers_generate_past_the_end_of_sequence_token(tmp_path: Path) -> None:
+    expected = measured(Contender.transformers)
+    path = tmp_path / "tiny"
+    shutil.copytree(find_checkpoint(ModelConfig(), None), path)
+    settings = json.loads((path / "generation_config.json").read_text())
+    first = sorted({tokens[0] for tokens in expected.tokens})
+    (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": first}))
+    assert measured(Contender.transformers, path).tokens == expected.tokens
 
 
 def test_prompts_are_the_same_every_time_and_within_the_vocabulary() -> None:

@@ -9,9 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jobs.io.bench.config import BenchConfig, Contender
+from jobs.io.bench import guests
+from jobs.io.bench.config import BenchConfig
+from jobs.io.bench.contenders import Contender, Guest
 from jobs.io.bench.gguf_export import export_gguf
-from jobs.io.bench.guests import Guest, python_of
+from jobs.io.bench.guests import python_of
 from jobs.io.bench.suites import run_suite
 from jobs.io.bench.task import Result, Task
 from runtime.errors import ConfigError, MillraceError
@@ -84,6 +86,18 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch
         python_of(Guest(module="jobs.io.bench.guest_llama_cpp", requirements=("/nowhere.whl",)))
 
 
+def test_what_is_not_wanted_goes_before_an_environment_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(guests.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
+    monkeypatch.setattr(guests, "_pip", lambda python, guest, *arguments: asked.append(arguments))
+    guest = Guest(module="x.guest_y", requirements=("a==1", "b"), unwanted=("c",))
+    assert python_of(guest) == python_of(guest)
+    assert asked == [("install", "a==1", "b"), ("uninstall", "--yes", "c")]
+
+
 def test_a_peer_that_cannot_run_is_named_and_stops_nobody() -> None:
     calls: list[str] = []
 
@@ -95,10 +109,11 @@ def test_a_peer_that_cannot_run_is_named_and_stops_nobody() -> None:
             seconds=2.0, prefill_seconds=1.0, rate=1.0, peak_bytes=2, baseline_bytes=1, bytes_read=0, tokens=[[1]]
         )
 
-    config = BenchConfig(contenders=[Contender.none, Contender.llama_cpp_f16, Contender.transformers], rounds=2)
+    contenders = [Contender.none, Contender.llama_cpp_f16, Contender.transformers]
+    config = BenchConfig(contenders=contenders, rounds=2, batch_size=4)
     found = run_suite(config, ["somewhere"], lambda line: None, measure)
     assert calls == ["none", "llama_cpp_f16", "transformers", "none", "transformers"]
-    assert "llama_cpp_f16 cannot run here: no compiler" in found.table
+    assert "llama_cpp_f16 is left out: no compiler" in found.table
     assert "| transformers |" in found.table
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.bench.config import BenchConfig, Contender, Suite
+from jobs.io.bench.config import BenchConfig, Suite
+from jobs.io.bench.contenders import Contender
 from jobs.io.bench.measure import measure
 from jobs.io.bench.predictions import Case, Outcome, outcomes_of, predictions_table
 from jobs.io.bench.task import Result

@@ -13,22 +13,18 @@ import torch
 from runtime.cache.host_attention import decode_attention
 from runtime.cache.pages import split_pages
 from runtime.cache.plain_attention import decode_attention_torch
+from runtime.config import DType
 from runtime.plan.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
+
+from .contenders import Act, Sweep
 
 NUM_ROWS, NUM_POSITIONS, NUM_KV_HEADS, GROUP, HEAD_DIM = 64, 512, 8, 4, 128
 NUM_PAGES = NUM_ROWS * NUM_POSITIONS // PAGE_TOKENS
 SWEPT_BYTES = 1536 * MIB  # three times the largest cache that we met (480 MiB)
 NUM_SWEEPS = 5
 LINK_BYTES_PER_SECOND = 16e9  # PCIe 4.0 with 8 lanes, or what 16 lanes of 3.0 give
-DTYPES = {
-    "attention_float32": torch.float32,
-    "attention_bfloat16": torch.bfloat16,
-    "attention_float16": torch.float16,
-    "attention_torch": torch.float32,
-    "memory_read": torch.float32,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +33,16 @@ class Sweeps:
     num_bytes: int
 
 
-def layer_bytes(contender: str) -> int:
-    return 2 * NUM_PAGES * PAGE_TOKENS * NUM_KV_HEADS * HEAD_DIM * DTYPES[contender].itemsize
+def layer_bytes(dtype: DType) -> int:
+    return 2 * NUM_PAGES * PAGE_TOKENS * NUM_KV_HEADS * HEAD_DIM * _torch_dtype(dtype).itemsize
 
 
-def sweep(contender: str) -> Sweeps:
+def sweep(entry: Sweep) -> Sweeps:
     """NUM_SWEEPS times over SWEPT_BYTES of layers, with as many threads as torch has. The first, which compiles and
     takes up pages, is not counted."""
-    device, num_bytes = ComputeDevice("cpu"), layer_bytes(contender)
-    layers = [_filled(device, contender) for _ in range(SWEPT_BYTES // num_bytes)]
-    act = _read if contender == "memory_read" else _attention(contender)
+    device, num_bytes = ComputeDevice("cpu"), layer_bytes(entry.dtype)
+    layers = [_filled(device, entry.dtype) for _ in range(SWEPT_BYTES // num_bytes)]
+    act = _read if entry.act is Act.read else _attention(entry)
     begin = 0.0
     for turn in range(NUM_SWEEPS + 1):
         if turn == 1:
@@ -56,10 +52,14 @@ def sweep(contender: str) -> Sweeps:
     return Sweeps(seconds=time.monotonic() - begin, num_bytes=NUM_SWEEPS * len(layers) * num_bytes)
 
 
-def _filled(device: ComputeDevice, contender: str) -> torch.Tensor:
+def _torch_dtype(dtype: DType) -> torch.dtype:
+    return getattr(torch, dtype.value)
+
+
+def _filled(device: ComputeDevice, dtype: DType) -> torch.Tensor:
     """(N, numbers of a page): keys, then values, in the memory that a run has its KV in."""
-    num_bytes = layer_bytes(contender)
-    flat = device.zeros(num_bytes)[:num_bytes].view(DTYPES[contender])
+    num_bytes = layer_bytes(dtype)
+    flat = device.zeros(num_bytes)[:num_bytes].view(_torch_dtype(dtype))
     return flat.uniform_(-1, 1).view(NUM_PAGES, -1)
 
 
@@ -67,13 +67,13 @@ def _read(layer: torch.Tensor) -> None:
     layer.sum()
 
 
-def _attention(contender: str) -> Callable[[torch.Tensor], None]:
+def _attention(entry: Sweep) -> Callable[[torch.Tensor], None]:
     tables = torch.randperm(NUM_PAGES).view(NUM_ROWS, -1).to(torch.int32)
     begins, ends = torch.zeros(NUM_ROWS, dtype=torch.int32), torch.full((NUM_ROWS,), NUM_POSITIONS, dtype=torch.int32)
-    dtype = DTYPES[contender]
+    dtype = _torch_dtype(entry.dtype)
     q = torch.randn(NUM_ROWS, NUM_KV_HEADS * GROUP, HEAD_DIM).to(dtype)
     token = torch.empty(1, NUM_KV_HEADS, 1, HEAD_DIM, dtype=dtype)
-    attention = decode_attention_torch if contender == "attention_torch" else decode_attention
+    attention = decode_attention_torch if entry.act is Act.operators else decode_attention
 
     def act(layer: torch.Tensor) -> None:
         k, v = split_pages(layer.view(torch.uint8), token, token)

@@ -6,34 +6,8 @@ from enum import Enum
 from runtime.config import ModelConfig, require
 
 from ..config import LogLevel
+from .contenders import PEERS, PREDICTED, Contender
 from .gpu.config import GpuConfig
-
-
-class Contender(Enum):
-    """`nvme`, `cpu`, `none` are Millrace with that tier, in waves; `..._continuous` with continuous admission,
-    `nvme_traced` with a trace. `read` and `plain_read` read without computing. `memory_read` reads memory, and
-    `attention_...` is decode attention over KV of that type in it, without a model."""
-
-    nvme = "nvme"
-    cpu = "cpu"
-    none = "none"
-    nvme_continuous = "nvme_continuous"
-    none_continuous = "none_continuous"
-    nvme_traced = "nvme_traced"
-    transformers = "transformers"
-    transformers_bf16 = "transformers_bf16"
-    accelerate = "accelerate"
-    llama_cpp_f16 = "llama_cpp_f16"
-    llama_cpp_q8_0 = "llama_cpp_q8_0"
-    vllm = "vllm"
-    vllm_bf16 = "vllm_bf16"
-    read = "read"
-    plain_read = "plain_read"
-    memory_read = "memory_read"
-    attention_float32 = "attention_float32"
-    attention_bfloat16 = "attention_bfloat16"
-    attention_float16 = "attention_float16"
-    attention_torch = "attention_torch"  # float32, in torch operators
 
 
 class Suite(Enum):
@@ -51,20 +25,13 @@ class Suite(Enum):
     gpu = "gpu"
 
 
-PREDICTED = (
-    *(Contender.nvme, Contender.cpu, Contender.none),
-    *(Contender.nvme_continuous, Contender.none_continuous),
-)
-IN_ENVIRONMENTS = (Contender.llama_cpp_f16, Contender.llama_cpp_q8_0, Contender.vllm, Contender.vllm_bf16)
-PEERS = (Contender.transformers, Contender.transformers_bf16, Contender.accelerate, *IN_ENVIRONMENTS)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """`checkpoints` are directories, empty: that of `model`; a block is so many sequences.
 
     Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
-    same. `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
+    same. `batch_size` is the peers', None: the best is searched; `peer_minutes` limits each measurement of a peer.
+    `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     suite: Suite = Suite.speed
@@ -76,7 +43,8 @@ class BenchConfig:
     num_new_tokens: int = 32
     ignore_eos: bool = True
     rounds: int = 3
-    batch_size: int = 16
+    batch_size: int | None = None
+    peer_minutes: float | None = None
     micro_batch_size: int = 64
     num_micro_batches: int | None = None
     weight_share: float = 0.25
@@ -87,10 +55,12 @@ class BenchConfig:
     log_level: LogLevel = LogLevel.warning
 
     def __post_init__(self) -> None:
-        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "batch_size", "micro_batch_size")
-        for key in (*counts, "num_micro_batches", "num_threads"):
+        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "micro_batch_size", "num_threads")
+        for key in (*counts, "batch_size", "num_micro_batches"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} must be 1 or more, got {value}")
+        limit = self.peer_minutes
+        require(limit is None or limit > 0, f"peer_minutes must be above 0, or null for no limit, got {limit}")
         require(bool(self.contenders), "contenders is empty: name at least one")
         require(
             self.ignore_eos or not set(PEERS) & set(self.contenders),

@@ -1,6 +1,6 @@
 """llama.cpp as a peer: `python -m jobs.io.bench.guest_llama_cpp JSON` in an environment that has llama-cpp-python.
 
-All weights in memory, sequences decoded side by side: groups of `micro_batch_size` neighbours in length, as its batch
+All weights in memory, sequences decoded side by side: groups of `batch_size` neighbours in length, as its batch
 interface takes them. Its products round to half precision or less, so tokens may differ. Loading is not timed.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 from runtime.stream.host_memory import resident_bytes
 from runtime.units import round_up
 
+from .contenders import Peer
 from .task import Result, Task, batches, prompts
 from .timing import timed
 
@@ -30,7 +31,8 @@ def generate(task: Task) -> Result:
     lib.llama_backend_init()
     baseline = resident_bytes()
     model_params = lib.llama_model_default_params()
-    model_params.use_mmap = False
+    model_params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # into memory, or reading would be timed
+    model_params.use_extra_bufts = _has_kernels(task)
     model = lib.llama_model_load_from_file(str(file).encode(), model_params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {file}")
@@ -38,7 +40,8 @@ def generate(task: Task) -> Result:
     ids = prompts(task.num_prompts, vocab_size, task.prompt_tokens)
     width = round_up(max(map(len, ids)) + task.num_new_tokens, 256)
     params = lib.llama_context_default_params()
-    params.n_seq_max = min(task.micro_batch_size, len(ids))
+    assert task.batch_size is not None, "given, or searched before"
+    params.n_seq_max = min(task.batch_size, len(ids))
     params.n_ctx = width * params.n_seq_max
     params.n_batch = params.n_ubatch = max(BATCH_TOKENS, params.n_seq_max)
     params.n_threads = params.n_threads_batch = task.num_threads
@@ -53,8 +56,15 @@ def generate(task: Task) -> Result:
             tokens |= dict(zip(members, run.group([ids[i] for i in members], task.num_new_tokens), strict=True))
         return tokens
 
-    result = timed(generate_all, baseline_bytes=baseline)
+    result = timed(generate_all, baseline_bytes=baseline, batch_size=task.batch_size)
     return replace(result, prefill_seconds=run.prefill_seconds)
+
+
+def _has_kernels(task: Task) -> bool:
+    """Whether weights may be laid out for its matrix-unit kernels. Not quantised ones: GCC 12 drops most of the tile
+    configuration that they load, and the processor refuses the rest."""
+    peer = task.entry
+    return isinstance(peer, Peer) and peer.guest is not None and peer.guest.gguf_kind == "F16"
 
 
 class _Run:

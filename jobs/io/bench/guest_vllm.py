@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from runtime.stream.host_memory import resident_bytes
 
+from .contenders import Peer
 from .task import Result, Task, prompts
 from .timing import timed
 
@@ -21,8 +22,11 @@ def generate(task: Task) -> Result:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] - only in this worker's environment
 
     baseline = resident_bytes()
-    dtype = "bfloat16" if task.contender.endswith("bf16") else "float32"
-    model = LLM(model=task.path, dtype=dtype, max_model_len=1024, skip_tokenizer_init=True, enforce_eager=True)
+    peer = task.entry
+    assert isinstance(peer, Peer)
+    model = LLM(
+        model=task.path, dtype=peer.dtype.value, max_model_len=1024, skip_tokenizer_init=True, enforce_eager=True
+    )
     vocab_size = model.llm_engine.model_config.get_vocab_size()
     ids = prompts(task.num_prompts, vocab_size, task.prompt_tokens)
     sampling = SamplingParams(temperature=0.0, max_tokens=task.num_new_tokens, ignore_eos=True, detokenize=False)
@@ -31,7 +35,7 @@ def generate(task: Task) -> Result:
         outputs = model.generate([{"prompt_token_ids": each} for each in ids], sampling, use_tqdm=False)
         return {number: list(output.outputs[0].token_ids) for number, output in enumerate(outputs)}
 
-    return timed(generate_all, baseline_bytes=baseline)
+    return timed(generate_all, baseline_bytes=baseline, batch_size=None)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,7 +41,8 @@ from runtime.units import GIB
 
 from ..trace_file import tracing
 from . import peers
-from .attention import DTYPES, sweep
+from .attention import sweep
+from .contenders import Ours, Peer, Reading, Sweep
 from .reading import read_plainly
 from .task import Result, Task, forget_pages, prompts
 
@@ -52,16 +52,15 @@ READ_PASSES = 4
 def measure(task: Task) -> Result:
     torch.set_num_threads(task.num_threads)
     forget_pages(Path(task.path))
-    kinds: dict[str, Callable[[Task], Result]] = {
-        "transformers": peers.transformers,
-        "transformers_bf16": peers.transformers_bf16,
-        "accelerate": peers.accelerate,
-        "read": _read,
-        "plain_read": _read,
-    }
-    if task.contender in DTYPES:
-        return _sweep(task)
-    return kinds.get(task.contender, _millrace)(task)
+    match task.entry:
+        case Ours() as ours:
+            return _millrace(task, ours)
+        case Peer() as peer:
+            return peers.generated_by(peer, task)
+        case Reading() as reading:
+            return _read(task, reading)
+        case Sweep() as over:
+            return _sweep(over)
 
 
 def _runtime(
@@ -111,20 +110,17 @@ def _runtime(
     return make(budget / GIB)
 
 
-def _millrace(task: Task) -> Result:
+def _millrace(task: Task, ours: Ours) -> Result:
     """Writing a trace counts too, though it happens between passes."""
     with tempfile.TemporaryDirectory() as folder:
-        return _generated(task, folder)
+        return _generated(task, ours, folder)
 
 
-def _generated(task: Task, folder: str) -> Result:
+def _generated(task: Task, ours: Ours, folder: str) -> Result:
     """What a search chooses is kept in `folder`: the next measurement searches anew."""
-    tier, _, way = task.contender.partition("_")
-    trace, is_continuous = Trace() if way == "traced" else None, way == "continuous"
-    admission = Admission.continuous if is_continuous else Admission.wave
-    runtime, requests = _runtime(
-        task, Tier(tier), admission, trace=trace, cache_dir=folder if task.policy == PolicyKind.hrm.value else None
-    )
+    trace = Trace() if ours.is_traced else None
+    cache_dir = folder if task.policy == PolicyKind.hrm.value else None
+    runtime, requests = _runtime(task, ours.tier, ours.admission, trace=trace, cache_dir=cache_dir)
     passes: list[PassRecord] = []
     writing_seconds: list[float] = []
     read_before = disk_read_bytes()
@@ -139,7 +135,7 @@ def _generated(task: Task, folder: str) -> Result:
         tracing(Path(folder) / "trace", trace) as write_trace,
         runtime.confirmed_session(requests) as (plan, session),
     ):
-        if is_continuous:
+        if ours.admission is Admission.continuous:
             order = [i for block in plan.blocks for i in block.members]
             completions = [completion for _, completion in session.stream(order, requests, {}, on_pass)]
         else:
@@ -160,14 +156,14 @@ def _generated(task: Task, folder: str) -> Result:
     )
 
 
-def _read(task: Task) -> Result:
+def _read(task: Task, reading: Reading) -> Result:
     """The schedule without its `run` actions, against a plain reader of the same file ranges with as many threads:
     every layer streamed."""
     runtime, requests = _runtime(task, Tier.nvme, resident_layers=0)
     plan = runtime.plan(requests)
     shape, walk = runtime.model.shape, plan.placement.walk
     with runtime.reader() as reader:
-        if task.contender == "plain_read":
+        if reading.is_plain:
             extents = [e for stage in walk.streamed for e in slot_layout(shape.stages[stage]).extents]
             seconds, num_bytes = read_plainly(extents, runtime.config.offload, READ_PASSES)
         else:
@@ -190,8 +186,8 @@ def _read(task: Task) -> Result:
     )
 
 
-def _sweep(task: Task) -> Result:
-    baseline, sweeps = resident_bytes(), sweep(task.contender)
+def _sweep(over: Sweep) -> Result:
+    baseline, sweeps = resident_bytes(), sweep(over)
     return Result(
         seconds=sweeps.seconds,
         prefill_seconds=0.0,

@@ -7,7 +7,8 @@ from statistics import median
 
 from runtime.config import Attention, Order, PolicyKind
 
-from .config import BenchConfig, Contender
+from .config import BenchConfig
+from .contenders import Contender
 from .task import Result, Task
 from .worker import task_of
 

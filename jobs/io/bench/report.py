@@ -4,7 +4,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -14,20 +14,22 @@ import torch
 from runtime.units import GIB, format_bytes
 
 from .attention import LINK_BYTES_PER_SECOND, layer_bytes
+from .contenders import CONTENDERS, Act, Sweep
 from .task import Result
 
 Rounds = Mapping[str, Sequence[Result]]
 
 
 def markdown(rounds: Rounds) -> str:
-    """One row per contender. Ratios are to the first contender's median; `equal` counts sequences equal to
-    transformers', or to the first contender's where transformers did not take part."""
+    """One row per contender; `batch` is how many sequences a peer was given at once. Ratios are to the first
+    contender's median; `equal` counts sequences equal to transformers', or to the first contender's where transformers
+    did not take part."""
     first = next(iter(rounds))
     base = median(result.rate for result in rounds[first])
     judge = rounds.get("transformers", rounds[first])[0].tokens
     lines = [
-        "| contender | rate, median (min-max) | ratio | peak memory above baseline | read per run | equal |",
-        "|---|---|---|---|---|---|",
+        "| contender | batch | rate, median (min-max) | ratio | peak memory above baseline | read per run | equal |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, results in rounds.items():
         rates = [result.rate for result in results]
@@ -36,11 +38,12 @@ def markdown(rounds: Rounds) -> str:
         same = sum(ours == theirs for ours, theirs in zip(tokens, judge, strict=False))
         peak = median(result.peak_bytes - result.baseline_bytes for result in results)
         lines.append(
-            f"| {name} | {unit(median(rates))} ({unit(min(rates))}-{unit(max(rates))}) | {median(rates) / base:.2f} "
+            f"| {name} | {results[0].batch_size or '-'} "
+            f"| {unit(median(rates))} ({unit(min(rates))}-{unit(max(rates))}) | {median(rates) / base:.2f} "
             f"| {format_bytes(peak)} | {format_bytes(median(r.bytes_read for r in results))} "
             f"| {f'{same} of {len(judge)}' if tokens else '-'} |"
         )
-    lines += ["", *beside_link(rounds)] if any(name.startswith("attention") for name in rounds) else []
+    lines += ["", *beside_link(attended)] if (attended := _attended(rounds)) else []
     return "\n".join(lines)
 
 
@@ -60,19 +63,32 @@ def rounds_table(rounds: Rounds) -> pa.Table:
     )
 
 
-def beside_link(rounds: Rounds) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Attended:
+    name: str
+    num_bytes: int
+    rate: float
+
+
+def _attended(rounds: Rounds) -> list[Attended]:
+    return [
+        Attended(name=name, num_bytes=layer_bytes(entry.dtype), rate=median(result.rate for result in rounds[name]))
+        for contender, entry in CONTENDERS.items()
+        if isinstance(entry, Sweep) and entry.act is not Act.read and (name := contender.value) in rounds
+    ]
+
+
+def beside_link(attended: Sequence[Attended]) -> list[str]:
     """Attention where the KV lies, measured, and what it takes on paper to only bring the same KV elsewhere."""
     lines = [
         "| one layer's KV | its bytes | attended, measured | copied over 16 GB/s, on paper | times faster |",
         "|---|---|---|---|---|",
     ]
-    for name, results in rounds.items():
-        if name.startswith("attention"):
-            num_bytes, rate = layer_bytes(name), median(result.rate for result in results)
-            lines.append(
-                f"| {name} | {format_bytes(num_bytes)} | {num_bytes / rate * 1e3:.1f} ms "
-                f"| {num_bytes / LINK_BYTES_PER_SECOND * 1e3:.1f} ms | {rate / LINK_BYTES_PER_SECOND:.2f} |"
-            )
+    lines += [
+        f"| {each.name} | {format_bytes(each.num_bytes)} | {each.num_bytes / each.rate * 1e3:.1f} ms "
+        f"| {each.num_bytes / LINK_BYTES_PER_SECOND * 1e3:.1f} ms | {each.rate / LINK_BYTES_PER_SECOND:.2f} |"
+        for each in attended
+    ]
     return lines
 
 

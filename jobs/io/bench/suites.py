@@ -7,8 +7,10 @@ from typing import TypeVar
 
 from runtime.errors import MillraceError
 
+from .batch_size import with_batch_size
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks
-from .config import PEERS, BenchConfig, Contender, Suite
+from .config import BenchConfig, Suite
+from .contenders import Contender, Peer
 from .gpu.suite import run_gpu
 from .knee import needed_sequences
 from .policies import Attempt, attempts, policies_table, worth_repeating
@@ -26,19 +28,20 @@ Named = TypeVar("Named")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """`rounds` by what was measured; `draw` publishes a picture of its own."""
+    """`rounds` by what was measured; `peers`: which of it is not Millrace; `draw` publishes a picture of its own."""
 
     table: str
     rounds: Mapping[str, Sequence[Result]]
+    peers: Sequence[str] = ()
     draw: Callable[[Path], None] | None = None
 
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
-    """`say` is told how each measurement went. A peer that cannot run is left out, and the table says why. Raises
-    MillraceError where Millrace fails."""
+    """`say` is told how each measurement went. Batch sizes are searched before the first round. A peer that cannot run,
+    or takes too long, is left out, and the table says why. Raises MillraceError where Millrace fails."""
     if config.suite is Suite.gpu:
         done = run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
-        return Measured(table=done.table, rounds=done.rounds)
+        return Measured(table=done.table, rounds=done.rounds, peers=done.peers)
     if config.suite is Suite.policies:
         return _policies(config, paths, say, measure)
     if config.suite is Suite.scale:
@@ -53,7 +56,7 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         for block in blocks
     }
     rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
-    refusals: dict[Case, str] = {}
+    refusals = _choose_batch_sizes(tasks, say, measure)
     for turn in range(config.rounds):
         left = {case: task for case, task in tasks.items() if case not in refusals}
         refusals |= _measure_all(turn, left, rounds, say, measure)
@@ -61,9 +64,9 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     if config.suite is Suite.predictions:
         table = predictions_table([outcome for case in rounds for outcome in outcomes_of(case, rounds[case])])
     else:
-        table = markdown({case.contender: results for case, results in rounds.items()})
-        table += "".join(f"\n\n{case.contender} cannot run here: {why}" for case, why in refusals.items())
-    return _done(table, rounds)
+        table = markdown({case.contender: results for case, results in rounds.items()}) if rounds else "Nothing ran."
+        table += "".join(f"\n\n{case.contender} is left out: {why}" for case, why in refusals.items())
+    return _done(table, rounds, [case for case in rounds if isinstance(tasks[case].entry, Peer)])
 
 
 def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
@@ -73,6 +76,18 @@ def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         again = worth_repeating(rounds) if turn else rounds
         _measure_all(turn, {attempt: attempt.task for attempt in again}, rounds, say, measure)
     return _done(policies_table(rounds), rounds)
+
+
+def _choose_batch_sizes(tasks: dict[Named, Task], say: Say, measure: Measure) -> dict[Named, str]:
+    """Puts them into `tasks`; why peers did not run."""
+    refusals: dict[Named, str] = {}
+    for name, task in tasks.items():
+        try:
+            tasks[name] = with_batch_size(task, measure, say)
+        except MillraceError as error:
+            refusals[name] = _refusal(task, error)
+            say(f"{name}: {error}")
+    return refusals
 
 
 def _scale(config: BenchConfig, say: Say) -> Measured:
@@ -109,9 +124,7 @@ def _measure_all(
         try:
             result = measure(task)
         except MillraceError as error:
-            if Contender(task.contender) not in PEERS:
-                raise
-            refusals[name] = str(error)
+            refusals[name] = _refusal(task, error)
             say(f"round {turn + 1} {name}: {error}")
             continue
         rounds[name].append(result)
@@ -119,5 +132,13 @@ def _measure_all(
     return refusals
 
 
-def _done(table: str, rounds: Mapping[Named, Sequence[Result]]) -> Measured:
-    return Measured(table=table, rounds={str(name): results for name, results in rounds.items()})
+def _refusal(task: Task, error: MillraceError) -> str:
+    """Raises it where it is Millrace's own."""
+    if not isinstance(task.entry, Peer):
+        raise error
+    return str(error)
+
+
+def _done(table: str, rounds: Mapping[Named, Sequence[Result]], peers: Sequence[Named] = ()) -> Measured:
+    named = {str(name): results for name, results in rounds.items()}
+    return Measured(table=table, rounds=named, peers=[str(name) for name in peers])

@@ -1,18 +1,26 @@
 """What is asked of one measurement and what it answers, and what all contenders have in common."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 
 from runtime.config import Attention, Order, PolicyKind
 
+from .contenders import CONTENDERS, Contender, Entry
+
+FORGET_SECONDS = 0.5  # less than a step of any peer takes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`num_kv_seats`: sequences whose keys and values the budget has room for; None: those of a block."""
+    """`batch_size` is a peer's, None where it has none of its own or none is found yet; `limit_minutes` the time that
+    its process may take. `num_kv_seats`: sequences whose keys and values the budget has room for; None: those of a
+    block."""
 
     contender: str
     path: str
@@ -20,7 +28,7 @@ class Task:
     prompt_tokens: int
     num_new_tokens: int
     ignore_eos: bool
-    batch_size: int
+    batch_size: int | None
     micro_batch_size: int
     num_micro_batches: int
     weight_share: float
@@ -29,6 +37,11 @@ class Task:
     schedule: str = Order.zigzag.value
     attention: str = Attention.device.value
     num_kv_seats: int | None = None
+    limit_minutes: float | None = None
+
+    @property
+    def entry(self) -> Entry:
+        return CONTENDERS[Contender(self.contender)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,7 @@ class Result:
     predicted_prefill_seconds: float = 0.0
     predicted_decode_seconds: float = 0.0
     policy: str = ""  # that a search chose
+    batch_size: int | None = None  # of a peer that is told one
     peak_device_bytes: int = 0
     bytes_copied: int = 0  # to the device
     bytes_returned: int = 0  # from it
@@ -70,3 +84,23 @@ def forget_pages(directory: Path) -> None:
             os.fdatasync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+@contextmanager
+def forgetting(directory: Path) -> Iterator[None]:
+    """Drops the pages of the files in `directory` all along: for peers that read weights by way of the page cache,
+    where those of a model that does not fit would not stay either."""
+    is_done = Event()
+
+    def forget() -> None:
+        while not is_done.wait(FORGET_SECONDS):
+            forget_pages(directory)
+
+    forget_pages(directory)
+    cleaner = Thread(target=forget)
+    cleaner.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        cleaner.join()

@@ -3,15 +3,14 @@
 import time
 from collections.abc import Callable, Mapping
 
-from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
+from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak
 
 from .task import Result
 
 
-def timed(generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int | None = None) -> Result:
+def timed(generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int, batch_size: int | None) -> Result:
     """`generate` answers with the new tokens of each prompt, by its number. `baseline_bytes`: from which peak memory
-    counts; None: from here."""
-    baseline = resident_bytes() if baseline_bytes is None else baseline_bytes
+    counts, what the libraries take."""
     read_before = disk_read_bytes()
     reset_peak()
     begin = time.monotonic()
@@ -22,7 +21,8 @@ def timed(generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: in
         prefill_seconds=0.0,
         rate=sum(map(len, tokens.values())) / seconds,
         peak_bytes=peak_resident_bytes(),
-        baseline_bytes=baseline,
+        baseline_bytes=baseline_bytes,
         bytes_read=disk_read_bytes() - read_before,
         tokens=[tokens[number] for number in sorted(tokens)],
+        batch_size=batch_size,
     )

@@ -15,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Stopping
 from runtime.model.meta import build_meta_model
 from runtime.out_of_memory import is_out_of_memory
 from runtime.stream.device import ComputeDevice
+from runtime.stream.host_memory import resident_bytes
 
 from ..task import Result
 from ..timing import timed
@@ -61,7 +62,7 @@ class PeerModel:
         self._device.finish()
         begin = time.monotonic()
         self.num_forwards = 0
-        result = timed(generate)
+        result = timed(generate, baseline_bytes=resident_bytes(), batch_size=len(prompts))
         return replace(result, prefill_seconds=clock.seconds - begin)
 
     @torch.inference_mode()

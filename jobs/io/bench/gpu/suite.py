@@ -18,7 +18,7 @@ from .config import GpuConfig
 from .link import described
 from .messages import GpuTask, Machine, Measurement, as_line
 from .report import gpu_table
-from .ways import ALONE
+from .ways import ALONE, WAYS
 
 Work = Callable[[GpuTask], Iterator[str]]
 LEAST_SECONDS = 60.0  # that a worker needs before it measures
@@ -29,6 +29,11 @@ GRACE_SECONDS = 45.0  # beyond its minutes, for what is being measured; then the
 class GpuMeasured:
     table: str
     rounds: dict[str, list[Result]]
+
+    @property
+    def peers(self) -> list[str]:
+        """Of what was measured."""
+        return [way.name for way in (*WAYS, ALONE) if way.is_peer and way.name in self.rounds]
 
 
 def run_gpu(
