@@ -15,6 +15,7 @@ class Suite(Enum):
     measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20 others,
     offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's start as
     its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one checkpoint.
+    `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least.
     `gpu`: weights in host memory in front of a device, see `gpu/`."""
 
     speed = "speed"
@@ -22,6 +23,7 @@ class Suite(Enum):
     policies = "policies"
     scale = "scale"
     blocks = "blocks"
+    floor = "floor"
     gpu = "gpu"
 
 
@@ -67,18 +69,18 @@ class BenchConfig:
             f"ignore_eos=false draws with Millrace's own seeds: leave out {', '.join(each.value for each in PEERS)}",
         )
         require(
-            self.suite is not Suite.predictions or set(self.contenders) <= set(PREDICTED),
-            f"suite=predictions has contenders of {', '.join(each.value for each in PREDICTED)} only",
+            self.suite not in (Suite.predictions, Suite.floor) or set(self.contenders) <= set(PREDICTED),
+            f"suite={self.suite.value} has contenders of {', '.join(each.value for each in PREDICTED)} only",
         )
         require(
-            self.suite not in (Suite.predictions, Suite.blocks) or self.num_new_tokens >= 2,
+            self.suite not in (Suite.predictions, Suite.blocks, Suite.floor) or self.num_new_tokens >= 2,
             f"suite={self.suite.value} measures decode passes: num_new_tokens must be 2 or more, got "
             f"{self.num_new_tokens}",
         )
         require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
         require(
             self.suite is not Suite.speed or not self.checkpoints,
-            "checkpoints are for suite=predictions and suite=policies; otherwise set model.path",
+            "checkpoints are for suite=predictions, policies and floor; otherwise set model.path",
         )
         require(
             self.suite is not Suite.policies or self.num_prompts >= 4,

@@ -153,6 +153,7 @@ def _generated(task: Task, ours: Ours, folder: str) -> Result:
         predicted_prefill_seconds=plan.prediction.prefill_seconds if plan.prediction else 0.0,
         predicted_decode_seconds=plan.prediction.decode_seconds if plan.prediction else 0.0,
         policy=str(plan.searched) if plan.searched is not None else "",
+        num_passes=len(passes),
     )
 
 

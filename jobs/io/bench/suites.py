@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 from runtime.errors import MillraceError
@@ -11,6 +13,7 @@ from .batch_size import with_batch_size
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks
 from .config import BenchConfig, Suite
 from .contenders import Contender, Peer
+from .floor import floors_of, floors_table, product_seconds
 from .gpu.suite import run_gpu
 from .knee import needed_sequences
 from .policies import Attempt, attempts, policies_table, worth_repeating
@@ -48,6 +51,8 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         return _scale(config, say)
     if config.suite is Suite.blocks:
         return _blocks(config, paths[0], say, measure)
+    if config.suite is Suite.floor:
+        return _floor(config, paths, say, measure)
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]
     tasks = {
         Case(path=path, contender=contender.value, num_sequences=block): task_of(config, contender, path, block)
@@ -113,6 +118,28 @@ def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measu
         draw_blocks(folder / "blocks.png", rates, needed, f"{largest.name}, {hardware()}, commit {commit()}")
 
     return replace(_done(blocks_table(largest.name, rates, needed), rounds), draw=draw)
+
+
+def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
+    """The plain reader takes part in every round, as the disk's speed changes."""
+    tables: list[str] = []
+    rounds: dict[Case, list[Result]] = {}
+    for path in paths:
+        tasks = {
+            Case(path=path, contender=contender.value, num_sequences=block): task_of(config, contender, path, block)
+            for contender, block in [(Contender.plain_read, 1), *product(config.contenders, config.blocks)]
+        }
+        own: dict[Case, list[Result]] = {case: [] for case in tasks}
+        for turn in range(config.rounds):
+            _measure_all(turn, tasks, own, say, measure)
+        reading, *cases = own
+        seconds = product_seconds(tasks[reading])
+        rate = median(result.rate for result in own[reading])
+        tables.append(
+            floors_table([f for case in cases for f in floors_of(case, tasks[case], own[case], rate, seconds)])
+        )
+        rounds |= own
+    return _done("\n\n".join(tables), rounds)
 
 
 def _measure_all(

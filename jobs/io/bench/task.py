@@ -59,6 +59,7 @@ class Result:
     predicted_prefill_seconds: float = 0.0
     predicted_decode_seconds: float = 0.0
     policy: str = ""  # that a search chose
+    num_passes: int = 0  # of Millrace
     batch_size: int | None = None  # of a peer that is told one
     peak_device_bytes: int = 0
     bytes_copied: int = 0  # to the device

@@ -23,7 +23,7 @@ def multiplier_probes(rows: Sequence[int], matrices: Matrices) -> list[Probe]:
     return [
         _probe(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier, matrices=matrices)
         for stored, is_tall, num_rows in product(STORED.values(), (False, True), _rows(rows))
-        for multiplier in _candidates(stored)
+        for multiplier in candidates(stored)
     ]
 
 
@@ -34,9 +34,9 @@ def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> Product
         def figure(multiplier: Multiplier) -> Figure:
             return figures[_name(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier)]
 
-        candidates = _candidates(stored)
-        usual = Multiplier.tiles if Multiplier.tiles in candidates else usual_panels(num_rows)
-        best = max(candidates, key=lambda multiplier: figure(multiplier).value)
+        ways = candidates(stored)
+        usual = Multiplier.tiles if Multiplier.tiles in ways else usual_panels(num_rows)
+        best = max(ways, key=lambda multiplier: figure(multiplier).value)
         is_worth_it = figure(best).value > (1 + WORTHWHILE) * figure(usual).value
         return best if is_worth_it and figure(best).low > figure(usual).high else usual
 
@@ -56,7 +56,8 @@ def _rows(rows: Sequence[int]) -> list[int]:
     return [number for number in ROWS if number <= max(rows)]
 
 
-def _candidates(stored: str) -> list[Multiplier]:
+def candidates(stored: str) -> list[Multiplier]:
+    """What multiplies float32 with weights of this dtype here."""
     may_use_tiles = stored == "bfloat16" and has_matrix_unit()
     is_onednn = torch.backends.mkldnn.is_available()
     missing = {Multiplier.tiles: not may_use_tiles, Multiplier.onednn: not is_onednn}
