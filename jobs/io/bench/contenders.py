@@ -17,6 +17,8 @@ class Contender(Enum):
     nvme_continuous = "nvme_continuous"
     none_continuous = "none_continuous"
     nvme_flexgen = "nvme_flexgen"
+    nvme_module_batched = "nvme_module_batched"
+    none_module_batched = "none_module_batched"
     nvme_traced = "nvme_traced"
     transformers = "transformers"
     transformers_bf16 = "transformers_bf16"
@@ -120,6 +122,8 @@ CONTENDERS: Mapping[Contender, Entry] = {
     Contender.nvme_continuous: Ours(tier=Tier.nvme, admission=Admission.continuous),
     Contender.none_continuous: Ours(tier=Tier.none, admission=Admission.continuous),
     Contender.nvme_flexgen: Ours(tier=Tier.nvme, schedule=Order.flexgen),
+    Contender.nvme_module_batched: Ours(tier=Tier.nvme, schedule=Order.module_batched),
+    Contender.none_module_batched: Ours(tier=Tier.none, schedule=Order.module_batched),
     Contender.nvme_traced: Ours(tier=Tier.nvme, is_traced=True),
     Contender.transformers: Peer(),
     Contender.transformers_bf16: Peer(dtype=DType.bfloat16),
