@@ -235,8 +235,7 @@ class SamplingConfig:
             require(getattr(self, key) >= 0, f"sampling.{key} must be 0 (off) or more, got {getattr(self, key)}")
         require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
         require(0 <= self.min_p < 1, f"sampling.min_p must be in [0, 1), got {self.min_p}")
-        penalty = self.repetition_penalty
-        require(penalty > 0, f"sampling.repetition_penalty must be above 0, got {penalty}")
+        require(self.repetition_penalty > 0, f"sampling.repetition_penalty must be above 0: {self.repetition_penalty}")
         require(all(self.stop), "sampling.stop holds an empty string, which would stop every row at once")
         require(all(self.bad_words), "sampling.bad_words holds an empty string")
         require(self.n >= 1, f"sampling.n must be 1 or more samples, got {self.n}")

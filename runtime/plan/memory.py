@@ -14,7 +14,8 @@ from .ledger import Entry
 from .model_shape import ModelShape
 
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
-PRODUCT_WORKSPACE_BYTES = 32 * MIB  # upcast panels, or inputs laid out for the matrix unit, of the product in flight
+PANEL_BYTES = 16 * MIB  # upcast panels, one per product in flight
+LAID_OUT_BYTES, TILE_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # in place of panels: inputs for the matrix unit, and its sums
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see ARCHITECTURE.md
 
 
@@ -98,6 +99,8 @@ def lane_entries(
     lane_rows = max((len(lane) for lane in micro_batches), default=0)
     between = shape.hidden_size + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
+    laid_out = min(LAID_OUT_BYTES, 6 * largest * max(shape.hidden_size, heads, shape.intermediate_size))
+    products = max(PANEL_BYTES, laid_out + TILE_SCRATCH_BYTES)
     return (
         *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
         *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
@@ -119,8 +122,8 @@ def lane_entries(
         ),
         Entry(
             name="workspace",
-            num_bytes=PRODUCT_WORKSPACE_BYTES + ALLOCATOR_SLACK_BYTES,
-            equation=f"panels {PRODUCT_WORKSPACE_BYTES // MIB} MiB + slack {ALLOCATOR_SLACK_BYTES // MIB} MiB",
+            num_bytes=products + ALLOCATOR_SLACK_BYTES,
+            equation=f"products {products / MIB:.1f} MiB + slack {ALLOCATOR_SLACK_BYTES // MIB} MiB",
         ),
     )
 

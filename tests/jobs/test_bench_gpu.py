@@ -29,7 +29,7 @@ TOY = {
     "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 320, "num_local_experts": 4,
 }  # fmt: skip
-GPU = GpuConfig(device="cpu", num_layers=6, shape=TOY, num_prompts=8, num_new_tokens=3, device_memory_gib=0.0857)
+GPU = GpuConfig(device="cpu", num_layers=6, shape=TOY, num_prompts=8, num_new_tokens=3, device_memory_gib=0.07)
 TASK = GpuTask(gpu=GPU, prompt_tokens=20, rounds=1, seconds=600.0)
 RESULT = Result(seconds=1.0, prefill_seconds=0.5, rate=1.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[[1]])
 
