@@ -228,14 +228,14 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         for key in ("max_new_tokens", "min_new_tokens"):
             require(getattr(self, key) >= 0, f"sampling.{key} must be 0 or more, got {getattr(self, key)}")
-        least, most = self.min_new_tokens, self.max_new_tokens
+        least, most, penalty = self.min_new_tokens, self.max_new_tokens, self.repetition_penalty
         require(least <= most, f"sampling.min_new_tokens={least} is above sampling.max_new_tokens={most}")
         require(self.temperature >= 0, f"sampling.temperature must be 0 (greedy) or more, got {self.temperature}")
         for key in ("top_k", "no_repeat_ngram_size", "logprobs"):
             require(getattr(self, key) >= 0, f"sampling.{key} must be 0 (off) or more, got {getattr(self, key)}")
         require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
         require(0 <= self.min_p < 1, f"sampling.min_p must be in [0, 1), got {self.min_p}")
-        require(self.repetition_penalty > 0, f"sampling.repetition_penalty must be above 0: {self.repetition_penalty}")
+        require(penalty > 0, f"sampling.repetition_penalty must be above 0, got {penalty}")
         require(all(self.stop), "sampling.stop holds an empty string, which would stop every row at once")
         require(all(self.bad_words), "sampling.bad_words holds an empty string")
         require(self.n >= 1, f"sampling.n must be 1 or more samples, got {self.n}")

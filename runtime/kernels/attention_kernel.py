@@ -23,7 +23,7 @@ from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "402d30e5f0c0edcfc9fde923968287436fe51759ce8f510178ca1fe962a3f5a0"
+PARTS_SHA256 = "71d4bf3645d990436b766d5663fc2922e0f1f8105cd47ffefddd0e7d741ea382"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

@@ -24,13 +24,12 @@ from .int8_tiles import (
     round_weights,
 )
 from .product_tiles import SUM_NUMBERS, TILE_WORDS, store1, store2, zero1, zero2
-from .tile_scratch import TILE_ROWS
+from .tile_scratch import PAIR_ROWS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "402d30e5f0c0edcfc9fde923968287436fe51759ce8f510178ca1fe962a3f5a0"
+PARTS_SHA256 = "71d4bf3645d990436b766d5663fc2922e0f1f8105cd47ffefddd0e7d741ea382"
 LARGEST = np.float32(127)
-PAIR_ROWS = 2 * TILE_ROWS
 NUM_SUMS = PAIR_ROWS * SUM_NUMBERS
 
 

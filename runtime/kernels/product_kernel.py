@@ -16,7 +16,6 @@ from .attention_softmax import REORDERED
 from .compiled import kept
 from .product_tiles import (
     PAIR_NUMBERS,
-    PAIR_ROWS,
     STEP_WORDS,
     SUM_NUMBERS,
     add_products1,
@@ -29,11 +28,11 @@ from .product_tiles import (
     zero1,
     zero2,
 )
-from .tile_scratch import TILE_DIMS, TILE_ROWS
+from .tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "402d30e5f0c0edcfc9fde923968287436fe51759ce8f510178ca1fe962a3f5a0"
+PARTS_SHA256 = "71d4bf3645d990436b766d5663fc2922e0f1f8105cd47ffefddd0e7d741ea382"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
 CACHED_STEPS = 340  # of x, 1 MiB: where all of it stays in the second cache, rows of w pass by once
@@ -90,6 +89,16 @@ def _add_chain(
             add_products1(w, at + k * step, row_numbers, tiles, x_at + k * STEP_WORDS, x_words)
 
 
+@njit(fastmath=REORDERED)
+def _give_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, to: int, out_numbers: int) -> None:
+    """What a pair of tiles of w came to, for the first `num_rows` rows of a pair of tiles of x."""
+    for j in range(2 if num_rows > TILE_ROWS else 1):
+        top = j * TILE_ROWS
+        for i in range(2):
+            place, own = to + top * out_numbers + i * TILE_ROWS, at + i * TILE_ROWS * SUM_NUMBERS + top
+            give_products(sums, own, num_rows - top, out_MN, place, out_numbers)
+
+
 @kept
 def multiply(
     w_NK: np.ndarray,
@@ -138,12 +147,8 @@ def multiply(
                     if k_first:
                         for i in range(BLOCK_NUMBERS):
                             sums[own + i] += sums[i]
-                    if k_first + num_steps < depth:
-                        continue
-                    for i in range(2):
-                        for j in range(2 if is_pair else 1):
-                            top = (t + j) * TILE_ROWS
-                            to = begin + top * out_numbers + row + n * PAIR_ROWS + i * TILE_ROWS
-                            at = own + i * TILE_ROWS * SUM_NUMBERS + j * TILE_ROWS
-                            give_products(sums, at, num_rows - top, out_MN, to, out_numbers)
+                    if k_first + num_steps == depth:
+                        top = t * TILE_ROWS
+                        to = begin + top * out_numbers + row + n * PAIR_ROWS
+                        _give_block(sums, own, num_rows - top, out_MN, to, out_numbers)
     release()

@@ -17,13 +17,12 @@ from numba.extending import intrinsic
 
 from .attention_vectors import FLOATS, INTS, LANES, Builder, Value, ints, load, place_of, shuffle, store
 from .tile_layout import EVEN, ODD, nearest, paired
-from .tile_scratch import TILE_DIMS, TILE_ROWS
+from .tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS
 from .tile_unit import BYTE, WORD, tile_op
 
 PARTS = 3  # bfloat16 that add up to a float32: 8 bits of its 24 each
 TILE_WORDS = TILE_ROWS * TILE_ROWS  # of 32 bits
 STEP_WORDS = PARTS * TILE_WORDS  # of the inputs of 16 rows at one depth: the tile of each part
-PAIR_ROWS = 2 * TILE_ROWS  # of w, taken at once
 PAIR_NUMBERS = PAIR_ROWS * TILE_DIMS
 SUM_NUMBERS = 2 * TILE_ROWS  # of a row of sums
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 TILE_ROWS, TILE_DIMS, TILE_QUERIES = 16, 32, 4  # TILE_DIMS bfloat16 are the 64 bytes of a row
+PAIR_ROWS = 2 * TILE_ROWS  # of weights, which products take at once
 PAIRED = 2 * TILE_QUERIES  # what stands side by side: high and low parts, or sums of even and of odd dims
 
 

@@ -9,11 +9,10 @@ from functools import cache
 import numpy as np
 import torch
 
-from ..kernels.tile_scratch import TILE_DIMS, TILE_ROWS, aligned_zeros
+from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
 from ..units import KIB, round_down, round_up
 from .shared_work import share
 from .tile_products import (
-    PAIR_ROWS,
     Piece,
     fit_tiles,
     has_matrix_unit,

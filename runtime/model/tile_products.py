@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..kernels.tile_scratch import TILE_DIMS, TILE_ROWS, aligned_zeros
-from ..units import MIB, round_down, round_up
+from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
+from ..plan.memory import LAID_OUT_BYTES
+from ..units import round_down, round_up
 from .shared_work import share
 
-PAIR_ROWS = 2 * TILE_ROWS  # of w, which the kernel takes at once
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
-INPUT_BYTES = 24 * MIB  # of x in tiles, at most: for more rows weights pass by once more
+INPUT_BYTES = LAID_OUT_BYTES  # of x in tiles, at most, as the ledger has it: for more rows weights pass by once more
 _NOTHING = np.zeros(0, np.float32)
 PART_BYTES = 6  # three bfloat16 for each float32
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products

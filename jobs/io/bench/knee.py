@@ -17,12 +17,12 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
-from runtime.engine.sequence import Request
 from runtime.plan.layer_work import LayerWork
 from runtime.plan.machine import Machine
 from runtime.plan.turning import Standing, standing
 
 from .isolated import answer
+from .millrace import requests_of
 from .task import Task, prompts
 
 
@@ -49,8 +49,7 @@ def stand(
     )
     runtime = Runtime(config)
     shape = runtime.model.shape
-    made = [runtime.request(str(n), ids) for n, ids in enumerate(prompts(num_prompts, shape.vocab_size, prompt_tokens))]
-    runtime.plan([request for request in made if isinstance(request, Request)])
+    runtime.plan(requests_of(runtime, prompts(num_prompts, shape.vocab_size, prompt_tokens)))
     assert runtime.rates is not None, "a plan measures them"
     budgets = runtime.budgets()
     machine = Machine(

@@ -43,6 +43,7 @@ from ..trace_file import tracing
 from . import peers
 from .attention import sweep
 from .contenders import Ours, Peer, Reading, Sweep
+from .millrace import prefill_seconds, requests_of
 from .reading import read_plainly
 from .task import Result, Task, forget_pages, prompts
 
@@ -97,8 +98,7 @@ def _runtime(
         )
         runtime = Runtime(config, trace=trace)
         ids = prompts(task.num_prompts, runtime.model.shape.vocab_size, task.prompt_tokens)
-        made = [runtime.request(str(index), prompt) for index, prompt in enumerate(ids)]
-        return runtime, [request for request in made if isinstance(request, Request)]
+        return runtime, requests_of(runtime, ids)
 
     runtime, requests = make(None)
     if tier is not Tier.nvme:
@@ -144,7 +144,7 @@ def _generated(task: Task, ours: Ours, folder: str) -> Result:
     seconds = sum(record.seconds for record in passes) + sum(writing_seconds)
     return Result(
         seconds=seconds,
-        prefill_seconds=sum(p.seconds * p.counts.prompt_tokens / p.counts.real_tokens for p in passes),
+        prefill_seconds=prefill_seconds(passes),
         rate=sum(map(len, tokens.values())) / seconds,
         peak_bytes=peak_resident_bytes(),
         baseline_bytes=runtime.baseline_bytes,

@@ -20,10 +20,10 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Request
 from runtime.model.synthesize import synthesize_checkpoint
 from runtime.stream.host_memory import peak_resident_bytes
 
+from .millrace import prefill_seconds, requests_of
 from .scale_size import HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS, Size
 from .task import Result, forget_pages
 
@@ -50,8 +50,7 @@ def measure(size: Size, path: Path, num_threads: int) -> Result:
     runtime = Runtime(_config(size, path, num_threads))
     draw = random.Random(size.prompt_tokens)
     ids = [[draw.randrange(10, size.vocab_size) for _ in range(size.prompt_tokens)] for _ in range(size.block)]
-    made = [runtime.request(str(index), prompt) for index, prompt in enumerate(ids)]
-    requests = [request for request in made if isinstance(request, Request)]
+    requests = requests_of(runtime, ids)
     passes: list[PassRecord] = []
     with runtime.confirmed_session(requests) as (plan, session):
         for block in plan.blocks:
@@ -59,7 +58,7 @@ def measure(size: Size, path: Path, num_threads: int) -> Result:
     seconds = sum(record.seconds for record in passes)
     return Result(
         seconds=seconds,
-        prefill_seconds=sum(p.seconds * p.counts.prompt_tokens / p.counts.real_tokens for p in passes),
+        prefill_seconds=prefill_seconds(passes),
         rate=size.block * NUM_NEW_TOKENS / seconds,
         peak_bytes=peak_resident_bytes(),
         baseline_bytes=runtime.baseline_bytes,

@@ -22,11 +22,12 @@ from runtime.config import (
 )
 from runtime.engine.measure.machine import device_name
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Completion, Request
+from runtime.engine.sequence import Completion
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import available_bytes, peak_resident_bytes
 from runtime.units import GIB, gib_to_bytes
 
+from ..millrace import prefill_seconds, requests_of
 from ..task import Result, prompts
 from .config import MODEL_TYPE
 from .link import measure_link
@@ -89,8 +90,7 @@ class GpuBench:
     def _millrace(self, way: Way) -> Measurement:
         """The first pass is run once before."""
         runtime = self._runtime(way)
-        made = [runtime.request(str(number), prompt) for number, prompt in enumerate(self._prompts(way))]
-        requests = [request for request in made if isinstance(request, Request)]
+        requests = requests_of(runtime, self._prompts(way))
         passes: list[PassRecord] = []
         with runtime.confirmed_session(requests) as (plan, session):
             session.probe(requests)
@@ -173,7 +173,7 @@ def _result(runtime: DrawnRuntime, passes: Sequence[PassRecord], done: Sequence[
     seconds = sum(record.seconds for record in passes)
     return Result(
         seconds=seconds,
-        prefill_seconds=sum(p.seconds * p.counts.prompt_tokens / p.counts.real_tokens for p in passes),
+        prefill_seconds=prefill_seconds(passes),
         rate=sum(map(len, tokens.values())) / seconds,
         peak_bytes=peak_resident_bytes(),
         baseline_bytes=runtime.baseline_bytes,
