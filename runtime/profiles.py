@@ -92,10 +92,11 @@ class MeasuredRates:
 
 
 class Multiplier(Enum):
-    """A way to multiply float32 with weights as they are stored: in the processor's matrix unit, or widened panels as
-    `w @ x.T` or `x @ w.T` by torch's own BLAS, or by oneDNN."""
+    """A way to multiply float32 with weights as they are stored: in the processor's matrix unit, in its vectors, or
+    widened panels as `w @ x.T` or `x @ w.T` by torch's own BLAS, or by oneDNN."""
 
     tiles = "tiles"
+    vectors = "vectors"
     weights_first = "weights_first"
     inputs_first = "inputs_first"
     onednn = "onednn"

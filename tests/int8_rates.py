@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from runtime.model.int8_products import has_int8_unit, multiply_in_int8, prepare_int8_products
-from runtime.model.tile_products import multiply_in_tiles, prepare_products
+from runtime.model.tile_products import multiply_in_tiles, prepare_tiles
 
 SHAPES = ((2048, 8192), (8192, 2048))  # inputs, outputs: up and down in Llama 3.2 1B
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
@@ -42,7 +42,7 @@ def main() -> None:
     if not has_int8_unit():
         raise SystemExit("this processor has no matrix unit for int8 that Linux lets us use")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    prepare_products()
+    prepare_tiles()
     prepare_int8_products()
     print(f"{torch.get_num_threads()} threads; GFLOP/s")
     made = {shape: [torch.randn(*shape[::-1]).bfloat16() for _ in range(NUM_MATRICES)] for shape in SHAPES}

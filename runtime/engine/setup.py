@@ -8,8 +8,8 @@ from ..cache.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
 from ..model.int8_products import prepare_int8_products
 from ..model.loading import LoadedModel
-from ..model.multipliers import choose_multipliers
-from ..model.tile_products import prepare_products
+from ..model.multipliers import choose_multipliers, prepare_products
+from ..model.weights import TORCH_DTYPES
 from ..plan.placement import Placement
 from ..profiles import ProductTable
 from ..stream.device import ComputeDevice
@@ -33,6 +33,7 @@ def prepare_kernels(model: LoadedModel, products: ProductTable | None) -> None:
     if model.shape.is_packed:
         prepare_decode_attention(model.compute_dtype)
     if model.compute_dtype == torch.float32:
-        prepare_products()
+        stored = {piece.dtype for stage in model.shape.stages for p in stage.parameters for piece in p.slices}
+        prepare_products([TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())])
     if any(parameter.is_int8 for stage in model.shape.stages for parameter in stage.parameters):
         prepare_int8_products()

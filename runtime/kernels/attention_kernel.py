@@ -23,7 +23,7 @@ from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "71d4bf3645d990436b766d5663fc2922e0f1f8105cd47ffefddd0e7d741ea382"
+PARTS_SHA256 = "5d166819d9c55339e907f2471f77f487d0557b3ef0c7a7042472ff9add2bd4a4"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

@@ -28,7 +28,7 @@ from .tile_scratch import PAIR_ROWS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "71d4bf3645d990436b766d5663fc2922e0f1f8105cd47ffefddd0e7d741ea382"
+PARTS_SHA256 = "5d166819d9c55339e907f2471f77f487d0557b3ef0c7a7042472ff9add2bd4a4"
 LARGEST = np.float32(127)
 NUM_SUMS = PAIR_ROWS * SUM_NUMBERS
 

@@ -11,16 +11,9 @@ import torch
 
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
 from ..units import KIB, round_down, round_up
-from .shared_work import share
-from .tile_products import (
-    Piece,
-    fit_tiles,
-    has_matrix_unit,
-    in_runs_of_rows,
-    pieces_of,
-    share_tiles,
-    tile_scratch,
-)
+from .pieces import Piece, in_runs_of_rows, pieces_of, share_layout
+from .shared_work import Spares, share
+from .tile_products import fit_tiles, has_matrix_unit, tile_scratch
 
 STEP_INPUTS = 2 * TILE_DIMS  # int8 in a row of a tile
 PANEL_BYTES = 512 * KIB  # of w as int8, or a pair of tiles: it stays in the second cache beside rows of x
@@ -39,8 +32,8 @@ class _Panel:
 
 
 @cache
-def _idle_panels(num_rows: int, num_inputs: int) -> list[_Panel]:
-    return []
+def _panels(num_rows: int, num_inputs: int) -> Spares[_Panel]:
+    return Spares()
 
 
 @cache
@@ -77,19 +70,19 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
     tiles = scratch.tiles(num_places * num_inputs // 4)
     scales_M, factors_M = (np.empty(num_places, np.float32) for _ in range(2))
     height = max(PAIR_ROWS, round_down(PANEL_BYTES // num_inputs, PAIR_ROWS))
-    idle = _idle_panels(height, num_inputs)
+    spares = _panels(height, num_inputs)
 
     def round_some(span: tuple[int, int]) -> None:
         round_rows(x, *span, tiles, scales_M, factors_M)
 
     def multiply_some(piece: Piece) -> None:
         words_NK, first, last, column = piece
-        panel = idle.pop() if idle else _Panel(height, num_inputs)
+        panel = spares.take(lambda: _Panel(height, num_inputs))
         own = (panel.words, panel.scales_N, panel.sums, scratch.shape)
         multiply_rounded(words_NK, first, last, tiles, scales_M, out, column, out.shape[1], num_rows, *own)
-        idle.append(panel)
+        spares.give_back(panel)
 
-    share_tiles(x_MK, round_some)
+    share_layout(x_MK, TILE_ROWS, round_some)
     share(pieces_of(blocks, height), multiply_some, torch.get_num_threads())
 
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from ..units import MIB
 from .rows import Rows
 
-PANEL_BYTES = 4 * 1024 * 1024
+PANEL_BYTES = 4 * MIB  # stays in a cache
 Block = torch.Tensor | Rows
 
 
@@ -31,18 +32,25 @@ class _Buffers:
 _buffers = _Buffers()
 
 
-def panels(blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, rows); each is valid until the next is taken. Plain blocks of that dtype come as they are."""
+def panels(
+    blocks: Sequence[Block], dtype: torch.dtype, num_bytes: int | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows); each is valid until the next is taken. Plain blocks of that dtype come as they are, others in
+    panels of at most PANEL_BYTES; of plain ones, which are widened at once, `num_bytes` instead."""
     row = 0
     for block in blocks:
         if isinstance(block, torch.Tensor) and block.dtype == dtype:
             yield row, block
         else:
-            height = max(1, PANEL_BYTES // (block.shape[1] * _working_bytes(block, dtype)))
+            height = max(1, _panel_bytes(block, num_bytes) // (block.shape[1] * _working_bytes(block, dtype)))
             for start in range(0, block.shape[0], height):
                 stop = min(start + height, block.shape[0])
                 yield row + start, _panel(block, slice(start, stop), dtype)
         row += block.shape[0]
+
+
+def _panel_bytes(block: Block, num_bytes: int | None) -> int:
+    return num_bytes if num_bytes is not None and isinstance(block, torch.Tensor) else PANEL_BYTES
 
 
 def _working_bytes(block: Block, dtype: torch.dtype) -> int:

@@ -3,9 +3,25 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+
+
+class Spares(Generic[Item]):
+    """What threads work with, taken and given back by any of them, so that as much is made as they need at once."""
+
+    def __init__(self) -> None:
+        self._items: list[Item] = []
+
+    def take(self, make: Callable[[], Item]) -> Item:
+        try:
+            return self._items.pop()
+        except IndexError:  # asking first would let another thread take it in between
+            return make()
+
+    def give_back(self, item: Item) -> None:
+        self._items.append(item)
 
 
 def share(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) -> None:

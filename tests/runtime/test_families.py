@@ -11,9 +11,10 @@ from runtime.config import DType, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.sampling import Sampler
 from runtime.engine.sequence import Completion, FinishReason
 from runtime.engine.sequence import Sequence as Running
-from runtime.model import tile_products
+from runtime.model import multipliers, pieces
 from runtime.model.families import FAMILIES
 from runtime.model.tile_products import has_matrix_unit
+from runtime.profiles import Multiplier
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
 References = Callable[[str], Reference]
@@ -60,13 +61,17 @@ def test_greedy_tokens_equal_transformers_in_every_tier(family: str, reference: 
         assert tokens(opened(config_for(ref, tier)), ref.prompts) == ref.expected, tier
 
 
-@pytest.mark.skipif(not has_matrix_unit(), reason="this processor has no matrix unit that Linux lets us use")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers_in_the_matrix_unit(
-    family: str, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("multiplier", [Multiplier.tiles, Multiplier.vectors])
+def test_greedy_tokens_equal_transformers_with_compiled_products(
+    multiplier: Multiplier, family: str, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products of these small models are otherwise left to torch."""
-    monkeypatch.setattr(tile_products, "LEAST_WEIGHTS", 1)
+    if multiplier is Multiplier.tiles and not has_matrix_unit():
+        pytest.skip("this processor has no matrix unit that Linux lets us use")
+    if multiplier is Multiplier.vectors:
+        monkeypatch.setattr(multipliers, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(pieces, "LEAST_WEIGHTS", 1)
     ref = reference(family)
     assert tokens(opened(config_for(ref, Tier.none)), ref.prompts) == ref.expected
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from runtime.config import DType, ModelConfig, Products, Tier
 from runtime.errors import ConfigError
-from runtime.model import int8_weights, stored, tile_products
+from runtime.model import int8_weights, pieces, stored
 from runtime.model.families import FAMILIES
 from runtime.model.int8_products import MOST_INPUTS, fit_int8, has_int8_unit, multiply_in_int8
 from runtime.model.loading import LoadedModel, load_model
@@ -107,7 +107,7 @@ def test_a_row_comes_to_the_same_in_any_company() -> None:
 def test_neither_threads_nor_passes_over_the_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(200, 512), random(320, 512, seed=1).bfloat16()
     usual = multiply_in_int8(x, [weight])
-    monkeypatch.setattr(tile_products, "INPUT_BYTES", 32 * 512)
+    monkeypatch.setattr(pieces, "INPUT_BYTES", 32 * 512)
     assert torch.equal(multiply_in_int8(x, [weight]), usual)
     torch.set_num_threads(1)
     assert torch.equal(multiply_in_int8(x, [weight]), usual)
@@ -187,7 +187,7 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_tokens_in_int8_are_the_same_in_every_tier(
     family: str, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_products, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(pieces, "LEAST_WEIGHTS", 1)
     ref, found = reference(family), list[list[list[int]]]()
     for tier in (Tier.none, Tier.nvme):
         config = config_for(ref, tier)

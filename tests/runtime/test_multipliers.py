@@ -14,7 +14,7 @@ from runtime.engine.measure.multipliers import ROWS, product_table
 from runtime.engine.measure.timing import Figure
 from runtime.errors import ConfigError
 from runtime.machine_cache import keep
-from runtime.model import multipliers, tile_products
+from runtime.model import multipliers, pieces
 from runtime.model.gguf_blocks import GgufRows
 from runtime.model.multipliers import MULTIPLIERS, STORED, choose_multipliers, multiplier_of, multiply
 from runtime.model.tile_products import has_matrix_unit
@@ -49,27 +49,37 @@ def test_each_gives_the_product(multiplier: Multiplier, stored: torch.dtype, num
     torch.testing.assert_close(MULTIPLIERS[multiplier](x, blocks), right.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_measurement_narrow_products_put_weights_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipliers, "has_matrix_unit", lambda: False)
+@pytest.mark.parametrize(
+    ("has_unit", "can_compile", "chosen"),
+    [
+        (True, True, [Multiplier.tiles] * 5),
+        (False, True, [Multiplier.vectors] * 4 + [Multiplier.inputs_first]),
+        (False, False, [Multiplier.weights_first] * 2 + [Multiplier.inputs_first] * 3),
+    ],
+    ids=["matrix unit", "compiler", "neither"],
+)
+def test_what_is_taken_without_a_measurement(
+    has_unit: bool, can_compile: bool, chosen: list[Multiplier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipliers, "has_matrix_unit", lambda: has_unit)
+    monkeypatch.setattr(multipliers, "has_compiler", lambda: can_compile)
     weight = random(256, 512).bfloat16()
-    chosen = [multiplier_of(random(rows, 512), [weight]) for rows in (1, 96, 97)]
-    assert chosen == [Multiplier.weights_first, Multiplier.weights_first, Multiplier.inputs_first]
-    monkeypatch.setattr(multipliers, "has_matrix_unit", lambda: True)
-    assert multiplier_of(random(1, 512), [weight]) is Multiplier.tiles
+    assert [multiplier_of(random(rows, 512), [weight]) for rows in (1, 96, 97, 256, 257)] == chosen
 
 
 def test_a_table_says_what_is_taken_by_dtype_shape_and_the_nearest_rows() -> None:
-    first, second, third = PANELS
+    usual, second, third = Multiplier.weights_first, Multiplier.onednn, Multiplier.inputs_first
     choose_multipliers(ProductTable(rows=[4, 64], multipliers={"float16, tall": [second, third]}))
     tall, wide = random(64, 256).half(), random(256, 64).half()
     assert [multiplier_of(random(rows, 256), [tall]) for rows in (1, 15, 17, 500)] == [second, second, third, third]
-    assert multiplier_of(random(4, 64), [wide]) is first
-    assert multiplier_of(random(4, 256), [tall.float()]) is first
-    assert multiplier_of(random(4, 256).half(), [tall]) is first
+    assert multiplier_of(random(4, 64), [wide]) is usual
+    assert multiplier_of(random(4, 256), [tall.float()]) is usual
+    assert multiplier_of(random(4, 256).half(), [tall]) is usual
 
 
-def test_a_table_cannot_send_to_tiles_what_does_not_fit_them() -> None:
-    choose_multipliers(always(Multiplier.tiles))
+@pytest.mark.parametrize("multiplier", [Multiplier.tiles, Multiplier.vectors])
+def test_a_table_cannot_send_to_a_kernel_what_does_not_fit_it(multiplier: Multiplier) -> None:
+    choose_multipliers(always(multiplier))
     assert multiplier_of(random(4, 30), [random(64, 30).bfloat16()]) is Multiplier.weights_first
 
 
@@ -87,7 +97,7 @@ def test_greedy_tokens_are_equal_whichever_is_taken(
 ) -> None:
     if multiplier is Multiplier.tiles and not has_matrix_unit():
         pytest.skip("this processor has no matrix unit that Linux lets us use")
-    monkeypatch.setattr(tile_products, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(pieces, "LEAST_WEIGHTS", 1)
     ref = reference(family)
     runtime = opened(config_for(ref, Tier.none))
     choose_multipliers(always(multiplier))
@@ -104,18 +114,18 @@ def figures(**gflops: tuple[float, float, float]) -> dict[str, Figure]:
 
 
 @pytest.mark.parametrize(
-    ("weights_first", "onednn", "chosen"),
+    ("vectors", "onednn", "chosen"),
     [
-        ((99, 100, 101), (104, 104.5, 105), Multiplier.weights_first),
+        ((99, 100, 101), (104, 104.5, 105), Multiplier.vectors),
         ((99, 100, 101), (106, 107, 108), Multiplier.onednn),
-        ((99, 100, 107), (106, 107, 108), Multiplier.weights_first),
+        ((99, 100, 107), (106, 107, 108), Multiplier.vectors),
     ],
     ids=["under 5 %", "faster", "not in all rounds"],
 )
 def test_another_is_taken_where_it_is_faster_beyond_doubt(
-    weights_first: tuple[float, float, float], onednn: tuple[float, float, float], chosen: Multiplier
+    vectors: tuple[float, float, float], onednn: tuple[float, float, float], chosen: Multiplier
 ) -> None:
-    table = product_table([1, 8, 64, 512], figures(weights_first=weights_first, onednn=onednn))
+    table = product_table([1, 8, 64, 512], figures(vectors=vectors, onednn=onednn))
     assert table.rows == [1, 4, 16, 64, 256]
     assert table.fastest("float16", is_tall=True, num_rows=16) is chosen
 

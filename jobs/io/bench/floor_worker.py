@@ -19,6 +19,7 @@ from runtime.config import ModelConfig, RuntimeConfig
 from runtime.engine.measure.multipliers import candidates
 from runtime.model.multipliers import MULTIPLIERS
 from runtime.model.tile_products import fit_tiles
+from runtime.model.vector_products import fit_vectors
 from runtime.plan.shapes import Stage, StageKind
 from runtime.profiles import Multiplier
 from runtime.units import MIB
@@ -46,8 +47,11 @@ def shortest_seconds(M: int, N: int, K: int) -> float:
     count = min(MOST_COPIES, max(2, WEIGHT_BYTES // (2 * N * K)))
     weights = [torch.randn(N, K).bfloat16() for _ in range(count)]
     x_MK = torch.randn(M, K)
-    may_tile = fit_tiles(x_MK, weights[:1])
-    ways = [way for way in candidates("bfloat16") if way is not Multiplier.tiles or may_tile]
+    fitting = {
+        Multiplier.tiles: fit_tiles(x_MK, weights[:1]),
+        Multiplier.vectors: fit_vectors(x_MK, weights[:1]),
+    }
+    ways = [way for way in candidates("bfloat16") if fitting.get(way, True)]
     return min(_seconds(way, x_MK, weights) for way in ways)
 
 

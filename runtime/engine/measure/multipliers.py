@@ -8,7 +8,8 @@ from itertools import cycle, product
 
 import torch
 
-from ...model.multipliers import MULTIPLIERS, STORED, usual_panels
+from ...model.multipliers import MULTIPLIERS, STORED, usual_multiplier
+from ...model.pieces import has_compiler
 from ...model.tile_products import has_matrix_unit
 from ...profiles import Multiplier, ProductTable
 from .products import Matrices
@@ -35,7 +36,7 @@ def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> Product
             return figures[_name(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier)]
 
         ways = candidates(stored)
-        usual = Multiplier.tiles if Multiplier.tiles in ways else usual_panels(num_rows)
+        usual = usual_multiplier(ways, num_rows)
         best = max(ways, key=lambda multiplier: figure(multiplier).value)
         is_worth_it = figure(best).value > (1 + WORTHWHILE) * figure(usual).value
         return best if is_worth_it and figure(best).low > figure(usual).high else usual
@@ -60,8 +61,8 @@ def candidates(stored: str) -> list[Multiplier]:
     """What multiplies float32 with weights of this dtype here."""
     may_use_tiles = stored == "bfloat16" and has_matrix_unit()
     is_onednn = torch.backends.mkldnn.is_available()
-    missing = {Multiplier.tiles: not may_use_tiles, Multiplier.onednn: not is_onednn}
-    return [multiplier for multiplier in Multiplier if not missing.get(multiplier, False)]
+    here = {Multiplier.tiles: may_use_tiles, Multiplier.vectors: has_compiler(), Multiplier.onednn: is_onednn}
+    return [multiplier for multiplier in Multiplier if here.get(multiplier, True)]
 
 
 def _name(stored: str, *, is_tall: bool, num_rows: int, multiplier: Multiplier) -> str:

@@ -1,0 +1,85 @@
+"""A product cut up for compiled kernels: runs of rows of x that memory is set aside for, rows of w for threads.
+
+M rows of x, N of w, K inputs.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..cache.host_work import BITS
+from ..kernels.tile_scratch import PAIR_ROWS, TILE_ROWS
+from ..plan.memory import LAID_OUT_BYTES
+from ..units import round_down, round_up
+from .shared_work import share
+
+PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
+INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
+LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
+SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
+
+Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor], None]  # x (M, K), w, out (M, N)
+
+
+class Piece(NamedTuple):
+    """Rows [first, last) of a block of w, bits as kernels know them, which begins at a column of the result."""
+
+    words_NK: np.ndarray
+    first: int
+    last: int
+    column: int
+
+
+def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[torch.dtype], step_inputs: int) -> bool:
+    """Whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step."""
+    if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or x_MK.shape[1] % step_inputs or not len(x_MK):
+        return False
+    plain = [block for block in blocks if isinstance(block, torch.Tensor) and block.dtype in dtypes]
+    if len(plain) < len(blocks) or len({block.dtype for block in plain}) > 1:
+        return False
+    return all(block.is_contiguous() for block in plain) and sum(block.numel() for block in plain) >= LEAST_WEIGHTS
+
+
+def in_runs_of_rows(
+    x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], number_bytes: int, multiply: Multiply
+) -> torch.Tensor:
+    """As many rows of x at a time as `INPUT_BYTES` hold; the rows of w behind the last pair of tiles go by torch."""
+    x_MK = x_MK.contiguous()
+    out_MN = x_MK.new_empty(len(x_MK), sum(map(len, blocks)))
+    most = max(1, INPUT_BYTES // (number_bytes * x_MK.shape[1] * TILE_ROWS)) * TILE_ROWS
+    for rows_MK, out_rows_MN in zip(x_MK.split(most), out_MN.split(most), strict=True):
+        multiply(rows_MK, blocks, out_rows_MN)
+    column = 0
+    for block in blocks:
+        column, whole = column + len(block), round_down(len(block), PAIR_ROWS)
+        if whole < len(block):
+            torch.mm(x_MK, block[whole:].float().t(), out=out_MN[:, column - len(block) + whole : column])
+    return out_MN
+
+
+def pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
+    """All but the rows behind the last pair of tiles."""
+    pieces, column, num_threads = list[Piece](), 0, torch.get_num_threads()
+    for block in blocks:
+        words_NK, whole = block.view(BITS[block.dtype]).numpy(), round_down(len(block), PAIR_ROWS)
+        height = min(most_rows, round_up(max(1, whole // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
+        pieces += [Piece(words_NK, row, min(row + height, whole), column) for row in range(0, whole, height)]
+        column += len(block)
+    return pieces
+
+
+def share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
+    """Runs of groups of so many rows of x, each laid out by `act`."""
+    num_threads, num_groups = torch.get_num_threads(), -(-len(x_MK) // group_rows)
+    width = max(2, -(-num_groups // (2 * num_threads)))
+    spans = [(g, min(g + width, num_groups)) for g in range(0, num_groups, width)]
+    share(spans, act, num_threads if x_MK.numel() >= SHARED_INPUTS else 1)
+
+
+@cache
+def has_compiler() -> bool:
+    return find_spec("numba") is not None

@@ -1,0 +1,62 @@
+"""Products of float32 with stored weights in the processor's vectors, cut into pieces for threads.
+
+M rows of x, N of w, K inputs.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from ..cache.host_work import BITS
+from ..kernels.tile_scratch import PAIR_ROWS, aligned_zeros
+from .pieces import Piece, fit_kernel, has_compiler, in_runs_of_rows, pieces_of, share_layout
+from .shared_work import Spares, share
+from .tile_products import NOTHING, Workspace, tile_scratch
+
+STEP_INPUTS = 16  # the lanes of the widest vectors
+NUMBER_BYTES = 4
+
+
+@cache
+def _spares() -> Spares[Workspace]:
+    return Spares()
+
+
+def fit_vectors(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
+    """Whether `multiply_in_vectors` takes these blocks of rows of w, where there is a compiler."""
+    return fit_kernel(x_MK, blocks, BITS, STEP_INPUTS)
+
+
+def multiply_in_vectors(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
+    return in_runs_of_rows(x_MK, blocks, NUMBER_BYTES, _multiply)
+
+
+def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+    """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
+    from ..kernels.vector_kernel import CHUNK_ROWS, PANEL_NUMBERS, lay_out_inputs, multiply_in_chains
+    from ..kernels.vector_steps import INPUT_ROWS
+
+    x, out, num_rows = x_MK.numpy(), out_MN.numpy(), len(x_MK)
+    inputs = tile_scratch().tiles(x_MK.numel()).view(np.float32)
+
+    def lay_out_some(span: tuple[int, int]) -> None:
+        lay_out_inputs(x, *span, inputs)
+
+    def multiply_some(piece: Piece) -> None:
+        words_NK, first, last, column = piece
+        own = _spares().take(lambda: Workspace(aligned_zeros((PANEL_NUMBERS,), np.float32), NOTHING))
+        own = own.with_room(num_rows * CHUNK_ROWS)
+        multiply_in_chains(words_NK, first, last, inputs, out, column, num_rows, *own)
+        _spares().give_back(own)
+
+    share_layout(x_MK, INPUT_ROWS, lay_out_some)
+    share(pieces_of(blocks, CHUNK_ROWS), multiply_some, torch.get_num_threads())
+
+
+def prepare_vectors(stored: Iterable[torch.dtype]) -> None:
+    for dtype in stored if has_compiler() else ():
+        if dtype in BITS:
+            multiply_in_vectors(torch.zeros(1, STEP_INPUTS), [torch.zeros(PAIR_ROWS, STEP_INPUTS, dtype=dtype)])
