@@ -63,7 +63,7 @@ def plain(value: object) -> JsonValue:
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(plain(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     assert value is None or isinstance(value, str | int | float | bool), f"{type(value).__name__} in a config"
@@ -113,7 +113,8 @@ def _convert(hint: object, value: object, key: str) -> object:
     if origin is dict:
         if not (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)):
             raise _mismatch(hint, value, key)
-        return dict(value)
+        of_key, of_item = arguments
+        return {_convert(of_key, name, key): _convert(of_item, item, f"{key}.{name}") for name, item in value.items()}
     return _convert_scalar(hint, value, key)
 
 

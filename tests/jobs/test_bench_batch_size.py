@@ -52,6 +52,16 @@ def test_sizes_are_tried_until_the_rate_falls_or_the_peer_fails(
     assert {(task.num_prompts, task.num_new_tokens) for task in asked} == {(128, 8)}
 
 
+def test_a_peer_may_have_a_size_of_its_own() -> None:
+    config = BenchConfig(batch_size=16, batch_sizes={Contender.llama_cpp_f16: 64})
+    sizes = {each: task_of(config, each, "somewhere", 256).batch_size for each in Contender}
+    assert sizes[Contender.llama_cpp_f16] == 64
+    assert sizes[Contender.transformers] == 16
+    assert sizes[Contender.vllm] is None
+    with pytest.raises(ConfigError, match="batch_sizes must name peers.*nvme: 4"):
+        BenchConfig(batch_sizes={Contender.nvme: 4})
+
+
 def test_no_size_is_above_the_number_of_prompts_and_a_single_one_is_not_tried() -> None:
     asked: list[Task] = []
     assert chosen(BenchConfig(num_prompts=40), Contender.accelerate_cpu, {16: 1.0, 32: 2.0}, asked) == 32

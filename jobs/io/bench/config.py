@@ -32,7 +32,8 @@ class BenchConfig:
     """`checkpoints` are directories, empty: that of `model`; a block is so many sequences.
 
     Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
-    same. `batch_size` is the peers', None: the best is searched; `peer_minutes` limits each measurement of a peer.
+    same. `batch_size` is the peers', `batch_sizes` has those of some of them instead; None: the best is searched.
+    `peer_minutes` limits each measurement of a peer.
     `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -46,6 +47,7 @@ class BenchConfig:
     ignore_eos: bool = True
     rounds: int = 3
     batch_size: int | None = None
+    batch_sizes: dict[Contender, int] = field(default_factory=dict)
     peer_minutes: float | None = None
     micro_batch_size: int = 64
     num_micro_batches: int | None = None
@@ -61,6 +63,11 @@ class BenchConfig:
         for key in (*counts, "batch_size", "num_micro_batches"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} must be 1 or more, got {value}")
+        require(
+            set(self.batch_sizes) <= set(PEERS) and all(size >= 1 for size in self.batch_sizes.values()),
+            "batch_sizes must name peers and be 1 or more, got "
+            + ", ".join(f"{each.value}: {size}" for each, size in self.batch_sizes.items()),
+        )
         limit = self.peer_minutes
         require(limit is None or limit > 0, f"peer_minutes must be above 0, or null for no limit, got {limit}")
         require(bool(self.contenders), "contenders is empty: name at least one")

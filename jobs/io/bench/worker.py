@@ -35,6 +35,7 @@ class Ended:
 
 def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> Task:
     entry = CONTENDERS[contender]
+    batch_size = config.batch_sizes.get(contender, config.batch_size)
     return Task(
         contender=contender.value,
         path=path,
@@ -42,7 +43,7 @@ def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: i
         prompt_tokens=config.prompt_tokens,
         num_new_tokens=config.num_new_tokens,
         ignore_eos=config.ignore_eos,
-        batch_size=config.batch_size if isinstance(entry, Peer) and entry.batch_sizes else None,
+        batch_size=batch_size if isinstance(entry, Peer) and entry.batch_sizes else None,
         micro_batch_size=config.micro_batch_size,
         num_micro_batches=config.num_micro_batches or -(-num_prompts // config.micro_batch_size),
         weight_share=config.weight_share,
