@@ -19,6 +19,7 @@ from .store.cache_root import cache_root
 log = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")
+COMPARED = [multiplier.value for multiplier in Multiplier]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +102,13 @@ def _rates_of(values: Mapping[str, object]) -> MeasuredRates:
 
 def _plain(products: ProductTable) -> dict[str, object]:
     by_kind = {kind: [multiplier.value for multiplier in found] for kind, found in products.multipliers.items()}
-    return {"rows": products.rows, "multipliers": by_kind}
+    return {"rows": products.rows, "multipliers": by_kind, "compared": COMPARED}
 
 
 def _products_of(values: Mapping[str, Any]) -> ProductTable:
     """Raises KeyError, TypeError, ValueError or ConfigError for what is no such thing."""
+    if values["compared"] != COMPARED:
+        raise ConfigError(f"it compares {', '.join(values['compared'])}, while there are {', '.join(COMPARED)}")
     by_kind = {kind: [Multiplier(name) for name in found] for kind, found in values["multipliers"].items()}
     return ProductTable(rows=list(values["rows"]), multipliers=by_kind)
 

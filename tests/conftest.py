@@ -9,8 +9,11 @@ import torch
 
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig
+from runtime.model import pieces
 from runtime.model.families import FAMILIES
-from tests.support import MANY_EXPERTS, Reference, synthesize
+from runtime.model.multipliers import choose_multipliers
+from runtime.profiles import Multiplier
+from tests.support import MANY_EXPERTS, Reference, always, synthesize
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,6 +56,15 @@ def opened() -> Callable[[RuntimeConfig], Runtime]:
         return made[config.model]
 
     return get
+
+
+@pytest.fixture
+def products_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Multiplier], None]]:
+    """`products_go(multiplier)`: so are those of any size multiplied, where it takes them, until the test ends or
+    another runtime is opened."""
+    monkeypatch.setattr(pieces, "LEAST_WEIGHTS", 1)
+    yield lambda multiplier: choose_multipliers(always(multiplier))
+    choose_multipliers(None)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,9 @@ from transformers import AutoConfig, PreTrainedModel
 from runtime.engine.sequence import Request
 from runtime.model.families import FAMILIES, Family
 from runtime.model.meta import auto_class
+from runtime.model.multipliers import STORED
 from runtime.model.synthesize import synthesize_checkpoint
+from runtime.profiles import Multiplier, ProductTable
 
 SHARED_DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 PROMPT_LENGTHS = (5, 17, 3, 30, 11, 8, 9)
@@ -28,6 +30,14 @@ MANY_EXPERTS: dict[str, dict[str, object]] = {  # as many as in the published mo
         "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
     },
 }  # fmt: skip
+
+
+PRODUCT_KINDS = [ProductTable.kind(stored, is_tall=is_tall) for stored in STORED.values() for is_tall in (False, True)]
+
+
+def always(multiplier: Multiplier) -> ProductTable:
+    """As if it had been the fastest in every measurement."""
+    return ProductTable(rows=[1], multipliers={kind: [multiplier] for kind in PRODUCT_KINDS})
 
 
 def synthesize(family: str, directory: Path, **overrides: object) -> Path:

@@ -6,21 +6,18 @@ is cut into rows, and into KV heads where rows are few.
 B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
 """
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
 import torch
 
+from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import TILE_DIMS
 from ..units import MIB
 from .host_work import Piece, fit_tiles, in_tiles, in_vectors, pages_of, rows_of, softmax_of
 from .plain_attention import decode_attention_torch
-
-log = logging.getLogger(__name__)
 
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
 MIN_PIECE_BYTES = MIB // 2  # takes about 50 us, as long as it takes to wake a thread
@@ -48,7 +45,7 @@ def decode_attention(
     `AttentionWorkers`. Returns when all is done.
     """
     _check(k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B)
-    if not _has_compiler():
+    if not has_compiler():
         return decode_attention_torch(
             q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=scale, softcap=softcap, sinks_H=sinks_H
         )
@@ -118,11 +115,3 @@ def _has_tiles() -> bool:
     from ..kernels.tile_unit import may_use_tiles
 
     return may_use_tiles()
-
-
-@cache
-def _has_compiler() -> bool:
-    if find_spec("numba") is not None:
-        return True
-    log.warning("numba is not installed: decode attention on the CPU runs in torch operators, several times slower")
-    return False

@@ -33,7 +33,8 @@ def prepare_kernels(model: LoadedModel, products: ProductTable | None) -> None:
     if model.shape.is_packed:
         prepare_decode_attention(model.compute_dtype)
     if model.compute_dtype == torch.float32:
-        stored = {piece.dtype for stage in model.shape.stages for p in stage.parameters for piece in p.slices}
+        slices = [piece for stage in model.shape.stages for p in stage.parameters for piece in p.slices]
+        stored = {piece.dtype for piece in slices if len(piece.shape) >= 2}
         prepare_products([TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())])
     if any(parameter.is_int8 for stage in model.shape.stages for parameter in stage.parameters):
         prepare_int8_products()

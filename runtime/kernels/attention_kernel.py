@@ -23,7 +23,7 @@ from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "5d166819d9c55339e907f2471f77f487d0557b3ef0c7a7042472ff9add2bd4a4"
+PARTS_SHA256 = "d1247b47ca17e7c609028744b6add98fafb4a4b8036065a5a25c9732dc6fd30d"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

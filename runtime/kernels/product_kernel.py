@@ -32,7 +32,7 @@ from .tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "5d166819d9c55339e907f2471f77f487d0557b3ef0c7a7042472ff9add2bd4a4"
+PARTS_SHA256 = "d1247b47ca17e7c609028744b6add98fafb4a4b8036065a5a25c9732dc6fd30d"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
 CACHED_STEPS = 340  # of x, 1 MiB: where all of it stays in the second cache, rows of w pass by once

@@ -1,4 +1,4 @@
-"""Products of float32 with weights as they are stored, in the processor's vectors, where there is no matrix unit.
+"""Products of float32 with weights as they are stored, in the processor's vectors, where they fit no matrix unit.
 
 Rows of w are widened, a few at a time and so many inputs of them that they stay in the second cache, where all rows of
 x pass by them; nothing that is widened is ever in memory. An output adds up its inputs in the same order whatever rows
@@ -17,7 +17,7 @@ from .compiled import kept
 from .vector_steps import INPUT_ROWS, WEIGHT_ROWS, add_products, lay_out
 
 # See `compiled.py`.
-PARTS_SHA256 = "5d166819d9c55339e907f2471f77f487d0557b3ef0c7a7042472ff9add2bd4a4"
+PARTS_SHA256 = "d1247b47ca17e7c609028744b6add98fafb4a4b8036065a5a25c9732dc6fd30d"
 CHUNK_ROWS = 128  # of w: what one call multiplies at most
 CHAIN_INPUTS = 512  # whose widened weights of a call are 256 KiB
 PANEL_NUMBERS = CHUNK_ROWS * CHAIN_INPUTS
@@ -25,7 +25,7 @@ PANEL_NUMBERS = CHUNK_ROWS * CHAIN_INPUTS
 
 @njit(fastmath=REORDERED)
 def _group(g: int, num_rows: int) -> tuple[int, int]:
-    """The first row, and how many there are, of the g-th group of rows of x, all as large as can be."""
+    """The first row, and how many there are, of the g-th group of rows of x: sizes differ by one at most."""
     num_groups = -(-num_rows // INPUT_ROWS)
     size, larger = num_rows // num_groups, num_rows % num_groups
     return g * size + min(g, larger), size + (1 if g < larger else 0)

@@ -11,9 +11,9 @@ import torch
 
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
 from ..units import KIB, round_down, round_up
-from .pieces import Piece, in_runs_of_rows, pieces_of, share_layout
+from .pieces import Piece, in_runs_of_rows, pieces_of, room_for_inputs, share_layout
 from .shared_work import Spares, share
-from .tile_products import fit_tiles, has_matrix_unit, tile_scratch
+from .tile_products import fit_tiles, has_matrix_unit, tiles_shape
 
 STEP_INPUTS = 2 * TILE_DIMS  # int8 in a row of a tile
 PANEL_BYTES = 512 * KIB  # of w as int8, or a pair of tiles: it stays in the second cache beside rows of x
@@ -65,9 +65,9 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
     """All but the rows of w behind the last pair of tiles."""
     from ..kernels.int8_kernel import multiply_rounded, round_rows
 
-    scratch, (num_rows, num_inputs) = tile_scratch(), x_MK.shape
-    x, out, num_places = x_MK.numpy(), out_MN.numpy(), round_up(num_rows, TILE_ROWS)
-    tiles = scratch.tiles(num_places * num_inputs // 4)
+    x, out, (num_rows, num_inputs) = x_MK.numpy(), out_MN.numpy(), x_MK.shape
+    num_places = round_up(num_rows, TILE_ROWS)
+    tiles = room_for_inputs(num_places * num_inputs // 4)
     scales_M, factors_M = (np.empty(num_places, np.float32) for _ in range(2))
     height = max(PAIR_ROWS, round_down(PANEL_BYTES // num_inputs, PAIR_ROWS))
     spares = _panels(height, num_inputs)
@@ -78,7 +78,7 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
     def multiply_some(piece: Piece) -> None:
         words_NK, first, last, column = piece
         panel = spares.take(lambda: _Panel(height, num_inputs))
-        own = (panel.words, panel.scales_N, panel.sums, scratch.shape)
+        own = (panel.words, panel.scales_N, panel.sums, tiles_shape())
         multiply_rounded(words_NK, first, last, tiles, scales_M, out, column, out.shape[1], num_rows, *own)
         spares.give_back(panel)
 

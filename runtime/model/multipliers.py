@@ -9,14 +9,14 @@ from typing import cast
 
 import torch
 
+from ..kernels.compiler import has_compiler
 from ..plan.memory import PANEL_BYTES as MOST_PANEL_BYTES
 from ..profiles import Multiplier, ProductTable
 from .panels import Block, panels
-from .pieces import has_compiler
 from .tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles, prepare_tiles
 from .vector_products import fit_vectors, multiply_in_vectors, prepare_vectors
 
-MOST_VECTOR_ROWS = 256  # beyond, to widen a large panel is little beside its product, and torch's is faster
+MANY_ROWS = 256  # beyond, to widen a large panel is little beside its product, and torch's is faster
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
 STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
 
@@ -48,25 +48,31 @@ def multiply(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 
 def multiplier_of(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier:
-    fitting = {
-        Multiplier.tiles: fit_tiles(x_MK, blocks) and has_matrix_unit(),
-        Multiplier.vectors: fit_vectors(x_MK, blocks) and has_compiler(),
-    }
-    table, first = _Choice.table, blocks[0]
+    ways, table, first = fitting(x_MK, blocks), _Choice.table, blocks[0]
     if table is not None and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu" and len(x_MK):
         stored = STORED.get(first.dtype) if isinstance(first, torch.Tensor) else None
         is_tall = x_MK.shape[1] > sum(block.shape[0] for block in blocks)
         fastest = table.fastest(stored, is_tall=is_tall, num_rows=len(x_MK)) if stored else None
-        if fastest is not None and fitting.get(fastest, True):
+        if fastest in ways:
             return fastest
-    return usual_multiplier([multiplier for multiplier, fits in fitting.items() if fits], len(x_MK))
+    return usual_multiplier(ways, len(x_MK))
 
 
-def usual_multiplier(fitting: Sequence[Multiplier], num_rows: int) -> Multiplier:
+def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[Multiplier]:
+    """Those that take these blocks of rows of w, on this processor."""
+    kernels = {
+        Multiplier.tiles: fit_tiles(x_MK, blocks) and has_matrix_unit(),
+        Multiplier.vectors: fit_vectors(x_MK, blocks) and has_compiler(),
+        Multiplier.onednn: torch.backends.mkldnn.is_available(),
+    }
+    return [multiplier for multiplier in Multiplier if kernels.get(multiplier, True)]
+
+
+def usual_multiplier(ways: Sequence[Multiplier], num_rows: int) -> Multiplier:
     """The rule: what is compiled, if it fits and pays; otherwise panels."""
-    if Multiplier.tiles in fitting:
+    if Multiplier.tiles in ways:
         return Multiplier.tiles
-    if Multiplier.vectors in fitting and num_rows <= MOST_VECTOR_ROWS:
+    if Multiplier.vectors in ways and num_rows <= MANY_ROWS:
         return Multiplier.vectors
     return Multiplier.weights_first if num_rows <= NARROW_ROWS else Multiplier.inputs_first
 
@@ -88,20 +94,20 @@ def _weights_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 def _inputs_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
-    for row, panel in panels(blocks, x_MK.dtype, _panel_bytes(x_MK)):
+    for row, panel in panels(blocks, x_MK.dtype, _most_bytes(x_MK)):
         torch.mm(x_MK, panel.t(), out=out_MN[:, row : row + panel.shape[0]])
     return out_MN
 
 
-def _panel_bytes(x_MK: torch.Tensor) -> int | None:
+def _most_bytes(x_MK: torch.Tensor) -> int | None:
     """Where many rows pass by, each panel costs another pass over x: at 512 rows and more, panels of 16 MiB gave 206 to
     230 GFLOP/s where those of 4 MiB gave 171 to 187 (one Xeon with AVX-512, two threads)."""
-    return MOST_PANEL_BYTES if len(x_MK) > MOST_VECTOR_ROWS else None
+    return MOST_PANEL_BYTES if len(x_MK) > MANY_ROWS else None
 
 
 def _in_onednn(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
-    for row, panel in panels(blocks, x_MK.dtype, _panel_bytes(x_MK)):
+    for row, panel in panels(blocks, x_MK.dtype, _most_bytes(x_MK)):
         found = torch.ops.mkldnn._linear_pointwise(x_MK, panel, None, "none", [], "")
         out_MN[:, row : row + panel.shape[0]] = found
     return out_MN

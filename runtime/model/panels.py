@@ -1,4 +1,4 @@
-"""Row blocks of a stored matrix as numbers of the compute dtype, a panel at a time in one small reused buffer."""
+"""Row blocks of a stored matrix as numbers of the compute dtype, a panel at a time in one reused buffer."""
 
 from collections.abc import Iterator, Sequence
 

@@ -4,15 +4,13 @@ M rows of x, N of w, K inputs.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..cache.host_work import BITS
-from ..kernels.tile_scratch import PAIR_ROWS, TILE_ROWS
+from ..kernels.tile_scratch import PAIR_ROWS, TILE_ROWS, aligned_zeros
 from ..plan.memory import LAID_OUT_BYTES
 from ..units import round_down, round_up
 from .shared_work import share
@@ -34,6 +32,33 @@ class Piece(NamedTuple):
     column: int
 
 
+class Workspace(NamedTuple):
+    """A thread's own: rows of w laid out or widened, and sums of products."""
+
+    panel: np.ndarray
+    sums: np.ndarray
+
+    @classmethod
+    def make(cls, panel_numbers: int, dtype: type) -> "Workspace":
+        return cls(aligned_zeros((panel_numbers,), dtype), np.zeros(0, np.float32))
+
+    def with_room(self, num_sums: int) -> "Workspace":
+        return self if len(self.sums) >= num_sums else Workspace(self.panel, aligned_zeros((num_sums,), np.float32))
+
+
+class _Inputs:
+    """Reused memory for x as a kernel has it laid out. Owned by the engine's one thread."""
+
+    words = np.zeros(0, np.uint32)
+
+
+def room_for_inputs(num_words: int) -> np.ndarray:
+    """uint32, valid until the next call."""
+    if len(_Inputs.words) < num_words:
+        _Inputs.words = aligned_zeros((num_words,), np.uint32)
+    return _Inputs.words
+
+
 def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[torch.dtype], step_inputs: int) -> bool:
     """Whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step."""
     if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or x_MK.shape[1] % step_inputs or not len(x_MK):
@@ -41,13 +66,15 @@ def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[
     plain = [block for block in blocks if isinstance(block, torch.Tensor) and block.dtype in dtypes]
     if len(plain) < len(blocks) or len({block.dtype for block in plain}) > 1:
         return False
-    return all(block.is_contiguous() for block in plain) and sum(block.numel() for block in plain) >= LEAST_WEIGHTS
+    if any(block.dim() != 2 or block.shape[1] != x_MK.shape[1] or not block.is_contiguous() for block in plain):
+        return False
+    return sum(block.numel() for block in plain) >= LEAST_WEIGHTS
 
 
 def in_runs_of_rows(
     x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], number_bytes: int, multiply: Multiply
 ) -> torch.Tensor:
-    """As many rows of x at a time as `INPUT_BYTES` hold; the rows of w behind the last pair of tiles go by torch."""
+    """As many rows of x at a time as `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
     x_MK = x_MK.contiguous()
     out_MN = x_MK.new_empty(len(x_MK), sum(map(len, blocks)))
     most = max(1, INPUT_BYTES // (number_bytes * x_MK.shape[1] * TILE_ROWS)) * TILE_ROWS
@@ -62,7 +89,7 @@ def in_runs_of_rows(
 
 
 def pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
-    """All but the rows behind the last pair of tiles."""
+    """All but the rows behind the last 32."""
     pieces, column, num_threads = list[Piece](), 0, torch.get_num_threads()
     for block in blocks:
         words_NK, whole = block.view(BITS[block.dtype]).numpy(), round_down(len(block), PAIR_ROWS)
@@ -78,8 +105,3 @@ def share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, 
     width = max(2, -(-num_groups // (2 * num_threads)))
     spans = [(g, min(g + width, num_groups)) for g in range(0, num_groups, width)]
     share(spans, act, num_threads if x_MK.numel() >= SHARED_INPUTS else 1)
-
-
-@cache
-def has_compiler() -> bool:
-    return find_spec("numba") is not None

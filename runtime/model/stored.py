@@ -3,8 +3,7 @@ needs them.
 
 On a CPU without fast bf16 units, products in fp32 are several times faster than in bf16, yet widening a whole layer
 costs as much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
-multiplies panel by panel: a few rows are widened into one small reused buffer that stays in the cache, multiplied,
-and overwritten by the next.
+multiplies a few of its rows at a time, widened into a small buffer that is used again (`multipliers.py`).
 
 Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """

@@ -10,10 +10,18 @@ import numpy as np
 import torch
 
 from ..cache.host_work import BITS
-from ..kernels.tile_scratch import PAIR_ROWS, aligned_zeros
-from .pieces import Piece, fit_kernel, has_compiler, in_runs_of_rows, pieces_of, share_layout
+from ..kernels.compiler import has_compiler
+from ..kernels.tile_scratch import PAIR_ROWS
+from .pieces import (
+    Piece,
+    Workspace,
+    fit_kernel,
+    in_runs_of_rows,
+    pieces_of,
+    room_for_inputs,
+    share_layout,
+)
 from .shared_work import Spares, share
-from .tile_products import NOTHING, Workspace, tile_scratch
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
 NUMBER_BYTES = 4
@@ -40,15 +48,14 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
     from ..kernels.vector_steps import INPUT_ROWS
 
     x, out, num_rows = x_MK.numpy(), out_MN.numpy(), len(x_MK)
-    inputs = tile_scratch().tiles(x_MK.numel()).view(np.float32)
+    inputs = room_for_inputs(x_MK.numel()).view(np.float32)
 
     def lay_out_some(span: tuple[int, int]) -> None:
         lay_out_inputs(x, *span, inputs)
 
     def multiply_some(piece: Piece) -> None:
         words_NK, first, last, column = piece
-        own = _spares().take(lambda: Workspace(aligned_zeros((PANEL_NUMBERS,), np.float32), NOTHING))
-        own = own.with_room(num_rows * CHUNK_ROWS)
+        own = _spares().take(lambda: Workspace.make(PANEL_NUMBERS, np.float32)).with_room(num_rows * CHUNK_ROWS)
         multiply_in_chains(words_NK, first, last, inputs, out, column, num_rows, *own)
         _spares().give_back(own)
 

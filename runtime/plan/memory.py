@@ -14,8 +14,8 @@ from .ledger import Entry
 from .model_shape import ModelShape
 
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
-PANEL_BYTES = 16 * MIB  # upcast panels, one per product in flight
-LAID_OUT_BYTES, TILE_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # in place of panels: inputs for the matrix unit, and its sums
+PANEL_BYTES = 16 * MIB  # of widened weights, at most
+LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see ARCHITECTURE.md
 
 
@@ -99,8 +99,9 @@ def lane_entries(
     lane_rows = max((len(lane) for lane in micro_batches), default=0)
     between = shape.hidden_size + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
-    laid_out = min(LAID_OUT_BYTES, 6 * largest * max(shape.hidden_size, heads, shape.intermediate_size))
-    products = max(PANEL_BYTES, laid_out + TILE_SCRATCH_BYTES)
+    widest = max(shape.hidden_size, heads, shape.intermediate_size)
+    laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
+    products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * shape.hidden_size * widest))  # few rows, then many
     return (
         *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
         *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),

@@ -11,9 +11,7 @@ from runtime.config import DType, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.sampling import Sampler
 from runtime.engine.sequence import Completion, FinishReason
 from runtime.engine.sequence import Sequence as Running
-from runtime.model import multipliers, pieces
 from runtime.model.families import FAMILIES
-from runtime.model.tile_products import has_matrix_unit
 from runtime.profiles import Multiplier
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
@@ -28,6 +26,7 @@ KINDS = {
     "own": "bloom",
     "encoder": "t5",
 }
+PRODUCTS = {Tier.none: Multiplier.weights_first, Tier.cpu: Multiplier.vectors, Tier.nvme: Multiplier.tiles}
 GREEDY = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 
 
@@ -55,25 +54,16 @@ def tokens(runtime: Runtime, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers_in_every_tier(family: str, reference: References, opened: Runtimes) -> None:
+def test_greedy_tokens_equal_transformers_in_every_tier(
+    family: str, reference: References, opened: Runtimes, products_go: Callable[[Multiplier], None]
+) -> None:
+    """By torch's products and by each kernel's, which otherwise leave these small models to torch. Without a matrix
+    unit, what would go there goes through vectors."""
     ref = reference(family)
     for tier in Tier:
-        assert tokens(opened(config_for(ref, tier)), ref.prompts) == ref.expected, tier
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("multiplier", [Multiplier.tiles, Multiplier.vectors])
-def test_greedy_tokens_equal_transformers_with_compiled_products(
-    multiplier: Multiplier, family: str, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Products of these small models are otherwise left to torch."""
-    if multiplier is Multiplier.tiles and not has_matrix_unit():
-        pytest.skip("this processor has no matrix unit that Linux lets us use")
-    if multiplier is Multiplier.vectors:
-        monkeypatch.setattr(multipliers, "has_matrix_unit", lambda: False)
-    monkeypatch.setattr(pieces, "LEAST_WEIGHTS", 1)
-    ref = reference(family)
-    assert tokens(opened(config_for(ref, Tier.none)), ref.prompts) == ref.expected
+        runtime = opened(config_for(ref, tier))
+        products_go(PRODUCTS[tier])
+        assert tokens(runtime, ref.prompts) == ref.expected, (tier, PRODUCTS[tier])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

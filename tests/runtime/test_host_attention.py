@@ -17,7 +17,7 @@ import torch
 from runtime.cache import host_attention
 from runtime.cache.host_attention import cut, decode_attention, prepare_decode_attention
 from runtime.cache.plain_attention import decode_attention_torch
-from runtime.kernels import attention_kernel, compiled, int8_kernel, product_kernel, vector_kernel
+from runtime.kernels import attention_kernel, compiled, compiler, int8_kernel, product_kernel, vector_kernel
 from tests.attention_cases import CASES, NAN, TOLERANCE, Case, P, make, naive, options
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -146,14 +146,14 @@ def signatures() -> list[object]:
 def test_without_the_compiler_torch_takes_over_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_attention, "find_spec", lambda name: None)
-    host_attention._has_compiler.cache_clear()
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    compiler.has_compiler.cache_clear()
     inputs = make(Case(), torch.float32)
     try:
         with caplog.at_level(logging.WARNING):
             results = [decode_attention(*vars(inputs).values(), **options(Case())) for _ in range(2)]
     finally:
-        host_attention._has_compiler.cache_clear()
+        compiler.has_compiler.cache_clear()
     assert torch.equal(results[0], decode_attention_torch(*vars(inputs).values(), **options(Case())))
     assert [record.message.count("numba") for record in caplog.records] == [1]
 

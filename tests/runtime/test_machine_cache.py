@@ -71,6 +71,17 @@ def test_damaged_multipliers_are_named_and_passed_over(products: object, caplog:
     assert str(HOST.path) in caplog.text
 
 
+def test_a_table_that_knows_not_all_multipliers_is_out_of_date(caplog: pytest.LogCaptureFixture) -> None:
+    keep(HOST, RATES, ProductTable(rows=[1], multipliers={"float16, tall": [Multiplier.onednn]}))
+    values = json.loads(HOST.path.read_text())
+    values["products"]["compared"].remove("vectors")
+    HOST.path.write_text(json.dumps(values))
+    with caplog.at_level(logging.WARNING):
+        assert find_products(HOST) is None
+    assert "compares tiles, weights_first" in caplog.text
+    assert "jobs.measure" in caplog.text
+
+
 @pytest.mark.parametrize("other", [replace(HOST, hostname="elsewhere"), replace(HOST, cpu="another")])
 def test_another_host_finds_nothing(other: Host) -> None:
     keep(other, RATES)

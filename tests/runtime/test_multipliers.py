@@ -1,6 +1,6 @@
 """Every way to multiply gives float32's products, and the table that was measured here says which is taken."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,16 +14,16 @@ from runtime.engine.measure.multipliers import ROWS, product_table
 from runtime.engine.measure.timing import Figure
 from runtime.errors import ConfigError
 from runtime.machine_cache import keep
-from runtime.model import multipliers, pieces
+from runtime.model import multipliers, panels
 from runtime.model.gguf_blocks import GgufRows
 from runtime.model.multipliers import MULTIPLIERS, STORED, choose_multipliers, multiplier_of, multiply
 from runtime.model.tile_products import has_matrix_unit
 from runtime.profiles import Multiplier, ProductTable
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES
+from tests.support import PRODUCT_KINDS, always
 
-KINDS = [ProductTable.kind(stored, is_tall=is_tall) for stored in STORED.values() for is_tall in (False, True)]
-PANELS = [multiplier for multiplier in Multiplier if multiplier is not Multiplier.tiles]
+ANYWHERE = [multiplier for multiplier in Multiplier if multiplier is not Multiplier.tiles]
 
 
 @pytest.fixture(autouse=True)
@@ -36,17 +36,28 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def always(multiplier: Multiplier) -> ProductTable:
-    return ProductTable(rows=[1], multipliers={kind: [multiplier] for kind in KINDS})
-
-
-@pytest.mark.parametrize("multiplier", PANELS)
+@pytest.mark.parametrize("multiplier", ANYWHERE)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("num_rows", [1, 5, 130])
 def test_each_gives_the_product(multiplier: Multiplier, stored: torch.dtype, num_rows: int) -> None:
     x, blocks = random(num_rows, 96), [random(rows, 96, seed=rows).to(stored) for rows in (40, 3)]
     right = x.double() @ torch.cat(blocks).double().t()
     torch.testing.assert_close(MULTIPLIERS[multiplier](x, blocks), right.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("multiplier", [Multiplier.inputs_first, Multiplier.onednn])
+def test_many_rows_pass_by_larger_panels(multiplier: Multiplier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "PANEL_BYTES", 3 * 96 * 4)
+    monkeypatch.setattr(multipliers, "MOST_PANEL_BYTES", 17 * 96 * 4)
+    quantised = GgufRows(torch.randint(0, 60, (8, 3 * 34), dtype=torch.uint8), "Q8_0", 96, None)
+    blocks = [random(40, 96).bfloat16(), random(5, 96, seed=1), quantised]
+    heights = [
+        len(panel) for _, panel in panels.panels(blocks, torch.float32, multipliers._most_bytes(random(300, 96)))
+    ]
+    assert heights == [17, 17, 6, 5, 3, 3, 2]
+    x = random(300, 96)
+    right = x.double() @ torch.cat([panels.plain_rows(block, torch.float64) for block in blocks]).double().t()
+    torch.testing.assert_close(MULTIPLIERS[multiplier](x, blocks), right.float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +104,17 @@ def test_quantised_rows_go_by_the_rule() -> None:
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "deepseek-v3"])
 @pytest.mark.parametrize("multiplier", Multiplier)
 def test_greedy_tokens_are_equal_whichever_is_taken(
-    multiplier: Multiplier, family: str, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
+    multiplier: Multiplier,
+    family: str,
+    reference: References,
+    opened: Runtimes,
+    products_go: Callable[[Multiplier], None],
 ) -> None:
     if multiplier is Multiplier.tiles and not has_matrix_unit():
         pytest.skip("this processor has no matrix unit that Linux lets us use")
-    monkeypatch.setattr(pieces, "LEAST_WEIGHTS", 1)
     ref = reference(family)
     runtime = opened(config_for(ref, Tier.none))
-    choose_multipliers(always(multiplier))
+    products_go(multiplier)
     assert tokens(runtime, ref.prompts) == ref.expected
 
 
@@ -108,7 +122,7 @@ def figures(**gflops: tuple[float, float, float]) -> dict[str, Figure]:
     """Of the multipliers named, whatever the weights and rows; the others' are 1."""
     return {
         f"{m.value}, {kind}, M={rows}": Figure(value=value, low=low, high=high, unit="GFLOP/s")
-        for m, kind, rows in product(Multiplier, KINDS, ROWS)
+        for m, kind, rows in product(Multiplier, PRODUCT_KINDS, ROWS)
         for low, value, high in [gflops.get(m.value, (1.0, 1.0, 1.0))]
     }
 
@@ -126,7 +140,7 @@ def test_another_is_taken_where_it_is_faster_beyond_doubt(
     vectors: tuple[float, float, float], onednn: tuple[float, float, float], chosen: Multiplier
 ) -> None:
     table = product_table([1, 8, 64, 512], figures(vectors=vectors, onednn=onednn))
-    assert table.rows == [1, 4, 16, 64, 256]
+    assert table.rows == [1, 4, 16, 64, 256, 512]
     assert table.fastest("float16", is_tall=True, num_rows=16) is chosen
 
 

@@ -64,6 +64,8 @@ def test_a_row_comes_to_the_same_in_any_company() -> None:
 def test_neither_threads_nor_passes_over_the_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(200, 512), random(320, 512, seed=1).bfloat16()
     usual = multiply_in_tiles(x, [weight])
+    monkeypatch.setattr(pieces, "SHARED_INPUTS", 1)
+    assert torch.equal(multiply_in_tiles(x, [weight]), usual)
     monkeypatch.setattr(pieces, "INPUT_BYTES", 32 * 512 * 6)
     assert torch.equal(multiply_in_tiles(x, [weight]), usual)
     torch.set_num_threads(1)

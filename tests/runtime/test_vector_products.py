@@ -1,5 +1,10 @@
 """Products in vectors are as precise as those of float32, and an output never sees the rows beside its own."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,10 +56,34 @@ def test_a_row_comes_to_the_same_in_any_company(dtype: torch.dtype) -> None:
 def test_neither_threads_nor_passes_over_the_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(200, 512), random(320, 512, seed=1).bfloat16()
     usual = multiply_in_vectors(x, [weight])
+    monkeypatch.setattr(pieces, "SHARED_INPUTS", 1)
+    assert torch.equal(multiply_in_vectors(x, [weight]), usual)
     monkeypatch.setattr(pieces, "INPUT_BYTES", 32 * 512 * 4)
     assert torch.equal(multiply_in_vectors(x, [weight]), usual)
     torch.set_num_threads(1)
     assert torch.equal(multiply_in_vectors(x, [weight]), usual)
+
+
+NARROW = """
+from llvmlite import binding
+binding.get_host_cpu_features = lambda: {"avx512f": False}
+import torch
+from runtime.kernels.attention_vectors import LANES
+from runtime.model.vector_products import multiply_in_vectors
+assert LANES == 8
+torch.manual_seed(0)
+x, weight = torch.randn(33, 1040), torch.randn(96, 1040).bfloat16()
+found = multiply_in_vectors(x, [weight])
+assert torch.equal(found, torch.cat([multiply_in_vectors(row[None], [weight]) for row in x]))
+print(float((found - x.double() @ weight.double().t()).abs().max()))
+"""
+
+
+def test_vectors_of_8_lanes_do_as_those_of_16(tmp_path: Path) -> None:
+    """As where there is no AVX-512. The compiler's cache knows nothing of lanes."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", NARROW], env=environment, capture_output=True, text=True, check=True)
+    assert float(ended.stdout) < 1e-4
 
 
 def test_memory_that_is_used_again_leaves_nothing_behind() -> None:

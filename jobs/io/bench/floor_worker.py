@@ -16,10 +16,7 @@ import torch
 
 from runtime.api import Runtime
 from runtime.config import ModelConfig, RuntimeConfig
-from runtime.engine.measure.multipliers import candidates
-from runtime.model.multipliers import MULTIPLIERS
-from runtime.model.tile_products import fit_tiles
-from runtime.model.vector_products import fit_vectors
+from runtime.model.multipliers import MULTIPLIERS, fitting
 from runtime.plan.shapes import Stage, StageKind
 from runtime.profiles import Multiplier
 from runtime.units import MIB
@@ -47,12 +44,7 @@ def shortest_seconds(M: int, N: int, K: int) -> float:
     count = min(MOST_COPIES, max(2, WEIGHT_BYTES // (2 * N * K)))
     weights = [torch.randn(N, K).bfloat16() for _ in range(count)]
     x_MK = torch.randn(M, K)
-    fitting = {
-        Multiplier.tiles: fit_tiles(x_MK, weights[:1]),
-        Multiplier.vectors: fit_vectors(x_MK, weights[:1]),
-    }
-    ways = [way for way in candidates("bfloat16") if fitting.get(way, True)]
-    return min(_seconds(way, x_MK, weights) for way in ways)
+    return min(_seconds(way, x_MK, weights) for way in fitting(x_MK, weights[:1]))
 
 
 def _seconds(way: Multiplier, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:

@@ -8,15 +8,15 @@ from itertools import cycle, product
 
 import torch
 
+from ...kernels.compiler import has_compiler
 from ...model.multipliers import MULTIPLIERS, STORED, usual_multiplier
-from ...model.pieces import has_compiler
 from ...model.tile_products import has_matrix_unit
 from ...profiles import Multiplier, ProductTable
 from .products import Matrices
 from .timing import Figure, Probe, Timed
 
 WORTHWHILE = 0.05  # by which another must be faster than the usual one: less is what a minute changes
-ROWS = (1, 4, 16, 64, 256)  # behind which ratios change little
+ROWS = (1, 4, 16, 64, 256, 512)  # behind which ratios change little; beyond MANY_ROWS panels are larger
 
 
 def multiplier_probes(rows: Sequence[int], matrices: Matrices) -> list[Probe]:

@@ -98,7 +98,7 @@ def product_of(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices) -> Cal
 
 
 def _as_model_has_it(matrix: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    if matrix.dtype == compute:
+    if matrix.dtype == compute and matrix.device.type != "cpu":
         return matrix
     return StoredWeight([[matrix]], matrix.shape, compute, is_stacked=False)
 
