@@ -8,9 +8,7 @@ from itertools import cycle, product
 
 import torch
 
-from ...kernels.compiler import has_compiler
-from ...model.multipliers import MULTIPLIERS, STORED, usual_multiplier
-from ...model.tile_products import has_matrix_unit
+from ...model.multipliers import MULTIPLIERS, STORED, fitting, usual_multiplier
 from ...profiles import Multiplier, ProductTable
 from .products import Matrices
 from .timing import Figure, Probe, Timed
@@ -59,10 +57,7 @@ def _rows(rows: Sequence[int]) -> list[int]:
 
 def candidates(stored: str) -> list[Multiplier]:
     """What multiplies float32 with weights of this dtype here."""
-    may_use_tiles = stored == "bfloat16" and has_matrix_unit()
-    is_onednn = torch.backends.mkldnn.is_available()
-    here = {Multiplier.tiles: may_use_tiles, Multiplier.vectors: has_compiler(), Multiplier.onednn: is_onednn}
-    return [multiplier for multiplier in Multiplier if here.get(multiplier, True)]
+    return fitting(torch.zeros(1, 512), [torch.zeros(512, 512, dtype=getattr(torch, stored))])
 
 
 def _name(stored: str, *, is_tall: bool, num_rows: int, multiplier: Multiplier) -> str:
