@@ -18,7 +18,7 @@ from .vector_steps import INPUT_ROWS, WEIGHT_ROWS, add_products, lay_out
 
 # See `compiled.py`.
 PARTS_SHA256 = "d1247b47ca17e7c609028744b6add98fafb4a4b8036065a5a25c9732dc6fd30d"
-CHUNK_ROWS = 128  # of w: what one call multiplies at most
+CHUNK_ROWS = 128  # of w, that are widened at a time
 CHAIN_INPUTS = 512  # whose widened weights of a call are 256 KiB
 PANEL_NUMBERS = CHUNK_ROWS * CHAIN_INPUTS
 
@@ -52,22 +52,23 @@ def multiply_in_chains(
     panel: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """Rows [first, last) of w, a multiple of WEIGHT_ROWS and up to CHUNK_ROWS, times the `num_rows` rows of x in
-    `inputs`, into columns of `out_MN` from `begin` + `first` on."""
-    K, width = w_NK.shape[1], last - first
-    num_groups = -(-num_rows // INPUT_ROWS)
-    for k in range(0, K, CHAIN_INPUTS):
-        num_inputs = min(CHAIN_INPUTS, K - k)
-        steps = num_inputs // LANES
-        for n in range(0, width, WEIGHT_ROWS):
-            lay_out(w_NK, (first + n) * K + k, K, WEIGHT_ROWS, steps, panel, n * num_inputs)
-        for g in range(num_groups):
-            row, count = _group(g, num_rows)
-            x_at = row * K + k * count
+    """Rows [first, last) of w, a multiple of WEIGHT_ROWS, times the `num_rows` rows of x in `inputs`, into columns of
+    `out_MN` from `begin` + `first` on. `panel` and `sums` are used anew for each CHUNK_ROWS."""
+    K, num_groups = w_NK.shape[1], -(-num_rows // INPUT_ROWS)
+    for top in range(first, last, CHUNK_ROWS):
+        width = min(CHUNK_ROWS, last - top)
+        for k in range(0, K, CHAIN_INPUTS):
+            num_inputs = min(CHAIN_INPUTS, K - k)
+            steps = num_inputs // LANES
             for n in range(0, width, WEIGHT_ROWS):
-                at = row * width + n
-                add_products(panel, n * num_inputs, inputs, x_at, count, steps, sums, at, width, k == 0)
-            if k + num_inputs == K:
-                for r in range(row, row + count):
-                    for n in range(width):
-                        out_MN[r, begin + first + n] = sums[r * width + n]
+                lay_out(w_NK, (top + n) * K + k, K, WEIGHT_ROWS, steps, panel, n * num_inputs)
+            for g in range(num_groups):
+                row, count = _group(g, num_rows)
+                x_at = row * K + k * count
+                for n in range(0, width, WEIGHT_ROWS):
+                    at = row * width + n
+                    add_products(panel, n * num_inputs, inputs, x_at, count, steps, sums, at, width, k == 0)
+                if k + num_inputs == K:
+                    for r in range(row, row + count):
+                        for n in range(width):
+                            out_MN[r, begin + top + n] = sums[r * width + n]

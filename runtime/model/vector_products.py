@@ -25,6 +25,7 @@ from .shared_work import Spares, share
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
 NUMBER_BYTES = 4
+MOST_ROWS = 2048  # of w in a piece, so that calls, which hold the interpreter, are few
 
 
 @cache
@@ -60,7 +61,7 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
         _spares().give_back(own)
 
     share_layout(x_MK, INPUT_ROWS, lay_out_some)
-    share(pieces_of(blocks, CHUNK_ROWS), multiply_some, torch.get_num_threads())
+    share(pieces_of(blocks, MOST_ROWS), multiply_some, torch.get_num_threads())
 
 
 def prepare_vectors(stored: Iterable[torch.dtype]) -> None:

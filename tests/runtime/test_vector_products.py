@@ -26,7 +26,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 13, 64, 130])
 @pytest.mark.parametrize(
     ("outputs", "inputs"),
-    [(32, 16), (65, 96), (CHUNK_ROWS + 40, 64), (1000, 2 * CHAIN_INPUTS), (96, CHAIN_INPUTS + 16)],
+    [(32, 16), (65, 96), (9 * CHUNK_ROWS + 40, 64), (1000, 2 * CHAIN_INPUTS), (96, CHAIN_INPUTS + 16)],
 )
 def test_products_are_as_precise_as_in_float32(dtype: torch.dtype, num_rows: int, outputs: int, inputs: int) -> None:
     x, weight = random(num_rows, inputs), random(outputs, inputs, seed=1).to(dtype)
