@@ -11,8 +11,8 @@ import torch
 
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
 from ..units import KIB, round_down, round_up
-from .pieces import Piece, in_runs_of_rows, pieces_of, room_for_inputs, share_layout
-from .shared_work import Spares, share
+from .pieces import Piece, in_pieces, in_runs_of_rows, room_for_inputs
+from .shared_work import Spares
 from .tile_products import fit_tiles, has_matrix_unit, tiles_shape
 
 STEP_INPUTS = 2 * TILE_DIMS  # int8 in a row of a tile
@@ -82,8 +82,7 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
         multiply_rounded(words_NK, first, last, tiles, scales_M, out, column, out.shape[1], num_rows, *own)
         spares.give_back(panel)
 
-    share_layout(x_MK, TILE_ROWS, round_some)
-    share(pieces_of(blocks, height), multiply_some, torch.get_num_threads())
+    in_pieces(x_MK, blocks, TILE_ROWS, height, round_some, multiply_some)
 
 
 def prepare_int8_products() -> None:

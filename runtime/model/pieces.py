@@ -88,7 +88,7 @@ def in_runs_of_rows(
     return out_MN
 
 
-def pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
+def _pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
     """All but the rows behind the last 32."""
     pieces, column, num_threads = list[Piece](), 0, torch.get_num_threads()
     for block in blocks:
@@ -99,8 +99,20 @@ def pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
     return pieces
 
 
-def share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
-    """Runs of groups of so many rows of x, each laid out by `act`."""
+def in_pieces(
+    x_MK: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+    group_rows: int,
+    most_rows: int,
+    lay_out: Callable[[tuple[int, int]], None],
+    multiply: Callable[[Piece], None],
+) -> None:
+    """All threads lay out runs of groups of so many rows of x, then multiply pieces of at most so many rows of w."""
+    _share_layout(x_MK, group_rows, lay_out)
+    share(_pieces_of(blocks, most_rows), multiply, torch.get_num_threads())
+
+
+def _share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
     num_threads, num_groups = torch.get_num_threads(), -(-len(x_MK) // group_rows)
     width = max(2, -(-num_groups // (2 * num_threads)))
     spans = [(g, min(g + width, num_groups)) for g in range(0, num_groups, width)]

@@ -11,16 +11,8 @@ import torch
 
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
-from .pieces import (
-    Piece,
-    Workspace,
-    fit_kernel,
-    in_runs_of_rows,
-    pieces_of,
-    room_for_inputs,
-    share_layout,
-)
-from .shared_work import Spares, share
+from .pieces import Piece, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
+from .shared_work import Spares
 
 PART_BYTES = 6  # three bfloat16 for each float32
 
@@ -65,8 +57,7 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
         multiply(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
         _spares().give_back(own)
 
-    share_layout(x_MK, TILE_ROWS, split_some)
-    share(pieces_of(blocks, CHUNK_ROWS), multiply_some, torch.get_num_threads())
+    in_pieces(x_MK, blocks, TILE_ROWS, CHUNK_ROWS, split_some, multiply_some)
 
 
 @cache

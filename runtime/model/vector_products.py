@@ -12,16 +12,8 @@ import torch
 from ..cache.host_work import BITS
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS
-from .pieces import (
-    Piece,
-    Workspace,
-    fit_kernel,
-    in_runs_of_rows,
-    pieces_of,
-    room_for_inputs,
-    share_layout,
-)
-from .shared_work import Spares, share
+from .pieces import Piece, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
+from .shared_work import Spares
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
 NUMBER_BYTES = 4
@@ -60,8 +52,7 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
         multiply_in_chains(words_NK, first, last, inputs, out, column, num_rows, *own)
         _spares().give_back(own)
 
-    share_layout(x_MK, INPUT_ROWS, lay_out_some)
-    share(pieces_of(blocks, MOST_ROWS), multiply_some, torch.get_num_threads())
+    in_pieces(x_MK, blocks, INPUT_ROWS, MOST_ROWS, lay_out_some, multiply_some)
 
 
 def prepare_vectors(stored: Iterable[torch.dtype]) -> None:
