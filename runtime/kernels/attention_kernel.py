@@ -23,7 +23,7 @@ from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "d1247b47ca17e7c609028744b6add98fafb4a4b8036065a5a25c9732dc6fd30d"
+PARTS_SHA256 = "867d5e8316d7e26a27dcdcb77bd74daab5204dca8c67c5c0280cca7ce4ce8470"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

@@ -72,10 +72,10 @@ def store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = 
         call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
 
 
-def prefetch(builder: Builder, pointer: Value, index: Value) -> None:
-    """Into the second cache. A hint, not a read: it may lie beyond the end."""
+def prefetch(builder: Builder, pointer: Value, index: Value, level: int = 2) -> None:
+    """Into the first or the second cache. A hint, not a read: it may lie beyond the end."""
     place = builder.bitcast(builder.gep(pointer, [index]), ir.IntType(8).as_pointer())
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(2), INT(1)])
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(4 - level), INT(1)])
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:

@@ -28,7 +28,7 @@ from .tile_scratch import PAIR_ROWS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "d1247b47ca17e7c609028744b6add98fafb4a4b8036065a5a25c9732dc6fd30d"
+PARTS_SHA256 = "867d5e8316d7e26a27dcdcb77bd74daab5204dca8c67c5c0280cca7ce4ce8470"
 LARGEST = np.float32(127)
 NUM_SUMS = PAIR_ROWS * SUM_NUMBERS
 

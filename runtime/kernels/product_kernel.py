@@ -32,7 +32,7 @@ from .tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "d1247b47ca17e7c609028744b6add98fafb4a4b8036065a5a25c9732dc6fd30d"
+PARTS_SHA256 = "867d5e8316d7e26a27dcdcb77bd74daab5204dca8c67c5c0280cca7ce4ce8470"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
 CACHED_STEPS = 340  # of x, 1 MiB: where all of it stays in the second cache, rows of w pass by once

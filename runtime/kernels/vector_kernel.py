@@ -1,11 +1,11 @@
 """Products of float32 with weights as they are stored, in the processor's vectors, where they fit no matrix unit.
 
-Rows of w are widened, a few at a time and so many inputs of them that they stay in the second cache, where all rows of
-x pass by them; nothing that is widened is ever in memory. An output adds up its inputs in the same order whatever rows
-stand beside its own.
+So few rows of w are widened at a time, and so few inputs of them, that they stay in the first cache; a block of rows of
+x, which stays in the second, passes by them, while the next rows of w are on their way. Nothing that is widened is ever
+in memory. An output adds up its inputs in the same order whatever rows stand beside its own.
 
-Panels that stay in a cache, and sums in registers, after Goto and van de Geijn, "Anatomy of High-Performance Matrix
-Multiplication" (2008); here both sides have their inputs side by side, so that few rows of x need no other layout.
+Blocks for each level of caches, and sums in registers, after Goto and van de Geijn, "Anatomy of High-Performance Matrix
+Multiplication" (2008). Here the inputs are what is laid out anew, as they are fewer than the weights.
 """
 
 import numpy as np
@@ -14,30 +14,100 @@ from numba import njit
 from .attention_softmax import REORDERED
 from .attention_vectors import LANES
 from .compiled import kept
-from .vector_steps import INPUT_ROWS, WEIGHT_ROWS, add_products, lay_out
+from .vector_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
 
 # See `compiled.py`.
-PARTS_SHA256 = "d1247b47ca17e7c609028744b6add98fafb4a4b8036065a5a25c9732dc6fd30d"
-CHUNK_ROWS = 128  # of w, that are widened at a time
-CHAIN_INPUTS = 512  # whose widened weights of a call are 256 KiB
-PANEL_NUMBERS = CHUNK_ROWS * CHAIN_INPUTS
+PARTS_SHA256 = "867d5e8316d7e26a27dcdcb77bd74daab5204dca8c67c5c0280cca7ce4ce8470"
+CHUNK_ROWS = 256  # of w, for which a block of x is read once
+INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
+BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block: 240 KiB at CHAIN_INPUTS
+TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
+SUM_NUMBERS = CHUNK_ROWS * BLOCK_GROUPS * INPUT_ROWS
 
 
 @njit(fastmath=REORDERED)
-def _group(g: int, num_rows: int) -> tuple[int, int]:
-    """The first row, and how many there are, of the g-th group of rows of x: sizes differ by one at most."""
-    num_groups = -(-num_rows // INPUT_ROWS)
-    size, larger = num_rows // num_groups, num_rows % num_groups
-    return g * size + min(g, larger), size + (1 if g < larger else 0)
+def _groups(num_rows: int) -> tuple[int, int, int]:
+    """How many groups of vectors of rows of x there are, how many vectors each has at least, and how many groups have
+    one more: the first ones."""
+    num_vectors = -(-num_rows // LANES)
+    num_groups = -(-num_vectors // MOST_VECTORS)
+    return num_groups, num_vectors // num_groups, num_vectors % num_groups
 
 
 @kept
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Groups [first, last) of rows of a contiguous x, one after the other."""
+    """Groups [first, last) of rows of x, one after the other, each (K, vectors, LANES); zeros behind the last row."""
     M, K = x_MK.shape
+    _, least, num_larger = _groups(M)
     for g in range(first, last):
-        row, count = _group(g, M)
-        lay_out(x_MK, row * K, K, count, K // LANES, inputs, row * K)
+        begin, width = (g * least + min(g, num_larger)) * LANES, (least + (g < num_larger)) * LANES
+        for m in range(0, width, LANES):
+            num_rows = max(0, min(LANES, M - begin - m))
+            for k in range(0, K, LANES):
+                to = begin * K + k * width + m
+                transpose(x_MK, (begin + m) * K + k, K, num_rows, inputs, to, width, LANES)
+
+
+@njit(fastmath=REORDERED)
+def _take_out(
+    sums: np.ndarray, width: int, num_rows: int, block: tuple[int, int, int, int], out_MN: np.ndarray, begin: int
+) -> None:
+    """Sums of `width` rows of w with a block, as columns of out from `begin` on."""
+    first, last, least, num_larger = block
+    row, N, at = (first * least + min(first, num_larger)) * LANES, out_MN.shape[1], 0
+    for g in range(first, last):
+        apart = (least + (g < num_larger)) * LANES
+        for m in range(0, min(apart, num_rows - row), LANES):
+            for n in range(0, width, LANES):
+                to = (row + m) * N + begin + n
+                transpose(sums, at + n * apart + m, apart, LANES, out_MN, to, N, min(LANES, num_rows - row - m))
+        row, at = row + apart, at + CHUNK_ROWS * apart
+
+
+@njit(fastmath=REORDERED)
+def _multiply_tile(
+    tile: np.ndarray,
+    count: int,
+    inputs: np.ndarray,
+    k: int,
+    num_inputs: int,
+    block: tuple[int, int, int, int],
+    sums: np.ndarray,
+    n: int,
+    w_NK: np.ndarray,
+    next_at: int,
+    num_next: int,
+) -> None:
+    """`count` widened rows of w, from the n-th of their chunk on, times inputs [k, k + num_inputs) of a block, which is
+    groups [first, last) of `least` vectors, those before `num_larger` of one more. `num_next` rows are asked ahead."""
+    first, last, least, num_larger = block
+    K, vector = w_NK.shape[1], 0
+    share = -(-num_next // ((last - first) * -(-count * least // WEIGHT_ROWS)))  # with each of the products
+    begin = first * least + min(first, num_larger)
+    for g in range(first, last):
+        num_vectors = least + (g < num_larger)
+        x_at, height = ((begin + vector) * K + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
+        for r in range(0, count, height):
+            rows, now = min(height, count - r), min(share, num_next)
+            at, is_first = (vector * CHUNK_ROWS + (n + r) * num_vectors) * LANES, k == 0
+            add_products(
+                tile,
+                r * CHAIN_INPUTS,
+                rows,
+                inputs,
+                x_at,
+                num_vectors,
+                num_inputs,
+                sums,
+                at,
+                is_first,
+                w_NK,
+                next_at,
+                K,
+                now,
+            )
+            next_at, num_next = next_at + now * K, num_next - now
+        vector += num_vectors
 
 
 @kept
@@ -49,26 +119,25 @@ def multiply_in_chains(
     out_MN: np.ndarray,
     begin: int,
     num_rows: int,
-    panel: np.ndarray,
+    tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """Rows [first, last) of w, a multiple of WEIGHT_ROWS, times the `num_rows` rows of x in `inputs`, into columns of
-    `out_MN` from `begin` + `first` on. `panel` and `sums` are used anew for each CHUNK_ROWS."""
-    K, num_groups = w_NK.shape[1], -(-num_rows // INPUT_ROWS)
+    """Rows [first, last) of w, a multiple of LANES, times the `num_rows` rows of x in `inputs`, into columns of
+    `out_MN` from `begin` + `first` on. `tile` and `sums` are used anew again and again."""
+    K = w_NK.shape[1]
+    num_groups, least, num_larger = _groups(num_rows)
     for top in range(first, last, CHUNK_ROWS):
         width = min(CHUNK_ROWS, last - top)
-        for k in range(0, K, CHAIN_INPUTS):
-            num_inputs = min(CHAIN_INPUTS, K - k)
-            steps = num_inputs // LANES
-            for n in range(0, width, WEIGHT_ROWS):
-                lay_out(w_NK, (top + n) * K + k, K, WEIGHT_ROWS, steps, panel, n * num_inputs)
-            for g in range(num_groups):
-                row, count = _group(g, num_rows)
-                x_at = row * K + k * count
+        for g in range(0, num_groups, BLOCK_GROUPS):
+            block = (g, min(g + BLOCK_GROUPS, num_groups), least, num_larger)
+            for k in range(0, K, CHAIN_INPUTS):
+                num_inputs = min(CHAIN_INPUTS, K - k)
                 for n in range(0, width, WEIGHT_ROWS):
-                    at = row * width + n
-                    add_products(panel, n * num_inputs, inputs, x_at, count, steps, sums, at, width, k == 0)
-                if k + num_inputs == K:
-                    for r in range(row, row + count):
-                        for n in range(width):
-                            out_MN[r, begin + top + n] = sums[r * width + n]
+                    count = min(WEIGHT_ROWS, width - n)
+                    for r in range(count):
+                        widen(w_NK, (top + n + r) * K + k, num_inputs, tile, r * CHAIN_INPUTS)
+                    next_n, next_k = (n + count, k) if n + count < width else (0, k + num_inputs)
+                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K else 0
+                    next_at = (top + next_n) * K + next_k
+                    _multiply_tile(tile, count, inputs, k, num_inputs, block, sums, n, w_NK, next_at, num_next)
+            _take_out(sums, width, num_rows, block, out_MN, begin + top)

@@ -16,7 +16,7 @@ from .panels import Block, panels
 from .tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles, prepare_tiles
 from .vector_products import fit_vectors, multiply_in_vectors, prepare_vectors
 
-MANY_ROWS = 256  # beyond, to widen a large panel is little beside its product, and torch's is faster
+MANY_ROWS = 256  # beyond, to widen a large panel is little beside its product
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
 STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
 
@@ -69,11 +69,10 @@ def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[Multiplier]:
 
 
 def usual_multiplier(ways: Sequence[Multiplier], num_rows: int) -> Multiplier:
-    """The rule: what is compiled, if it fits and pays; otherwise panels."""
-    if Multiplier.tiles in ways:
-        return Multiplier.tiles
-    if Multiplier.vectors in ways and num_rows <= MANY_ROWS:
-        return Multiplier.vectors
+    """The rule: what is compiled, if it fits; otherwise panels."""
+    for compiled in (Multiplier.tiles, Multiplier.vectors):
+        if compiled in ways:
+            return compiled
     return Multiplier.weights_first if num_rows <= NARROW_ROWS else Multiplier.inputs_first
 
 

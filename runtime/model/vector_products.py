@@ -12,12 +12,13 @@ import torch
 from ..cache.host_work import BITS
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS
+from ..units import round_up
 from .pieces import Piece, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
 from .shared_work import Spares
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
 NUMBER_BYTES = 4
-MOST_ROWS = 2048  # of w in a piece, so that calls, which hold the interpreter, are few
+MOST_ROWS = 2048  # of w in a piece: calls, which hold the interpreter, are few
 
 
 @cache
@@ -37,18 +38,17 @@ def multiply_in_vectors(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> t
 
 def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
     """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
-    from ..kernels.vector_kernel import CHUNK_ROWS, PANEL_NUMBERS, lay_out_inputs, multiply_in_chains
-    from ..kernels.vector_steps import INPUT_ROWS
+    from ..kernels.vector_kernel import INPUT_ROWS, SUM_NUMBERS, TILE_NUMBERS, lay_out_inputs, multiply_in_chains
 
     x, out, num_rows = x_MK.numpy(), out_MN.numpy(), len(x_MK)
-    inputs = room_for_inputs(x_MK.numel()).view(np.float32)
+    inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * x_MK.shape[1]).view(np.float32)
 
     def lay_out_some(span: tuple[int, int]) -> None:
         lay_out_inputs(x, *span, inputs)
 
     def multiply_some(piece: Piece) -> None:
         words_NK, first, last, column = piece
-        own = _spares().take(lambda: Workspace.make(PANEL_NUMBERS, np.float32)).with_room(num_rows * CHUNK_ROWS)
+        own = _spares().take(lambda: Workspace.make(TILE_NUMBERS, np.float32)).with_room(SUM_NUMBERS)
         multiply_in_chains(words_NK, first, last, inputs, out, column, num_rows, *own)
         _spares().give_back(own)
 

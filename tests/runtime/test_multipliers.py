@@ -64,7 +64,7 @@ def test_many_rows_pass_by_larger_panels(multiplier: Multiplier, monkeypatch: py
     ("has_unit", "can_compile", "chosen"),
     [
         (True, True, [Multiplier.tiles] * 5),
-        (False, True, [Multiplier.vectors] * 4 + [Multiplier.inputs_first]),
+        (False, True, [Multiplier.vectors] * 5),
         (False, False, [Multiplier.weights_first] * 2 + [Multiplier.inputs_first] * 3),
     ],
     ids=["matrix unit", "compiler", "neither"],

@@ -23,16 +23,17 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 13, 64, 130])
+@pytest.mark.parametrize("num_rows", [1, 7, 16, 17, 40, 48, 49, 64, 113, 300])
 @pytest.mark.parametrize(
     ("outputs", "inputs"),
-    [(32, 16), (65, 96), (9 * CHUNK_ROWS + 40, 64), (1000, 2 * CHAIN_INPUTS), (96, CHAIN_INPUTS + 16)],
+    [(32, 16), (65, 96), (2 * CHUNK_ROWS + 40, 64), (1000, 2 * CHAIN_INPUTS), (96, CHAIN_INPUTS + 16)],
 )
 def test_products_are_as_precise_as_in_float32(dtype: torch.dtype, num_rows: int, outputs: int, inputs: int) -> None:
-    x, weight = random(num_rows, inputs), random(outputs, inputs, seed=1).to(dtype)
-    right = x.double() @ weight.double().t()
-    ours, plain = multiply_in_vectors(x, [weight]), x @ weight.float().t()
-    assert (ours - right).abs().max() < 4 * (plain - right).abs().max() + 1e-6  # 8 lanes add up longer chains than 16
+    """As torch's of many rows; of few, torch adds up shorter chains."""
+    x, weight = random(300, inputs), random(outputs, inputs, seed=1).to(dtype)
+    right, plain = x.double() @ weight.double().t(), x @ weight.float().t()
+    ours = multiply_in_vectors(x[:num_rows], [weight])
+    assert (ours - right[:num_rows]).abs().max() < 2 * (plain - right).abs().max() + 1e-6
 
 
 def test_numbers_at_the_ends_of_float16_are_widened_exactly() -> None:
@@ -48,9 +49,10 @@ def test_numbers_at_the_ends_of_float16_are_widened_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_comes_to_the_same_in_any_company(dtype: torch.dtype) -> None:
-    x, weight = random(200, 1040), random(320, 1040, seed=1).to(dtype)
-    alone = torch.cat([multiply_in_vectors(row[None], [weight]) for row in x])
-    assert torch.equal(multiply_in_vectors(x, [weight]), alone)
+    x, weight = random(500, 1040), random(320, 1040, seed=1).to(dtype)
+    whole = multiply_in_vectors(x, [weight])
+    for size in (1, 20, 33, 70, 250):
+        assert torch.equal(whole, torch.cat([multiply_in_vectors(rows, [weight]) for rows in x.split(size)])), size
 
 
 def test_neither_threads_nor_passes_over_the_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +76,7 @@ from runtime.kernels.attention_vectors import LANES
 from runtime.model.vector_products import multiply_in_vectors
 assert LANES == 8
 torch.manual_seed(0)
-x, weight = torch.randn(33, 1040), torch.randn(96, 1040).bfloat16()
+x, weight = torch.randn(133, 1040), torch.randn(96, 1040).bfloat16()
 found = multiply_in_vectors(x, [weight])
 assert torch.equal(found, torch.cat([multiply_in_vectors(row[None], [weight]) for row in x]))
 print(float((found - x.double() @ weight.double().t()).abs().max()))
