@@ -172,25 +172,25 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """How requests are grouped: a block is `num_micro_batches` micro-batches of at most `micro_batch_size`
-    sequences. `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
+    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences; None: `plan/usual_sizes.py`.
+    `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
 
     kind: PolicyKind = PolicyKind.auto
-    micro_batch_size: int = 64
-    num_micro_batches: int = 4
+    micro_batch_size: int | None = None
+    num_micro_batches: int | None = None
     admission: Admission = Admission.wave
     schedule: Order = Order.zigzag
     attention: Attention = Attention.device
-    prefill_chunk_tokens: int = 512
+    prefill_chunk_tokens: int | None = None
     pin: str | None = None
 
     def __post_init__(self) -> None:
         for key in ("micro_batch_size", "num_micro_batches", "prefill_chunk_tokens"):
-            require(getattr(self, key) >= 1, f"policy.{key} must be 1 or more, got {getattr(self, key)}")
-        require(
-            self.schedule is not Order.cgopipe or self.attention is Attention.cpu,
-            "policy.schedule=cgopipe is about attention on the CPU: policy.attention=cpu",
-        )
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"policy.{key} must be 1 or more, got {value}")
+        is_on_cpu = self.attention is Attention.cpu
+        why = "policy.schedule=cgopipe is about attention on the CPU: policy.attention=cpu"
+        require(self.schedule is not Order.cgopipe or is_on_cpu, why)
 
 
 @dataclass(frozen=True, kw_only=True)

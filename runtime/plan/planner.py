@@ -23,6 +23,7 @@ from .policy_grid import Choices
 from .predict import Prediction, decode_pass_seconds, predict
 from .rates import MachineRates
 from .run_load import bare, run_load
+from .usual_sizes import sizes_of
 from .workload import Workload
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
@@ -71,7 +72,7 @@ def plan_run(
     if config.policy.kind is PolicyKind.hrm and rates is not None and sizes:
         return _plan_best(shape, config, budgets, sizes, rates, blocks, num_halvings)
     blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
-    chunk = config.policy.prefill_chunk_tokens
+    chunk = sizes_of(config.policy).chunk_tokens
     load = run_load(shape, config, budgets, blocks, sizes)
     if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
         prefetch, placement = _cost_aware(shape, config, budgets, load, rates)
@@ -107,7 +108,7 @@ def _plan_best(
         return _blocks(shape, sizes, micro_batch_size, num_micro_batches)
 
     def plan(fixed: RuntimeConfig) -> RunPlan:
-        size, count = fixed.policy.micro_batch_size, fixed.policy.num_micro_batches
+        size, count, _ = sizes_of(fixed.policy)
         made = blocks if blocks is not None else blocks_of(size, count)
         return plan_run(shape, fixed, budgets, sizes, rates=rates, blocks=made)
 
@@ -143,16 +144,16 @@ def _choose_blocks(
 ) -> tuple[Block, ...]:
     """`fixed`: as configured. `auto`: the most sequences, up to what is configured, whose block fits with no more
     resident layers than `offload.resident_layers` asks for."""
-    policy = config.policy
-    if policy.kind is PolicyKind.fixed:
-        return _blocks(shape, sizes, policy.micro_batch_size, policy.num_micro_batches)
-    most = min(policy.micro_batch_size * policy.num_micro_batches, max(1, len(sizes))) >> num_halvings
+    micro_batch_size, num_micro_batches, _ = sizes_of(config.policy)
+    if config.policy.kind is PolicyKind.fixed:
+        return _blocks(shape, sizes, micro_batch_size, num_micro_batches)
+    most = min(micro_batch_size * num_micro_batches, max(1, len(sizes))) >> num_halvings
     blocks: tuple[Block, ...] = ()
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
         in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
         for num_sequences in _ladder(max(1, most)):
-            num_micro_batches = -(-num_sequences // policy.micro_batch_size)
-            blocks = _blocks(shape, sizes, -(-num_sequences // num_micro_batches), num_micro_batches)
+            count = -(-num_sequences // micro_batch_size)
+            blocks = _blocks(shape, sizes, -(-num_sequences // count), count)
             load = run_load(shape, in_tier, budgets, blocks, sizes)
             if load.is_roomy and place(shape, in_tier, budgets, load).fits:
                 return blocks

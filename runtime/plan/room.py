@@ -19,6 +19,7 @@ from .memory import SequenceSize, lane_entries, pass_tokens
 from .model_shape import ModelShape
 from .placement import Budgets
 from .policy_grid import Bools, Floats, PolicyGrid
+from .usual_sizes import sizes_of
 from .walks import num_slots_for
 from .workload import Workload
 
@@ -115,7 +116,7 @@ class _Need:
         return staying + travels * slots + self._in_host * under_way
 
     def _tokens(self, lane: list[SequenceSize]) -> float:
-        return float(pass_tokens(self._shape, lane, self._config.policy.prefill_chunk_tokens))
+        return float(pass_tokens(self._shape, lane, sizes_of(self._config.policy).chunk_tokens))
 
     def _lanes(self) -> Floats:
         """Each lane takes as much more as the second one does."""
@@ -124,7 +125,7 @@ class _Need:
         return one + (self._grid.lanes - 1) * (two - one)
 
     def _lane_bytes(self, lanes: list[list[SequenceSize]]) -> float:
-        chunk = self._config.policy.prefill_chunk_tokens
+        chunk = sizes_of(self._config.policy).chunk_tokens
         return float(sum(entry.num_bytes for entry in lane_entries(self._shape, lanes, chunk)))
 
     def _batched(self) -> Floats:

@@ -49,7 +49,7 @@ class BenchConfig:
     batch_size: int | None = None
     batch_sizes: dict[Contender, int] = field(default_factory=dict)
     peer_minutes: float | None = None
-    micro_batch_size: int = 64
+    micro_batch_size: int = 256
     num_micro_batches: int | None = None
     weight_share: float = 0.25
     num_threads: int = 2
