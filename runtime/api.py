@@ -33,7 +33,7 @@ from .plan.rates import MachineRates
 from .plan.run_load import micro_batches_of
 from .plan.schedule import require_slots
 from .plan.usual import Usual
-from .plan.usual_sizes import sizes_of, with_usual_sizes
+from .plan.usual_sizes import chunk_tokens
 from .session import Session
 from .store.cache_root import cache_root
 from .store.reader import Reader
@@ -77,8 +77,6 @@ class Runtime:
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
-        has_device = self.device.is_accelerator
-        self.config = with_usual_sizes(self.config, is_packed=self.model.shape.is_packed, has_device=has_device)
         self._refuse_early()
         self.rates: MachineRates | None = None  # of this run; None: `plan` measures them when it needs them
         self._advised: set[str] = set()
@@ -195,7 +193,7 @@ class Runtime:
 
     def _usual(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> Usual:
         lanes = micro_batches_of(plan.blocks[0], sizes)
-        return Usual.of(self.model.shape, lanes, sizes_of(self.config.policy).chunk_tokens)
+        return Usual.of(self.model.shape, lanes, chunk_tokens(plan.policy, plan.blocks))
 
     @property
     def host(self) -> Host:

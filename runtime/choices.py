@@ -20,7 +20,7 @@ from .plan.model_shape import ModelShape
 from .plan.placement import Budgets
 from .plan.planner import RunPlan
 from .plan.policy import Policy
-from .plan.usual_sizes import sizes_of
+from .plan.usual_sizes import chunk_tokens
 from .plan.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def question(
         Workload.of(sizes).digest,
         f"{budgets.host_bytes:.2g} {budgets.device_bytes or 0:.2g}",
         f"{config.offload} {config.kv} {config.prefetch}",
-        f"{sizes_of(config.policy).chunk_tokens} {config.policy.admission} {config.model.products}",
+        f"{chunk_tokens(config.policy, ())} {config.policy.admission} {config.model.products}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

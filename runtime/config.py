@@ -172,7 +172,7 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences; None: `plan/usual_sizes.py`.
+    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences; for None: `usual_sizes.py`.
     `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
 
     kind: PolicyKind = PolicyKind.auto

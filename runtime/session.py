@@ -15,7 +15,7 @@ from .engine.wave import run_block
 from .model.loading import LoadedModel
 from .plan.memory import PAGE_TOKENS
 from .plan.planner import RunPlan
-from .plan.usual_sizes import sizes_of
+from .plan.usual_sizes import chunk_tokens
 
 OnPass = Callable[[PassRecord], None]
 
@@ -88,7 +88,7 @@ class Session:
         limits = AdmissionLimits(
             num_lanes=num_lanes,
             lane_size=lane_size,
-            lane_tokens=max(lane_size, sizes_of(self._policy).chunk_tokens),
+            lane_tokens=max(lane_size, chunk_tokens(self._policy, self._plan.blocks)),
             page_tokens=PAGE_TOKENS,
         )
         return ContinuousPacked(self._engine, sequences, limits)

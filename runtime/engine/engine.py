@@ -14,7 +14,7 @@ from ..model.weights import stage_weights
 from ..plan.check import check_schedule
 from ..plan.experts import dense_shape
 from ..plan.schedule import Schedule, make_schedule
-from ..plan.usual_sizes import sizes_of
+from ..plan.usual_sizes import chunk_tokens
 from ..plan.walk import Walk
 from ..stream.host_memory import peak_resident_bytes
 from .experts import BatchedExperts
@@ -49,7 +49,7 @@ class Engine:
             device=device,
             pool=self._pages.pool,
             travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
-            prefill_chunk_tokens=sizes_of(setup.config.policy).chunk_tokens,
+            prefill_chunk_tokens=chunk_tokens(setup.config.policy, ()),
         )
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}

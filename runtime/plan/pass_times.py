@@ -14,7 +14,7 @@ from .cost import Resource
 from .layer_work import LayerWork
 from .policy_grid import Floats, PolicyGrid
 from .rates import MachineRates
-from .usual_sizes import sizes_of
+from .usual_sizes import chunk_tokens
 from .workload import Workload
 
 
@@ -62,7 +62,7 @@ class Roofline:
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
         """Tokens of a lane in one prefill pass; a padded one takes a column at least."""
-        limit = np.maximum(sizes_of(self.config.policy).chunk_tokens, 0 if self.is_packed else grid.rows)
+        limit = np.maximum(chunk_tokens(self.config.policy, ()), 0 if self.is_packed else grid.rows)
         return np.minimum(limit, grid.rows * self._prompt_tokens(grid))
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:

@@ -23,7 +23,7 @@ from .policy_grid import Choices
 from .predict import Prediction, decode_pass_seconds, predict
 from .rates import MachineRates
 from .run_load import bare, run_load
-from .usual_sizes import sizes_of
+from .usual_sizes import block_size, chunk_tokens, is_whole, micro_batch_sizes
 from .workload import Workload
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
@@ -36,7 +36,7 @@ class RunPlan:
 
     blocks: tuple[Block, ...]
     placement: Placement
-    policy: PolicyConfig  # as resolved: hrm has become fixed
+    policy: PolicyConfig  # as resolved: hrm has become fixed; tokens of a prefill pass are said
     kv: KVConfig  # as resolved with it
     prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
     prediction: Prediction | None
@@ -72,7 +72,7 @@ def plan_run(
     if config.policy.kind is PolicyKind.hrm and rates is not None and sizes:
         return _plan_best(shape, config, budgets, sizes, rates, blocks, num_halvings)
     blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
-    chunk = sizes_of(config.policy).chunk_tokens
+    chunk = chunk_tokens(config.policy, blocks)
     load = run_load(shape, config, budgets, blocks, sizes)
     if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
         prefetch, placement = _cost_aware(shape, config, budgets, load, rates)
@@ -85,7 +85,7 @@ def plan_run(
     return RunPlan(
         blocks=blocks,
         placement=placement,
-        policy=config.policy,
+        policy=replace(config.policy, prefill_chunk_tokens=chunk),
         kv=config.kv,
         prefetch=prefetch,
         prediction=prediction,
@@ -108,8 +108,8 @@ def _plan_best(
         return _blocks(shape, sizes, micro_batch_size, num_micro_batches)
 
     def plan(fixed: RuntimeConfig) -> RunPlan:
-        size, count, _ = sizes_of(fixed.policy)
-        made = blocks if blocks is not None else blocks_of(size, count)
+        size = fixed.policy.micro_batch_size or 1
+        made = blocks if blocks is not None else blocks_of(size, block_size(fixed.policy) // size)
         return plan_run(shape, fixed, budgets, sizes, rates=rates, blocks=made)
 
     machine = Machine(
@@ -143,19 +143,29 @@ def _choose_blocks(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], num_halvings: int
 ) -> tuple[Block, ...]:
     """`fixed`: as configured. `auto`: the most sequences, up to what is configured, whose block fits with no more
-    resident layers than `offload.resident_layers` asks for."""
-    micro_batch_size, num_micro_batches, _ = sizes_of(config.policy)
+    resident layers than `offload.resident_layers` asks for. Where the size of micro-batches is left open, the largest
+    that cost no room which something else needs."""
+    widths = micro_batch_sizes(shape, config.policy, budgets)[-1 if num_halvings else 0 :]
+
+    def grouped(config: RuntimeConfig, num_sequences: int) -> tuple[tuple[Block, ...], bool]:
+        """And whether that fits."""
+        counts = list(dict.fromkeys(-(-num_sequences // width) for width in widths))
+        for count in counts:
+            blocks = _blocks(shape, sizes, -(-num_sequences // count), count)
+            load = run_load(shape, config, budgets, blocks, sizes)
+            placement = place(shape, config, budgets, load) if load.is_roomy else None
+            if count == counts[-1] or (placement is not None and is_whole(placement)):
+                return blocks, placement is not None and placement.fits
+        raise AssertionError("there is no size of micro-batches")
+
+    most, blocks = block_size(config.policy), tuple[Block, ...]()
     if config.policy.kind is PolicyKind.fixed:
-        return _blocks(shape, sizes, micro_batch_size, num_micro_batches)
-    most = min(micro_batch_size * num_micro_batches, max(1, len(sizes))) >> num_halvings
-    blocks: tuple[Block, ...] = ()
+        return grouped(bare(config), most)[0]
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
         in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
-        for num_sequences in _ladder(max(1, most)):
-            count = -(-num_sequences // micro_batch_size)
-            blocks = _blocks(shape, sizes, -(-num_sequences // count), count)
-            load = run_load(shape, in_tier, budgets, blocks, sizes)
-            if load.is_roomy and place(shape, in_tier, budgets, load).fits:
+        for num_sequences in _ladder(max(1, min(most, len(sizes)) >> num_halvings)):
+            blocks, fits = grouped(in_tier, num_sequences)
+            if fits:
                 return blocks
     return blocks
 

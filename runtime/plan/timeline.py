@@ -15,7 +15,7 @@ from .predict import Stretch, mixed_stretches
 from .rates import MachineRates
 from .schedule import Schedule, make_schedule
 from .script import Durations
-from .usual_sizes import sizes_of
+from .usual_sizes import chunk_tokens
 
 NUM_DECODE_PASSES = 3
 
@@ -47,7 +47,7 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
         shown = _mixed(plan, sizes)
     else:
         lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
-        shown = _of_block(shape, lanes, sizes_of(plan.policy).chunk_tokens)
+        shown = _of_block(shape, lanes, chunk_tokens(plan.policy, plan.blocks))
     passes = [_priced(shape, plan.placement, each, rates) for each in shown.stretches]
     return Timeline(which=shown.which, names=shown.names, passes=play_passes(passes, rates.pass_seconds))
 
@@ -60,7 +60,7 @@ def _priced(
 
 
 def _mixed(plan: RunPlan, sizes: Sequence[SequenceSize]) -> _Passes:
-    found = mixed_stretches(plan.placement, plan.blocks, sizes, sizes_of(plan.policy).chunk_tokens)
+    found = mixed_stretches(plan.placement, plan.blocks, sizes, chunk_tokens(plan.policy, plan.blocks))
     count = NUM_DECODE_PASSES + 1
     return _Passes(
         which=f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded",

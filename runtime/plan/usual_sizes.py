@@ -1,45 +1,42 @@
-"""How requests are grouped where the config leaves it open: by the kind of lanes and by what computes.
+"""How requests are grouped where the config leaves it open.
 
 Where the CPU computes, nothing travels that one lane could wait for while another is computed, and products with more
 rows are faster: in decode, one packed lane of 256 gave 1.25 times the tokens of four of 64 (llama-3.2-1b's shape, two
 cores with AVX-512). Padded lanes stay small, as all of a lane are as wide as its longest.
 """
 
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from ..config import PolicyConfig, RuntimeConfig
+from ..batching.balance import Block
+from ..config import PolicyConfig
+from .model_shape import ModelShape
+from .placement import Budgets, Placement
 
-
-class Sizes(NamedTuple):
-    """Sequences of a micro-batch, micro-batches of a block, and tokens of a micro-batch in one prefill pass."""
-
-    micro_batch_size: int
-    num_micro_batches: int
-    chunk_tokens: int
+MICRO_BATCH_SIZE, NUM_MICRO_BATCHES, CHUNK_TOKENS = 64, 4, 512
+LARGE = (256, 128)  # micro-batches of a CPU, where they cost no room that something else needs
 
 
-SEVERAL_LANES, ONE_LANE = Sizes(64, 4, 512), Sizes(256, 1, 2048)
+def block_size(policy: PolicyConfig) -> int:
+    """Sequences, at most."""
+    return (policy.micro_batch_size or MICRO_BATCH_SIZE) * (policy.num_micro_batches or NUM_MICRO_BATCHES)
 
 
-def sizes_of(policy: PolicyConfig, usual: Sizes = SEVERAL_LANES) -> Sizes:
-    return Sizes(
-        policy.micro_batch_size or usual.micro_batch_size,
-        policy.num_micro_batches or usual.num_micro_batches,
-        policy.prefill_chunk_tokens or usual.chunk_tokens,
-    )
+def micro_batch_sizes(shape: ModelShape, policy: PolicyConfig, budgets: Budgets) -> tuple[int, ...]:
+    """The best first; the last one is taken whatever it costs."""
+    if policy.micro_batch_size is not None:
+        return (policy.micro_batch_size,)
+    return (*LARGE, MICRO_BATCH_SIZE) if shape.is_packed and not budgets.has_device else (MICRO_BATCH_SIZE,)
 
 
-def with_usual_sizes(config: RuntimeConfig, *, is_packed: bool, has_device: bool) -> RuntimeConfig:
-    """With a number for each size. A micro-batch whose size is given is taken to be one of several."""
-    usual = ONE_LANE if is_packed and not has_device else SEVERAL_LANES
-    if config.policy.micro_batch_size is not None:
-        usual = usual._replace(num_micro_batches=SEVERAL_LANES.num_micro_batches)
-    micro_batch_size, num_micro_batches, chunk_tokens = sizes_of(config.policy, usual)
-    policy = replace(
-        config.policy,
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches,
-        prefill_chunk_tokens=chunk_tokens,
-    )
-    return replace(config, policy=policy)
+def chunk_tokens(policy: PolicyConfig, blocks: Sequence[Block]) -> int:
+    """Of a micro-batch in one prefill pass. In all of a pass it comes to as many whether they are few or many."""
+    if policy.prefill_chunk_tokens is not None:
+        return policy.prefill_chunk_tokens
+    largest = max((len(group) for block in blocks for group in block.micro_batches), default=1)
+    times = -(-largest // MICRO_BATCH_SIZE) if policy.micro_batch_size is None else 1
+    return CHUNK_TOKENS * times
+
+
+def is_whole(placement: Placement) -> bool:
+    """Whether memory has room for all keys and values, and for each layer with its experts."""
+    return placement.fits and not placement.paged and not placement.kv.page_bytes

@@ -49,7 +49,7 @@ class BenchConfig:
     batch_size: int | None = None
     batch_sizes: dict[Contender, int] = field(default_factory=dict)
     peer_minutes: float | None = None
-    micro_batch_size: int = 256
+    micro_batch_size: int | None = None
     num_micro_batches: int | None = None
     weight_share: float = 0.25
     num_threads: int = 2
@@ -59,8 +59,8 @@ class BenchConfig:
     log_level: LogLevel = LogLevel.warning
 
     def __post_init__(self) -> None:
-        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "micro_batch_size", "num_threads")
-        for key in (*counts, "batch_size", "num_micro_batches"):
+        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "num_threads")
+        for key in (*counts, "batch_size", "micro_batch_size", "num_micro_batches"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} must be 1 or more, got {value}")
         require(

@@ -28,12 +28,20 @@ from .task import Task, prompts
 
 def needed_sequences(task: Task) -> float:
     """N that reaches P2, in a process of its own."""
-    keys = ("path", "num_prompts", "prompt_tokens", "num_new_tokens", "micro_batch_size", "num_threads")
+    numbers = ("num_prompts", "prompt_tokens", "num_new_tokens", "num_threads")
+    keys = ("path", *numbers, "micro_batch_size", "num_micro_batches")
     return answer("jobs.io.bench.knee", {key: getattr(task, key) for key in keys})["needed_sequences"]
 
 
 def stand(
-    *, path: str, num_prompts: int, prompt_tokens: int, num_new_tokens: int, micro_batch_size: int, num_threads: int
+    *,
+    path: str,
+    num_prompts: int,
+    prompt_tokens: int,
+    num_new_tokens: int,
+    num_threads: int,
+    micro_batch_size: int | None,
+    num_micro_batches: int,
 ) -> Standing:
     """Of a block of all prompts, whose weights are streamed from disk."""
     config = RuntimeConfig(
@@ -42,21 +50,20 @@ def stand(
         policy=PolicyConfig(
             kind=PolicyKind.fixed,
             micro_batch_size=micro_batch_size,
-            num_micro_batches=-(-num_prompts // micro_batch_size),
+            num_micro_batches=num_micro_batches,
         ),
         sampling=SamplingConfig(max_new_tokens=num_new_tokens, ignore_eos=True),
         machine=MachineConfig(num_threads=num_threads),
     )
     runtime = Runtime(config)
     shape = runtime.model.shape
-    runtime.plan(requests_of(runtime, prompts(num_prompts, shape.vocab_size, prompt_tokens)))
+    plan = runtime.plan(requests_of(runtime, prompts(num_prompts, shape.vocab_size, prompt_tokens)))
     assert runtime.rates is not None, "a plan measures them"
     budgets = runtime.budgets()
     machine = Machine(
         name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=runtime.rates
     )
-    num_rows = min(micro_batch_size, num_prompts)
-    return standing(LayerWork.of(shape), machine, Tier.nvme, num_sequences=num_prompts, num_rows=num_rows)
+    return standing(LayerWork.of(shape), machine, Tier.nvme, num_sequences=num_prompts, num_rows=plan.lane_size)
 
 
 if __name__ == "__main__":

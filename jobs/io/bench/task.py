@@ -29,7 +29,7 @@ class Task:
     num_new_tokens: int
     ignore_eos: bool
     batch_size: int | None
-    micro_batch_size: int
+    micro_batch_size: int | None
     num_micro_batches: int
     weight_share: float
     num_threads: int

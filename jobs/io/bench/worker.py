@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from runtime.errors import MillraceError
+from runtime.plan.usual_sizes import MICRO_BATCH_SIZE
 from runtime.store.cache_root import cache_root
 
 from ..process import settled
@@ -45,7 +46,7 @@ def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: i
         ignore_eos=config.ignore_eos,
         batch_size=batch_size if isinstance(entry, Peer) and entry.batch_sizes else None,
         micro_batch_size=config.micro_batch_size,
-        num_micro_batches=config.num_micro_batches or -(-num_prompts // config.micro_batch_size),
+        num_micro_batches=config.num_micro_batches or -(-num_prompts // (config.micro_batch_size or MICRO_BATCH_SIZE)),
         weight_share=config.weight_share,
         num_threads=config.num_threads,
         schedule=(entry.schedule if isinstance(entry, Ours) else Ours.schedule).value,

@@ -13,7 +13,6 @@ from runtime.plan.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.predict import Prediction
 from runtime.plan.profile import machine_of
-from runtime.plan.usual_sizes import with_usual_sizes
 from runtime.plan.workload import Workload
 from runtime.units import gib_to_bytes
 
@@ -90,8 +89,7 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
         f"model={shape.name} knows {shape.context_tokens:,} positions, and the longest prompt comes to {longest:,} "
         "with its answer: workload.max_prompt_tokens, sampling.max_new_tokens",
     )
-    has_device = machine.device_bytes is not None
-    runtime = with_usual_sizes(config.runtime, is_packed=shape.is_packed, has_device=has_device)
+    runtime = config.runtime
     run = plan_run(shape, runtime, _budgets(config.offload, machine), sizes, rates=machine.rates)
     return Planned(config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run)
 

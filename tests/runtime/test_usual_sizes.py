@@ -1,0 +1,70 @@
+"""How requests are grouped where nobody says."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs.io.bench.millrace import requests_of
+from runtime.api import Runtime
+from runtime.config import MachineConfig, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.plan.memory import SequenceSize
+from runtime.plan.placement import Budgets
+from runtime.plan.planner import RunPlan, plan_run
+from runtime.units import GIB, MIB
+from tests.support import synthesize
+from tests.toy import toy_shape
+
+KINDS = [PolicyKind.auto, PolicyKind.fixed]
+
+
+def planned(
+    policy: PolicyConfig,
+    num_requests: int = 256,
+    *,
+    is_packed: bool = True,
+    host_bytes: int = GIB,
+    device_bytes: int | None = None,
+) -> RunPlan:
+    config = RuntimeConfig(policy=policy, offload=OffloadConfig(tier=Tier.nvme))
+    sizes = [SequenceSize(num_prompt_tokens=20, max_new_tokens=4)] * num_requests
+    budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes)
+    return plan_run(toy_shape(is_packed=is_packed), config, budgets, sizes)
+
+
+def way(plan: RunPlan) -> tuple[int, int, int | None]:
+    return plan.lane_size, plan.num_lanes, plan.policy.prefill_chunk_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_packed_lane_carries_a_block_where_the_cpu_computes(kind: PolicyKind) -> None:
+    policy = PolicyConfig(kind=kind)
+    assert way(planned(policy)) == (256, 1, 2048)
+    assert way(planned(policy, is_packed=False)) == (64, 4, 512)
+    assert way(planned(policy, device_bytes=GIB)) == (64, 4, 512)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_larger_micro_batches_take_no_room_from_keys_and_values(kind: PolicyKind) -> None:
+    """They need more for activations and logits."""
+    policy = PolicyConfig(kind=kind)
+    found = {
+        way(plan): len(plan.placement.kv.page_bytes)
+        for plan in (planned(policy, host_bytes=n * MIB) for n in range(130, 400, 2))
+    }
+    assert {way[:2] for way in found} >= {(64, 4), (256, 1)}
+    assert not any(travelling for (width, *_), travelling in found.items() if width > 64)
+
+
+def test_what_is_given_stays() -> None:
+    policy = PolicyConfig(micro_batch_size=8, num_micro_batches=3, prefill_chunk_tokens=100)
+    assert way(planned(policy)) == way(planned(policy, device_bytes=GIB)) == (8, 3, 100)
+    assert way(planned(PolicyConfig(micro_batch_size=128))) == (128, 2, 512)
+    assert way(planned(PolicyConfig(num_micro_batches=2))) == (128, 1, 1024)
+
+
+@pytest.mark.parametrize(("family", "num_lanes"), [("llama", 1), ("bloom", 2)])
+def test_a_runtime_plans_so(family: str, num_lanes: int, tmp_path: Path) -> None:
+    path = str(synthesize(family, tmp_path))
+    runtime = Runtime(RuntimeConfig(model=ModelConfig(path=path), machine=MachineConfig(device="cpu")))
+    requests = requests_of(runtime, [[5, 6, 7]] * 65)
+    assert runtime.plan(requests).num_lanes == num_lanes
