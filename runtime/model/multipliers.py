@@ -61,8 +61,8 @@ def multiplier_of(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier:
 def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[Multiplier]:
     """Those that take these blocks of rows of w, on this processor."""
     kernels = {
-        Multiplier.tiles: fit_tiles(x_MK, blocks) and has_matrix_unit(),
-        Multiplier.vectors: fit_vectors(x_MK, blocks) and has_compiler(),
+        Multiplier.tiles: has_matrix_unit() and fit_tiles(x_MK, blocks),
+        Multiplier.vectors: has_compiler() and fit_vectors(x_MK, blocks),
         Multiplier.onednn: torch.backends.mkldnn.is_available(),
     }
     return [multiplier for multiplier in Multiplier if kernels.get(multiplier, True)]

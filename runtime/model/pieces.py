@@ -61,14 +61,18 @@ def room_for_inputs(num_words: int) -> np.ndarray:
 
 def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[torch.dtype], step_inputs: int) -> bool:
     """Whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step."""
-    if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or x_MK.shape[1] % step_inputs or not len(x_MK):
+    num_rows, num_inputs = x_MK.shape
+    if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or num_inputs % step_inputs or not num_rows:
         return False
-    plain = [block for block in blocks if isinstance(block, torch.Tensor) and block.dtype in dtypes]
-    if len(plain) < len(blocks) or len({block.dtype for block in plain}) > 1:
-        return False
-    if any(block.dim() != 2 or block.shape[1] != x_MK.shape[1] or not block.is_contiguous() for block in plain):
-        return False
-    return sum(block.numel() for block in plain) >= LEAST_WEIGHTS
+    num_weights, dtype = 0, getattr(blocks[0], "dtype", None)
+    for block in blocks:
+        if not isinstance(block, torch.Tensor) or block.dtype is not dtype or dtype not in dtypes or block.dim() != 2:
+            return False
+        height, width = block.shape
+        if width != num_inputs or not block.is_contiguous():
+            return False
+        num_weights += height * width
+    return num_weights >= LEAST_WEIGHTS
 
 
 def in_runs_of_rows(
@@ -76,15 +80,18 @@ def in_runs_of_rows(
 ) -> torch.Tensor:
     """As many rows of x at a time as `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
     x_MK = x_MK.contiguous()
-    out_MN = x_MK.new_empty(len(x_MK), sum(map(len, blocks)))
-    most = max(1, INPUT_BYTES // (number_bytes * x_MK.shape[1] * TILE_ROWS)) * TILE_ROWS
-    for rows_MK, out_rows_MN in zip(x_MK.split(most), out_MN.split(most), strict=True):
-        multiply(rows_MK, blocks, out_rows_MN)
+    heights = [block.shape[0] for block in blocks]
+    num_rows, num_inputs = x_MK.shape
+    out_MN = x_MK.new_empty(num_rows, sum(heights))
+    most = max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
+    for first in range(0, num_rows, most):
+        rows = slice(first, first + most)
+        multiply(x_MK[rows], blocks, out_MN[rows])
     column = 0
-    for block in blocks:
-        column, whole = column + len(block), round_down(len(block), PAIR_ROWS)
-        if whole < len(block):
-            torch.mm(x_MK, block[whole:].float().t(), out=out_MN[:, column - len(block) + whole : column])
+    for block, height in zip(blocks, heights, strict=True):
+        column, whole = column + height, round_down(height, PAIR_ROWS)
+        if whole < height:
+            torch.mm(x_MK, block[whole:].float().t(), out=out_MN[:, column - height + whole : column])
     return out_MN
 
 
@@ -92,10 +99,11 @@ def _pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
     """All but the rows behind the last 32."""
     pieces, column, num_threads = list[Piece](), 0, torch.get_num_threads()
     for block in blocks:
-        words_NK, whole = block.view(BITS[block.dtype]).numpy(), round_down(len(block), PAIR_ROWS)
-        height = min(most_rows, round_up(max(1, whole // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
-        pieces += [Piece(words_NK, row, min(row + height, whole), column) for row in range(0, whole, height)]
-        column += len(block)
+        height, words_NK = block.shape[0], block.view(BITS[block.dtype]).numpy()
+        whole = round_down(height, PAIR_ROWS)
+        step = min(most_rows, round_up(max(1, whole // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
+        pieces += [Piece(words_NK, row, min(row + step, whole), column) for row in range(0, whole, step)]
+        column += height
     return pieces
 
 
@@ -113,7 +121,7 @@ def in_pieces(
 
 
 def _share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
-    num_threads, num_groups = torch.get_num_threads(), -(-len(x_MK) // group_rows)
+    num_threads, num_groups = torch.get_num_threads(), -(-x_MK.shape[0] // group_rows)
     width = max(2, -(-num_groups // (2 * num_threads)))
     spans = [(g, min(g + width, num_groups)) for g in range(0, num_groups, width)]
     share(spans, act, num_threads if x_MK.numel() >= SHARED_INPUTS else 1)

@@ -1,8 +1,9 @@
 """Pieces of a product, done by this thread and by others beside it."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from queue import SimpleQueue
+from threading import Thread
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -24,9 +25,41 @@ class Spares(Generic[Item]):
         self._items.append(item)
 
 
+class Helpers:
+    """Threads that wait for calls to make. A pool of `concurrent.futures` takes three times as long to ask and to
+    answer, which counts where a product takes a millisecond."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._num_threads = 0
+
+    def ask(self, call: Callable[[], None], num_threads: int) -> None:
+        """Each of so many threads may make it, sooner or later. It must not raise."""
+        for number in range(self._num_threads, num_threads):
+            Thread(target=self._serve, name=f"products-{number}", daemon=True).start()
+            self._num_threads += 1
+        for _ in range(num_threads):
+            self._calls.put(call)
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+@cache
+def _helpers() -> Helpers:
+    """The process's own, like torch's threads."""
+    return Helpers()
+
+
 def share(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) -> None:
-    """Each is done once, on this thread or on others, which take what is left; returns when all are done."""
-    left = list(reversed(items))
+    """Each is done once, on this thread or on others, which take what is left; returns when all are done. Raises what
+    `act` raised first, once nobody acts any more."""
+    if num_threads == 1 or len(items) == 1:
+        for item in items:
+            act(item)
+        return
+    left, answers = list(reversed(items)), SimpleQueue[BaseException | None]()
 
     def do_what_is_left() -> None:
         while left:
@@ -34,17 +67,14 @@ def share(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) 
                 item = left.pop()
             except IndexError:  # another thread was faster
                 return
-            act(item)
+            try:
+                act(item)
+                answers.put(None)
+            except BaseException as error:
+                answers.put(error)
 
-    num_helpers = min(num_threads, len(items)) - 1
-    helpers = [_helpers(num_helpers).submit(do_what_is_left) for _ in range(num_helpers)]
+    _helpers().ask(do_what_is_left, min(num_threads, len(items)) - 1)
     do_what_is_left()
-    for helper in helpers:
-        if not helper.cancel():  # one that has not begun has nothing to do
-            helper.result()
-
-
-@cache
-def _helpers(num_threads: int) -> ThreadPoolExecutor:
-    """The process's own, like torch's: made at their first use, idle between uses, ended by the interpreter."""
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="products")
+    errors = [error for error in (answers.get() for _ in items) if error is not None]
+    if errors:
+        raise errors[0]

@@ -40,7 +40,7 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
     """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
     from ..kernels.vector_kernel import INPUT_ROWS, SUM_NUMBERS, TILE_NUMBERS, lay_out_inputs, multiply_in_chains
 
-    x, out, num_rows = x_MK.numpy(), out_MN.numpy(), len(x_MK)
+    x, out, num_rows = x_MK.numpy(), out_MN.numpy(), x_MK.shape[0]
     inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * x_MK.shape[1]).view(np.float32)
 
     def lay_out_some(span: tuple[int, int]) -> None:

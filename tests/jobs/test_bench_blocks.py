@@ -49,7 +49,8 @@ def test_the_table_has_both_knees_and_the_roofline() -> None:
 
 def test_the_roofline_says_from_how_many_sequences_the_disk_no_longer_bounds_decode() -> None:
     path = str(find_checkpoint(ModelConfig(), None))
-    found = stand(path=path, num_prompts=4, prompt_tokens=16, num_new_tokens=3, micro_batch_size=2, num_threads=1)
+    sizes = {"num_prompts": 4, "prompt_tokens": 16, "num_new_tokens": 3, "micro_batch_size": 2, "num_micro_batches": 2}
+    found = stand(path=path, num_threads=1, **sizes)
     assert found.needed_sequences > 0
     assert found.points.p1 is None  # nothing but the disk is below compute memory
 

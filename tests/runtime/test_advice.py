@@ -48,7 +48,7 @@ def policy(**keys: object) -> RuntimeConfig:
 
 
 def searched(**keys: object) -> RuntimeConfig:
-    sizes: dict[str, object] = {"micro_batch_size": 64, "num_micro_batches": 4}
+    sizes: dict[str, object] = {"micro_batch_size": None, "num_micro_batches": None}
     return policy(kind=PolicyKind.hrm, **(sizes | keys))
 
 
