@@ -193,7 +193,7 @@ class Runtime:
 
     def _usual(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> Usual:
         lanes = micro_batches_of(plan.blocks[0], sizes)
-        return Usual.of(self.model.shape, lanes, chunk_tokens(plan.policy, plan.blocks))
+        return Usual.of(self.model.shape, lanes, chunk_tokens(plan.policy))
 
     @property
     def host(self) -> Host:

@@ -88,7 +88,7 @@ class Session:
         limits = AdmissionLimits(
             num_lanes=num_lanes,
             lane_size=lane_size,
-            lane_tokens=max(lane_size, chunk_tokens(self._policy, self._plan.blocks)),
+            lane_tokens=max(lane_size, chunk_tokens(self._policy)),
             page_tokens=PAGE_TOKENS,
         )
         return ContinuousPacked(self._engine, sequences, limits)

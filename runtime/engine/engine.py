@@ -49,7 +49,7 @@ class Engine:
             device=device,
             pool=self._pages.pool,
             travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
-            prefill_chunk_tokens=chunk_tokens(setup.config.policy, ()),
+            prefill_chunk_tokens=chunk_tokens(setup.config.policy),
         )
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}

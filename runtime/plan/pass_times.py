@@ -62,7 +62,7 @@ class Roofline:
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
         """Tokens of a lane in one prefill pass; a padded one takes a column at least."""
-        limit = np.maximum(chunk_tokens(self.config.policy, ()), 0 if self.is_packed else grid.rows)
+        limit = np.maximum(chunk_tokens(self.config.policy), 0 if self.is_packed else grid.rows)
         return np.minimum(limit, grid.rows * self._prompt_tokens(grid))
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:

@@ -108,8 +108,10 @@ def _plan_best(
         return _blocks(shape, sizes, micro_batch_size, num_micro_batches)
 
     def plan(fixed: RuntimeConfig) -> RunPlan:
-        size = fixed.policy.micro_batch_size or 1
-        made = blocks if blocks is not None else blocks_of(size, block_size(fixed.policy) // size)
+        size, count = fixed.policy.micro_batch_size, fixed.policy.num_micro_batches
+        assert size is not None, "a search says it"
+        assert count is not None, "a search says it"
+        made = blocks if blocks is not None else blocks_of(size, count)
         return plan_run(shape, fixed, budgets, sizes, rates=rates, blocks=made)
 
     machine = Machine(
@@ -147,26 +149,33 @@ def _choose_blocks(
     that cost no room which something else needs."""
     widths = micro_batch_sizes(shape, config.policy, budgets)[-1 if num_halvings else 0 :]
 
-    def grouped(config: RuntimeConfig, num_sequences: int) -> tuple[tuple[Block, ...], bool]:
-        """And whether that fits."""
-        counts = list(dict.fromkeys(-(-num_sequences // width) for width in widths))
-        for count in counts:
-            blocks = _blocks(shape, sizes, -(-num_sequences // count), count)
-            load = run_load(shape, config, budgets, blocks, sizes)
-            placement = place(shape, config, budgets, load) if load.is_roomy else None
-            if count == counts[-1] or (placement is not None and is_whole(placement)):
-                return blocks, placement is not None and placement.fits
-        raise AssertionError("there is no size of micro-batches")
+    def counts(num_sequences: int) -> list[int]:
+        return list(dict.fromkeys(-(-num_sequences // width) for width in widths))
 
-    most, blocks = block_size(config.policy), tuple[Block, ...]()
+    def divided(num_sequences: int, count: int) -> tuple[Block, ...]:
+        return _blocks(shape, sizes, -(-num_sequences // count), count)
+
+    def fits(config: RuntimeConfig, blocks: tuple[Block, ...], *, wholly: bool) -> bool:
+        load = run_load(shape, config, budgets, blocks, sizes)
+        if not load.is_roomy:
+            return False
+        placement = place(shape, config, budgets, load)
+        return placement.fits and (not wholly or is_whole(placement))
+
+    most = block_size(config.policy)
     if config.policy.kind is PolicyKind.fixed:
-        return grouped(bare(config), most)[0]
+        *large, usual = counts(most)
+        found = (divided(most, count) for count in large)
+        return next((each for each in found if fits(bare(config), each, wholly=True)), None) or divided(most, usual)
+    blocks: tuple[Block, ...] = ()
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
         in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
         for num_sequences in _ladder(max(1, min(most, len(sizes)) >> num_halvings)):
-            blocks, fits = grouped(in_tier, num_sequences)
-            if fits:
-                return blocks
+            *large, usual = counts(num_sequences)
+            for count in (*large, usual):
+                blocks = divided(num_sequences, count)
+                if fits(in_tier, blocks, wholly=count != usual):
+                    return blocks
     return blocks
 
 

@@ -116,7 +116,7 @@ class _Need:
         return staying + travels * slots + self._in_host * under_way
 
     def _tokens(self, lane: list[SequenceSize]) -> float:
-        return float(pass_tokens(self._shape, lane, chunk_tokens(self._config.policy, ())))
+        return float(pass_tokens(self._shape, lane, chunk_tokens(self._config.policy)))
 
     def _lanes(self) -> Floats:
         """Each lane takes as much more as the second one does."""
@@ -125,7 +125,7 @@ class _Need:
         return one + (self._grid.lanes - 1) * (two - one)
 
     def _lane_bytes(self, lanes: list[list[SequenceSize]]) -> float:
-        chunk = chunk_tokens(self._config.policy, ())
+        chunk = chunk_tokens(self._config.policy)
         return float(sum(entry.num_bytes for entry in lane_entries(self._shape, lanes, chunk)))
 
     def _batched(self) -> Floats:

@@ -47,7 +47,7 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
         shown = _mixed(plan, sizes)
     else:
         lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
-        shown = _of_block(shape, lanes, chunk_tokens(plan.policy, plan.blocks))
+        shown = _of_block(shape, lanes, chunk_tokens(plan.policy))
     passes = [_priced(shape, plan.placement, each, rates) for each in shown.stretches]
     return Timeline(which=shown.which, names=shown.names, passes=play_passes(passes, rates.pass_seconds))
 
@@ -60,7 +60,7 @@ def _priced(
 
 
 def _mixed(plan: RunPlan, sizes: Sequence[SequenceSize]) -> _Passes:
-    found = mixed_stretches(plan.placement, plan.blocks, sizes, chunk_tokens(plan.policy, plan.blocks))
+    found = mixed_stretches(plan.placement, plan.blocks, sizes, chunk_tokens(plan.policy))
     count = NUM_DECODE_PASSES + 1
     return _Passes(
         which=f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded",

@@ -28,7 +28,7 @@ def micro_batch_sizes(shape: ModelShape, policy: PolicyConfig, budgets: Budgets)
     return (*LARGE, MICRO_BATCH_SIZE) if shape.is_packed and not budgets.has_device else (MICRO_BATCH_SIZE,)
 
 
-def chunk_tokens(policy: PolicyConfig, blocks: Sequence[Block]) -> int:
+def chunk_tokens(policy: PolicyConfig, blocks: Sequence[Block] = ()) -> int:
     """Of a micro-batch in one prefill pass. In all of a pass it comes to as many whether they are few or many."""
     if policy.prefill_chunk_tokens is not None:
         return policy.prefill_chunk_tokens
@@ -38,5 +38,5 @@ def chunk_tokens(policy: PolicyConfig, blocks: Sequence[Block]) -> int:
 
 
 def is_whole(placement: Placement) -> bool:
-    """Whether memory has room for all keys and values, and for each layer with its experts."""
-    return placement.fits and not placement.paged and not placement.kv.page_bytes
+    """Whether there is room in memory for all keys and values, and for each layer with its experts."""
+    return not placement.paged and not placement.kv.page_bytes

@@ -34,7 +34,7 @@ from runtime.engine.sequence import Request
 from runtime.plan.actions import WEIGHT_OPS
 from runtime.plan.extents import slot_layout
 from runtime.plan.schedule import make_schedule
-from runtime.plan.usual_sizes import MICRO_BATCH_SIZE
+from runtime.plan.usual_sizes import block_size
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, resident_bytes
 from runtime.stream.weights import WeightStream
 from runtime.trace import Trace
@@ -105,7 +105,7 @@ def _runtime(
     if tier is not Tier.nvme:
         return runtime, requests
     shape = runtime.model.shape
-    num_seats = task.num_kv_seats or (task.micro_batch_size or MICRO_BATCH_SIZE) * task.num_micro_batches
+    num_seats = task.num_kv_seats or block_size(runtime.config.policy)
     positions = sum(sorted((request.size.capacity_tokens for request in requests), reverse=True)[:num_seats])
     budget = task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token
     return make(budget / GIB)
