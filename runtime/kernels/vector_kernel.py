@@ -14,10 +14,12 @@ from numba import njit
 from .attention_softmax import REORDERED
 from .attention_vectors import LANES
 from .compiled import kept
+from .taking import take
+from .tile_scratch import PAIR_ROWS
 from .vector_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
 
 # See `compiled.py`.
-PARTS_SHA256 = "867d5e8316d7e26a27dcdcb77bd74daab5204dca8c67c5c0280cca7ce4ce8470"
+PARTS_SHA256 = "c8ec195a45f72031944ea0d23cb7155fcb196755b08877cba8f617b9f2230ed3"
 CHUNK_ROWS = 256  # of w, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
 BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block: 240 KiB at CHAIN_INPUTS
@@ -113,6 +115,28 @@ def _multiply_tile(
 @kept
 def multiply_in_chains(
     w_NK: np.ndarray,
+    step: int,
+    taken: np.ndarray,
+    inputs: np.ndarray,
+    out_MN: np.ndarray,
+    begin: int,
+    num_rows: int,
+    tile: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """All rows of w but those behind the last `PAIR_ROWS`, times the `num_rows` rows of x in `inputs`, into columns of
+    `out_MN` from `begin` on. Threads that call it with one `taken`, of which the first number was 0, share the rows,
+    `step` at a time, a multiple of LANES; each has a `tile` and `sums` of its own, used anew again and again."""
+    whole = w_NK.shape[0] // PAIR_ROWS * PAIR_ROWS
+    first = take(taken, step)
+    while first < whole:
+        _multiply_rows(w_NK, first, min(first + step, whole), inputs, out_MN, begin, num_rows, tile, sums)
+        first = take(taken, step)
+
+
+@njit(fastmath=REORDERED)
+def _multiply_rows(
+    w_NK: np.ndarray,
     first: int,
     last: int,
     inputs: np.ndarray,
@@ -122,8 +146,6 @@ def multiply_in_chains(
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """Rows [first, last) of w, a multiple of LANES, times the `num_rows` rows of x in `inputs`, into columns of
-    `out_MN` from `begin` + `first` on. `tile` and `sums` are used anew again and again."""
     K = w_NK.shape[1]
     num_groups, least, num_larger = _groups(num_rows)
     for top in range(first, last, CHUNK_ROWS):

@@ -48,30 +48,44 @@ def multiply(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 
 def multiplier_of(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier:
-    ways, table, first = fitting(x_MK, blocks), _Choice.table, blocks[0]
-    if table is not None and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu" and len(x_MK):
-        stored = STORED.get(first.dtype) if isinstance(first, torch.Tensor) else None
-        is_tall = x_MK.shape[1] > sum(block.shape[0] for block in blocks)
-        fastest = table.fastest(stored, is_tall=is_tall, num_rows=len(x_MK)) if stored else None
-        if fastest in ways:
-            return fastest
-    return usual_multiplier(ways, len(x_MK))
+    fastest = _fastest(x_MK, blocks) if _Choice.table is not None else None
+    if fastest is not None and takes(fastest, x_MK, blocks):
+        return fastest
+    return usual_multiplier(lambda multiplier: takes(multiplier, x_MK, blocks), len(x_MK))
+
+
+def _fastest(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier | None:
+    """As the table has it."""
+    table, first = _Choice.table, blocks[0]
+    if table is None or not isinstance(first, torch.Tensor) or first.dtype not in STORED:
+        return None
+    if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or not len(x_MK):
+        return None
+    is_tall = x_MK.shape[1] > sum(block.shape[0] for block in blocks)
+    return table.fastest(STORED[first.dtype], is_tall=is_tall, num_rows=len(x_MK))
+
+
+def takes(multiplier: Multiplier, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
+    """Whether it takes these blocks of rows of w, on this processor."""
+    match multiplier:
+        case Multiplier.tiles:
+            return has_matrix_unit() and fit_tiles(x_MK, blocks)
+        case Multiplier.vectors:
+            return has_compiler() and fit_vectors(x_MK, blocks)
+        case Multiplier.onednn:
+            return torch.backends.mkldnn.is_available()
+        case _:
+            return True
 
 
 def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[Multiplier]:
-    """Those that take these blocks of rows of w, on this processor."""
-    kernels = {
-        Multiplier.tiles: has_matrix_unit() and fit_tiles(x_MK, blocks),
-        Multiplier.vectors: has_compiler() and fit_vectors(x_MK, blocks),
-        Multiplier.onednn: torch.backends.mkldnn.is_available(),
-    }
-    return [multiplier for multiplier in Multiplier if kernels.get(multiplier, True)]
+    return [multiplier for multiplier in Multiplier if takes(multiplier, x_MK, blocks)]
 
 
-def usual_multiplier(ways: Sequence[Multiplier], num_rows: int) -> Multiplier:
-    """The rule: what is compiled, if it fits; otherwise panels."""
+def usual_multiplier(is_there: Callable[[Multiplier], bool], num_rows: int) -> Multiplier:
+    """The rule: what is compiled, if it is there; otherwise panels."""
     for compiled in (Multiplier.tiles, Multiplier.vectors):
-        if compiled in ways:
+        if is_there(compiled):
             return compiled
     return Multiplier.weights_first if num_rows <= NARROW_ROWS else Multiplier.inputs_first
 

@@ -95,13 +95,17 @@ def in_runs_of_rows(
     return out_MN
 
 
+def step_of(height: int, num_threads: int) -> int:
+    """How many rows of w a thread takes at a time, of so many."""
+    return round_up(max(1, height // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS)
+
+
 def _pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
     """All but the rows behind the last 32."""
     pieces, column, num_threads = list[Piece](), 0, torch.get_num_threads()
     for block in blocks:
         height, words_NK = block.shape[0], block.view(BITS[block.dtype]).numpy()
-        whole = round_down(height, PAIR_ROWS)
-        step = min(most_rows, round_up(max(1, whole // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
+        whole, step = round_down(height, PAIR_ROWS), min(most_rows, step_of(height, num_threads))
         pieces += [Piece(words_NK, row, min(row + step, whole), column) for row in range(0, whole, step)]
         column += height
     return pieces
@@ -116,11 +120,12 @@ def in_pieces(
     multiply: Callable[[Piece], None],
 ) -> None:
     """All threads lay out runs of groups of so many rows of x, then multiply pieces of at most so many rows of w."""
-    _share_layout(x_MK, group_rows, lay_out)
+    share_layout(x_MK, group_rows, lay_out)
     share(_pieces_of(blocks, most_rows), multiply, torch.get_num_threads())
 
 
-def _share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
+def share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
+    """All threads lay out runs of groups of so many rows of x."""
     num_threads, num_groups = torch.get_num_threads(), -(-x_MK.shape[0] // group_rows)
     width = max(2, -(-num_groups // (2 * num_threads)))
     spans = [(g, min(g + width, num_groups)) for g in range(0, num_groups, width)]

@@ -13,12 +13,11 @@ from ..cache.host_work import BITS
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS
 from ..units import round_up
-from .pieces import Piece, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
-from .shared_work import Spares
+from .pieces import Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_layout, step_of
+from .shared_work import Spares, share
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
 NUMBER_BYTES = 4
-MOST_ROWS = 2048  # of w in a piece: calls, which hold the interpreter, are few
 
 
 @cache
@@ -40,19 +39,24 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
     """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
     from ..kernels.vector_kernel import INPUT_ROWS, SUM_NUMBERS, TILE_NUMBERS, lay_out_inputs, multiply_in_chains
 
-    x, out, num_rows = x_MK.numpy(), out_MN.numpy(), x_MK.shape[0]
+    x, out, num_rows, num_threads = x_MK.numpy(), out_MN.numpy(), x_MK.shape[0], torch.get_num_threads()
     inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * x_MK.shape[1]).view(np.float32)
+    words = [block.view(BITS[block.dtype]).numpy() for block in blocks]
+    taken = np.zeros((len(blocks), 1), np.int64)
 
     def lay_out_some(span: tuple[int, int]) -> None:
         lay_out_inputs(x, *span, inputs)
 
-    def multiply_some(piece: Piece) -> None:
-        words_NK, first, last, column = piece
-        own = _spares().take(lambda: Workspace.make(TILE_NUMBERS, np.float32)).with_room(SUM_NUMBERS)
-        multiply_in_chains(words_NK, first, last, inputs, out, column, num_rows, *own)
+    def multiply_what_is_left(thread: int) -> None:
+        own, column = _spares().take(lambda: Workspace.make(TILE_NUMBERS, np.float32)).with_room(SUM_NUMBERS), 0
+        for words_NK, rows in zip(words, taken, strict=True):
+            height = words_NK.shape[0]
+            multiply_in_chains(words_NK, step_of(height, num_threads), rows, inputs, out, column, num_rows, *own)
+            column += height
         _spares().give_back(own)
 
-    in_pieces(x_MK, blocks, INPUT_ROWS, MOST_ROWS, lay_out_some, multiply_some)
+    share_layout(x_MK, INPUT_ROWS, lay_out_some)
+    share(range(num_threads), multiply_what_is_left, num_threads)
 
 
 def prepare_vectors(stored: Iterable[torch.dtype]) -> None:

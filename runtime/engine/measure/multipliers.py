@@ -34,7 +34,7 @@ def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> Product
             return figures[_name(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier)]
 
         ways = candidates(stored)
-        usual = usual_multiplier(ways, num_rows)
+        usual = usual_multiplier(ways.__contains__, num_rows)
         best = max(ways, key=lambda multiplier: figure(multiplier).value)
         is_worth_it = figure(best).value > (1 + WORTHWHILE) * figure(usual).value
         return best if is_worth_it and figure(best).low > figure(usual).high else usual
