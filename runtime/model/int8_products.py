@@ -11,7 +11,7 @@ import torch
 
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
 from ..units import KIB, round_down, round_up
-from .pieces import Piece, in_pieces, in_runs_of_rows, room_for_inputs
+from .pieces import Piece, Target, in_pieces, in_runs_of_rows, room_for_inputs
 from .shared_work import Spares
 from .tile_products import fit_tiles, has_matrix_unit, tiles_shape
 
@@ -58,14 +58,14 @@ def fits_inputs(num_inputs: int) -> bool:
 def multiply_in_int8(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """x @ w.T of the blocks of w below each other: (M, N), each row of x and of w rounded to multiples of 1/127 of its
     largest number."""
-    return in_runs_of_rows(x_MK, blocks, 1, _multiply)
+    return in_runs_of_rows(x_MK, [blocks], 1, _multiply)[0]
 
 
-def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
     """All but the rows of w behind the last pair of tiles."""
     from ..kernels.int8_kernel import multiply_rounded, round_rows
 
-    x, out, (num_rows, num_inputs) = x_MK.numpy(), out_MN.numpy(), x_MK.shape
+    x, (num_rows, num_inputs) = x_MK.numpy(), x_MK.shape
     num_places = round_up(num_rows, TILE_ROWS)
     tiles = room_for_inputs(num_places * num_inputs // 4)
     scales_M, factors_M = (np.empty(num_places, np.float32) for _ in range(2))
@@ -76,13 +76,13 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
         round_rows(x, *span, tiles, scales_M, factors_M)
 
     def multiply_some(piece: Piece) -> None:
-        words_NK, first, last, column = piece
+        (words_NK, out, column), first, last = piece
         panel = spares.take(lambda: _Panel(height, num_inputs))
         own = (panel.words, panel.scales_N, panel.sums, tiles_shape())
         multiply_rounded(words_NK, first, last, tiles, scales_M, out, column, out.shape[1], num_rows, *own)
         spares.give_back(panel)
 
-    in_pieces(x_MK, blocks, TILE_ROWS, height, round_some, multiply_some)
+    in_pieces(x_MK, targets, TILE_ROWS, height, round_some, multiply_some)
 
 
 def prepare_int8_products() -> None:

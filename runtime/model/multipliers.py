@@ -13,8 +13,8 @@ from ..kernels.compiler import has_compiler
 from ..plan.memory import PANEL_BYTES as MOST_PANEL_BYTES
 from ..profiles import Multiplier, ProductTable
 from .panels import Block, panels
-from .tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles, prepare_tiles
-from .vector_products import fit_vectors, multiply_in_vectors, prepare_vectors
+from .tile_products import fit_tiles, has_matrix_unit, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
+from .vector_products import fit_vectors, multiply_all_in_vectors, multiply_in_vectors, prepare_vectors
 
 MANY_ROWS = 256  # beyond, to widen a large panel is little beside its product
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
@@ -45,6 +45,17 @@ def prepare_products(stored: Iterable[torch.dtype]) -> None:
 def multiply(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     """x @ w.T of the blocks of w below each other: (M, N)."""
     return MULTIPLIERS[multiplier_of(x_MK, blocks)](x_MK, blocks)
+
+
+def multiply_all(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
+    """That of several weights, each of blocks, at once where it is a kernel that takes them all."""
+    way = multiplier_of(x_MK, [block for blocks in weights for block in blocks])
+    plain = cast(Sequence[Sequence[torch.Tensor]], weights)
+    if way is Multiplier.tiles:
+        return multiply_all_in_tiles(x_MK, plain)
+    if way is Multiplier.vectors:
+        return multiply_all_in_vectors(x_MK, plain)
+    return [multiply(x_MK, blocks) for blocks in weights]
 
 
 def multiplier_of(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier:

@@ -20,16 +20,25 @@ INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: fo
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
 
-Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor], None]  # x (M, K), w, out (M, N)
+
+class Target(NamedTuple):
+    """A block of rows of w, bits as kernels know them, and where its products belong: in columns of `out_MN` from
+    `column` on."""
+
+    words_NK: np.ndarray
+    out_MN: np.ndarray
+    column: int
 
 
 class Piece(NamedTuple):
-    """Rows [first, last) of a block of w, bits as kernels know them, which begins at a column of the result."""
+    """Rows [first, last) of a block of w."""
 
-    words_NK: np.ndarray
+    target: Target
     first: int
     last: int
-    column: int
+
+
+Multiply = Callable[[torch.Tensor, Sequence[Target]], None]  # x (M, K)
 
 
 class Workspace(NamedTuple):
@@ -76,23 +85,33 @@ def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[
 
 
 def in_runs_of_rows(
-    x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], number_bytes: int, multiply: Multiply
-) -> torch.Tensor:
-    """As many rows of x at a time as `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
+    x_MK: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]], number_bytes: int, multiply: Multiply
+) -> list[torch.Tensor]:
+    """The products (M, N) of each of these weights, whose blocks lie below each other. As many rows of x at a time as
+    `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
     x_MK = x_MK.contiguous()
-    heights = [block.shape[0] for block in blocks]
     num_rows, num_inputs = x_MK.shape
-    out_MN = x_MK.new_empty(num_rows, sum(heights))
+    outs = [x_MK.new_empty(num_rows, sum(block.shape[0] for block in blocks)) for blocks in weights]
     most = max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
     for first in range(0, num_rows, most):
         rows = slice(first, first + most)
-        multiply(x_MK[rows], blocks, out_MN[rows])
-    column = 0
-    for block, height in zip(blocks, heights, strict=True):
-        column, whole = column + height, round_down(height, PAIR_ROWS)
-        if whole < height:
-            torch.mm(x_MK, block[whole:].float().t(), out=out_MN[:, column - height + whole : column])
-    return out_MN
+        pairs = zip(weights, outs, strict=True)
+        multiply(x_MK[rows], [target for blocks, out in pairs for target in _targets(blocks, out[rows])])
+    for blocks, out_MN in zip(weights, outs, strict=True):
+        column = 0
+        for block in blocks:
+            column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
+            if rest:
+                torch.mm(x_MK, block[-rest:].float().t(), out=out_MN[:, column - rest : column])
+    return outs
+
+
+def _targets(blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> list[Target]:
+    out, column, targets = out_MN.numpy(), 0, list[Target]()
+    for block in blocks:
+        targets.append(Target(block.view(BITS[block.dtype]).numpy(), out, column))
+        column += block.shape[0]
+    return targets
 
 
 def step_of(height: int, num_threads: int) -> int:
@@ -100,20 +119,19 @@ def step_of(height: int, num_threads: int) -> int:
     return round_up(max(1, height // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS)
 
 
-def _pieces_of(blocks: Sequence[torch.Tensor], most_rows: int) -> list[Piece]:
+def _pieces_of(targets: Sequence[Target], most_rows: int) -> list[Piece]:
     """All but the rows behind the last 32."""
-    pieces, column, num_threads = list[Piece](), 0, torch.get_num_threads()
-    for block in blocks:
-        height, words_NK = block.shape[0], block.view(BITS[block.dtype]).numpy()
+    pieces, num_threads = list[Piece](), torch.get_num_threads()
+    for target in targets:
+        height = target.words_NK.shape[0]
         whole, step = round_down(height, PAIR_ROWS), min(most_rows, step_of(height, num_threads))
-        pieces += [Piece(words_NK, row, min(row + step, whole), column) for row in range(0, whole, step)]
-        column += height
+        pieces += [Piece(target, row, min(row + step, whole)) for row in range(0, whole, step)]
     return pieces
 
 
 def in_pieces(
     x_MK: torch.Tensor,
-    blocks: Sequence[torch.Tensor],
+    targets: Sequence[Target],
     group_rows: int,
     most_rows: int,
     lay_out: Callable[[tuple[int, int]], None],
@@ -121,7 +139,7 @@ def in_pieces(
 ) -> None:
     """All threads lay out runs of groups of so many rows of x, then multiply pieces of at most so many rows of w."""
     share_layout(x_MK, group_rows, lay_out)
-    share(_pieces_of(blocks, most_rows), multiply, torch.get_num_threads())
+    share(_pieces_of(targets, most_rows), multiply, torch.get_num_threads())
 
 
 def share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:

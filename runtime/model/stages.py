@@ -14,6 +14,9 @@ from ..plan.shapes import StageKind
 from .binding import Binding
 from .events import NeedStage, Weights, need_stage
 from .layer_lists import layer_lists, stage_kinds
+from .panels import Block
+from .siblings import Siblings
+from .stored import StoredWeight
 
 EMBEDDING = 0
 
@@ -39,6 +42,7 @@ class StreamedModule(torch.nn.Module):
         self.stage = stage
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
         self.binding = Binding(inner, parameter_names)
+        self.siblings = Siblings()
 
     def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - the weights are elsewhere
         self, name: str
@@ -56,8 +60,16 @@ class StreamedModule(torch.nn.Module):
         mine = {
             name: weights[f"{self.name}.{name}"] for name in self.parameter_names if f"{self.name}.{name}" in weights
         }
-        with self.binding.bound(mine):
+        with self.binding.bound(mine), self.siblings.gathered(self._blocks_of(mine)):
             return self.inner(*args, **kwargs)
+
+    def _blocks_of(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Block]]:
+        """Of those that may be multiplied together."""
+        blocks: dict[str, Sequence[Block]] = {}
+        for name, weight in weights.items():
+            if isinstance(weight, StoredWeight) and weight.is_plain:
+                weight.siblings, blocks[name] = (self.siblings, name), weight.entries[0]
+        return blocks
 
 
 @dataclass(frozen=True, kw_only=True)

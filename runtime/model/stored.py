@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from .int8_products import fit_int8, multiply_in_int8
 from .multipliers import multiply
 from .panels import Block, panels, plain_rows
+from .siblings import Siblings
 
 
 class StoredWeight(torch.Tensor):
@@ -31,6 +32,11 @@ class StoredWeight(torch.Tensor):
     is_stacked: bool
     is_flipped: bool  # seen transposed: of shape (K, N), while its rows lie as (N, K); of a stack, each expert is
     is_int8: bool  # multiplied by `multiply_in_int8` where its blocks fit
+    is_matrix: (
+        bool  # to ask tensors of a class of one's own for `dim()` or `dtype` costs a call of `__torch_function__`
+    )
+    compute_dtype: torch.dtype
+    siblings: tuple[Siblings, str] | None  # and its name among them
 
     @staticmethod
     def __new__(
@@ -45,6 +51,7 @@ class StoredWeight(torch.Tensor):
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked, self.is_flipped, self.is_int8 = entries, is_stacked, is_flipped, is_int8
+        self.is_matrix, self.compute_dtype, self.siblings = len(shape) == 2, dtype, None
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -55,6 +62,11 @@ class StoredWeight(torch.Tensor):
         entries = [torch.cat([plain_rows(block, self.dtype) for block in blocks]) for blocks in self.entries]
         whole = torch.stack(entries) if self.is_stacked else entries[0]
         return whole.transpose(-1, -2) if self.is_flipped else whole.view(self.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """Products take its blocks as they are."""
+        return self.is_matrix and not (self.is_stacked or self.is_flipped or self.is_int8)
 
     def expert(self, index: int) -> "StoredWeight":
         assert self.is_stacked, "only stacked weights have experts"
@@ -105,7 +117,7 @@ def _widen(value: object) -> object:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not isinstance(weight, StoredWeight) or weight.dim() != 2 or x.dtype != weight.dtype:
+    if not isinstance(weight, StoredWeight) or not weight.is_matrix or x.dtype != weight.compute_dtype:
         return NotImplemented
     if weight.is_flipped:
         out = _matmul(x, weight.flipped())
@@ -113,11 +125,14 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
     if weight.is_int8 and fit_int8(x_MK, blocks):
         out_MN = multiply_in_int8(x_MK, cast(Sequence[torch.Tensor], blocks))
+    elif weight.siblings is not None:
+        siblings, name = weight.siblings
+        out_MN = siblings.product(x, x_MK, name)
     else:
         out_MN = multiply(x_MK, blocks)
     if bias is not None:
         out_MN += bias
-    return out_MN.view(*x.shape[:-1], weight.shape[0])
+    return out_MN.view(*x.shape[:-1], out_MN.shape[1])
 
 
 def _product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:

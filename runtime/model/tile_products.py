@@ -11,7 +11,7 @@ import torch
 
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
-from .pieces import Piece, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
+from .pieces import Piece, Target, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
 from .shared_work import Spares
 
 PART_BYTES = 6  # three bfloat16 for each float32
@@ -37,14 +37,19 @@ def fit_tiles(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
 
 def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
-    return in_runs_of_rows(x_MK, blocks, PART_BYTES, _multiply)
+    return multiply_all_in_tiles(x_MK, [blocks])[0]
 
 
-def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """That of several weights, for which x is laid out once."""
+    return in_runs_of_rows(x_MK, weights, PART_BYTES, _multiply)
+
+
+def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
     """All but the rows of w behind the last pair of tiles. numba takes 0.2 s to import."""
     from ..kernels.product_kernel import CHUNK_ROWS, PANEL_NUMBERS, multiply, num_sums, split
 
-    x, out, num_rows = x_MK.numpy(), out_MN.numpy(), len(x_MK)
+    x, num_rows = x_MK.numpy(), len(x_MK)
     num_tiles = -(-num_rows // TILE_ROWS)
     tiles = room_for_inputs(num_tiles * TILE_ROWS * x_MK.shape[1] * PART_BYTES // 4)
 
@@ -52,12 +57,12 @@ def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.
         split(x, *span, tiles)
 
     def multiply_some(piece: Piece) -> None:
-        words_NK, first, last, column = piece
+        (words_NK, out, column), first, last = piece
         own = _spares().take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
         multiply(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
         _spares().give_back(own)
 
-    in_pieces(x_MK, blocks, TILE_ROWS, CHUNK_ROWS, split_some, multiply_some)
+    in_pieces(x_MK, targets, TILE_ROWS, CHUNK_ROWS, split_some, multiply_some)
 
 
 @cache

@@ -13,7 +13,7 @@ from ..cache.host_work import BITS
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS
 from ..units import round_up
-from .pieces import Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_layout, step_of
+from .pieces import Target, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_layout, step_of
 from .shared_work import Spares, share
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
@@ -32,27 +32,30 @@ def fit_vectors(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
 
 def multiply_in_vectors(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
-    return in_runs_of_rows(x_MK, blocks, NUMBER_BYTES, _multiply)
+    return multiply_all_in_vectors(x_MK, [blocks])[0]
 
 
-def _multiply(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+def multiply_all_in_vectors(x_MK: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """That of several weights, for which x is laid out once."""
+    return in_runs_of_rows(x_MK, weights, NUMBER_BYTES, _multiply)
+
+
+def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
     """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
     from ..kernels.vector_kernel import INPUT_ROWS, SUM_NUMBERS, TILE_NUMBERS, lay_out_inputs, multiply_in_chains
 
-    x, out, num_rows, num_threads = x_MK.numpy(), out_MN.numpy(), x_MK.shape[0], torch.get_num_threads()
+    x, num_rows, num_threads = x_MK.numpy(), x_MK.shape[0], torch.get_num_threads()
     inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * x_MK.shape[1]).view(np.float32)
-    words = [block.view(BITS[block.dtype]).numpy() for block in blocks]
-    taken = np.zeros((len(blocks), 1), np.int64)
+    taken = np.zeros((len(targets), 1), np.int64)
+    work = [(each, step_of(each.words_NK.shape[0], num_threads), t) for each, t in zip(targets, taken, strict=True)]
 
     def lay_out_some(span: tuple[int, int]) -> None:
         lay_out_inputs(x, *span, inputs)
 
     def multiply_what_is_left(thread: int) -> None:
-        own, column = _spares().take(lambda: Workspace.make(TILE_NUMBERS, np.float32)).with_room(SUM_NUMBERS), 0
-        for words_NK, rows in zip(words, taken, strict=True):
-            height = words_NK.shape[0]
-            multiply_in_chains(words_NK, step_of(height, num_threads), rows, inputs, out, column, num_rows, *own)
-            column += height
+        own = _spares().take(lambda: Workspace.make(TILE_NUMBERS, np.float32)).with_room(SUM_NUMBERS)
+        for (words_NK, out_MN, column), step, rows_taken in work:
+            multiply_in_chains(words_NK, step, rows_taken, inputs, out_MN, column, num_rows, *own)
         _spares().give_back(own)
 
     share_layout(x_MK, INPUT_ROWS, lay_out_some)
