@@ -13,6 +13,7 @@ from runtime.model import pieces
 from runtime.model.families import FAMILIES
 from runtime.model.multipliers import choose_multipliers
 from runtime.profiles import Multiplier
+from tests import unsynced  # noqa: F401 - at its import
 from tests.support import MANY_EXPERTS, Reference, always, synthesize
 
 

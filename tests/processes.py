@@ -8,7 +8,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["jobs.generate", "jobs.io.generation", "runtime.kernels.attention_kernel"])
+PROCESSES.set_forkserver_preload(
+    ["tests.unsynced", "jobs.generate", "jobs.io.generation", "runtime.kernels.attention_kernel"]
+)
 
 
 def alone(function: Callable[..., T], *arguments: object) -> T:

@@ -15,7 +15,7 @@ from runtime.profiles import Multiplier, ProductTable
 
 SHARED_DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 PROMPT_LENGTHS = (5, 17, 3, 30, 11, 8, 9)
-NUM_NEW_TOKENS = 12
+NUM_NEW_TOKENS = 9
 NUM_SAMPLED = 3
 TEMPERATURE, TOP_P = 0.8, 0.95
 CLEAR_MARGIN = 1e-3  # of logits, whose rounding differs by about 1e-5

@@ -6,7 +6,8 @@ from jobs.io.bench import floor_worker
 from jobs.io.bench.config import BenchConfig, Suite
 from jobs.io.bench.contenders import Contender
 from jobs.io.bench.floor import Floor, ProductSeconds, floors_of, floors_table
-from jobs.io.bench.floor_worker import measure, products
+from jobs.io.bench.floor_worker import products
+from jobs.io.bench.measure import measure
 from jobs.io.bench.predictions import Case
 from jobs.io.bench.suites import run_suite
 from jobs.io.bench.task import Result, prompts
@@ -57,7 +58,7 @@ def test_each_matrix_of_layers_and_head_is_multiplied_once() -> None:
 def test_products_are_timed_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floor_worker, "LEAST_SECONDS", 0.002)
     monkeypatch.setattr(floor_worker, "MOST_COPIES", 3)
-    found = measure(path=str(find_checkpoint(ModelConfig(), None)), rows=[2, 64], num_threads=1)
+    found = floor_worker.measure(path=str(find_checkpoint(ModelConfig(), None)), rows=[2, 64], num_threads=1)
     assert found[64][0] > found[2][0] > 0
     assert found[2][1] > 0
 
@@ -67,7 +68,7 @@ def test_a_suite_measures_reading_passes_and_products() -> None:
     config = BenchConfig(
         suite=Suite.floor, contenders=[Contender.nvme], blocks=[4], rounds=1, num_new_tokens=3, weight_share=60.0
     )
-    found = run_suite(config, [path], lambda line: None)
+    found = run_suite(config, [path], lambda line: None, measure)
     assert found.table.count(" nvme, 4, ") == 2
     assert len(found.rounds) == 2
 

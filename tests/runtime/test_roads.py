@@ -50,6 +50,12 @@ class Road:
     def __str__(self) -> str:
         return f"{self.order.value} kv={self.tier.value} attention={self.attention.value} {self.admission.value}"
 
+    @property
+    def number(self) -> int:
+        """Odd or even: next to each road, where one setting is the next one, is one of the other kind."""
+        places = ((Order, self.order), (KVTier, self.tier), (Attention, self.attention), (Admission, self.admission))
+        return sum(list(kind).index(setting) for kind, setting in places)
+
     def changed(self, config: RuntimeConfig) -> RuntimeConfig:
         policy = replace(config.policy, schedule=self.order, attention=self.attention, admission=self.admission)
         return replace(config, policy=policy, kv=KVConfig(tier=self.tier, device_fraction=0.0, num_slots=2))
@@ -61,6 +67,8 @@ ROADS = [
     for order, tier, attention, admission in product(Order, TIERS, Attention, Admission)
     if order is not Order.cgopipe or attention is Attention.cpu
 ]
+# Either half has each pair of settings; families take turns.
+HALVES = [[road for road in ROADS if road.number % 2 == half] for half in range(2)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +140,9 @@ def runtimes(reference: References) -> Callable[[str], Runtime]:
     return get
 
 
-@pytest.mark.parametrize("road", ROADS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "road"), [(family, road) for n, family in enumerate(FAMILIES) for road in HALVES[n % 2]], ids=str
+)
 def test_every_road_leads_to_the_tokens_of_transformers(
     family: str, road: Road, reference: References, runtimes: Callable[[str], Runtime]
 ) -> None:
@@ -166,11 +175,11 @@ def test_the_schedule_of_a_decode_pass_is_of_the_order_asked_for(
 
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3"])
 def test_sequences_that_gave_way_for_lack_of_pages_come_to_the_same_tokens(family: str, reference: References) -> None:
-    """Five pages hold the longest sequence alone; what gave way is computed again."""
+    """Four pages hold the longest sequence alone; what gave way is computed again."""
     ref = reference(family)
-    runtime = runtime_for(ref, num_new_tokens=40)
+    runtime = runtime_for(ref, num_new_tokens=24)
     road = Road(order=Order.zigzag, tier=KVTier.device, attention=Attention.device, admission=Admission.continuous)
-    plain, *tight = (take(runtime, road, ref.prompts, num_kv_pages=pages) for pages in (None, 5, 7))
+    plain, *tight = (take(runtime, road, ref.prompts, num_kv_pages=pages) for pages in (None, 4, 5))
     assert [tokens[:NUM_NEW_TOKENS] for tokens in plain.tokens] == expected(ref)
     for taken in tight:
         assert taken.tokens == plain.tokens
@@ -180,13 +189,13 @@ def test_sequences_that_gave_way_for_lack_of_pages_come_to_the_same_tokens(famil
 def test_behind_an_encoder_lanes_that_enter_later_pass_it_by_themselves(reference: References) -> None:
     """Answers of three lengths: lanes end at different times, and the next ones enter beside those that decode."""
     ref = reference("t5")
-    runtime = runtime_for(ref, num_new_tokens=12)
+    runtime = runtime_for(ref, num_new_tokens=9)
     road = Road(order=Order.zigzag, tier=KVTier.nvme, attention=Attention.device, admission=Admission.continuous)
     runtime.config = road.changed(runtime.config)
     runtime.config = replace(
         runtime.config, policy=replace(runtime.config.policy, micro_batch_size=1, num_micro_batches=2)
     )
-    limits = [3, 12, 5, 9, 12, 1, 7]
+    limits = [3, 9, 5, 7, 9, 1, 8]
     requests = [
         replace(request, max_new_tokens=limit)
         for request, limit in zip(requests_of(runtime, ref.prompts), limits, strict=True)

@@ -107,7 +107,7 @@ def test_what_a_trial_pass_drew_is_not_missing_from_the_run(reference: Reference
 def test_a_request_may_have_its_own_limit(reference: References) -> None:
     ref = reference("llama")
     runtime = runtime_for(ref, SamplingConfig(max_new_tokens=4, ignore_eos=True))
-    limits = [0, 1, 12, None, 7, 2, 3]
+    limits = [0, 1, 9, None, 7, 2, 3]
     requests = [
         request_of(runtime, str(n), prompt, max_new_tokens=limit)
         for n, (prompt, limit) in enumerate(zip(ref.prompts, limits, strict=True))

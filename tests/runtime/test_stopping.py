@@ -23,6 +23,7 @@ from tests.runtime.sampling_support import (
     runtime_for,
     transformers_answer,
 )
+from tests.support import NUM_NEW_TOKENS
 
 VOCAB_SIZE = 512
 TEXT = "one two END of it — ÄÖ."
@@ -154,7 +155,7 @@ def test_it_stops_at_the_token_at_which_transformers_stops(tokenizer: PreTrained
 def test_a_run_stops_where_generate_stops_each_row_at_its_own_strings(reference: References) -> None:
     ref = reference("llama")
     model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.float32).eval()
-    sampling = SamplingConfig(max_new_tokens=12, ignore_eos=True)
+    sampling = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     runtime = runtime_for(ref, sampling)
     own = runtime.model.tokenizer
     assert own is not None
