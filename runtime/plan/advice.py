@@ -73,20 +73,16 @@ def _keeps_all(tier: Tier, *, has_device: bool) -> bool:
 
 
 def _experts(config: RuntimeConfig, shape: ModelShape, placement: Placement) -> Iterator[str]:
-    has_experts = any(stage.num_experts for stage in shape.stages)
     if config.policy.schedule is Order.module_batched and not placement.decode_walk.routing:
-        why = "the model runs its experts in its own code" if has_experts else "the model has no experts"
+        why = "the model runs its experts in its own code" if shape.has_experts else "the model has no experts"
         yield f"policy.schedule=module_batched has no effect: {why}; policy.schedule=zigzag is the same"
     paging = config.offload.expert_paging
     if paging in (ExpertPaging.hit, ExpertPaging.all) and placement.paging is ExpertPaging.off:
-        yield (
-            f"offload.expert_paging={paging.value} has no effect: {_why_not_paged(shape, has_experts=has_experts)}; "
-            "leave it auto"
-        )
+        yield (f"offload.expert_paging={paging.value} has no effect: {_why_not_paged(shape)}; leave it auto")
 
 
-def _why_not_paged(shape: ModelShape, *, has_experts: bool) -> str:
-    if not has_experts:
+def _why_not_paged(shape: ModelShape) -> str:
+    if not shape.has_experts:
         return "the model has no experts"
     if not pageable_stages(shape):
         return "this checkpoint's experts share bytes or scales, so none can be read by itself"

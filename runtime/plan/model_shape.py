@@ -44,6 +44,10 @@ class ModelShape:
         return StageSizes(self.stages)
 
     @property
+    def has_experts(self) -> bool:
+        return any(stage.num_experts for stage in self.stages)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return sum(self.kv_layer_bytes)
 

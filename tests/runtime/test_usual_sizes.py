@@ -1,5 +1,6 @@
 """How requests are grouped where nobody says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from runtime.config import MachineConfig, ModelConfig, OffloadConfig, PolicyConf
 from runtime.plan.memory import SequenceSize
 from runtime.plan.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.usual_sizes import micro_batch_sizes
 from runtime.units import GIB, MIB
 from tests.support import synthesize
 from tests.toy import toy_shape
@@ -51,15 +53,23 @@ def test_larger_micro_batches_take_no_room_from_keys_and_values(kind: PolicyKind
         way(plan): len(plan.placement.kv.page_bytes)
         for plan in (planned(policy, host_bytes=n * MIB) for n in range(130, 400, 2))
     }
-    assert {way[:2] for way in found} >= {(64, 4), (256, 1)}
+    assert set(found) >= {(64, 4, 512), (128, 2, 512), (256, 1, 2048)}
     assert not any(travelling for (width, *_), travelling in found.items() if width > 64)
+
+
+def test_a_mixture_reads_its_experts_no_more_often_for_larger_micro_batches() -> None:
+    shape = toy_shape()
+    layers = [replace(stage, num_experts=8) if stage.kind.is_layer else stage for stage in shape.stages]
+    policy, budgets = PolicyConfig(), Budgets(host_bytes=GIB)
+    assert micro_batch_sizes(shape, policy, budgets) == (256, 128, 64)
+    assert micro_batch_sizes(replace(shape, stages=tuple(layers)), policy, budgets) == (256, 64)
 
 
 def test_what_is_given_stays() -> None:
     policy = PolicyConfig(micro_batch_size=8, num_micro_batches=3, prefill_chunk_tokens=100)
     assert way(planned(policy)) == way(planned(policy, device_bytes=GIB)) == (8, 3, 100)
     assert way(planned(PolicyConfig(micro_batch_size=128))) == (128, 2, 512)
-    assert way(planned(PolicyConfig(num_micro_batches=2))) == (128, 1, 1024)
+    assert way(planned(PolicyConfig(num_micro_batches=2))) == (128, 1, 512)
 
 
 @pytest.mark.parametrize(("family", "num_lanes"), [("llama", 1), ("bloom", 2)])
