@@ -20,7 +20,7 @@ from .vector_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products,
 
 # See `compiled.py`.
 PARTS_SHA256 = "c8ec195a45f72031944ea0d23cb7155fcb196755b08877cba8f617b9f2230ed3"
-CHUNK_ROWS = 256  # of w, for which a block of x is read once
+CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
 BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block: 240 KiB at CHAIN_INPUTS
 TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
@@ -126,30 +126,14 @@ def multiply_in_chains(
 ) -> None:
     """All rows of w but those behind the last `PAIR_ROWS`, times the `num_rows` rows of x in `inputs`, into columns of
     `out_MN` from `begin` on. Threads that call it with one `taken`, of which the first number was 0, share the rows,
-    `step` at a time, a multiple of LANES; each has a `tile` and `sums` of its own, used anew again and again."""
-    whole = w_NK.shape[0] // PAIR_ROWS * PAIR_ROWS
-    first = take(taken, step)
-    while first < whole:
-        _multiply_rows(w_NK, first, min(first + step, whole), inputs, out_MN, begin, num_rows, tile, sums)
-        first = take(taken, step)
-
-
-@njit(fastmath=REORDERED)
-def _multiply_rows(
-    w_NK: np.ndarray,
-    first: int,
-    last: int,
-    inputs: np.ndarray,
-    out_MN: np.ndarray,
-    begin: int,
-    num_rows: int,
-    tile: np.ndarray,
-    sums: np.ndarray,
-) -> None:
+    `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has a `tile` and `sums` of its own, used anew again
+    and again."""
     K = w_NK.shape[1]
     num_groups, least, num_larger = _groups(num_rows)
-    for top in range(first, last, CHUNK_ROWS):
-        width = min(CHUNK_ROWS, last - top)
+    whole = w_NK.shape[0] // PAIR_ROWS * PAIR_ROWS
+    top = take(taken, step)
+    while top < whole:
+        width = min(step, whole - top)
         for g in range(0, num_groups, BLOCK_GROUPS):
             block = (g, min(g + BLOCK_GROUPS, num_groups), least, num_larger)
             for k in range(0, K, CHAIN_INPUTS):
@@ -163,3 +147,4 @@ def _multiply_rows(
                     next_at = (top + next_n) * K + next_k
                     _multiply_tile(tile, count, inputs, k, num_inputs, block, sums, n, w_NK, next_at, num_next)
             _take_out(sums, width, num_rows, block, out_MN, begin + top)
+        top = take(taken, step)

@@ -56,8 +56,8 @@ class Siblings:
             self._num_inside -= 1
             self._drop()
             if self._run:
-                self._note(None, "")
-                self._run, self._is_learning = [], False
+                self._end_run()
+                self._is_learning = False
             if not self._num_inside:
                 self._blocks.clear()
 
@@ -73,10 +73,14 @@ class Siblings:
             self._groups.pop(self._making, None)
             self._x, self._made = None, {}
 
-    def _note(self, x: torch.Tensor | None, name: str) -> None:
-        if x is self._x and name not in self._run:
-            self._run.append(name)
-            return
+    def _note(self, x: torch.Tensor, name: str) -> None:
+        if x is not self._x or name in self._run:
+            self._end_run()
+            self._x = x
+        self._run.append(name)
+
+    def _end_run(self) -> None:
+        """More than one have met the same inputs: they are a group."""
         if len(self._run) > 1:
             self._groups.setdefault(self._run[0], self._run)
-        self._x, self._run = x, [name]
+        self._x, self._run = None, []

@@ -42,19 +42,26 @@ def multiply_all_in_vectors(x_MK: torch.Tensor, weights: Sequence[Sequence[torch
 
 def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
     """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
-    from ..kernels.vector_kernel import INPUT_ROWS, SUM_NUMBERS, TILE_NUMBERS, lay_out_inputs, multiply_in_chains
+    from ..kernels.vector_kernel import (
+        CHUNK_ROWS,
+        INPUT_ROWS,
+        SUM_NUMBERS,
+        TILE_NUMBERS,
+        lay_out_inputs,
+        multiply_in_chains,
+    )
 
     x, num_rows, num_threads = x_MK.numpy(), x_MK.shape[0], torch.get_num_threads()
     inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * x_MK.shape[1]).view(np.float32)
     taken = np.zeros((len(targets), 1), np.int64)
-    work = [(each, step_of(each.words_NK.shape[0], num_threads), t) for each, t in zip(targets, taken, strict=True)]
+    steps = [min(CHUNK_ROWS, step_of(target.words_NK.shape[0], num_threads)) for target in targets]
 
     def lay_out_some(span: tuple[int, int]) -> None:
         lay_out_inputs(x, *span, inputs)
 
     def multiply_what_is_left(thread: int) -> None:
         own = _spares().take(lambda: Workspace.make(TILE_NUMBERS, np.float32)).with_room(SUM_NUMBERS)
-        for (words_NK, out_MN, column), step, rows_taken in work:
+        for (words_NK, out_MN, column), step, rows_taken in zip(targets, steps, taken, strict=True):
             multiply_in_chains(words_NK, step, rows_taken, inputs, out_MN, column, num_rows, *own)
         _spares().give_back(own)
 

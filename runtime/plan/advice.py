@@ -78,7 +78,7 @@ def _experts(config: RuntimeConfig, shape: ModelShape, placement: Placement) -> 
         yield f"policy.schedule=module_batched has no effect: {why}; policy.schedule=zigzag is the same"
     paging = config.offload.expert_paging
     if paging in (ExpertPaging.hit, ExpertPaging.all) and placement.paging is ExpertPaging.off:
-        yield (f"offload.expert_paging={paging.value} has no effect: {_why_not_paged(shape)}; leave it auto")
+        yield f"offload.expert_paging={paging.value} has no effect: {_why_not_paged(shape)}; leave it auto"
 
 
 def _why_not_paged(shape: ModelShape) -> str:

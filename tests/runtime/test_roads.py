@@ -5,7 +5,8 @@ attention and the admission; and each of these roads is really taken.
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
+from enum import Enum
+from itertools import combinations, product
 
 import pytest
 
@@ -67,7 +68,6 @@ ROADS = [
     for order, tier, attention, admission in product(Order, TIERS, Attention, Admission)
     if order is not Order.cgopipe or attention is Attention.cpu
 ]
-# Either half has each pair of settings; families take turns.
 HALVES = [[road for road in ROADS if road.number % 2 == half] for half in range(2)]
 
 
@@ -138,6 +138,16 @@ def runtimes(reference: References) -> Callable[[str], Runtime]:
         return made[family]
 
     return get
+
+
+def test_each_half_of_the_roads_has_every_pair_of_settings() -> None:
+    """Families take one half or the other."""
+
+    def pairs(roads: list[Road]) -> set[tuple[Enum, ...]]:
+        settings = [(road.order, road.tier, road.attention, road.admission) for road in roads]
+        return {pair for each in settings for pair in combinations(each, 2)}
+
+    assert [pairs(half) for half in HALVES] == [pairs(ROADS)] * 2
 
 
 @pytest.mark.parametrize(
