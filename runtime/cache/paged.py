@@ -9,7 +9,8 @@ this lane have been brought to, in row order, before the lane enters the layer. 
 `HostLane`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -30,6 +31,22 @@ class Row:
     pages: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _View:
+    """What layers see of a pass: of each row `new` tokens behind `past` cached positions."""
+
+    past: Sequence[int]
+    new: Sequence[int]
+    decoding: DecodeRows | None
+    segments: Sequence[Segment]
+    here: PassLayout
+    there: PassLayout | None  # of layers that travel
+
+
+class StoredAlone(Exception):
+    """A layer has stored keys and values, and nobody wants more of it."""
+
+
 class PagedKV(Cache):
     """Rows are in the order of the lane's sequences. Pages are taken in `begin_pass` and given back by `remove`.
 
@@ -46,8 +63,24 @@ class PagedKV(Cache):
         self._rows: list[Row] = []
         self._new: list[int] = []
         self._bound: dict[int, torch.Tensor] = {}
-        self.decoding: DecodeRows | None = None
-        self.segments: list[Segment] = []
+        self._stop_after: int | None = None
+
+    @property
+    def decoding(self) -> DecodeRows | None:
+        return self._view.decoding
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        return self._view.segments
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the pass."""
+        return sum(self._new)
+
+    @property
+    def num_asked(self) -> int:
+        return len(self._asking)
 
     @property
     def past(self) -> list[int]:
@@ -83,37 +116,70 @@ class PagedKV(Cache):
     def unbind(self, layer: int) -> None:
         del self._bound[layer]
 
-    def begin_pass(self, new_tokens: Sequence[int]) -> None:
-        """Says how many tokens of each row the coming pass carries, in row order; the tokens lie in the same order."""
+    def begin_pass(self, new_tokens: Sequence[int], asking: Sequence[int] | None = None) -> None:
+        """Says how many tokens of each row the coming pass carries, in row order; the tokens lie in the same order.
+        `asking`: the rows whose last token the head is to see, all of them if None; it wants to see one at least."""
         self._new = list(new_tokens)
+        in_pass = [i for i, new in enumerate(self._new) if new]
+        self._asking = list(in_pass if asking is None else asking) or in_pass[-1:]
         for row, new in zip(self._rows, self._new, strict=True):
             row.pages += self._pages.pool.take(num_pages_for(row.past + new) - len(row.pages)) if new else []
-        self._look()
-        self._here = self._layout([row.pages for row in self._rows])
+        self._view = self._look(self.past, self._new)
+        ends = list(accumulate(self._new))
+        self.asked_B = torch.tensor([ends[i] - 1 for i in self._asking], device=self._device)
         if self._host is not None:
             self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments)
-        if self.travels:
-            ends = list(accumulate(len(row.pages) for row in self._rows))
-            self._there = self._layout(
-                [list(range(end - len(row.pages), end)) for row, end in zip(self._rows, ends, strict=True)]
-            )
 
-    def _look(self) -> None:
-        starts = list(accumulate(self._new, initial=0))
-        is_decoding = [new == 1 and row.past > 0 for row, new in zip(self._rows, self._new, strict=True)]
-        rows = [i for i, decodes in enumerate(is_decoding) if decodes]
-        tokens = torch.tensor([starts[i] for i in rows], device=self._device)
-        self.decoding = DecodeRows(tuple(rows), tuple(self._rows[i].past for i in rows), tokens) if rows else None
-        begin = len(rows) * self.decoding.longest if self.decoding else 0
-        self.segments = []
-        for i, (row, new) in enumerate(zip(self._rows, self._new, strict=True)):
-            if new and not is_decoding[i]:
-                self.segments.append(Segment(i, row.past, new, starts[i], begin, self._device))
-                begin += row.past + new
+    @contextmanager
+    def storing_alone(self, layer: int) -> Iterator[None]:
+        """Within it `StoredAlone` is raised as soon as the keys and values of this layer are stored."""
+        self._stop_after = layer
+        try:
+            yield
+        finally:
+            self._stop_after = None
 
-    def _layout(self, pages: Sequence[Sequence[int]]) -> PassLayout:
-        new = [(i, row.past, row.past + n) for i, (row, n) in enumerate(zip(self._rows, self._new, strict=True))]
-        return PassLayout(pages, new, self.decoding, self.segments, self._device, expands=self.expands)
+    @contextmanager
+    def asked_alone(self) -> Iterator[None]:
+        """Within it the pass has the tokens `asked_B` alone, and those before them are cached."""
+        whole = self._view
+        last = [past + max(0, new - 1) for past, new in zip(whole.past, whole.new, strict=True)]
+        self._view = self._look(last, [int(row in self._asking) for row in range(len(last))])
+        try:
+            yield
+        finally:
+            self._view = whole
+
+    def _look(self, past: Sequence[int], new_tokens: Sequence[int]) -> _View:
+        starts = accumulate(new_tokens, initial=0)
+        sizes = list(enumerate(zip(past, new_tokens, starts, strict=False)))
+        single = [(i, before, start) for i, (before, new, start) in sizes if new == 1 and before]
+        decoding = None
+        if single:
+            rows, cached, tokens = zip(*single, strict=True)
+            decoding = DecodeRows(rows, cached, torch.tensor(tokens, device=self._device))
+        begin = len(single) * decoding.longest if decoding else 0
+        segments = list[Segment]()
+        for i, (before, new, start) in sizes:
+            if new > 1 or (new and not before):
+                segments.append(Segment(i, before, new, start, begin, self._device))
+                begin += before + new
+        places = [(i, before, before + new) for i, (before, new, _) in sizes]
+
+        def layout(pages: Sequence[Sequence[int]]) -> PassLayout:
+            return PassLayout(pages, places, decoding, segments, self._device, expands=self.expands)
+
+        pages = [row.pages for row in self._rows]
+        firsts = list(accumulate(map(len, pages), initial=0))
+        brought = [list(range(first, first + len(own))) for first, own in zip(firsts, pages, strict=False)]
+        return _View(
+            past=past,
+            new=new_tokens,
+            decoding=decoding,
+            segments=segments,
+            here=layout(pages),
+            there=layout(brought) if self.travels else None,
+        )
 
     def end_pass(self) -> None:
         """Counts the pass's tokens as cached."""
@@ -132,6 +198,8 @@ class PagedKV(Cache):
         kv = self.layer(layer_idx, key_states, value_states)
         kv.k_NPHD[kv.layout.new_T] = key_states[0].transpose(0, 1)
         kv.v_NPHD[kv.layout.new_T] = value_states[0].transpose(0, 1)
+        if layer_idx == self._stop_after:
+            raise StoredAlone
         if kv.layout.cached_S is None:
             return key_states, value_states
         k, v = (pages[kv.layout.cached_S].transpose(0, 1)[None] for pages in (kv.k_NPHD, kv.v_NPHD))
@@ -142,8 +210,9 @@ class PagedKV(Cache):
         if self._host is not None and index in self._pages.host_layers:
             return self._host.layer(index, like_k, like_v)
         if index not in self.travels:
-            return LayerKV(*self._pages.layer(index, like_k, like_v), self._here)
-        return LayerKV(*split_pages(self._bound[index], like_k, like_v), self._there)
+            return LayerKV(*self._pages.layer(index, like_k, like_v), self._view.here)
+        assert self._view.there is not None, f"layer {index} does not travel"
+        return LayerKV(*split_pages(self._bound[index], like_k, like_v), self._view.there)
 
     def visit(
         self, index: int, q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, sinks_H: torch.Tensor | None
@@ -161,6 +230,7 @@ class PagedKV(Cache):
         """
         if layer_idx is None:
             return 0
-        offsets = [past - start for past, start in zip(self.past, accumulate(self._new, initial=0), strict=False)]
-        repeats = torch.tensor(self._new, device=self._device)
+        past, new = self._view.past, self._view.new
+        offsets = [before - start for before, start in zip(past, accumulate(new, initial=0), strict=False)]
+        repeats = torch.tensor(new, device=self._device)
         return torch.tensor(offsets, device=self._device).repeat_interleave(repeats)

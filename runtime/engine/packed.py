@@ -1,7 +1,6 @@
 """Lanes without padding: the tokens of all sequences of a micro-batch side by side, as one row."""
 
 from collections.abc import Sequence as Rows
-from itertools import accumulate
 
 import torch
 
@@ -67,14 +66,11 @@ class PackedLane(Lane):
         tokens = [token for s, new in zip(self.sequences, self._new, strict=True) for token in _next_tokens(s, new)]
         pasts = zip(self._cache.past, self._new, strict=True)
         places = [place for past, new in pasts for place in range(past, past + new)]
-        ends = list(accumulate(self._new))
         self._ids_1T = torch.tensor([tokens], device=self._device)
         self._positions_1T = torch.tensor([places], device=self._device)
         pairs = enumerate(zip(self.sequences, self._new, strict=True))
         self._asking = [row for row, (s, new) in pairs if new and s.num_cached + new == s.num_known]
-        kept = [ends[row] - 1 for row in self._asking] or [len(tokens) - 1]  # the head wants at least one row
-        self._kept_B = torch.tensor(kept, device=self._device)
-        self._cache.begin_pass(self._new)
+        self._cache.begin_pass(self._new, self._asking)
 
     def _forward(self) -> None:
         out = self._model(
@@ -82,7 +78,7 @@ class PackedLane(Lane):
             position_ids=self._positions_1T,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=self._kept_B,
+            logits_to_keep=self._cache.asked_B,
         )
         self._logits_BV = out.logits[0]
 

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..plan.shapes import StageKind
 from .binding import Binding
 from .events import NeedStage, Weights, need_stage
+from .last_layer import forward_asked
 from .layer_lists import layer_lists, stage_kinds
 from .panels import Block
 from .siblings import Siblings
@@ -35,11 +36,14 @@ class StreamedModule(torch.nn.Module):
     """Stands in a module's place; asks the engine for its stage's weights and runs the original with them in their
     places."""
 
-    def __init__(self, inner: torch.nn.Module, name: str, stage: int, parameter_names: tuple[str, ...]):
+    def __init__(
+        self, inner: torch.nn.Module, name: str, stage: int, parameter_names: tuple[str, ...], *, is_last_layer: bool
+    ):
         super().__init__()
         self.inner = inner
         self.name = name
         self.stage = stage
+        self.is_last_layer = is_last_layer
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
         self.binding = Binding(inner, parameter_names)
         self.siblings = Siblings()
@@ -61,7 +65,7 @@ class StreamedModule(torch.nn.Module):
             name: weights[f"{self.name}.{name}"] for name in self.parameter_names if f"{self.name}.{name}" in weights
         }
         with self.binding.bound(mine), self.siblings.gathered(self._blocks_of(mine)):
-            return self.inner(*args, **kwargs)
+            return forward_asked(self.inner, args, kwargs) if self.is_last_layer else self.inner(*args, **kwargs)
 
     def _blocks_of(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Block]]:
         """Of those that may be multiplied together."""
@@ -92,7 +96,8 @@ def stage_model(model: PreTrainedModel) -> StagedModel:
     for found in lists:
         first = kinds.index(found.kind)
         for index, layer in enumerate(found.layers):
-            wrapped.append(_wrap(layer, f"{found.path}.{index}", first + index))
+            is_last = found.kind is StageKind.layer and index == len(found.layers) - 1
+            wrapped.append(_wrap(layer, f"{found.path}.{index}", first + index, is_last_layer=is_last))
             found.layers[index] = wrapped[-1]
     outer = _wrap_outer(model, [found.path for found in lists], len(kinds))
     _assign_outer_stages(model, outer, kinds)
@@ -106,8 +111,8 @@ def stage_model(model: PreTrainedModel) -> StagedModel:
     return StagedModel(model=model, kinds=kinds, stage_of=stage_of, modules=tuple(wrapped))
 
 
-def _wrap(module: torch.nn.Module, name: str, stage: int) -> StreamedModule:
-    return StreamedModule(module, name, stage, tuple(module.state_dict().keys()))
+def _wrap(module: torch.nn.Module, name: str, stage: int, *, is_last_layer: bool = False) -> StreamedModule:
+    return StreamedModule(module, name, stage, tuple(module.state_dict().keys()), is_last_layer=is_last_layer)
 
 
 def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number: int) -> list[StreamedModule]:

@@ -92,12 +92,10 @@ class _Bill:
 
     def dense(self, work: StageWork, lane: LaneWork) -> float:
         """All of a turn but attention and experts."""
-        tokens = self._tokens(work, lane)
         if work.kind is StageKind.head:
             logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_TRIPS
             return self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
-        seconds = self._product(tokens, work.dense_weights) + self._beside(work, tokens)
-        return seconds + self._cross(work, lane)
+        return self.early(work, lane) + self._behind_attention(work, lane) + self._cross(work, lane)
 
     def attention(self, work: StageWork, lane: LaneWork) -> float:
         """Where the model computes."""
@@ -105,21 +103,25 @@ class _Bill:
             return self._prompt_attention(lane)
         if not work.kv_bytes:
             return 0.0
-        seconds = lane.kv_positions * work.kv_bytes / self._attention_rate
-        if not lane.num_encoder_tokens:
+        is_narrow = self._is_narrow(work, lane)
+        positions = lane.asked_positions if is_narrow else lane.kv_positions
+        seconds = positions * work.kv_bytes / self._attention_rate
+        if not lane.num_encoder_tokens and not is_narrow:
             seconds += self._prompt_attention(lane)
         if self.shape.expanded_kv_width:
-            width = self.shape.expanded_kv_width
-            seconds += self._product(lane.num_positions, width * work.kv_bytes / self.shape.compute_dtype_bytes)
-            seconds += self._streamed(lane.num_positions * width * self.shape.compute_dtype_bytes * EXPANDED_TRIPS)
+            width, positions = self.shape.expanded_kv_width, lane.asked_positions if is_narrow else lane.num_positions
+            seconds += self._product(positions, width * work.kv_bytes / self.shape.compute_dtype_bytes)
+            seconds += self._streamed(positions * width * self.shape.compute_dtype_bytes * EXPANDED_TRIPS)
         return seconds
 
     def experts(self, work: StageWork, lane: LaneWork) -> float:
-        return self._experts(work, self._tokens(work, lane))
+        return self._experts(work, self._tokens_behind(work, lane))
 
     def early(self, work: StageWork, lane: LaneWork) -> float:
         """What lies in front of attention: its share of the weights, and half of everything else."""
-        return self._product(lane.num_tokens, work.early_weights) + self._beside(work, lane.num_tokens) / 2
+        tokens = self._tokens(work, lane)
+        again = self._product(lane.num_rows, work.early_weights) if self._is_narrow(work, lane) else 0.0
+        return self._product(tokens, work.early_weights) + self._beside(work, tokens) / 2 + again
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """On the CPU's workers. In front of an accelerator what goes down and up takes its time too."""
@@ -135,9 +137,8 @@ class _Bill:
 
     def late(self, work: StageWork, lane: LaneWork) -> float:
         """What lies behind attention, and attention itself where nobody else does it."""
-        seconds = self._product(lane.num_tokens, work.dense_weights - work.early_weights)
         own = self.attention(work, lane) if lane.prefill_pairs else 0.0
-        return seconds + self._beside(work, lane.num_tokens) / 2 + own
+        return self._behind_attention(work, lane) + own
 
     def route(self, stage: int, lane: int) -> float:
         """From the entrance, or from attention, to the experts."""
@@ -148,7 +149,7 @@ class _Bill:
 
     def all_experts(self, stage: int) -> float:
         work = self.works[stage]
-        return self._experts(work, sum(self._tokens(work, lane) for lane in self.lanes))
+        return self._experts(work, sum(self._tokens_behind(work, lane) for lane in self.lanes))
 
     def pages(
         self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], int]
@@ -176,7 +177,7 @@ class _Bill:
     def _reads_of(self, action: Action) -> ExpertReads | None:
         stage = action.its_stage
         work, asking = self.works[stage], self.lanes if action.lane is None else [self.lanes[action.lane]]
-        tokens = sum(self._tokens(work, lane) for lane in asking)
+        tokens = sum(self._tokens_behind(work, lane) for lane in asking)
         if not tokens:
             return None
         is_all = self.placement.paging is ExpertPaging.all
@@ -207,6 +208,18 @@ class _Bill:
 
     def _tokens(self, work: StageWork, lane: LaneWork) -> int:
         return lane.num_encoder_tokens if self._is_encoders(work) else lane.num_tokens
+
+    def _tokens_behind(self, work: StageWork, lane: LaneWork) -> int:
+        """That go on from attention."""
+        return lane.num_rows if self._is_narrow(work, lane) else self._tokens(work, lane)
+
+    def _is_narrow(self, work: StageWork, lane: LaneWork) -> bool:
+        """Pages that stay in host memory are another road, which brings all tokens along."""
+        return work.is_narrow and lane.num_rows < lane.num_tokens and not self.placement.host_layers
+
+    def _behind_attention(self, work: StageWork, lane: LaneWork) -> float:
+        tokens = self._tokens_behind(work, lane)
+        return self._product(tokens, work.dense_weights - work.early_weights) + self._beside(work, tokens) / 2
 
     def _is_encoders(self, work: StageWork) -> bool:
         return self.shape.has_encoder and work.kind in (StageKind.embedding, StageKind.encoder)

@@ -12,12 +12,14 @@ from .model_shape import ModelShape
 class LaneWork:
     """Of one lane in one pass, padding included. `num_tokens` go through the decoder's layers, logits are made of
     `num_rows`; single tokens attend to `kv_positions` together, prompts to `prefill_pairs` of a token and a position.
+    In a packed lane's last layer those of which logits are made attend alone, to `asked_positions`.
     """
 
     num_tokens: int
     num_rows: int
     kv_positions: int = 0
     prefill_pairs: int = 0
+    asked_positions: int = 0
     held_pages: int = 0  # KV pages of the lane, behind the pass
     changed_pages: int = 0  # of those, the ones that it writes to
     num_encoder_tokens: int = 0
@@ -40,7 +42,7 @@ class Piece:
 
 def packed_work(pieces: Iterable[Piece]) -> LaneWork:
     """`pieces` are all sequences of the lane, those that are not in the pass with `new` of 0."""
-    tokens = rows = positions = pairs = held = changed = 0
+    tokens = rows = positions = pairs = asked = held = changed = 0
     for piece in pieces:
         end = piece.past + piece.new
         held += _pages(end)
@@ -48,6 +50,7 @@ def packed_work(pieces: Iterable[Piece]) -> LaneWork:
             continue
         tokens += piece.new
         rows += piece.asks
+        asked += end if piece.asks else 0
         changed += _pages(end) - piece.past // PAGE_TOKENS
         if piece.new == 1:
             positions += end
@@ -58,6 +61,7 @@ def packed_work(pieces: Iterable[Piece]) -> LaneWork:
         num_rows=max(1, rows),  # the head wants at least one
         kv_positions=positions,
         prefill_pairs=pairs,
+        asked_positions=asked,
         held_pages=held,
         changed_pages=changed,
     )

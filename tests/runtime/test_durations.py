@@ -79,6 +79,18 @@ def test_prompts_attend_by_pairs_and_only_asking_rows_have_logits() -> None:
     assert found.run(HEAD, 0) == pytest.approx(2 * 1 * 8192 * HIDDEN / 1e9 + 0.25)
 
 
+def test_in_the_last_layer_of_packed_lanes_only_asking_rows_go_on_behind_keys_and_values() -> None:
+    """The weights in front of attention meet all tokens, and the asking ones again."""
+    shape, last = toy_shape(), HEAD - 1
+    prompt = LaneWork(num_tokens=4, num_rows=1, prefill_pairs=10, asked_positions=30)
+    found = priced(placed(config_of(), shape), shape, [prompt])
+    early = (4 + 2 * 2) * 64 * HIDDEN  # queries, keys and values
+    products = 2 * (4 * early + LAYER_ROWS * HIDDEN) / 1e9
+    assert found.run(last, 0) == pytest.approx(products + 30 * 1024 / 1e5 + 0.25)
+    padded = toy_shape(is_packed=False)
+    assert priced(placed(config_of(), padded), padded, [prompt]).run(last, 0) == pytest.approx(found.run(LAYER, 0))
+
+
 def test_attention_on_the_cpu_takes_nothing_from_a_turn_but_itself() -> None:
     """`pre`, `attend` and `post` together are `run`, at the CPU's own rate."""
     shape = toy_shape()

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
+from runtime.cache.paged import PagedKV
 from runtime.config import DType, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.sampling import Sampler
 from runtime.engine.sequence import Completion, FinishReason
@@ -55,15 +56,22 @@ def tokens(runtime: Runtime, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers_in_every_tier(
-    family: str, reference: References, opened: Runtimes, products_go: Callable[[Multiplier], None]
+    family: str,
+    reference: References,
+    opened: Runtimes,
+    products_go: Callable[[Multiplier], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By torch's products and by each kernel's, which otherwise leave these small models to torch. Without a matrix
-    unit, what would go there goes through vectors."""
-    ref = reference(family)
+    unit, what would go there goes through vectors. All packed lanes narrow their last layer."""
+    ref, narrowed, narrow = reference(family), list[int](), PagedKV.asked_alone
+    monkeypatch.setattr(PagedKV, "asked_alone", lambda cache: narrowed.append(cache.num_asked) or narrow(cache))
     for tier in Tier:
         runtime = opened(config_for(ref, tier))
         products_go(PRODUCTS[tier])
+        narrowed.clear()
         assert tokens(runtime, ref.prompts) == ref.expected, (tier, PRODUCTS[tier])
+        assert bool(narrowed) == runtime.model.shape.is_packed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,74 @@
+"""The last decoder layer of a pass with prompts: all tokens leave keys and values there, but only the last one of a
+prompt that ends, and those that are decoded, go on to the head. The others stop where they are cached.
+
+Of a model of L layers that leaves out nearly 1/L of a prefill. It needs no knowledge of the class: what a packed lane
+runs treats tokens one by one but in attention, so a layer gives a token the same whichever others are beside it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+
+from ..cache.paged import PagedKV, StoredAlone
+from .events import LaneRun
+
+Narrow = Callable[[torch.Tensor], torch.Tensor]
+
+
+def forward_asked(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `layer(*args, **kwargs)` returns; zeros for tokens that nobody asks for."""
+    run = getcurrent()
+    cache = run.cache if isinstance(run, LaneRun) else None
+    if not isinstance(cache, PagedKV) or cache.num_asked == cache.num_tokens:
+        return layer(*args, **kwargs)
+    asked_B, num_tokens = cache.asked_B, cache.num_tokens
+    try:
+        few, few_named = (_narrowed(arguments, asked_B, num_tokens) for arguments in (args, kwargs))
+    except _NotByTokenError:
+        return layer(*args, **kwargs)
+    try:
+        with cache.storing_alone(_last_index(layer)):
+            return layer(*args, **kwargs)  # it stores nothing, or not here, and has gone on
+    except StoredAlone:
+        pass
+    with cache.asked_alone():
+        out = layer(*few, **few_named)
+    if isinstance(out, tuple):
+        return (_widened(out[0], asked_B, num_tokens), *out[1:])
+    return _widened(out, asked_B, num_tokens)
+
+
+def _last_index(layer: torch.nn.Module) -> int:
+    """Of those by which its attention is cached; a layer may attend twice (LongCat-Flash)."""
+    found = [getattr(module, "layer_idx", None) for module in layer.modules()]
+    return max((index for index in found if isinstance(index, int)), default=-1)
+
+
+class _NotByTokenError(Exception):
+    """A tensor has as many numbers as there are tokens along a dimension where no class has tokens."""
+
+
+def _narrowed(value: Any, asked_B: torch.Tensor, num_tokens: int) -> Any:
+    """Of tensors (1, T, ...) or (T), in whatever holds them, the tokens that are asked for."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 1 and value.shape[:2] == (1, num_tokens):
+            return value[:, asked_B]
+        if value.shape == (num_tokens,):
+            return value[asked_B]
+        if num_tokens in value.shape:
+            raise _NotByTokenError
+        return value
+    if isinstance(value, dict):
+        return {key: _narrowed(each, asked_B, num_tokens) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_narrowed(each, asked_B, num_tokens) for each in value)
+    return value
+
+
+def _widened(out: torch.Tensor, asked_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """(1, B, ...) to (1, T, ...)."""
+    whole = out.new_zeros(1, num_tokens, *out.shape[2:])
+    whole[:, asked_B] = out
+    return whole

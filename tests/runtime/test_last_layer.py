@@ -1,0 +1,109 @@
+"""Behind the keys and values of the last layer only tokens go on that somebody asks for, and they come to the same."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.cache.paged import PagedKV
+from runtime.cache.pages import KVPages
+from runtime.config import Tier
+from runtime.engine.sampling import Sampler
+from runtime.engine.sequence import Sequence as Running
+from runtime.model import stages
+from runtime.model.events import LaneRun
+from runtime.model.last_layer import forward_asked
+from runtime.stream.device import ComputeDevice
+from tests.runtime.test_families import References, Runtimes, config_for, tokens
+
+WIDTH = 8
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+@pytest.mark.parametrize("family", ["llama", "gemma-3", "deepseek-v3", "longcat-flash", "mixtral", "gpt-oss"])
+def test_logits_are_those_of_all_tokens_together(
+    family: str, chunk: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref, found = reference(family), list[dict[str, torch.Tensor]]()
+    step = Sampler.step
+
+    def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor, number: int) -> None:
+        found[-1] |= {f"{s.request.id} {len(s.generated)}": row for s, row in zip(sequences, logits_BV, strict=False)}
+        step(sampler, sequences, logits_BV, number)
+
+    monkeypatch.setattr(Sampler, "step", keep)
+    for forward in (forward_asked, lambda layer, args, kwargs: layer(*args, **kwargs)):
+        monkeypatch.setattr(stages, "forward_asked", forward)
+        found.append({})
+        tokens(opened(config_for(ref, Tier.none, prefill_chunk_tokens=chunk)), ref.prompts)
+    narrow, plain = found
+    assert narrow.keys() == plain.keys()
+    assert len(plain) > len(ref.prompts)
+    for name, logits_V in plain.items():
+        torch.testing.assert_close(narrow[name], logits_V, rtol=1e-4, atol=1e-4)
+
+
+class Layer(torch.nn.Module):
+    """Stores what it gets and attends to nothing."""
+
+    layer_idx = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x_1TD: torch.Tensor, beside: object, past_key_values: PagedKV) -> tuple[torch.Tensor, str]:
+        kv_1HTD = x_1TD[:, None]
+        past_key_values.update(kv_1HTD, kv_1HTD, self.layer_idx)
+        self.seen.append(x_1TD.shape[1])
+        return 2 * x_1TD, "beside"
+
+
+@pytest.fixture
+def cache() -> PagedKV:
+    """Of two rows, of which 4 and 3 tokens are in the pass and the first one asks."""
+    found = PagedKV(KVPages(4, ComputeDevice("cpu")))
+    found.add()
+    found.add()
+    found.begin_pass([4, 3], [0])
+    return found
+
+
+def ran(layer: Layer, cache: PagedKV, beside: object) -> torch.Tensor:
+    x_1TD = torch.arange(7.0 * WIDTH).view(1, 7, WIDTH)
+    outs: list[Any] = []
+    LaneRun(
+        lambda: outs.append(forward_asked(layer, (x_1TD,), {"beside": beside, "past_key_values": cache})), cache
+    ).switch()
+    out_1TD, name = outs[0]
+    assert name == "beside"
+    assert out_1TD.shape == x_1TD.shape
+    torch.testing.assert_close(out_1TD[:, 3], 2 * x_1TD[:, 3])
+    kv = cache.layer(0, x_1TD[:, None], x_1TD[:, None])
+    torch.testing.assert_close(kv.k_NPHD[kv.layout.new_T][:, 0], x_1TD[0])
+    return out_1TD
+
+
+def test_tokens_that_nobody_asks_for_are_stored_and_go_no_further(cache: PagedKV) -> None:
+    """Whatever holds what is said of tokens."""
+    layer = Layer()
+    out_1TD = ran(layer, cache, ({"angles": (torch.zeros(1, 7, 2), torch.zeros(7))}, [None, torch.zeros(3)]))
+    assert layer.seen == [1]
+    assert not out_1TD[:, [0, 1, 2, 4, 5, 6]].any()
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 7), (7, 7), (1, 1, 7, 7)])
+def test_what_is_not_said_by_token_keeps_them_together(shape: tuple[int, ...], cache: PagedKV) -> None:
+    layer = Layer()
+    ran(layer, cache, torch.zeros(shape))
+    assert layer.seen == [7]
+
+
+def test_a_layer_that_stores_nothing_has_all_tokens(cache: PagedKV) -> None:
+    run: Callable[[torch.Tensor], torch.Tensor] = lambda x: x + 1  # noqa: E731
+    module = torch.nn.Identity()
+    module.forward = run  # pyright: ignore[reportAttributeAccessIssue]
+    outs: list[torch.Tensor] = []
+    LaneRun(lambda: outs.append(forward_asked(module, (torch.ones(1, 7, WIDTH),), {})), cache).switch()
+    torch.testing.assert_close(outs[0], torch.full((1, 7, WIDTH), 2.0))
