@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _View:
+class _PassView:
     """What layers see of a pass: of each row `new` tokens behind `past` cached positions."""
 
     past: Sequence[int]
@@ -62,7 +62,9 @@ class PagedKV(Cache):
         self._device = pages.device.torch_device
         self._rows: list[Row] = []
         self._new: list[int] = []
+        self._asking: list[int] = []
         self._bound: dict[int, torch.Tensor] = {}
+        self._view = self._look([], [])
         self._stop_after: int | None = None
 
     @property
@@ -118,7 +120,8 @@ class PagedKV(Cache):
 
     def begin_pass(self, new_tokens: Sequence[int], asking: Sequence[int] | None = None) -> None:
         """Says how many tokens of each row the coming pass carries, in row order; the tokens lie in the same order.
-        `asking`: the rows whose last token the head is to see, all of them if None; it wants to see one at least."""
+        `asking`: the rows, in this order, whose last token the head is to see; None: all. It wants to see one at least:
+        if nobody asks, that of the last row in the pass."""
         self._new = list(new_tokens)
         in_pass = [i for i, new in enumerate(self._new) if new]
         self._asking = list(in_pass if asking is None else asking) or in_pass[-1:]
@@ -150,7 +153,7 @@ class PagedKV(Cache):
         finally:
             self._view = whole
 
-    def _look(self, past: Sequence[int], new_tokens: Sequence[int]) -> _View:
+    def _look(self, past: Sequence[int], new_tokens: Sequence[int]) -> _PassView:
         starts = accumulate(new_tokens, initial=0)
         sizes = list(enumerate(zip(past, new_tokens, starts, strict=False)))
         single = [(i, before, start) for i, (before, new, start) in sizes if new == 1 and before]
@@ -169,16 +172,17 @@ class PagedKV(Cache):
         def layout(pages: Sequence[Sequence[int]]) -> PassLayout:
             return PassLayout(pages, places, decoding, segments, self._device, expands=self.expands)
 
-        pages = [row.pages for row in self._rows]
-        firsts = list(accumulate(map(len, pages), initial=0))
-        brought = [list(range(first, first + len(own))) for first, own in zip(firsts, pages, strict=False)]
-        return _View(
+        pages, there = [row.pages for row in self._rows], None
+        if self.travels:
+            firsts = accumulate(map(len, pages), initial=0)
+            there = layout([range(first, first + len(own)) for first, own in zip(firsts, pages, strict=False)])
+        return _PassView(
             past=past,
             new=new_tokens,
             decoding=decoding,
             segments=segments,
             here=layout(pages),
-            there=layout(brought) if self.travels else None,
+            there=there,
         )
 
     def end_pass(self) -> None:
@@ -211,7 +215,7 @@ class PagedKV(Cache):
             return self._host.layer(index, like_k, like_v)
         if index not in self.travels:
             return LayerKV(*self._pages.layer(index, like_k, like_v), self._view.here)
-        assert self._view.there is not None, f"layer {index} does not travel"
+        assert self._view.there is not None, "the pass was begun before layers travelled"
         return LayerKV(*split_pages(self._bound[index], like_k, like_v), self._view.there)
 
     def visit(

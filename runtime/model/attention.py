@@ -5,6 +5,9 @@ scaled dot products: sliding windows, chunks, soft-capped scores (Gemma-2) and s
 cache/paged.py.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from greenlet import getcurrent
@@ -54,18 +57,30 @@ def ragged_attention(
 
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
     visit = cache.visit(layer, query, key, value, rule.sinks)
+    seen = _Seen(
+        kv=None if cache.expands else cache.layer(layer, key, value), decoding=cache.decoding, segments=cache.segments
+    )
 
     def compute() -> torch.Tensor:
         with torch.inference_mode():
-            return _attend(cache, layer, (query, key, value), reach, rule, num_threads, visit)
+            return _attend(seen, (query, key, value), reach, rule, num_threads, visit)
 
-    out = need_tensor(NeedAttention(compute, is_decode=not cache.segments))
+    out = need_tensor(NeedAttention(compute, is_decode=not seen.segments))
     return (visit.receive(out) if visit is not None else out)[None], None
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Of the pass, when the layer attends: the lane may have gone on, or back, before a worker gets to it. Without
+    `kv`, key and value are all that is cached."""
+
+    kv: LayerKV | None
+    decoding: DecodeRows | None
+    segments: Sequence[Segment]
+
+
 def _attend(
-    cache: PagedKV,
-    layer: int,
+    seen: _Seen,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     reach: Reach,
     rule: Rule,
@@ -74,18 +89,17 @@ def _attend(
 ) -> torch.Tensor:
     """(T, H*G, D) of the pass. What rows that decode get from a visit is in it when the visit has been received."""
     query, key, value = qkv
-    if visit is not None and not cache.segments:
+    if visit is not None and not seen.segments:
         return visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
-    kv = None if cache.expands else cache.layer(layer, key, value)  # else key and value are all that is cached
-    rows = cache.decoding
+    kv, rows = seen.kv, seen.decoding
     if rows is not None and visit is None:
         q_BHD = query[0, :, rows.tokens_B].transpose(0, 1)
         if kv is None:
             out[rows.tokens_B] = _decode_expanded(q_BHD, key, value, rows, reach, rule)
         else:
             out[rows.tokens_B] = _decode(q_BHD, kv, rows, reach, rule, num_threads)
-    for segment in cache.segments:
+    for segment in seen.segments:
         k, v = _seen_by(segment, kv, key, value)
         out[segment.start : segment.start + segment.new] = _prefill(query, k, v, segment, reach, rule)
     if visit is not None:  # behind the prompts, which a device computes meanwhile

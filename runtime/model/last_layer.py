@@ -12,6 +12,7 @@ import torch
 from greenlet import getcurrent
 
 from ..cache.paged import PagedKV, StoredAlone
+from ..plan.lane_work import is_narrow
 from .events import LaneRun
 
 Narrow = Callable[[torch.Tensor], torch.Tensor]
@@ -21,7 +22,8 @@ def forward_asked(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """What `layer(*args, **kwargs)` returns; zeros for tokens that nobody asks for."""
     run = getcurrent()
     cache = run.cache if isinstance(run, LaneRun) else None
-    if not isinstance(cache, PagedKV) or cache.num_asked == cache.num_tokens:
+    index = _index(layer)
+    if not isinstance(cache, PagedKV) or index is None or not is_narrow(cache.num_tokens, cache.num_asked):
         return layer(*args, **kwargs)
     asked_B, num_tokens = cache.asked_B, cache.num_tokens
     try:
@@ -29,7 +31,7 @@ def forward_asked(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     except _NotByTokenError:
         return layer(*args, **kwargs)
     try:
-        with cache.storing_alone(_last_index(layer)):
+        with cache.storing_alone(index):
             return layer(*args, **kwargs)  # it stores nothing, or not here, and has gone on
     except StoredAlone:
         pass
@@ -40,14 +42,15 @@ def forward_asked(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return _widened(out, asked_B, num_tokens)
 
 
-def _last_index(layer: torch.nn.Module) -> int:
-    """Of those by which its attention is cached; a layer may attend twice (LongCat-Flash)."""
-    found = [getattr(module, "layer_idx", None) for module in layer.modules()]
-    return max((index for index in found if isinstance(index, int)), default=-1)
+def _index(layer: torch.nn.Module) -> int | None:
+    """By which its attention is cached. None where it attends twice, as LongCat-Flash does: all tokens must go on then
+    from the first attention."""
+    found = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
+    return found.pop() if len(found) == 1 else None
 
 
 class _NotByTokenError(Exception):
-    """A tensor has as many numbers as there are tokens along a dimension where no class has tokens."""
+    """A tensor has as many numbers as there are tokens along a dimension where classes have no tokens."""
 
 
 def _narrowed(value: Any, asked_B: torch.Tensor, num_tokens: int) -> Any:

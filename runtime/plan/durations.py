@@ -125,10 +125,12 @@ class _Bill:
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """On the CPU's workers. In front of an accelerator what goes down and up takes its time too."""
-        if not work.kv_bytes or lane.prefill_pairs:
+        is_narrow = self._is_narrow(work, lane)
+        if not work.kv_bytes or (lane.prefill_pairs and not is_narrow):
             return 0.0
         shape, rates = self.shape, self.rates
-        seconds = lane.kv_positions * work.kv_bytes / rates.cpu_attention_bytes_per_second
+        positions = lane.asked_positions if is_narrow else lane.kv_positions
+        seconds = positions * work.kv_bytes / rates.cpu_attention_bytes_per_second
         if not self.placement.host_layers:
             return seconds
         answer = lane.num_tokens * shape.num_heads * shape.head_dim * shape.compute_dtype_bytes
@@ -137,7 +139,7 @@ class _Bill:
 
     def late(self, work: StageWork, lane: LaneWork) -> float:
         """What lies behind attention, and attention itself where nobody else does it."""
-        own = self.attention(work, lane) if lane.prefill_pairs else 0.0
+        own = self.attention(work, lane) if lane.prefill_pairs and not self._is_narrow(work, lane) else 0.0
         return self._behind_attention(work, lane) + own
 
     def route(self, stage: int, lane: int) -> float:
@@ -215,7 +217,7 @@ class _Bill:
 
     def _is_narrow(self, work: StageWork, lane: LaneWork) -> bool:
         """Pages that stay in host memory are another road, which brings all tokens along."""
-        return work.is_narrow and lane.num_rows < lane.num_tokens and not self.placement.host_layers
+        return work.is_narrow and lane.is_narrow and not self.placement.host_layers
 
     def _behind_attention(self, work: StageWork, lane: LaneWork) -> float:
         tokens = self._tokens_behind(work, lane)

@@ -26,9 +26,19 @@ class LaneWork:
     num_cross_positions: int = 0  # of an encoder's output, which each row looks at
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the last layer parts the tokens that are asked for from the others."""
+        return is_narrow(self.num_tokens, self.num_rows)
+
+    @property
     def num_positions(self) -> int:
         """That are cached behind the pass, in whole pages."""
         return self.held_pages * PAGE_TOKENS
+
+
+def is_narrow(num_tokens: int, num_asked: int) -> bool:
+    """Tokens that are asked for meet the weights in front of attention twice: few enough of them are worth it."""
+    return 2 * num_asked <= num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +52,13 @@ class Piece:
 
 def packed_work(pieces: Iterable[Piece]) -> LaneWork:
     """`pieces` are all sequences of the lane, those that are not in the pass with `new` of 0."""
-    tokens = rows = positions = pairs = asked = held = changed = 0
+    tokens = rows = positions = pairs = asked = last = held = changed = 0
     for piece in pieces:
         end = piece.past + piece.new
         held += _pages(end)
         if not piece.new:
             continue
-        tokens += piece.new
+        tokens, last = tokens + piece.new, end
         rows += piece.asks
         asked += end if piece.asks else 0
         changed += _pages(end) - piece.past // PAGE_TOKENS
@@ -61,7 +71,7 @@ def packed_work(pieces: Iterable[Piece]) -> LaneWork:
         num_rows=max(1, rows),  # the head wants at least one
         kv_positions=positions,
         prefill_pairs=pairs,
-        asked_positions=asked,
+        asked_positions=asked or last,
         held_pages=held,
         changed_pages=changed,
     )

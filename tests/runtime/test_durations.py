@@ -87,6 +87,10 @@ def test_in_the_last_layer_of_packed_lanes_only_asking_rows_go_on_behind_keys_an
     early = (4 + 2 * 2) * 64 * HIDDEN  # queries, keys and values
     products = 2 * (4 * early + LAYER_ROWS * HIDDEN) / 1e9
     assert found.run(last, 0) == pytest.approx(products + 30 * 1024 / 1e5 + 0.25)
+    assert found.pre(last, 0) + found.post(last, 0) == pytest.approx(products + 0.25)
+    assert found.attend(last, 0) == pytest.approx(30 * 1024 / 2e5)
+    few = replace(prompt, num_tokens=4, num_rows=3)  # too few to spare
+    assert priced(placed(config_of(), shape), shape, [few]).run(last, 0) == pytest.approx(found.run(LAYER, 0))
     padded = toy_shape(is_packed=False)
     assert priced(placed(config_of(), padded), padded, [prompt]).run(last, 0) == pytest.approx(found.run(LAYER, 0))
 

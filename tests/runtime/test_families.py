@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By torch's products and by each kernel's, which otherwise leave these small models to torch. Without a matrix
-    unit, what would go there goes through vectors. All packed lanes narrow their last layer."""
+    unit, what would go there goes through vectors. Packed lanes narrow their last layer, if it attends once."""
     ref, narrowed, narrow = reference(family), list[int](), PagedKV.asked_alone
     monkeypatch.setattr(PagedKV, "asked_alone", lambda cache: narrowed.append(cache.num_asked) or narrow(cache))
     for tier in Tier:
@@ -71,7 +71,7 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
         products_go(PRODUCTS[tier])
         narrowed.clear()
         assert tokens(runtime, ref.prompts) == ref.expected, (tier, PRODUCTS[tier])
-        assert bool(narrowed) == runtime.model.shape.is_packed
+        assert bool(narrowed) == (runtime.model.shape.is_packed and family != "longcat-flash")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

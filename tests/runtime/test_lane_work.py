@@ -20,6 +20,7 @@ def test_prompts_fill_chunks_in_order_and_the_head_takes_those_that_end() -> Non
     assert [work.num_rows for work in works] == [1, 1, 2]
     assert works[0].prefill_pairs == 5 * 6 // 2 + 5 * 6 // 2
     assert works[1].prefill_pairs == 10 * 5 + 10 * 11 // 2
+    assert [work.asked_positions for work in prefill_works(PACKED, sizes_of([5, 17, 3]), 6)] == [5, 7, 13, 17, 3]
 
 
 def test_chunks_carry_every_token_of_every_prompt_once() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from greenlet import GreenletExit, getcurrent
 
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
@@ -21,12 +22,13 @@ WIDTH = 8
 
 
 @pytest.mark.parametrize("chunk", [3, 512])
-@pytest.mark.parametrize("family", ["llama", "gemma-3", "deepseek-v3", "longcat-flash", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma-3", "deepseek-v3", "mixtral", "gpt-oss"])
 def test_logits_are_those_of_all_tokens_together(
     family: str, chunk: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ref, found = reference(family), list[dict[str, torch.Tensor]]()
-    step = Sampler.step
+    ref, found, narrowed = reference(family), list[dict[str, torch.Tensor]](), list[int]()
+    step, narrow = Sampler.step, PagedKV.asked_alone
+    monkeypatch.setattr(PagedKV, "asked_alone", lambda cache: narrowed.append(len(found)) or narrow(cache))
 
     def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor, number: int) -> None:
         found[-1] |= {f"{s.request.id} {len(s.generated)}": row for s, row in zip(sequences, logits_BV, strict=False)}
@@ -37,11 +39,12 @@ def test_logits_are_those_of_all_tokens_together(
         monkeypatch.setattr(stages, "forward_asked", forward)
         found.append({})
         tokens(opened(config_for(ref, Tier.none, prefill_chunk_tokens=chunk)), ref.prompts)
-    narrow, plain = found
-    assert narrow.keys() == plain.keys()
+    few, plain = found
+    assert set(narrowed) == {1}
+    assert few.keys() == plain.keys()
     assert len(plain) > len(ref.prompts)
     for name, logits_V in plain.items():
-        torch.testing.assert_close(narrow[name], logits_V, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(few[name], logits_V, rtol=1e-4, atol=1e-4)
 
 
 class Layer(torch.nn.Module):
@@ -107,3 +110,38 @@ def test_a_layer_that_stores_nothing_has_all_tokens(cache: PagedKV) -> None:
     outs: list[torch.Tensor] = []
     LaneRun(lambda: outs.append(forward_asked(module, (torch.ones(1, 7, WIDTH),), {})), cache).switch()
     torch.testing.assert_close(outs[0], torch.full((1, 7, WIDTH), 2.0))
+
+
+def test_rows_that_are_not_in_the_pass_stay_where_they_are(cache: PagedKV) -> None:
+    cache.end_pass()
+    cache.add()
+    cache.begin_pass([1, 0, 4], [0, 2])
+    with cache.asked_alone():
+        assert cache.decoding is not None
+        assert (cache.decoding.rows, cache.decoding.past, cache.segments) == ((0, 2), (4, 3), [])
+        assert cache.get_seq_length(0).tolist() == [4, 2]  # pyright: ignore[reportAttributeAccessIssue]
+    assert [segment.row for segment in cache.segments] == [2]
+
+
+def test_a_pass_that_is_given_up_in_the_layer_is_whole_again(cache: PagedKV) -> None:
+    class Parking(Layer):
+        def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, str]:
+            out = super().forward(*args, **kwargs)
+            getcurrent().parent.switch()
+            return out
+
+    arguments = {"beside": None, "past_key_values": cache}
+    run = LaneRun(lambda: forward_asked(Parking(), (torch.zeros(1, 7, WIDTH),), arguments), cache)
+    run.switch()
+    assert len(cache.segments) == 0
+    run.throw(GreenletExit)
+    assert [segment.new for segment in cache.segments] == [4, 3]
+    cache.update(torch.zeros(1, 1, 7, WIDTH), torch.zeros(1, 1, 7, WIDTH), Layer.layer_idx)
+
+
+def test_where_most_tokens_are_asked_for_none_is_left_out(cache: PagedKV) -> None:
+    layer = Layer()
+    cache.begin_pass([1, 2], [0, 1])
+    x_1TD = torch.ones(1, 3, WIDTH)
+    LaneRun(lambda: forward_asked(layer, (x_1TD, None), {"past_key_values": cache}), cache).switch()
+    assert layer.seen == [3]
