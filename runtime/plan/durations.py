@@ -104,8 +104,7 @@ class _Bill:
         if not work.kv_bytes:
             return 0.0
         is_narrow = self._is_narrow(work, lane)
-        positions = lane.asked_positions if is_narrow else lane.kv_positions
-        seconds = positions * work.kv_bytes / self._attention_rate
+        seconds = self._positions(work, lane) * work.kv_bytes / self._attention_rate
         if not lane.num_encoder_tokens and not is_narrow:
             seconds += self._prompt_attention(lane)
         if self.shape.expanded_kv_width:
@@ -125,12 +124,10 @@ class _Bill:
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """On the CPU's workers. In front of an accelerator what goes down and up takes its time too."""
-        is_narrow = self._is_narrow(work, lane)
-        if not work.kv_bytes or (lane.prefill_pairs and not is_narrow):
+        if not work.kv_bytes or (lane.prefill_pairs and not self._is_narrow(work, lane)):
             return 0.0
         shape, rates = self.shape, self.rates
-        positions = lane.asked_positions if is_narrow else lane.kv_positions
-        seconds = positions * work.kv_bytes / rates.cpu_attention_bytes_per_second
+        seconds = self._positions(work, lane) * work.kv_bytes / rates.cpu_attention_bytes_per_second
         if not self.placement.host_layers:
             return seconds
         answer = lane.num_tokens * shape.num_heads * shape.head_dim * shape.compute_dtype_bytes
@@ -214,6 +211,10 @@ class _Bill:
     def _tokens_behind(self, work: StageWork, lane: LaneWork) -> int:
         """That go on from attention."""
         return lane.num_rows if self._is_narrow(work, lane) else self._tokens(work, lane)
+
+    def _positions(self, work: StageWork, lane: LaneWork) -> int:
+        """That tokens look at which attend one by one."""
+        return lane.asked_positions if self._is_narrow(work, lane) else lane.kv_positions
 
     def _is_narrow(self, work: StageWork, lane: LaneWork) -> bool:
         """Pages that stay in host memory are another road, which brings all tokens along."""
