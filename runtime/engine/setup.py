@@ -9,6 +9,7 @@ from ..config import RuntimeConfig
 from ..model.int8_products import prepare_int8_products
 from ..model.loading import LoadedModel
 from ..model.multipliers import choose_multipliers, prepare_products
+from ..model.rowwise import prepare_rows
 from ..model.weights import TORCH_DTYPES
 from ..plan.placement import Placement
 from ..profiles import ProductTable
@@ -35,6 +36,7 @@ def prepare_kernels(model: LoadedModel, products: ProductTable | None) -> None:
     if model.compute_dtype == torch.float32:
         slices = [piece for stage in model.shape.stages for p in stage.parameters for piece in p.slices]
         stored = {piece.dtype for piece in slices if len(piece.shape) >= 2}
+        prepare_rows()
         prepare_products([TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())])
     if any(parameter.is_int8 for stage in model.shape.stages for parameter in stage.parameters):
         prepare_int8_products()

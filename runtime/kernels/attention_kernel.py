@@ -14,16 +14,17 @@ import numpy as np
 from numba import njit
 
 from .attention_blocks import ADD_BLOCK, CHUNK_TOKENS, SCORE_BLOCK, add_block, add_one, score_block, score_one
-from .attention_softmax import ONE, REORDERED, ZERO, weigh
+from .attention_softmax import weigh
 from .attention_tiles import add_in_tiles, score_in_tiles
 from .compiled import kept
 from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
+from .numerics import ONE, REORDERED, ZERO
 from .tile_layout import give_sums, split_queries
 from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "c8ec195a45f72031944ea0d23cb7155fcb196755b08877cba8f617b9f2230ed3"
+PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

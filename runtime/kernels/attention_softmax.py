@@ -10,28 +10,10 @@ from numba import njit
 
 from .attention_vectors import highest_of
 from .kernel_arguments import Scratch, Span
+from .numerics import EXP_MIN, FUSED, ONE, REORDERED, ZERO, exp
 from .tile_scratch import TileScratch
 
-REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
-FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `_exp`
-ONE, ZERO = np.float32(1), np.float32(0)
-LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
-ROUND = np.float32(1.5 * 2**23)  # added to a small number it leaves the nearest integer in the low bits
-T2, T3, T4, T5, T6, T7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-EXP_MIN, TANH_MAX = np.float32(-87), np.float32(10)  # exp stays a normal number; tanh is 1 from 9.1 on
-
-
-@njit(fastmath=FUSED)
-def _exp(x: np.float32, shift: np.float32) -> np.float32:
-    """e^x - 1 + shift for x in [-87, 88], shift 0 or 1, each exact to 2e-7: 2^n times a Taylor series around 0."""
-    rounded = np.float32(x * LOG2_E + ROUND)
-    n = np.float32(rounded - ROUND)
-    r = np.float32(np.float32(x - n * LN_2_HIGH) - n * LN_2_LOW)
-    series = np.float32(np.float32(T7 * r + T6) * r + T5)
-    series = np.float32(np.float32(series * r + T4) * r + T3)
-    series = np.float32(np.float32(np.float32(series * r + T2) * r) * r + r)
-    power = np.uint32(np.uint32(rounded.view(np.uint32) + np.uint32(127)) << np.uint32(23)).view(np.float32)
-    return np.float32(series * power + np.float32(power - np.float32(ONE - shift)))
+TANH_MAX = np.float32(10)  # tanh is 1 from 9.1 on
 
 
 @njit(fastmath=FUSED)
@@ -40,7 +22,7 @@ def _cap(scores_HGS: np.ndarray, h: int, g: int, num: int, softcap: np.float32) 
         x = np.float32(scores_HGS[h, g, i] / softcap)
         x = x if not x > TANH_MAX else TANH_MAX  # so that NaN stays
         x = x if not x < -TANH_MAX else -TANH_MAX
-        e = _exp(np.float32(x + x), ZERO)
+        e = exp(np.float32(x + x), ZERO)
         scores_HGS[h, g, i] = softcap * np.float32(e / np.float32(e + np.float32(2)))
 
 
@@ -49,7 +31,7 @@ def _fade(
     h: int, g: int, highest: np.float32, tops_HG: np.ndarray, totals_HG: np.ndarray, sums_HGD: np.ndarray
 ) -> None:
     x = np.float32(tops_HG[h, g] - highest)
-    fade = _exp(x, ONE) if x > EXP_MIN else ZERO
+    fade = exp(x, ONE) if x > EXP_MIN else ZERO
     tops_HG[h, g] = highest
     totals_HG[h, g] *= fade
     for d in range(sums_HGD.shape[2]):
@@ -73,7 +55,7 @@ def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, top: np.floa
     total = ZERO
     for i in range(num):
         x = np.float32(scores_HGS[h, g, i] - top)
-        scores_HGS[h, g, i] = _exp(x if not x < EXP_MIN else EXP_MIN, ONE)
+        scores_HGS[h, g, i] = exp(x if not x < EXP_MIN else EXP_MIN, ONE)
         total += scores_HGS[h, g, i]
     return total
 

@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 
 from .attention_blocks import CHUNK_TOKENS
-from .attention_softmax import REORDERED
 from .kernel_arguments import Pages, Span
+from .numerics import REORDERED
 from .tile_layout import give_scores, split_weights
 from .tile_scratch import PAIRED, TILE_DIMS, TILE_QUERIES, TILE_ROWS, TileScratch
 from .tile_unit import NUM_TILES, add, configure, load_queries, load_sums, score, store_sums

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from numba import njit
 
-from .attention_softmax import REORDERED
+from .numerics import REORDERED
 
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])

@@ -11,7 +11,6 @@ Scales by row of x and by row of w: Dettmers, Lewis, Belkada and Zettlemoyer, "L
 import numpy as np
 from numba import njit
 
-from .attention_softmax import REORDERED, ZERO
 from .compiled import kept
 from .int8_tiles import (
     STEP_INPUTS,
@@ -23,12 +22,13 @@ from .int8_tiles import (
     round_inputs,
     round_weights,
 )
+from .numerics import REORDERED, ZERO
 from .product_tiles import SUM_NUMBERS, TILE_WORDS, store1, store2, zero1, zero2
 from .tile_scratch import PAIR_ROWS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "c8ec195a45f72031944ea0d23cb7155fcb196755b08877cba8f617b9f2230ed3"
+PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
 LARGEST = np.float32(127)
 NUM_SUMS = PAIR_ROWS * SUM_NUMBERS
 

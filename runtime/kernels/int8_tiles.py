@@ -14,7 +14,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .attention_softmax import ROUND
 from .attention_vectors import (
     FLOATS,
     INTS,
@@ -31,6 +30,7 @@ from .attention_vectors import (
     splat,
     store,
 )
+from .numerics import ROUND
 from .product_tiles import SUM_NUMBERS, adder, transposed
 from .tile_layout import EVEN, ODD
 from .tile_scratch import TILE_ROWS

@@ -12,8 +12,8 @@ Higher-Precision Computations" (2019).
 import numpy as np
 from numba import njit
 
-from .attention_softmax import REORDERED
 from .compiled import kept
+from .numerics import REORDERED
 from .product_tiles import (
     PAIR_NUMBERS,
     STEP_WORDS,
@@ -32,7 +32,7 @@ from .tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "c8ec195a45f72031944ea0d23cb7155fcb196755b08877cba8f617b9f2230ed3"
+PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
 CACHED_STEPS = 340  # of x, 1 MiB: where all of it stays in the second cache, rows of w pass by once

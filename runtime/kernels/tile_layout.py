@@ -14,9 +14,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .attention_blocks import CHUNK_TOKENS
-from .attention_softmax import ONE, ZERO
 from .attention_vectors import FLOATS, INTS, LANES, Builder, Value, ints, load, place_of, shuffle, splat, store
 from .kernel_arguments import Span
+from .numerics import ONE, ZERO
 from .tile_scratch import PAIRED, TILE_DIMS, TILE_QUERIES, TILE_ROWS
 
 WORD = ir.IntType(64)

@@ -11,15 +11,15 @@ Multiplication" (2008). Here the inputs are what is laid out anew, as they are f
 import numpy as np
 from numba import njit
 
-from .attention_softmax import REORDERED
 from .attention_vectors import LANES
 from .compiled import kept
+from .numerics import REORDERED
 from .taking import take
 from .tile_scratch import PAIR_ROWS
 from .vector_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
 
 # See `compiled.py`.
-PARTS_SHA256 = "c8ec195a45f72031944ea0d23cb7155fcb196755b08877cba8f617b9f2230ed3"
+PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
 BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block: 240 KiB at CHAIN_INPUTS

@@ -10,6 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import DType, ModelConfig, Products
 from ..errors import ConfigError
+from ..kernels.compiler import has_compiler
 from ..plan.model_shape import ModelShape
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
@@ -21,6 +22,7 @@ from .layout import map_weights
 from .meta import build_meta_model
 from .origin import eos_token_ids, find_checkpoint, load_tokenizer, read_config, start_token_id
 from .quantization import pair_scales, take_quantization
+from .rowwise import join_steps
 from .sizes import shape_of
 from .stages import StagedModel, stage_model
 from .traits import (
@@ -76,11 +78,15 @@ def load_model(
     if config.products is Products.int8:
         parameters |= rounded_parameters(model, parameters, dtype, device)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
+    if dtype == torch.float32 and device.type == "cpu":
+        join_steps(model)
     staged = stage_model(model)
     _move_buffers(model, device)
+    shape = shape_of(config.name, staged, parameters, cache, is_packed=is_packed)
+    in_kernel = is_packed and not cache.is_latent and device.type == "cpu" and has_compiler()
     return LoadedModel(
         staged=staged,
-        shape=shape_of(config.name, staged, parameters, cache, is_packed=is_packed),
+        shape=replace(shape, has_decode_kernel=in_kernel),
         expands_latents=cache.is_latent,
         dtypes=dtypes,
         compute_dtype=dtype,

@@ -138,11 +138,11 @@ def in_pieces(
     multiply: Callable[[Piece], None],
 ) -> None:
     """All threads lay out runs of groups of so many rows of x, then multiply pieces of at most so many rows of w."""
-    share_layout(x_MK, group_rows, lay_out)
+    share_groups(x_MK, group_rows, lay_out)
     share(_pieces_of(targets, most_rows), multiply, torch.get_num_threads())
 
 
-def share_layout(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
+def share_groups(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
     """All threads lay out runs of groups of so many rows of x."""
     num_threads, num_groups = torch.get_num_threads(), -(-x_MK.shape[0] // group_rows)
     width = max(2, -(-num_groups // (2 * num_threads)))

@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from ..plan.model_shape import ModelShape
 from ..plan.shapes import Parameter, Stage, StageKind
+from .rowwise import joins_gates
 from .stages import StagedModel
 from .traits import CacheShape, bounded_layers, delta_rule, expanded_width
 
@@ -45,6 +46,7 @@ def shape_of(
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
         expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
         bounded_layers=frozenset() if is_packed else bounded_layers(model),
+        has_joined_gates=all(joins_gates(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),
         delta_rule=delta_rule(model),
         score_heads=num_heads // num_kv_heads if has_own_scores else 0,
     )

@@ -13,7 +13,7 @@ from ..cache.host_work import BITS
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS
 from ..units import round_up
-from .pieces import Target, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_layout, step_of
+from .pieces import Target, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_groups, step_of
 from .shared_work import Spares, share
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
@@ -65,7 +65,7 @@ def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
             multiply_in_chains(words_NK, step, rows_taken, inputs, out_MN, column, num_rows, *own)
         _spares().give_back(own)
 
-    share_layout(x_MK, INPUT_ROWS, lay_out_some)
+    share_groups(x_MK, INPUT_ROWS, lay_out_some)
     share(range(num_threads), multiply_what_is_left, num_threads)
 
 

@@ -15,7 +15,9 @@ from .model_shape import ModelShape
 
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
 PANEL_BYTES = 16 * MIB  # of widened weights, at most
+GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/rowwise.py
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
+SAMPLING_BYTES = 24 * MIB  # that choosing tokens makes of the few logits it takes at a time, see engine/sampling.py
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see ARCHITECTURE.md
 
 
@@ -93,10 +95,12 @@ def lane_entries(
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest = max(tokens, default=0)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    per_token = 4 * shape.hidden_size + 3 * max(
-        heads, shape.intermediate_size
-    )  # gate, up and their product; q, k, v twice
+    inner = (2 * min(largest, GATED_ROWS) if shape.has_joined_gates else 3 * largest) * shape.intermediate_size
+    widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice; gate, up and their product
+    numbers = 4 * largest * shape.hidden_size + widest_step
     lane_rows = max((len(lane) for lane in micro_batches), default=0)
+    logits = lane_rows * shape.vocab_size * 4
+    beside = max(logits, min(2 * logits, SAMPLING_BYTES))
     between = shape.hidden_size + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(shape.hidden_size, heads, shape.intermediate_size)
@@ -113,13 +117,13 @@ def lane_entries(
         ),
         Entry(
             name="activations",
-            num_bytes=largest * per_token * size + attention,
-            equation=f"{largest:,} tokens of the largest lane x {per_token:,} x {size} B + attention {attention:,} B",
+            num_bytes=numbers * size + attention,
+            equation=f"{largest:,} tokens of the largest lane, {numbers:,} x {size} B + attention {attention:,} B",
         ),
         Entry(
             name="logits",
-            num_bytes=3 * lane_rows * shape.vocab_size * 4,
-            equation=f"3 x {lane_rows:,} rows x {shape.vocab_size:,} x 4 B",
+            num_bytes=logits + beside,
+            equation=f"{lane_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB beside them",
         ),
         Entry(
             name="workspace",
@@ -183,7 +187,7 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
     for lane in filter(None, micro_batches):
         longest = max(_longest(shape, lane), _prompt_width(lane) if shape.has_encoder else 0)
         rows = len(lane) if shape.is_packed else pass_tokens(shape, lane, chunk_tokens)
-        decode = 2 * rows * shape.num_heads * longest * size
+        decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
         prefill = 0
         if shape.is_packed:
             prefill = min(chunk_tokens, longest) * longest * (1 + size * (1 + 3 * shape.score_heads))

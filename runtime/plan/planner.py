@@ -23,7 +23,7 @@ from .policy_grid import Choices
 from .predict import Prediction, decode_pass_seconds, predict
 from .rates import MachineRates
 from .run_load import bare, run_load
-from .usual_sizes import block_size, chunk_tokens, is_whole, micro_batch_sizes
+from .usual_sizes import block_size, chunk_sizes, is_whole, micro_batch_sizes
 from .workload import Workload
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
@@ -71,8 +71,13 @@ def plan_run(
     """
     if config.policy.kind is PolicyKind.hrm and rates is not None and sizes:
         return _plan_best(shape, config, budgets, sizes, rates, blocks, num_halvings)
-    blocks = blocks if blocks is not None else _choose_blocks(shape, config, budgets, sizes, num_halvings)
-    chunk = chunk_tokens(config.policy, blocks)
+    if blocks is None:
+        chunk, blocks = _choose_blocks(shape, config, budgets, sizes, num_halvings)
+    else:
+        *better, chunk = chunk_sizes(shape, config.policy, blocks)
+        if better:
+            chunk = _fitting_chunk(shape, bare(config), budgets, sizes, blocks, wholly=True) or chunk
+    config = _in_chunks(config, chunk)
     load = run_load(shape, config, budgets, blocks, sizes)
     if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
         prefetch, placement = _cost_aware(shape, config, budgets, load, rates)
@@ -85,7 +90,7 @@ def plan_run(
     return RunPlan(
         blocks=blocks,
         placement=placement,
-        policy=replace(config.policy, prefill_chunk_tokens=chunk),
+        policy=config.policy,
         kv=config.kv,
         prefetch=prefetch,
         prediction=prediction,
@@ -143,10 +148,10 @@ def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
 
 def _choose_blocks(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], num_halvings: int
-) -> tuple[Block, ...]:
-    """`fixed`: as configured. `auto`: the most sequences, up to what is configured, whose block fits with no more
-    resident layers than `offload.resident_layers` asks for. Where the size of micro-batches is left open, the largest
-    that cost no room which something else needs."""
+) -> tuple[int, tuple[Block, ...]]:
+    """And the tokens of their chunks. `fixed`: as configured. `auto`: the most sequences, up to what is configured,
+    whose block fits with no more resident layers than `offload.resident_layers` asks for. Where the size of
+    micro-batches is left open, the largest that cost no room which something else needs."""
     widths = micro_batch_sizes(shape, config.policy, budgets)[-1 if num_halvings else 0 :]
 
     def counts(num_sequences: int) -> list[int]:
@@ -155,18 +160,14 @@ def _choose_blocks(
     def divided(num_sequences: int, count: int) -> tuple[Block, ...]:
         return _blocks(shape, sizes, -(-num_sequences // count), count)
 
-    def fits(config: RuntimeConfig, blocks: tuple[Block, ...], *, wholly: bool) -> bool:
-        load = run_load(shape, config, budgets, blocks, sizes)
-        if not load.is_roomy:
-            return False
-        placement = place(shape, config, budgets, load)
-        return placement.fits and (not wholly or is_whole(placement))
-
     most = block_size(config.policy)
     if config.policy.kind is PolicyKind.fixed:
         *large, usual = counts(most)
-        found = (divided(most, count) for count in large)
-        return next((each for each in found if fits(bare(config), each, wholly=True)), None) or divided(most, usual)
+        for blocks in (divided(most, count) for count in large):
+            if chunk := _fitting_chunk(shape, bare(config), budgets, sizes, blocks, wholly=True):
+                return chunk, blocks
+        blocks = divided(most, usual)
+        return chunk_sizes(shape, config.policy, blocks)[-1], blocks
     blocks: tuple[Block, ...] = ()
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
         in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
@@ -174,9 +175,32 @@ def _choose_blocks(
             *large, usual = counts(num_sequences)
             for count in (*large, usual):
                 blocks = divided(num_sequences, count)
-                if fits(in_tier, blocks, wholly=count != usual):
-                    return blocks
-    return blocks
+                if chunk := _fitting_chunk(shape, in_tier, budgets, sizes, blocks, wholly=count != usual):
+                    return chunk, blocks
+    return chunk_sizes(shape, config.policy, blocks)[-1], blocks
+
+
+def _fitting_chunk(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    sizes: Sequence[SequenceSize],
+    blocks: tuple[Block, ...],
+    *,
+    wholly: bool,
+) -> int | None:
+    """Tokens of the best chunks with which these blocks fit."""
+    for chunk in chunk_sizes(shape, config.policy, blocks):
+        chunked = _in_chunks(config, chunk)
+        load = run_load(shape, chunked, budgets, blocks, sizes)
+        placement = place(shape, chunked, budgets, load) if load.is_roomy else None
+        if placement is not None and placement.fits and (not wholly or is_whole(placement)):
+            return chunk
+    return None
+
+
+def _in_chunks(config: RuntimeConfig, num_tokens: int) -> RuntimeConfig:
+    return replace(config, policy=replace(config.policy, prefill_chunk_tokens=num_tokens))
 
 
 def _blocks(

@@ -37,7 +37,7 @@ def run_load(
 ) -> Load:
     """What memory must hold: the most that any block takes, or where sequences come and go the longest ones side by
     side."""
-    chunk = chunk_tokens(config.policy, blocks)
+    chunk = chunk_tokens(config.policy)
     if config.policy.admission is Admission.continuous:
         return _continuous_load(shape, config, budgets, blocks, sizes)
     return Load.of_blocks(shape, [micro_batches_of(block, sizes) for block in blocks], chunk)
@@ -56,7 +56,7 @@ def _continuous_load(
     A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token. A
     padded lane may come to hold the longest prompt beside the longest answer.
     """
-    chunk = chunk_tokens(config.policy, blocks)
+    chunk = chunk_tokens(config.policy)
     if shape.is_packed:
         whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
         longest = sorted(whole, key=lambda size: -size.capacity_tokens)

@@ -17,7 +17,15 @@ import torch
 from runtime.cache import host_attention
 from runtime.cache.host_attention import cut, decode_attention, prepare_decode_attention
 from runtime.cache.plain_attention import decode_attention_torch
-from runtime.kernels import attention_kernel, compiled, compiler, int8_kernel, product_kernel, vector_kernel
+from runtime.kernels import (
+    attention_kernel,
+    compiled,
+    compiler,
+    int8_kernel,
+    product_kernel,
+    rowwise_kernel,
+    vector_kernel,
+)
 from tests.attention_cases import CASES, NAN, TOLERANCE, Case, P, make, naive, options
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -173,7 +181,7 @@ def test_what_is_kept_on_disk_follows_the_kernels_parts_too() -> None:
     files = sorted(Path(attention_kernel.__file__).parent.glob("*.py"))
     source = b"".join(file.read_bytes() for file in files if not file.name.endswith("_kernel.py"))
     digest = hashlib.sha256(source).hexdigest()
-    kernels = (attention_kernel, int8_kernel, product_kernel, vector_kernel)
+    kernels = (attention_kernel, int8_kernel, product_kernel, rowwise_kernel, vector_kernel)
     assert {kernel.PARTS_SHA256 for kernel in kernels} == {digest}
 
 

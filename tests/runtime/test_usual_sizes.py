@@ -7,11 +7,12 @@ import pytest
 
 from jobs.io.bench.millrace import requests_of
 from runtime.api import Runtime
+from runtime.batching.balance import Block
 from runtime.config import MachineConfig, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.memory import SequenceSize
 from runtime.plan.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.usual_sizes import micro_batch_sizes
+from runtime.plan.usual_sizes import chunk_sizes, micro_batch_sizes
 from runtime.units import GIB, MIB
 from tests.support import synthesize
 from tests.toy import toy_shape
@@ -26,11 +27,12 @@ def planned(
     is_packed: bool = True,
     host_bytes: int = GIB,
     device_bytes: int | None = None,
+    blocks: tuple[Block, ...] | None = None,
 ) -> RunPlan:
     config = RuntimeConfig(policy=policy, offload=OffloadConfig(tier=Tier.nvme))
     sizes = [SequenceSize(num_prompt_tokens=20, max_new_tokens=4)] * num_requests
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes)
-    return plan_run(toy_shape(is_packed=is_packed), config, budgets, sizes)
+    return plan_run(toy_shape(is_packed=is_packed), config, budgets, sizes, blocks=blocks)
 
 
 def way(plan: RunPlan) -> tuple[int, int, int | None]:
@@ -53,16 +55,29 @@ def test_larger_micro_batches_take_no_room_from_keys_and_values(kind: PolicyKind
         way(plan): len(plan.placement.kv.page_bytes)
         for plan in (planned(policy, host_bytes=n * MIB) for n in range(130, 400, 2))
     }
-    assert set(found) >= {(64, 4, 512), (128, 2, 512), (256, 1, 2048)}
+    assert set(found) >= {(64, 4, 512), (128, 2, 512), (256, 1, 1024), (256, 1, 2048)}
     assert not any(travelling for (width, *_), travelling in found.items() if width > 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_chooses_its_chunks_anew(kind: PolicyKind) -> None:
+    """Its blocks stay; what memory is left for them may have changed."""
+    policy = PolicyConfig(kind=kind)
+    small = next(n for n in range(130, 400, 2) if way(planned(policy, host_bytes=n * MIB)) == (256, 1, 1024))
+    blocks = planned(policy).blocks
+    for host_bytes, chunk in ((GIB, 2048), (small * MIB, 1024)):
+        assert way(planned(policy, host_bytes=host_bytes, blocks=blocks)) == (256, 1, chunk)
 
 
 def test_a_mixture_reads_its_experts_no_more_often_for_larger_micro_batches() -> None:
     shape = toy_shape()
     layers = [replace(stage, num_experts=8) if stage.kind.is_layer else stage for stage in shape.stages]
-    policy, budgets = PolicyConfig(), Budgets(host_bytes=GIB)
+    mixture = replace(shape, stages=tuple(layers))
+    policy, budgets, blocks = PolicyConfig(), Budgets(host_bytes=GIB), planned(PolicyConfig()).blocks
     assert micro_batch_sizes(shape, policy, budgets) == (256, 128, 64)
-    assert micro_batch_sizes(replace(shape, stages=tuple(layers)), policy, budgets) == (256, 64)
+    assert micro_batch_sizes(mixture, policy, budgets) == (256, 64)
+    assert chunk_sizes(shape, policy, blocks) == (2048, 1024)
+    assert chunk_sizes(mixture, policy, blocks) == (2048,)
 
 
 def test_what_is_given_stays() -> None:
