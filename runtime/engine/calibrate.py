@@ -22,7 +22,7 @@ from ..model.weights import stage_weights
 from ..plan.anchor import anchored, with_overheads
 from ..plan.extents import slot_layout
 from ..plan.lane_work import packed_work
-from ..plan.memory import PAGE_TOKENS
+from ..plan.memory import GATED_ROWS, PAGE_TOKENS
 from ..plan.model_shape import ModelShape
 from ..plan.rates import UNLIMITED, MachineRates
 from ..plan.shapes import Stage
@@ -203,7 +203,8 @@ class _Bench:
 
     def memory(self) -> float:
         """As the activation between two products streams through it."""
-        shape = (self.usual.chunk_tokens, self.shape.intermediate_size)
+        most = GATED_ROWS if self.shape.has_joined_gates else self.usual.chunk_tokens
+        shape = (min(most, self.usual.chunk_tokens), self.shape.intermediate_size)
         gate, up = torch.ones(2, *shape, dtype=self.loaded.compute_dtype, device=self.device.torch_device)
         seconds = self._seconds(lambda: F.silu(gate) * up)
         return INNER_TRIPS * gate.nbytes / seconds

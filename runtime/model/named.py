@@ -26,8 +26,8 @@ STORED = DType.bfloat16  # what nearly all are published in
 
 def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
     """By compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors that transformers
-    would write, one behind the other in a file that does not exist. `architecture`: keys of transformers' config,
-    `model_type` among them.
+    would write, one behind the other in a file that does not exist. What the kernels of a host's CPU spare is left
+    out. `architecture`: keys of transformers' config, `model_type` among them.
 
     Takes seconds and no memory to speak of. Raises ConfigError where the architecture is impossible.
     """

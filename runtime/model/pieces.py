@@ -143,7 +143,7 @@ def in_pieces(
 
 
 def share_groups(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
-    """All threads lay out runs of groups of so many rows of x."""
+    """All threads act on [first, last) groups of so many rows of x, one alone where that is quicker."""
     num_threads, num_groups = torch.get_num_threads(), -(-x_MK.shape[0] // group_rows)
     width = max(2, -(-num_groups // (2 * num_threads)))
     spans = [(g, min(g + width, num_groups)) for g in range(0, num_groups, width)]

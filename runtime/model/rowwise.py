@@ -97,7 +97,7 @@ def _fits(*tensors: torch.Tensor) -> bool:
 
 
 def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if not _fits(hidden_states, self.weight):
+    if not _fits(hidden_states, self.weight) or self.weight.shape != hidden_states.shape[-1:]:
         return type(self).forward(self, hidden_states)
     return norm(hidden_states, self.weight, self.variance_epsilon)
 
@@ -116,10 +116,10 @@ def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
 
 def _gated_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
     """(..., D) to (..., D), in runs of GATED_ROWS rows: what lies between gate and down is several times as wide."""
-    if not _fits(x):
-        return type(self).forward(self, x)
-    outs = [self.down_proj(_gated_product(self, x_RD)) for x_RD in x.view(-1, x.shape[-1]).split(GATED_ROWS)]
-    return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(x.shape)
+    runs = x.reshape(-1, x.shape[-1]).split(GATED_ROWS)
+    outs = [self.down_proj(_gated_product(self, x_RD)) for x_RD in runs]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _gated_product(mlp: Any, x_RD: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,8 @@ def _rotary(
     """Queries and keys (B, h, T, D), turned by angles (B, T, D)."""
     angles = (cos, sin)
     rows = [each.transpose(1, 2) for each in (q, k)]  # as products leave them
-    if unsqueeze_dim != 1 or not _fits(*rows, *angles) or any(cos.shape != (*x.shape[:2], x.shape[3]) for x in rows):
+    is_each_token = all(each.shape == (*x.shape[:2], x.shape[3]) for each in angles for x in rows)
+    if unsqueeze_dim != 1 or not is_each_token or not _fits(*rows, *angles):
         return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
     q_BThD, k_BThD = (_turned(x_BThD, *angles) for x_BThD in rows)
     return q_BThD.transpose(1, 2), k_BThD.transpose(1, 2)

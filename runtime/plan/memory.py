@@ -180,8 +180,8 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
 
 
 def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
-    """Scores of a decode step over a lane, mask and scores of a prefill chunk, and latents expanded to keys and
-    values."""
+    """Scores of a decode step over a lane; of a prefill chunk the masks, the scores and what is gathered of its
+    sequence's keys and values; and latents expanded to keys and values."""
     size = shape.compute_dtype_bytes
     worst = 0
     for lane in filter(None, micro_batches):
@@ -190,7 +190,8 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
         decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
         prefill = 0
         if shape.is_packed:
-            prefill = min(chunk_tokens, longest) * longest * (1 + size * (1 + 3 * shape.score_heads))
+            prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
+            prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
         expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size
         worst = max(worst, decode + expanded, prefill + expanded)
     return worst

@@ -1,7 +1,8 @@
 """From requests and budgets to a plan: the blocks, the placement of the weights, and how long it should take. Pure.
 
 The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run
-keeps the blocks it began with; the placement may differ each time it is resumed.
+keeps the blocks it began with; the placement may differ each time it is resumed, and so may the chunks of prompts in
+micro-batches of 256 where no `policy.prefill_chunk_tokens` is given and memory has become less or more.
 """
 
 from collections.abc import Sequence

@@ -54,8 +54,9 @@ def small(module: ModuleType, name: str, **keys: object) -> nn.Module:
     return built
 
 
-def joined(module: nn.Module) -> nn.Module:
+def joined(module: nn.Module, name: str = "forward") -> nn.Module:
     join_steps(module)
+    assert name in vars(module)
     return module
 
 
@@ -92,7 +93,7 @@ def test_a_feed_forward_takes_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPat
 def test_experts_share_a_row_of_gates_and_what_they_let_through() -> None:
     experts, rows = small(mixtral, "MixtralExperts"), random(700, 2 * INTERMEDIATE)
     plain, precise = experts._apply_gate(rows), experts._apply_gate(rows.double())
-    ours = joined(experts)._apply_gate(rows)
+    ours = joined(experts, "_apply_gate")._apply_gate(rows)
     assert ours.is_contiguous()
     assert (ours - precise).abs().max() < 2 * (plain - precise).abs().max() + 1e-6
 
@@ -104,6 +105,22 @@ def test_queries_and_keys_turn_as_in_the_plain_code(num_sequences: int) -> None:
     for ours, plain in zip(rowwise._rotary(q, k, *angles), llama.apply_rotary_pos_emb(q, k, *angles), strict=True):
         assert ours.stride() == plain.stride()
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_angles_of_all_sequences_alike_turn_in_the_plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rowwise, "_turned", lambda *args: pytest.fail("there are fewer angles than tokens"))
+    q, k, angles = random(2, 4, 9, 16), random(2, 2, 9, 16), (random(1, 9, 16), random(1, 9, 16))
+    for ours, plain in zip(rowwise._rotary(q, k, *angles), llama.apply_rotary_pos_emb(q, k, *angles), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_a_feed_forward_may_end_wider_than_it_began() -> None:
+    """As Molmo's between images and text."""
+    mlp = small(llama, "LlamaMLP")
+    mlp.down_proj = nn.Linear(INTERMEDIATE, 96)
+    x = random(2, 3, 64)
+    plain = mlp(x)
+    torch.testing.assert_close(joined(mlp)(x), plain, rtol=1e-4, atol=1e-4)
 
 
 def test_a_part_of_each_head_turns_in_the_plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +172,8 @@ def test_code_that_differs_stays() -> None:
     norm, mlp = GemmaRMSNorm(64), small(llama, "LlamaMLP", hidden_act="gelu")
     attention = small(cohere, "CohereAttention")  # turns neighbours
     for module in (norm, mlp, attention):
-        assert "forward" not in vars(joined(module)), type(module).__name__
+        join_steps(module)
+        assert "forward" not in vars(module), type(module).__name__
 
 
 def first() -> Callable[[int], int]:
@@ -185,6 +203,7 @@ def test_code_is_known_by_its_instructions_names_and_constants() -> None:
 
 @pytest.mark.parametrize(("family", "wanted"), [("llama", True), ("qwen2", True), ("mixtral", False), ("gpt2", False)])
 def test_a_layer_joins_gates_where_its_one_feed_forward_is_ours(family: str, wanted: bool) -> None:
-    model = joined(build_meta_model(config_for(family, {}), torch.float32))
+    model = build_meta_model(config_for(family, {}), torch.float32)
+    join_steps(model)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     assert joins_gates(layers[0]) == wanted
