@@ -21,6 +21,8 @@ Place: TypeAlias = tuple[int, str]  # a stage, and the name of one of its parame
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 OF_DTYPE = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequence", "cross_kv_bytes_per_token")
 STRUCTURED = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")
+OF_HOST = ("has_decode_kernel", "has_joined_gates")  # what kernels spare where a model runs, not the model
+SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_HOST)
 
 
 class ParameterRow(TypedDict):
@@ -80,7 +82,7 @@ def to_row(shapes: Mapping[DType, ModelShape], architecture: str) -> ShapeRow:
     return ShapeRow(
         name=shape.name,
         architecture=architecture,
-        sizes={f.name: getattr(shape, f.name) for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED},
+        sizes={name: getattr(shape, name) for name in SIZES},
         bounded_layers=sorted(shape.bounded_layers),
         delta_rule=None if delta_rule is None else {f.name: getattr(delta_rule, f.name) for f in fields(DeltaRule)},
         dtypes={dtype.value: _dtype_row(of_dtype) for dtype, of_dtype in shapes.items()},
