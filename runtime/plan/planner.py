@@ -150,9 +150,9 @@ def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
 def _choose_blocks(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], num_halvings: int
 ) -> tuple[int, tuple[Block, ...]]:
-    """And the tokens of their chunks. `fixed`: as configured. `auto`: the most sequences, up to what is configured,
-    whose block fits with no more resident layers than `offload.resident_layers` asks for. Where the size of
-    micro-batches is left open, the largest that cost no room which something else needs."""
+    """Tokens of their chunks, and the blocks. `fixed`: as configured. `auto`: the most sequences, up to what is
+    configured, whose block fits with no more resident layers than `offload.resident_layers` asks for. Where the size
+    of micro-batches is left open, the largest that cost no room which something else needs."""
     widths = micro_batch_sizes(shape, config.policy, budgets)[-1 if num_halvings else 0 :]
 
     def counts(num_sequences: int) -> list[int]:
