@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,10 @@ import torch
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig
 from runtime.model import pieces
-from runtime.model.families import FAMILIES
 from runtime.model.multipliers import choose_multipliers
 from runtime.profiles import Multiplier
 from tests import unsynced  # noqa: F401 - at its import
-from tests.support import MANY_EXPERTS, Reference, always, synthesize
+from tests.support import MANY_EXPERTS, Reference, always, one_at_a_time, synthesize
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,17 +31,17 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """`reference(family)`: a checkpoint directory with what `transformers.generate` makes of some prompts, made
-    once."""
-    made: dict[str, Reference] = {}
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for what all workers of the session share."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
 
-    def get(family: str) -> Reference:
-        if family not in made:
-            made[family] = Reference.make(FAMILIES[family], tmp_path_factory.mktemp("family") / "model")
-        return made[family]
 
-    return get
+@pytest.fixture(scope="session")
+def reference(shared_home: Path) -> Callable[[str], Reference]:
+    """`reference(family)`: a checkpoint directory with what `transformers.generate` makes of some prompts, made once
+    for all workers. Nobody writes there."""
+    return cache(lambda family: Reference.shared(family, shared_home / "families" / family))
 
 
 @pytest.fixture(scope="session")
@@ -69,14 +69,16 @@ def products_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Multiplie
 
 
 @pytest.fixture(scope="session")
-def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`many_experts(family)`: a checkpoint with as many experts as the published model, made once."""
-    made: dict[str, Path] = {}
+def many_experts(shared_home: Path) -> Callable[[str], Path]:
+    """`many_experts(family)`: a checkpoint with as many experts as the published model, made once for all workers.
+    Nobody writes there."""
 
     def get(family: str) -> Path:
-        if family not in made:
-            made[family] = synthesize(family, tmp_path_factory.mktemp("many") / "model", **MANY_EXPERTS[family])
-        return made[family]
+        home = shared_home / "many" / family
+        with one_at_a_time(home / "lock"):
+            if not (home / "model").exists():
+                synthesize(family, home / "making", **MANY_EXPERTS[family]).rename(home / "model")
+        return home / "model"
 
     return get
 

@@ -1,5 +1,9 @@
 """Shared by the tests: transformers' own answers for tiny models of every family, to compare with."""
 
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +51,15 @@ def synthesize(family: str, directory: Path, **overrides: object) -> Path:
     return directory
 
 
+@contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Workers of one session make something once for all of them: `lock`'s directory is made, others wait."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reference:
     """`expected[i]` are the greedy fp32 tokens that `transformers.generate` gives for `prompts[i]` alone, EOS ignored;
@@ -56,6 +69,17 @@ class Reference:
     prompts: list[list[int]]
     expected: list[list[int]]
     sampled: list[list[int]]
+
+    @staticmethod
+    def shared(name: str, home: Path) -> "Reference":
+        """Of a family, made once in `home` whoever asks first."""
+        directory, answers = home / "model", home / "answers.json"
+        with one_at_a_time(home / "lock"):
+            if not answers.exists():
+                made = Reference.make(FAMILIES[name], directory)
+                answers.write_text(json.dumps([made.prompts, made.expected, made.sampled]))
+        prompts, expected, drawn = json.loads(answers.read_text())
+        return Reference(directory=directory, prompts=prompts, expected=expected, sampled=drawn)
 
     @staticmethod
     def make(family: Family, directory: Path) -> "Reference":

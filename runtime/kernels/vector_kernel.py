@@ -22,9 +22,10 @@ from .vector_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products,
 PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
-BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block: 240 KiB at CHAIN_INPUTS
+BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block, about: 240 KiB at CHAIN_INPUTS
+MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
 TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
-SUM_NUMBERS = CHUNK_ROWS * BLOCK_GROUPS * INPUT_ROWS
+SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * INPUT_ROWS
 
 
 @njit(fastmath=REORDERED)
@@ -34,6 +35,12 @@ def _groups(num_rows: int) -> tuple[int, int, int]:
     num_vectors = -(-num_rows // LANES)
     num_groups = -(-num_vectors // MOST_VECTORS)
     return num_groups, num_vectors // num_groups, num_vectors % num_groups
+
+
+@njit(fastmath=REORDERED)
+def _num_blocks(num_groups: int) -> int:
+    """Weights are widened once for each: a few larger ones, up to MOST_GROUPS, rather than one more of what is left."""
+    return max(1, (num_groups + BLOCK_GROUPS // 2) // BLOCK_GROUPS)
 
 
 @kept
@@ -130,12 +137,13 @@ def multiply_in_chains(
     and again."""
     K = w_NK.shape[1]
     num_groups, least, num_larger = _groups(num_rows)
+    num_blocks = _num_blocks(num_groups)
     whole = w_NK.shape[0] // PAIR_ROWS * PAIR_ROWS
     top = take(taken, step)
     while top < whole:
         width = min(step, whole - top)
-        for g in range(0, num_groups, BLOCK_GROUPS):
-            block = (g, min(g + BLOCK_GROUPS, num_groups), least, num_larger)
+        for b in range(num_blocks):
+            block = (b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
             for k in range(0, K, CHAIN_INPUTS):
                 num_inputs = min(CHAIN_INPUTS, K - k)
                 for n in range(0, width, WEIGHT_ROWS):
