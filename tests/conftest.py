@@ -1,18 +1,25 @@
 """Checkpoints that the tests synthesise once, and the answers that transformers gives for them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from runtime import Runtime, RuntimeConfig
+from runtime import Runtime, RuntimeConfig, api
 from runtime.config import ModelConfig
-from runtime.model import pieces
+from runtime.model import loading, pieces
+from runtime.model.loading import LoadedModel
 from runtime.model.multipliers import choose_multipliers
+from runtime.model.traits import CacheShape
+from runtime.plan.rates import MachineRates
+from runtime.plan.usual import Usual
 from runtime.profiles import Multiplier
+from runtime.store.reader import Reader
+from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import
 from tests.support import MANY_EXPERTS, Reference, always, one_at_a_time, synthesize
 
@@ -57,6 +64,34 @@ def opened() -> Callable[[RuntimeConfig], Runtime]:
         return made[config.model]
 
     return get
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_once() -> Iterator[None]:
+    """What the first runtime of a session measures of a model and of this machine holds for the later ones. Whoever
+    tests measuring itself calls it where it is defined."""
+    rates: dict[object, MachineRates] = {}
+    caches: dict[object, CacheShape] = {}
+    measure_rates, measure_cache = api.measure_rates, loading.measure_cache
+
+    def rates_of(
+        loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: Usual, paged: Collection[int]
+    ) -> MachineRates:
+        key = loaded.fingerprint, loaded.compute_dtype, device.torch_device, type(device), usual, frozenset(paged)
+        if key not in rates:
+            rates[key] = measure_rates(loaded, reader, device, usual, paged)
+        return rates[key]
+
+    def cache_of(model: PreTrainedModel) -> CacheShape:
+        key = type(model), model.config.to_json_string(use_diff=False), model.dtype
+        if key not in caches:
+            caches[key] = measure_cache(model)
+        return caches[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "measure_rates", rates_of)
+        patch.setattr(loading, "measure_cache", cache_of)
+        yield
 
 
 @pytest.fixture
