@@ -126,7 +126,7 @@ class OffloadConfig:
     resident_layers: int | None = None  # null: as many as fit beside the block
     direct_io: bool = True
     reader_threads: int = 4
-    read_chunk_mib: int = 4
+    read_chunk_mib: int = 16
     expert_paging: ExpertPaging = ExpertPaging.auto
     cache_dir: str | None = None  # converted weights, only where a checkpoint's layout cannot be read in place
 

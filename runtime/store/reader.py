@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class Reader(Closing):
     """Owns the threads and file descriptors. Reads are served in the order in which they were submitted."""
 
-    def __init__(self, *, num_threads: int, chunk_bytes: int = 4 * MIB, direct: bool = True):
+    def __init__(self, *, num_threads: int, chunk_bytes: int = 16 * MIB, direct: bool = True):
         self._chunk_bytes = chunk_bytes
         self._direct = direct
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="reader")
