@@ -21,7 +21,7 @@ from runtime.profiles import Multiplier
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import
-from tests.support import MANY_EXPERTS, Reference, always, one_at_a_time, synthesize
+from tests.support import MANY_EXPERTS, Reference, always, made_once, synthesize
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -110,10 +110,7 @@ def many_experts(shared_home: Path) -> Callable[[str], Path]:
 
     def get(family: str) -> Path:
         home = shared_home / "many" / family
-        with one_at_a_time(home / "lock"):
-            if not (home / "model").exists():
-                synthesize(family, home / "making", **MANY_EXPERTS[family]).rename(home / "model")
-        return home / "model"
+        return made_once(home, lambda home: synthesize(family, home / "model", **MANY_EXPERTS[family])) / "model"
 
     return get
 

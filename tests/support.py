@@ -2,8 +2,7 @@
 
 import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,13 +50,17 @@ def synthesize(family: str, directory: Path, **overrides: object) -> Path:
     return directory
 
 
-@contextmanager
-def one_at_a_time(lock: Path) -> Iterator[None]:
-    """Workers of one session make something once for all of them: `lock`'s directory is made, others wait."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def made_once(home: Path, make: Callable[[Path], object]) -> Path:
+    """`home`, in which `make` has put something for all workers of the session: who comes first calls it, others
+    wait."""
+    home.mkdir(parents=True, exist_ok=True)
+    done = home / "done"
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            make(home)
+            done.touch()
+    return home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +74,15 @@ class Reference:
     sampled: list[list[int]]
 
     @staticmethod
-    def shared(name: str, home: Path) -> "Reference":
-        """Of a family, made once in `home` whoever asks first."""
-        directory, answers = home / "model", home / "answers.json"
-        with one_at_a_time(home / "lock"):
-            if not answers.exists():
-                made = Reference.make(FAMILIES[name], directory)
-                answers.write_text(json.dumps([made.prompts, made.expected, made.sampled]))
-        prompts, expected, drawn = json.loads(answers.read_text())
-        return Reference(directory=directory, prompts=prompts, expected=expected, sampled=drawn)
+    def shared(family: str, home: Path) -> "Reference":
+        """Made once in `home`."""
+
+        def make(home: Path) -> None:
+            made = Reference.make(FAMILIES[family], home / "model")
+            (home / "answers.json").write_text(json.dumps([made.prompts, made.expected, made.sampled]))
+
+        prompts, expected, sampled = json.loads((made_once(home, make) / "answers.json").read_text())
+        return Reference(directory=home / "model", prompts=prompts, expected=expected, sampled=sampled)
 
     @staticmethod
     def make(family: Family, directory: Path) -> "Reference":

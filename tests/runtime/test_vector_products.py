@@ -76,7 +76,7 @@ from runtime.kernels.attention_vectors import LANES
 from runtime.model.vector_products import multiply_in_vectors
 assert LANES == 8
 torch.manual_seed(0)
-x, weight = torch.randn(133, 1040), torch.randn(96, 1040).bfloat16()
+x, weight = torch.randn(350, 1040), torch.randn(96, 1040).bfloat16()
 found = multiply_in_vectors(x, [weight])
 assert torch.equal(found, torch.cat([multiply_in_vectors(row[None], [weight]) for row in x]))
 print(float((found - x.double() @ weight.double().t()).abs().max()))
