@@ -6,21 +6,28 @@ is cut into rows, and into KV heads where rows are few.
 B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..kernels.compiler import has_compiler
+from ..kernels.kernel_arguments import Pieces, Rows, Span
 from ..kernels.tile_scratch import TILE_DIMS
+from ..shared_work import share
 from ..units import MIB
-from .host_work import Piece, fit_tiles, in_tiles, in_vectors, pages_of, rows_of, softmax_of
+from .host_work import fit_tiles, in_tiles, in_vectors, pages_of, rows_of, softmax_of
 from .plain_attention import decode_attention_torch
 
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
 MIN_PIECE_BYTES = MIB // 2  # takes about 50 us, as long as it takes to wake a thread
+
+
+class Piece(NamedTuple):
+    rows: Span
+    heads: Span
 
 
 def decode_attention(
@@ -42,24 +49,22 @@ def decode_attention(
     `q_BHD` holds H times G query heads, those of a KV head side by side. Keys and values may be strided over N and are
     float32, bfloat16 or float16. Scores are `scale * q.k`, capped to +-softcap; the sinks are scores beside them whose
     weight is dropped. `num_threads` None: as many as torch has in the calling thread, which is one in a worker of
-    `AttentionWorkers`. Returns when all is done.
+    `AttentionWorkers`. Returns when all is done. `tables_Bn`, `begins_B` and `ends_B` must never be written to again:
+    the layers of a pass bring the same ones.
     """
-    _check(k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B)
+    _check(k_NPHD, v_NPHD)
+    num_kv_heads, num_threads = k_NPHD.shape[2], num_threads or torch.get_num_threads()
+    position_bytes = num_kv_heads * (k_NPHD.shape[3] + v_NPHD.shape[3]) * k_NPHD.itemsize
+    held = (tables_Bn, begins_B, ends_B)
+    rows, spans_P4 = _in_pieces(*held, k_NPHD.shape[1], num_kv_heads, position_bytes, num_threads)
     if not has_compiler():
-        return decode_attention_torch(
-            q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=scale, softcap=softcap, sinks_H=sinks_H
-        )
-    num_kv_heads = k_NPHD.shape[2]
-    num_threads = num_threads or torch.get_num_threads()
+        return decode_attention_torch(q_BHD, k_NPHD, v_NPHD, *held, scale=scale, softcap=softcap, sinks_H=sinks_H)
     q_BHGD = q_BHD.unflatten(1, (num_kv_heads, -1))
-    rows = rows_of(tables_Bn, begins_B, ends_B)
     work_in = in_tiles if fit_tiles(k_NPHD, v_NPHD) and _has_tiles() else in_vectors
     softmax = softmax_of(softcap, sinks_H, q_BHGD.shape[1:3])
     work = work_in(q_BHGD, scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
-    position_bytes = num_kv_heads * (k_NPHD.shape[3] + v_NPHD.shape[3]) * k_NPHD.itemsize
-    pieces = cut((rows.ends_B - rows.begins_B).clip(0), num_kv_heads, position_bytes, num_threads)
-    for _ in _threads(num_threads).map(work.run, pieces) if len(pieces) > 1 else map(work.run, pieces):
-        pass
+    pieces = Pieces(spans_P4, np.zeros(1, np.int64))
+    share([pieces] * min(num_threads, len(spans_P4)), work.run, num_threads)
     return work.out_BHGD.flatten(1, 2).to(q_BHD.dtype)
 
 
@@ -90,25 +95,33 @@ def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num
     return pieces
 
 
-def _check(
-    k_NPHD: torch.Tensor, v_NPHD: torch.Tensor, tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor
-) -> None:
-    """What compiled code would not notice before it reads or writes elsewhere."""
+def _check(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> None:
+    """What compiled code would not notice before it reads or writes elsewhere; of rows, `_in_pieces` does."""
     assert k_NPHD.device.type == v_NPHD.device.type == "cpu", f"KV pages are on {k_NPHD.device}, {v_NPHD.device}"
     assert k_NPHD.dtype == v_NPHD.dtype, f"keys are {k_NPHD.dtype}, values {v_NPHD.dtype}"
     assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
+
+
+@lru_cache(maxsize=8)  # of tensors themselves: the layers of a pass, and of each kind of layer, bring the same ones
+def _in_pieces(
+    tables_Bn: torch.Tensor,
+    begins_B: torch.Tensor,
+    ends_B: torch.Tensor,
+    page_tokens: int,
+    num_kv_heads: int,
+    position_bytes: int,
+    num_threads: int,
+) -> tuple[Rows, np.ndarray]:
     assert len(tables_Bn) == len(begins_B) == len(ends_B)
-    capacity = tables_Bn.shape[1] * k_NPHD.shape[1]
+    capacity = tables_Bn.shape[1] * page_tokens
     if len(ends_B):
         first, last = int(begins_B.min()), int(ends_B.max())
         assert first >= 0, f"a row begins at position {first}"
         assert last <= capacity, f"a row ends at position {last}, its pages hold {capacity}"
-
-
-@cache
-def _threads(num_threads: int) -> ThreadPoolExecutor:
-    """The process's own, like torch's: made at their first use, idle between uses, ended by the interpreter."""
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="attention")
+    rows = rows_of(tables_Bn, begins_B, ends_B)
+    num_positions_B = np.maximum(rows.ends_B - rows.begins_B, 0)
+    pieces = cut(num_positions_B, num_kv_heads, position_bytes, num_threads)
+    return rows, np.array([(*piece.rows, *piece.heads) for piece in pieces], np.int64)
 
 
 def _has_tiles() -> bool:

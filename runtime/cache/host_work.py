@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels.kernel_arguments import Pages, Rows, Scratch, Softmax, Span
+from ..kernels.kernel_arguments import Pages, Pieces, Rows, Scratch, Softmax
 from ..kernels.tile_scratch import TILE_DIMS, TILE_ROWS, TileScratch
 
 # As the kernels know it.
@@ -17,16 +17,10 @@ BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    rows: Span
-    heads: Span
-
-
-@dataclass(frozen=True, kw_only=True)
 class Work:
-    """What does a piece, on any thread, and where its answer then is."""
+    """What takes pieces until none is left, on any thread, and where the answer then is."""
 
-    run: Callable[[Piece], None]
+    run: Callable[[Pieces], None]
     out_BHGD: torch.Tensor
 
 
@@ -38,9 +32,8 @@ def in_vectors(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, sof
     out_BHGD = scaled_BHGD.new_zeros(*q_BHGD.shape[:3], value_dim)
     q, out = scaled_BHGD.numpy(), out_BHGD.numpy()
 
-    def run(piece: Piece) -> None:
-        scratch = Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS)
-        attend(q, pages, rows, softmax, out, piece.rows, piece.heads, scratch)
+    def run(pieces: Pieces) -> None:
+        attend(q, pages, rows, softmax, out, pieces, Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS))
 
     return Work(run=run, out_BHGD=out_BHGD)
 
@@ -54,12 +47,11 @@ def in_tiles(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softm
     q_BHGD = (q_BHGD if q_BHGD.dtype == torch.bfloat16 else q_BHGD.float()).contiguous()
     out_BHGD = q_BHGD.new_empty(*q_BHGD.shape[:3], value_dim)
     q, out = (x_BHGD.view(BITS[x_BHGD.dtype]).numpy() for x_BHGD in (q_BHGD, out_BHGD))
-    (H, G, D), factor, idle = q.shape[1:], np.float32(scale), list[TileScratch]()
+    (H, G, D), factor = q.shape[1:], np.float32(scale)
 
-    def run(piece: Piece) -> None:
-        scratch = idle.pop() if idle else TileScratch.make(H, G, D, value_dim, CHUNK_TOKENS)
-        attend_in_tiles(q, factor, pages, rows, softmax, out, piece.rows, piece.heads, scratch)
-        idle.append(scratch)
+    def run(pieces: Pieces) -> None:
+        scratch = TileScratch.make(H, G, D, value_dim, CHUNK_TOKENS)
+        attend_in_tiles(q, factor, pages, rows, softmax, out, pieces, scratch)
 
     return Work(run=run, out_BHGD=out_BHGD)
 

@@ -17,14 +17,15 @@ from .attention_blocks import ADD_BLOCK, CHUNK_TOKENS, SCORE_BLOCK, add_block, a
 from .attention_softmax import weigh
 from .attention_tiles import add_in_tiles, score_in_tiles
 from .compiled import kept
-from .kernel_arguments import Pages, Rows, Scratch, Softmax, Span
+from .kernel_arguments import Pages, Pieces, Rows, Scratch, Softmax, Span
 from .numerics import ONE, REORDERED, ZERO
+from .taking import take
 from .tile_layout import give_sums, split_queries
 from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
+PARTS_SHA256 = "9dba7577aba077ed924e9a401335e9853c749151aac38e76ab737451bc79b95e"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 
@@ -112,21 +113,19 @@ def _attend_chunk(
         place += num
 
 
-@kept
-def attend(
+@njit(fastmath=REORDERED)
+def _attend_piece(
     q_BHGD: np.ndarray,
     pages: Pages,
     rows: Rows,
     softmax: Softmax,
     out_BHGD: np.ndarray,
-    piece: Span,
+    own_rows: Span,
     heads: Span,
     scratch: Scratch,
 ) -> None:
-    """Adds to `out`, which holds zeros, rows and KV heads from the first up to the second number. Scaled queries and
-    `out` are float32. A row that sees nothing stays zero."""
     G, Dv = out_BHGD.shape[2:]
-    for row in range(piece[0], piece[1]):
+    for row in range(own_rows[0], own_rows[1]):
         first, end = rows.begins_B[row], rows.ends_B[row]
         if first >= end:
             continue
@@ -145,6 +144,26 @@ def attend(
                     out_BHGD[row, h, g, d] *= share
 
 
+@kept
+def attend(
+    q_BHGD: np.ndarray,
+    pages: Pages,
+    rows: Rows,
+    softmax: Softmax,
+    out_BHGD: np.ndarray,
+    pieces: Pieces,
+    scratch: Scratch,
+) -> None:
+    """Adds to `out`, which holds zeros, the pieces that no other thread takes. Scaled queries and `out` are float32. A
+    row that sees nothing stays zero."""
+    p = take(pieces.taken, 1)
+    while p < pieces.spans_P4.shape[0]:
+        row, last_row, head, last_head = pieces.spans_P4[p]
+        own_rows, heads = (row, last_row), (head, last_head)
+        _attend_piece(q_BHGD, pages, rows, softmax, out_BHGD, own_rows, heads, scratch)
+        p = take(pieces.taken, 1)
+
+
 @njit(fastmath=REORDERED)
 def _check_pages(pages: Pages, table_n: np.ndarray, first: int, end: int) -> None:
     if first < end:
@@ -152,22 +171,19 @@ def _check_pages(pages: Pages, table_n: np.ndarray, first: int, end: int) -> Non
             _run(pages, table_n, place, end)
 
 
-@kept
-def attend_in_tiles(
+@njit(fastmath=REORDERED)
+def _attend_piece_in_tiles(
     q_BHGD: np.ndarray,
     scale: np.float32,
     pages: Pages,
     rows: Rows,
     softmax: Softmax,
     out_BHGD: np.ndarray,
-    piece: Span,
+    own_rows: Span,
     heads: Span,
     scratch: TileScratch,
 ) -> None:
-    """As `attend`, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of TILE_DIMS, where
-    `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does not matter.
-    Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
-    for row in range(piece[0], piece[1]):
+    for row in range(own_rows[0], own_rows[1]):
         first, end, table_n = rows.begins_B[row], rows.ends_B[row], rows.tables_Bn[row]
         _check_pages(pages, table_n, first, end)
         split_queries(q_BHGD, row, scale, heads, scratch.queries_HJTRC)
@@ -184,3 +200,25 @@ def attend_in_tiles(
             first = last
         release()
         give_sums(scratch.sums_HGD, scratch.totals_HG, heads, out_BHGD, row)
+
+
+@kept
+def attend_in_tiles(
+    q_BHGD: np.ndarray,
+    scale: np.float32,
+    pages: Pages,
+    rows: Rows,
+    softmax: Softmax,
+    out_BHGD: np.ndarray,
+    pieces: Pieces,
+    scratch: TileScratch,
+) -> None:
+    """As `attend`, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of TILE_DIMS, where
+    `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does not matter.
+    Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
+    p = take(pieces.taken, 1)
+    while p < pieces.spans_P4.shape[0]:
+        row, last_row, head, last_head = pieces.spans_P4[p]
+        own_rows, heads = (row, last_row), (head, last_head)
+        _attend_piece_in_tiles(q_BHGD, scale, pages, rows, softmax, out_BHGD, own_rows, heads, scratch)
+        p = take(pieces.taken, 1)

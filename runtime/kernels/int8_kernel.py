@@ -28,7 +28,7 @@ from .tile_scratch import PAIR_ROWS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
+PARTS_SHA256 = "9dba7577aba077ed924e9a401335e9853c749151aac38e76ab737451bc79b95e"
 LARGEST = np.float32(127)
 NUM_SUMS = PAIR_ROWS * SUM_NUMBERS
 

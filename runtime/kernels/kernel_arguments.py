@@ -29,6 +29,14 @@ class Rows(NamedTuple):
     ends_B: np.ndarray
 
 
+class Pieces(NamedTuple):
+    """Of the work, for threads that share it: the first row and that behind the last, the first KV head and that behind
+    the last. `taken`: one number, how many pieces have been begun."""
+
+    spans_P4: np.ndarray
+    taken: np.ndarray
+
+
 class Softmax(NamedTuple):
     """Scores are capped to +-softcap, 0 is not at all. Maxima begin at `tops_HG`, the sinks' scores if there are any,
     whose weight there is `total`."""

@@ -32,7 +32,7 @@ from .tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS
 from .tile_unit import configure, release
 
 # See `compiled.py`.
-PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
+PARTS_SHA256 = "9dba7577aba077ed924e9a401335e9853c749151aac38e76ab737451bc79b95e"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
 CACHED_STEPS = 340  # of x, 1 MiB: where all of it stays in the second cache, rows of w pass by once

@@ -13,7 +13,7 @@ from .compiled import kept
 from .numerics import EXP_MIN, FUSED, ONE, exp
 
 # See `compiled.py`.
-PARTS_SHA256 = "39224c68f31afe38d4962bc2a606b8abeae2b1eae486bd80647d1f38ffb69e76"
+PARTS_SHA256 = "9dba7577aba077ed924e9a401335e9853c749151aac38e76ab737451bc79b95e"
 RUN = 1024  # numbers at a time, which stay in the first cache
 
 

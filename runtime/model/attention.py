@@ -62,8 +62,7 @@ def ragged_attention(
     )
 
     def compute() -> torch.Tensor:
-        with torch.inference_mode():
-            return _attend(seen, (query, key, value), reach, rule, num_threads, visit)
+        return _attend(seen, (query, key, value), reach, rule, num_threads, visit)
 
     out = need_tensor(NeedAttention(compute, is_decode=not seen.segments))
     return (visit.receive(out) if visit is not None else out)[None], None
@@ -91,14 +90,18 @@ def _attend(
     query, key, value = qkv
     if visit is not None and not seen.segments:
         return visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
-    out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     kv, rows = seen.kv, seen.decoding
-    if rows is not None and visit is None:
-        q_BHD = query[0, :, rows.tokens_B].transpose(0, 1)
+
+    def decoded(rows: DecodeRows, q_BHD: torch.Tensor) -> torch.Tensor:
         if kv is None:
-            out[rows.tokens_B] = _decode_expanded(q_BHD, key, value, rows, reach, rule)
-        else:
-            out[rows.tokens_B] = _decode(q_BHD, kv, rows, reach, rule, num_threads)
+            return _decode_expanded(q_BHD, key, value, rows, reach, rule)
+        return _decode(q_BHD, kv, rows, reach, rule, num_threads)
+
+    if rows is not None and not seen.segments:  # all that is in the pass, in its order
+        return decoded(rows, query[0].transpose(0, 1))
+    out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
+    if rows is not None and visit is None:
+        out[rows.tokens_B] = decoded(rows, query[0, :, rows.tokens_B].transpose(0, 1))
     for segment in seen.segments:
         k, v = _seen_by(segment, kv, key, value)
         out[segment.start : segment.start + segment.new] = _prefill(query, k, v, segment, reach, rule)

@@ -25,7 +25,8 @@ class Binding:
         """Mutates the module. Lanes that are inside at the same time must bring the same weights: the first one's are
         used."""
         if not self._num_inside:
-            self._absent = {name: self._places[name].get(name.rpartition(".")[2]) for name in weights}
+            places = {name: self._places[name] for name in weights}
+            self._absent = {name: tensors.get(leaf) for name, (tensors, leaf) in places.items()}
             self._put(weights)
         self._num_inside += 1
         try:
@@ -37,11 +38,13 @@ class Binding:
 
     def _put(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         for name, tensor in tensors.items():
-            self._places[name][name.rpartition(".")[2]] = tensor
+            places, leaf = self._places[name]
+            places[leaf] = tensor
 
 
-def _place(module: torch.nn.Module, name: str) -> dict[str, torch.Tensor | None]:
+def _place(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
+    """Of its owner's, and its name there."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     places = owner._parameters if leaf in owner._parameters else owner._buffers
-    return cast("dict[str, torch.Tensor | None]", places)  # plain tensors stand in for parameters
+    return cast("dict[str, torch.Tensor | None]", places), leaf  # plain tensors stand in for parameters

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
+from ..shared_work import Spares
 from ..units import KIB, round_down, round_up
 from .pieces import Piece, Target, in_pieces, in_runs_of_rows, room_for_inputs
-from .shared_work import Spares
 from .tile_products import fit_tiles, has_matrix_unit, tiles_shape
 
 STEP_INPUTS = 2 * TILE_DIMS  # int8 in a row of a tile
@@ -61,11 +61,11 @@ def multiply_in_int8(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torc
     return in_runs_of_rows(x_MK, [blocks], 1, _multiply)[0]
 
 
-def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
+def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     """All but the rows of w behind the last pair of tiles."""
     from ..kernels.int8_kernel import multiply_rounded, round_rows
 
-    x, (num_rows, num_inputs) = x_MK.numpy(), x_MK.shape
+    num_rows, num_inputs = x_MK.shape
     num_places = round_up(num_rows, TILE_ROWS)
     tiles = room_for_inputs(num_places * num_inputs // 4)
     scales_M, factors_M = (np.empty(num_places, np.float32) for _ in range(2))
@@ -73,7 +73,7 @@ def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
     spares = _panels(height, num_inputs)
 
     def round_some(span: tuple[int, int]) -> None:
-        round_rows(x, *span, tiles, scales_M, factors_M)
+        round_rows(x_MK, *span, tiles, scales_M, factors_M)
 
     def multiply_some(piece: Piece) -> None:
         (words_NK, out, column), first, last = piece

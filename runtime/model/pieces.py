@@ -12,8 +12,8 @@ import torch
 from ..cache.host_work import BITS
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_ROWS, aligned_zeros
 from ..plan.memory import LAID_OUT_BYTES
+from ..shared_work import share
 from ..units import round_down, round_up
-from .shared_work import share
 
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
 INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     last: int
 
 
-Multiply = Callable[[torch.Tensor, Sequence[Target]], None]  # x (M, K)
+Multiply = Callable[[np.ndarray, Sequence[Target]], None]  # x (M, K)
 
 
 class Workspace(NamedTuple):
@@ -92,17 +92,17 @@ def in_runs_of_rows(
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
     outs = [x_MK.new_empty(num_rows, sum(block.shape[0] for block in blocks)) for blocks in weights]
-    most = max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
-    for first in range(0, num_rows, most):
-        rows = slice(first, first + most)
-        pairs = zip(weights, outs, strict=True)
-        multiply(x_MK[rows], [target for blocks, out in pairs for target in _targets(blocks, out[rows])])
-    for blocks, out_MN in zip(weights, outs, strict=True):
-        column = 0
-        for block in blocks:
-            column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
-            if rest:
-                torch.mm(x_MK, block[-rest:].float().t(), out=out_MN[:, column - rest : column])
+    targets = [target for pair in zip(weights, outs, strict=True) for target in _targets(*pair)]
+    x, most = x_MK.numpy(), max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
+    if num_rows <= most:
+        multiply(x, targets)
+    else:
+        for first in range(0, num_rows, most):
+            rows = slice(first, first + most)
+            multiply(x[rows], [target._replace(out_MN=target.out_MN[rows]) for target in targets])
+    if any(target.words_NK.shape[0] % PAIR_ROWS for target in targets):
+        for pair in zip(weights, outs, strict=True):
+            _multiply_rests(x_MK, *pair)
     return outs
 
 
@@ -112,6 +112,15 @@ def _targets(blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> list[Targe
         targets.append(Target(block.view(BITS[block.dtype]).numpy(), out, column))
         column += block.shape[0]
     return targets
+
+
+def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+    """The rows of each block behind its last 32."""
+    column = 0
+    for block in blocks:
+        column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
+        if rest:
+            torch.mm(x_MK, block[-rest:].float().t(), out=out_MN[:, column - rest : column])
 
 
 def step_of(height: int, num_threads: int) -> int:
@@ -130,7 +139,7 @@ def _pieces_of(targets: Sequence[Target], most_rows: int) -> list[Piece]:
 
 
 def in_pieces(
-    x_MK: torch.Tensor,
+    x_MK: np.ndarray,
     targets: Sequence[Target],
     group_rows: int,
     most_rows: int,
@@ -142,9 +151,10 @@ def in_pieces(
     share(_pieces_of(targets, most_rows), multiply, torch.get_num_threads())
 
 
-def share_groups(x_MK: torch.Tensor, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
+def share_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
     """All threads act on [first, last) groups of so many rows of x, one alone where that is quicker."""
-    num_threads, num_groups = torch.get_num_threads(), -(-x_MK.shape[0] // group_rows)
-    width = max(2, -(-num_groups // (2 * num_threads)))
+    num_threads = torch.get_num_threads() if x.size >= SHARED_INPUTS else 1
+    num_groups = -(-x.shape[0] // group_rows)
+    width = max(2, -(-num_groups // (1 if num_threads == 1 else 2 * num_threads)))
     spans = [(g, min(g + width, num_groups)) for g in range(0, num_groups, width)]
-    share(spans, act, num_threads if x_MK.numel() >= SHARED_INPUTS else 1)
+    share(spans, act, num_threads)

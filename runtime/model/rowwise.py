@@ -86,14 +86,12 @@ def _with_global(function: Any, name: str, value: object) -> FunctionType:
 
 def _fits(*tensors: torch.Tensor) -> bool:
     """Whether kernels can read them: rows of float32 one behind the other."""
-    return all(
-        type(each) in (torch.Tensor, nn.Parameter)
-        and each.dtype == torch.float32
-        and each.device.type == "cpu"
-        and each.is_contiguous()
-        and each.numel()
-        for each in tensors
-    )
+    for each in tensors:
+        if type(each) not in (torch.Tensor, nn.Parameter) or each.dtype != torch.float32 or each.device.type != "cpu":
+            return False
+        if not each.is_contiguous() or not each.numel():
+            return False
+    return True
 
 
 def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -110,7 +108,7 @@ def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     x_TH, out_TH = x.view(-1, x.shape[-1]), out.view(-1, x.shape[-1])
     arrays = (x_TH.numpy(), weight_H.detach().numpy(), np.float32(eps), out_TH.numpy())
-    share_groups(x_TH, 1, lambda rows: norm_rows(*arrays, *rows))
+    share_groups(arrays[0], 1, lambda rows: norm_rows(*arrays, *rows))
     return out
 
 
@@ -142,8 +140,9 @@ def _gated(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: to
     """`out_TH`: silu(gate) * up, of H numbers from the first and from `up_begin` on. It may be `gate_TN` itself."""
     from ..kernels.rowwise_kernel import RUN, gate_rows
 
-    arrays = (gate_TN.numpy(), up_TN.numpy(), up_begin, out_TH.numpy())
-    share_groups(out_TH, 1, lambda rows: gate_rows(*arrays, *rows, np.empty(RUN, np.float32)))
+    out = out_TH.numpy()
+    arrays = (gate_TN.numpy(), up_TN.numpy(), up_begin, out)
+    share_groups(out, 1, lambda rows: gate_rows(*arrays, *rows, np.empty(RUN, np.float32)))
     return out_TH
 
 
@@ -156,18 +155,19 @@ def _rotary(
     is_each_token = all(each.shape == (*x.shape[:2], x.shape[3]) for each in angles for x in rows)
     if unsqueeze_dim != 1 or not is_each_token or not _fits(*rows, *angles):
         return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-    q_BThD, k_BThD = (_turned(x_BThD, *angles) for x_BThD in rows)
+    cos_TD, sin_TD = (each.flatten(0, 1).numpy() for each in angles)
+    q_BThD, k_BThD = (_turned(x_BThD, cos_TD, sin_TD) for x_BThD in rows)
     return q_BThD.transpose(1, 2), k_BThD.transpose(1, 2)
 
 
-def _turned(x_BThD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor) -> torch.Tensor:
+def _turned(x_BThD: torch.Tensor, cos_TD: np.ndarray, sin_TD: np.ndarray) -> torch.Tensor:
     """After Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021); pairs lie half a
     head apart."""
     from ..kernels.rowwise_kernel import rotate_rows
 
     out = torch.empty_like(x_BThD)
-    x_ThD, cos_TD, sin_TD, out_ThD = (each.flatten(0, 1).numpy() for each in (x_BThD, cos_BTD, sin_BTD, out))
-    share_groups(x_BThD.flatten(0, 1).flatten(1), 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
+    x_ThD, out_ThD = (each.flatten(0, 1).numpy() for each in (x_BThD, out))
+    share_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
     return out
 
 
@@ -177,4 +177,4 @@ def prepare_rows() -> None:
         rows_BThD = torch.ones(1, 1, 2, 2)
         norm(rows_BThD, rows_BThD[0, 0, 0], 0.0)
         _gated(rows_BThD[0, 0], rows_BThD[0, 0], 0, rows_BThD[0, 0])
-        _turned(rows_BThD, rows_BThD[:, :, 0], rows_BThD[:, :, 0])
+        _turned(rows_BThD, rows_BThD[0, :, 0].numpy(), rows_BThD[0, :, 0].numpy())

@@ -44,6 +44,7 @@ class StreamedModule(torch.nn.Module):
         self.name = name
         self.stage = stage
         self.is_last_layer = is_last_layer
+        self._full_names = [(each, f"{name}.{each}") for each in parameter_names]
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
         self.binding = Binding(inner, parameter_names)
         self.siblings = Siblings()
@@ -61,9 +62,7 @@ class StreamedModule(torch.nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         weights = need_stage(self.stage)
-        mine = {
-            name: weights[f"{self.name}.{name}"] for name in self.parameter_names if f"{self.name}.{name}" in weights
-        }
+        mine = {name: weights[full] for name, full in self._full_names if full in weights}
         with self.binding.bound(mine), self.siblings.gathered(self._blocks_of(mine)):
             return forward_asked(self.inner, args, kwargs) if self.is_last_layer else self.inner(*args, **kwargs)
 

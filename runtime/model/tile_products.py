@@ -11,8 +11,8 @@ import torch
 
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
+from ..shared_work import Spares
 from .pieces import Piece, Target, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
-from .shared_work import Spares
 
 PART_BYTES = 6  # three bfloat16 for each float32
 
@@ -45,16 +45,16 @@ def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[torch.T
     return in_runs_of_rows(x_MK, weights, PART_BYTES, _multiply)
 
 
-def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
+def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     """All but the rows of w behind the last pair of tiles. numba takes 0.2 s to import."""
     from ..kernels.product_kernel import CHUNK_ROWS, PANEL_NUMBERS, multiply, num_sums, split
 
-    x, num_rows = x_MK.numpy(), len(x_MK)
+    num_rows = x_MK.shape[0]
     num_tiles = -(-num_rows // TILE_ROWS)
     tiles = room_for_inputs(num_tiles * TILE_ROWS * x_MK.shape[1] * PART_BYTES // 4)
 
     def split_some(span: tuple[int, int]) -> None:
-        split(x, *span, tiles)
+        split(x_MK, *span, tiles)
 
     def multiply_some(piece: Piece) -> None:
         (words_NK, out, column), first, last = piece

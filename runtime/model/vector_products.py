@@ -12,9 +12,9 @@ import torch
 from ..cache.host_work import BITS
 from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS
+from ..shared_work import Spares, share
 from ..units import round_up
 from .pieces import Target, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_groups, step_of
-from .shared_work import Spares, share
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
 NUMBER_BYTES = 4
@@ -40,7 +40,7 @@ def multiply_all_in_vectors(x_MK: torch.Tensor, weights: Sequence[Sequence[torch
     return in_runs_of_rows(x_MK, weights, NUMBER_BYTES, _multiply)
 
 
-def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
+def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
     from ..kernels.vector_kernel import (
         CHUNK_ROWS,
@@ -51,18 +51,20 @@ def _multiply(x_MK: torch.Tensor, targets: Sequence[Target]) -> None:
         multiply_in_chains,
     )
 
-    x, num_rows, num_threads = x_MK.numpy(), x_MK.shape[0], torch.get_num_threads()
-    inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * x_MK.shape[1]).view(np.float32)
-    taken = np.zeros((len(targets), 1), np.int64)
-    steps = [min(CHUNK_ROWS, step_of(target.words_NK.shape[0], num_threads)) for target in targets]
+    (num_rows, num_inputs), num_threads = x_MK.shape, torch.get_num_threads()
+    inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * num_inputs).view(np.float32)
+    calls = [
+        (words_NK, min(CHUNK_ROWS, step_of(words_NK.shape[0], num_threads)), taken, inputs, out_MN, column, num_rows)
+        for (words_NK, out_MN, column), taken in zip(targets, np.zeros((len(targets), 1), np.int64), strict=True)
+    ]
 
     def lay_out_some(span: tuple[int, int]) -> None:
-        lay_out_inputs(x, *span, inputs)
+        lay_out_inputs(x_MK, *span, inputs)
 
     def multiply_what_is_left(thread: int) -> None:
         own = _spares().take(lambda: Workspace.make(TILE_NUMBERS, np.float32)).with_room(SUM_NUMBERS)
-        for (words_NK, out_MN, column), step, rows_taken in zip(targets, steps, taken, strict=True):
-            multiply_in_chains(words_NK, step, rows_taken, inputs, out_MN, column, num_rows, *own)
+        for call in calls:
+            multiply_in_chains(*call, *own)
         _spares().give_back(own)
 
     share_groups(x_MK, INPUT_ROWS, lay_out_some)

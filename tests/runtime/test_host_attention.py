@@ -93,6 +93,18 @@ def test_result_does_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> 
     assert all(torch.equal(results[0], result) for result in results)
 
 
+def test_layers_of_other_shapes_see_the_same_rows() -> None:
+    """A pass brings them as the same tensors, whatever the heads of the layer."""
+    rows = make(Case(), torch.float32)
+    for case in (Case(), Case(num_kv_heads=4, group=1, key_dim=32, value_dim=16), Case()):
+        inputs = replace(make(case, torch.float32), begins_B=rows.begins_B, ends_B=rows.ends_B)
+        assert torch.equal(inputs.tables_Bn, rows.tables_Bn)
+        inputs = replace(inputs, tables_Bn=rows.tables_Bn)
+        for num_threads in (1, 3):
+            out = decode_attention(*vars(inputs).values(), **options(case), num_threads=num_threads)
+            torch.testing.assert_close(out.double(), naive(inputs, case), atol=1e-5, rtol=1e-5)
+
+
 def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
     cases = [Case(ends=(130, 40 + n), begins=(0, n)) for n in range(6)]
     prepared = [make(case, torch.float32) for case in cases]

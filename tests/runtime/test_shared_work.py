@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from runtime.model.shared_work import share
+from runtime.shared_work import share
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
