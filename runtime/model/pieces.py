@@ -18,6 +18,7 @@ from ..units import round_down, round_up
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
 INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
+WORDS = "millrace_words"  # an attribute of blocks
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
 
 
@@ -71,7 +72,7 @@ def room_for_inputs(num_words: int) -> np.ndarray:
 def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[torch.dtype], step_inputs: int) -> bool:
     """Whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step."""
     num_rows, num_inputs = x_MK.shape
-    if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or num_inputs % step_inputs or not num_rows:
+    if x_MK.dtype is not torch.float32 or not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
         return False
     num_weights, dtype = 0, getattr(blocks[0], "dtype", None)
     for block in blocks:
@@ -109,9 +110,19 @@ def in_runs_of_rows(
 def _targets(blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> list[Target]:
     out, column, targets = out_MN.numpy(), 0, list[Target]()
     for block in blocks:
-        targets.append(Target(block.view(BITS[block.dtype]).numpy(), out, column))
-        column += block.shape[0]
+        words_NK = _words_of(block)
+        targets.append(Target(words_NK, out, column))
+        column += words_NK.shape[0]
     return targets
+
+
+def _words_of(block: torch.Tensor) -> np.ndarray:
+    """Kept with the block, as the same ones come in each pass."""
+    words = getattr(block, WORDS, None)
+    if words is None:
+        words = block.view(BITS[block.dtype]).numpy()
+        setattr(block, WORDS, words)
+    return words
 
 
 def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
@@ -123,9 +134,9 @@ def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: 
             torch.mm(x_MK, block[-rest:].float().t(), out=out_MN[:, column - rest : column])
 
 
-def step_of(height: int, num_threads: int) -> int:
+def step_of(height: int, num_threads: int, most_rows: int) -> int:
     """How many rows of w a thread takes at a time, of so many."""
-    return round_up(max(1, height // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS)
+    return min(most_rows, round_up(max(1, height // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
 
 
 def _pieces_of(targets: Sequence[Target], most_rows: int) -> list[Piece]:
@@ -133,7 +144,7 @@ def _pieces_of(targets: Sequence[Target], most_rows: int) -> list[Piece]:
     pieces, num_threads = list[Piece](), torch.get_num_threads()
     for target in targets:
         height = target.words_NK.shape[0]
-        whole, step = round_down(height, PAIR_ROWS), min(most_rows, step_of(height, num_threads))
+        whole, step = round_down(height, PAIR_ROWS), step_of(height, num_threads, most_rows)
         pieces += [Piece(target, row, min(row + step, whole)) for row in range(0, whole, step)]
     return pieces
 

@@ -87,7 +87,7 @@ def _with_global(function: Any, name: str, value: object) -> FunctionType:
 def _fits(*tensors: torch.Tensor) -> bool:
     """Whether kernels can read them: rows of float32 one behind the other."""
     for each in tensors:
-        if type(each) not in (torch.Tensor, nn.Parameter) or each.dtype != torch.float32 or each.device.type != "cpu":
+        if type(each) not in (torch.Tensor, nn.Parameter) or each.dtype is not torch.float32 or not each.is_cpu:
             return False
         if not each.is_contiguous() or not each.numel():
             return False
@@ -106,9 +106,9 @@ def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     from ..kernels.rowwise_kernel import norm_rows
 
     out = torch.empty_like(x)
-    x_TH, out_TH = x.view(-1, x.shape[-1]), out.view(-1, x.shape[-1])
-    arrays = (x_TH.numpy(), weight_H.detach().numpy(), np.float32(eps), out_TH.numpy())
-    share_groups(arrays[0], 1, lambda rows: norm_rows(*arrays, *rows))
+    x_TH, out_TH = (each.numpy().reshape(-1, x.shape[-1]) for each in (x, out))
+    arrays = (x_TH, weight_H.detach().numpy(), np.float32(eps), out_TH)
+    share_groups(x_TH, 1, lambda rows: norm_rows(*arrays, *rows))
     return out
 
 
@@ -155,7 +155,7 @@ def _rotary(
     is_each_token = all(each.shape == (*x.shape[:2], x.shape[3]) for each in angles for x in rows)
     if unsqueeze_dim != 1 or not is_each_token or not _fits(*rows, *angles):
         return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-    cos_TD, sin_TD = (each.flatten(0, 1).numpy() for each in angles)
+    cos_TD, sin_TD = (each.numpy().reshape(-1, each.shape[2]) for each in angles)
     q_BThD, k_BThD = (_turned(x_BThD, cos_TD, sin_TD) for x_BThD in rows)
     return q_BThD.transpose(1, 2), k_BThD.transpose(1, 2)
 
@@ -166,7 +166,7 @@ def _turned(x_BThD: torch.Tensor, cos_TD: np.ndarray, sin_TD: np.ndarray) -> tor
     from ..kernels.rowwise_kernel import rotate_rows
 
     out = torch.empty_like(x_BThD)
-    x_ThD, out_ThD = (each.flatten(0, 1).numpy() for each in (x_BThD, out))
+    x_ThD, out_ThD = (each.numpy().reshape(-1, *each.shape[2:]) for each in (x_BThD, out))
     share_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
     return out
 

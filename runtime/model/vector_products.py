@@ -42,32 +42,27 @@ def multiply_all_in_vectors(x_MK: torch.Tensor, weights: Sequence[Sequence[torch
 
 def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
-    from ..kernels.vector_kernel import (
-        CHUNK_ROWS,
-        INPUT_ROWS,
-        SUM_NUMBERS,
-        TILE_NUMBERS,
-        lay_out_inputs,
-        multiply_in_chains,
-    )
+    from ..kernels import vector_kernel as kernel
 
     (num_rows, num_inputs), num_threads = x_MK.shape, torch.get_num_threads()
     inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * num_inputs).view(np.float32)
+    none_taken = np.zeros((len(targets), 1), np.int64)
+    steps = [step_of(target.words_NK.shape[0], num_threads, kernel.CHUNK_ROWS) for target in targets]
     calls = [
-        (words_NK, min(CHUNK_ROWS, step_of(words_NK.shape[0], num_threads)), taken, inputs, out_MN, column, num_rows)
-        for (words_NK, out_MN, column), taken in zip(targets, np.zeros((len(targets), 1), np.int64), strict=True)
+        (words_NK, step, taken, inputs, out_MN, column, num_rows)
+        for (words_NK, out_MN, column), step, taken in zip(targets, steps, none_taken, strict=True)
     ]
 
     def lay_out_some(span: tuple[int, int]) -> None:
-        lay_out_inputs(x_MK, *span, inputs)
+        kernel.lay_out_inputs(x_MK, *span, inputs)
 
     def multiply_what_is_left(thread: int) -> None:
-        own = _spares().take(lambda: Workspace.make(TILE_NUMBERS, np.float32)).with_room(SUM_NUMBERS)
+        own = _spares().take(lambda: Workspace.make(kernel.TILE_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
         for call in calls:
-            multiply_in_chains(*call, *own)
+            kernel.multiply_in_chains(*call, *own)
         _spares().give_back(own)
 
-    share_groups(x_MK, INPUT_ROWS, lay_out_some)
+    share_groups(x_MK, kernel.INPUT_ROWS, lay_out_some)
     share(range(num_threads), multiply_what_is_left, num_threads)
 
 
