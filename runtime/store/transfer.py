@@ -1,7 +1,7 @@
 """What reading and writing at a position have in common: the whole of it or an error, in threads, timed."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..plan.extents import ALIGNMENT_BYTES
@@ -29,9 +29,10 @@ class PendingTransfer:
         return all(chunk.done() for chunk in self._chunks)
 
     def wait(self) -> None:
-        wait(self._chunks)
-        for chunk in self._chunks:
-            chunk.result()
+        errors = [chunk.exception() for chunk in self._chunks]
+        for error in errors:
+            if error is not None:
+                raise error
 
     @property
     def timing(self) -> ChunkTiming:
