@@ -6,7 +6,7 @@ is cut into rows, and into KV heads where rows are few.
 B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -124,6 +124,7 @@ def _in_pieces(
     return rows, np.array([(*piece.rows, *piece.heads) for piece in pieces], np.int64)
 
 
+@cache
 def _has_tiles() -> bool:
     from ..kernels.tile_unit import may_use_tiles
 

@@ -4,6 +4,7 @@ M rows of x, N of w, K inputs.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -92,8 +93,16 @@ def in_runs_of_rows(
     `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
-    outs = [x_MK.new_empty(num_rows, sum(block.shape[0] for block in blocks)) for blocks in weights]
-    targets = [target for pair in zip(weights, outs, strict=True) for target in _targets(*pair)]
+    outs, targets, has_rests = list[torch.Tensor](), list[Target](), False
+    for blocks in weights:
+        words = [_words_of(block) for block in blocks]
+        out_MN = x_MK.new_empty(num_rows, sum(map(len, words)))
+        out, column = out_MN.numpy(), 0
+        outs.append(out_MN)
+        for words_NK in words:
+            targets.append(Target(words_NK, out, column))
+            column += len(words_NK)
+            has_rests = has_rests or len(words_NK) % PAIR_ROWS > 0
     x, most = x_MK.numpy(), max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
     if num_rows <= most:
         multiply(x, targets)
@@ -101,19 +110,10 @@ def in_runs_of_rows(
         for first in range(0, num_rows, most):
             rows = slice(first, first + most)
             multiply(x[rows], [target._replace(out_MN=target.out_MN[rows]) for target in targets])
-    if any(target.words_NK.shape[0] % PAIR_ROWS for target in targets):
+    if has_rests:
         for pair in zip(weights, outs, strict=True):
             _multiply_rests(x_MK, *pair)
     return outs
-
-
-def _targets(blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> list[Target]:
-    out, column, targets = out_MN.numpy(), 0, list[Target]()
-    for block in blocks:
-        words_NK = _words_of(block)
-        targets.append(Target(words_NK, out, column))
-        column += words_NK.shape[0]
-    return targets
 
 
 def _words_of(block: torch.Tensor) -> np.ndarray:
@@ -134,6 +134,7 @@ def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: 
             torch.mm(x_MK, block[-rest:].float().t(), out=out_MN[:, column - rest : column])
 
 
+@cache
 def step_of(height: int, num_threads: int, most_rows: int) -> int:
     """How many rows of w a thread takes at a time, of so many."""
     return min(most_rows, round_up(max(1, height // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
@@ -164,8 +165,10 @@ def in_pieces(
 
 def share_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
     """All threads act on [first, last) groups of so many rows of x, one alone where that is quicker."""
-    num_threads = torch.get_num_threads() if x.size >= SHARED_INPUTS else 1
     num_groups = -(-x.shape[0] // group_rows)
-    width = max(2, -(-num_groups // (1 if num_threads == 1 else 2 * num_threads)))
-    spans = [(g, min(g + width, num_groups)) for g in range(0, num_groups, width)]
-    share(spans, act, num_threads)
+    num_threads = torch.get_num_threads() if x.size >= SHARED_INPUTS else 1
+    if num_threads == 1:
+        act((0, num_groups))
+    else:
+        width = max(2, -(-num_groups // (2 * num_threads)))
+        share([(g, min(g + width, num_groups)) for g in range(0, num_groups, width)], act, num_threads)

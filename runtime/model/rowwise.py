@@ -9,7 +9,8 @@ T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
 """
 
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType, MethodType
+from functools import cache
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -84,6 +85,19 @@ def _with_global(function: Any, name: str, value: object) -> FunctionType:
     return other
 
 
+@cache
+def _kernel() -> ModuleType:
+    """numba takes 0.2 s to import."""
+    from ..kernels import rowwise_kernel
+
+    return rowwise_kernel
+
+
+def _rows_of(x: torch.Tensor) -> np.ndarray:
+    """(..., H) as (T, H)."""
+    return x.numpy().reshape(-1, x.shape[-1])
+
+
 def _fits(*tensors: torch.Tensor) -> bool:
     """Whether kernels can read them: rows of float32 one behind the other."""
     for each in tensors:
@@ -103,10 +117,8 @@ def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     """(..., H) over the root of its mean square and `eps`, times the weight. After Zhang and Sennrich, "Root Mean
     Square Layer Normalization" (2019)."""
-    from ..kernels.rowwise_kernel import norm_rows
-
-    out = torch.empty_like(x)
-    x_TH, out_TH = (each.numpy().reshape(-1, x.shape[-1]) for each in (x, out))
+    out, norm_rows = torch.empty_like(x), _kernel().norm_rows
+    x_TH, out_TH = _rows_of(x), _rows_of(out)
     arrays = (x_TH, weight_H.detach().numpy(), np.float32(eps), out_TH)
     share_groups(x_TH, 1, lambda rows: norm_rows(*arrays, *rows))
     return out
@@ -138,11 +150,9 @@ def _apply_gate(self: Any, gate_up_out: torch.Tensor) -> torch.Tensor:
 
 def _gated(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: torch.Tensor) -> torch.Tensor:
     """`out_TH`: silu(gate) * up, of H numbers from the first and from `up_begin` on. It may be `gate_TN` itself."""
-    from ..kernels.rowwise_kernel import RUN, gate_rows
-
-    out = out_TH.numpy()
+    out, kernel = out_TH.numpy(), _kernel()
     arrays = (gate_TN.numpy(), up_TN.numpy(), up_begin, out)
-    share_groups(out, 1, lambda rows: gate_rows(*arrays, *rows, np.empty(RUN, np.float32)))
+    share_groups(out, 1, lambda rows: kernel.gate_rows(*arrays, *rows, np.empty(kernel.RUN, np.float32)))
     return out_TH
 
 
@@ -150,12 +160,12 @@ def _rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys (B, h, T, D), turned by angles (B, T, D)."""
-    angles = (cos, sin)
+    B, _, T, D = q.shape
     rows = [each.transpose(1, 2) for each in (q, k)]  # as products leave them
-    is_each_token = all(each.shape == (*x.shape[:2], x.shape[3]) for each in angles for x in rows)
-    if unsqueeze_dim != 1 or not is_each_token or not _fits(*rows, *angles):
+    is_each_token = cos.shape == sin.shape == (k.shape[0], *k.shape[2:]) == (B, T, D)
+    if unsqueeze_dim != 1 or not is_each_token or not _fits(*rows, cos, sin):
         return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
-    cos_TD, sin_TD = (each.numpy().reshape(-1, each.shape[2]) for each in angles)
+    cos_TD, sin_TD = _rows_of(cos), _rows_of(sin)
     q_BThD, k_BThD = (_turned(x_BThD, cos_TD, sin_TD) for x_BThD in rows)
     return q_BThD.transpose(1, 2), k_BThD.transpose(1, 2)
 
@@ -163,9 +173,7 @@ def _rotary(
 def _turned(x_BThD: torch.Tensor, cos_TD: np.ndarray, sin_TD: np.ndarray) -> torch.Tensor:
     """After Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021); pairs lie half a
     head apart."""
-    from ..kernels.rowwise_kernel import rotate_rows
-
-    out = torch.empty_like(x_BThD)
+    out, rotate_rows = torch.empty_like(x_BThD), _kernel().rotate_rows
     x_ThD, out_ThD = (each.numpy().reshape(-1, *each.shape[2:]) for each in (x_BThD, out))
     share_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
     return out

@@ -5,6 +5,7 @@ M rows of x, N of w, K inputs.
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -25,6 +26,14 @@ def _spares() -> Spares[Workspace]:
     return Spares()
 
 
+@cache
+def _kernel() -> ModuleType:
+    """numba takes 0.2 s to import."""
+    from ..kernels import vector_kernel
+
+    return vector_kernel
+
+
 def fit_vectors(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
     """Whether `multiply_in_vectors` takes these blocks of rows of w, where there is a compiler."""
     return fit_kernel(x_MK, blocks, BITS, STEP_INPUTS)
@@ -41,16 +50,14 @@ def multiply_all_in_vectors(x_MK: torch.Tensor, weights: Sequence[Sequence[torch
 
 
 def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
-    """All but the rows of w that `in_runs_of_rows` leaves to torch. numba takes 0.2 s to import."""
-    from ..kernels import vector_kernel as kernel
-
-    (num_rows, num_inputs), num_threads = x_MK.shape, torch.get_num_threads()
+    """All but the rows of w that `in_runs_of_rows` leaves to torch."""
+    kernel = _kernel()
+    (num_rows, num_inputs), num_threads, most_rows = x_MK.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
     inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * num_inputs).view(np.float32)
     none_taken = np.zeros((len(targets), 1), np.int64)
-    steps = [step_of(target.words_NK.shape[0], num_threads, kernel.CHUNK_ROWS) for target in targets]
     calls = [
-        (words_NK, step, taken, inputs, out_MN, column, num_rows)
-        for (words_NK, out_MN, column), step, taken in zip(targets, steps, none_taken, strict=True)
+        (words_NK, step_of(len(words_NK), num_threads, most_rows), taken, inputs, out_MN, column, num_rows)
+        for (words_NK, out_MN, column), taken in zip(targets, none_taken, strict=True)
     ]
 
     def lay_out_some(span: tuple[int, int]) -> None:

@@ -11,7 +11,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ..closing import Closing
 from ..errors import BudgetError, KVFileError
 from ..plan.kv import KVLayout, stretches
 from ..units import MIB, format_bytes
-from .transfer import ChunkTiming, PendingTransfer, transfer
+from .transfer import ChunkTiming, PendingTransfer, TransferThreads, transfer
 from .unnamed_file import free_bytes, make_direct, open_unnamed
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class KVFile(Closing):
         _require_room(self.directory, layout.tier_bytes)
         self._file = open_unnamed(self.directory)
         self._is_direct = direct and make_direct(self._file, self.directory)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-file")
+        self._threads = TransferThreads(num_threads, "kv-file")
         self._row = {layer: row for row, layer in enumerate(sorted(layout.page_bytes))}
         self._checksums = np.full(
             (len(self._row), layout.num_pages), NEVER_WRITTEN, dtype=np.int64
@@ -59,7 +59,7 @@ class KVFile(Closing):
         self._zeros = memoryview(bytes(max(map(layout.stride_bytes, layout.page_bytes), default=0)))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         self._file.close()
 
     def read(self, layer: int, places: Mapping[int, int], slot: memoryview) -> PendingTransfer:
@@ -70,9 +70,9 @@ class KVFile(Closing):
         written = [page for page in places if known[page] != NEVER_WRITTEN]
         for page in places.keys() - set(written):
             slot[places[page] * stride : (places[page] + 1) * stride] = self._zeros[:stride]
-        return PendingTransfer(
+        return self._threads.begin(
             [
-                self._pool.submit(self._read, layer, run, [_place(slot, places[page], stride) for page in run])
+                partial(self._read, layer, run, [_place(slot, places[page], stride) for page in run])
                 for run in self._runs(written, stride)
             ]
         )
@@ -81,9 +81,9 @@ class KVFile(Closing):
         """Carries each page from its place. The slot must not change until the write is done, which raises
         KVFileError."""
         stride = self._layout.stride_bytes(layer)
-        return PendingTransfer(
+        return self._threads.begin(
             [
-                self._pool.submit(self._write, layer, run, [_place(slot, places[page], stride) for page in run])
+                partial(self._write, layer, run, [_place(slot, places[page], stride) for page in run])
                 for run in self._runs(places, stride)
             ]
         )
@@ -111,7 +111,7 @@ class KVFile(Closing):
                     f"{self._offset(layer, page):,} of the file of keys and values, is not what was written there; "
                     "see whether the disk is sound, or name another place by kv.directory"
                 )
-        return ChunkTiming(begin=begin, end=time.monotonic(), num_bytes=done)
+        return ChunkTiming(begin, time.monotonic(), done)
 
     def _write(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
         begin, offset = time.monotonic(), self._offset(layer, run[0])
@@ -125,7 +125,7 @@ class KVFile(Closing):
             raise self._failed("writing", layer, run, error) from error
         self._forget_cached(offset, wanted)
         self._checksums[self._row[layer], run.start : run.stop] = checksums
-        return ChunkTiming(begin=begin, end=time.monotonic(), num_bytes=done)
+        return ChunkTiming(begin, time.monotonic(), done)
 
     def _checksum(self, layer: int, view: memoryview) -> int:
         return zlib.crc32(view[: self._layout.page_bytes[layer]])

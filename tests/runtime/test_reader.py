@@ -4,7 +4,9 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,16 @@ def test_a_file_that_shrinks_after_it_was_planned_is_noticed(lost: int, reader: 
         reader.submit(found.extents, memoryview(target_of(found).numpy())).wait()
 
 
+@pytest.mark.parametrize("lost", [1, 5000, 500_000])
+def test_a_file_that_shrinks_while_it_is_read_is_noticed(lost: int, reader: Reader, file: Path) -> None:
+    found = layout(file, (0, SIZE))
+    buffer = memoryview(target_of(found).numpy())
+    reader.submit(found.extents, buffer).wait()
+    os.truncate(file, SIZE - lost)
+    with pytest.raises(CheckpointError, match=rf"{file}: changed while in use: .*found {SIZE - lost:,}"):
+        reader.submit(found.extents, buffer).wait()
+
+
 def test_a_file_that_is_gone_is_named_and_other_reads_go_on(reader: Reader, file: Path) -> None:
     found = layout(file.with_name("gone"), (0, 100))
     pending = reader.submit(found.extents, memoryview(target_of(found).numpy()))
@@ -126,6 +138,32 @@ def test_where_direct_reads_are_refused_the_page_cache_is_used_and_said_so(
     assert bytes(buffer[10:5000].numpy()) == file.read_bytes()[10:5000]
     assert [bool(flags & os.O_DIRECT) for flags in flags_seen] == [True, False]
     assert "refuses O_DIRECT" in caplog.text
+
+
+def test_closing_drops_what_was_not_begun(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, begun, may_go_on = os.preadv, threading.Event(), threading.Event()
+    offsets = []
+
+    def wait_and_read(descriptor: int, views: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        begun.set()
+        may_go_on.wait()
+        return preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", wait_and_read)
+    found = layout(file, (0, SIZE))
+    reader = Reader(num_threads=1, chunk_bytes=16 * ALIGNMENT_BYTES)
+    pending = reader.submit(found.extents, memoryview(target_of(found).numpy()))
+    begun.wait()
+    closing = threading.Thread(target=reader.close)
+    closing.start()
+    while not reader._threads._is_closed:
+        time.sleep(0.001)
+    may_go_on.set()
+    closing.join()
+    assert offsets == [0]
+    with pytest.raises(CancelledError):
+        pending.wait()
 
 
 def test_closing_ends_the_threads_and_the_descriptors(file: Path) -> None:

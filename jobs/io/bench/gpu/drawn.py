@@ -91,7 +91,7 @@ class DrawnReader(Reader):
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         begin = time.monotonic()
         self._drawn.fill(path, offset, view)
-        return ChunkTiming(begin=begin, end=time.monotonic(), num_bytes=len(view))
+        return ChunkTiming(begin, time.monotonic(), len(view))
 
 
 def _runs(parameter: Parameter, tensor: torch.Tensor) -> list[tuple[TensorSlice, memoryview]]:
