@@ -1,9 +1,9 @@
-"""Pieces of a product, done by this thread and by others beside it."""
+"""Work in pieces, done by this thread and by others beside it."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -31,15 +31,20 @@ class Helpers:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._num_threads = 0
+        self._num_threads, self._starting = 0, Lock()
 
     def ask(self, call: Callable[[], None], num_threads: int) -> None:
         """Each of so many threads may make it, sooner or later. It must not raise."""
-        for number in range(self._num_threads, num_threads):
-            Thread(target=self._serve, name=f"products-{number}", daemon=True).start()
-            self._num_threads += 1
+        if self._num_threads < num_threads:
+            self._start(num_threads)
         for _ in range(num_threads):
             self._calls.put(call)
+
+    def _start(self, num_threads: int) -> None:
+        with self._starting:
+            for number in range(self._num_threads, num_threads):
+                Thread(target=self._serve, name=f"helper-{number}", daemon=True).start()
+                self._num_threads += 1
 
     def _serve(self) -> None:
         while True:
@@ -59,22 +64,23 @@ def share(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) 
         for item in items:
             act(item)
         return
-    left, answers = list(reversed(items)), SimpleQueue[BaseException | None]()
+    # Each call holds what it acts on until it is made: helpers that come late then hold nothing.
+    calls, answers = [partial(act, item) for item in reversed(items)], SimpleQueue[BaseException | None]()
 
-    def do_what_is_left() -> None:
-        while left:
+    def make_what_is_left() -> None:
+        while calls:
             try:
-                item = left.pop()
+                call = calls.pop()
             except IndexError:  # another thread was faster
                 return
             try:
-                act(item)
+                call()
                 answers.put(None)
             except BaseException as error:
                 answers.put(error)
 
-    _helpers().ask(do_what_is_left, min(num_threads, len(items)) - 1)
-    do_what_is_left()
+    _helpers().ask(make_what_is_left, min(num_threads, len(items)) - 1)
+    make_what_is_left()
     errors = [error for error in (answers.get() for _ in items) if error is not None]
     if errors:
         raise errors[0]

@@ -102,7 +102,9 @@ def _check(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> None:
     assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
 
 
-@lru_cache(maxsize=8)  # of tensors themselves: the layers of a pass, and of each kind of layer, bring the same ones
+# Of tensors themselves: layers of a pass bring the same ones, those of each kind theirs, lane after lane. With fewer
+# places than that nothing would be found again; a table is a hundred-thousandth of the keys and values it leads to.
+@lru_cache(maxsize=128)
 def _in_pieces(
     tables_Bn: torch.Tensor,
     begins_B: torch.Tensor,

@@ -14,9 +14,10 @@ class AttentionWorkers(Closing):
     """Owns the threads; computes begin in the order in which they were submitted. Closing waits for those that run and
     drops those that do not yet.
 
-    One worker by default: `decode_attention` divides each lane over threads of its own, so that the lane which the
-    engine needs first is done first. On 2 cores, 6 lanes of attention beside products on both cores took 149 ms so,
-    189 ms with a thread each in two workers, and 180 ms one after the other (the best of 25 turns, cores shared). A
+    One worker by default: `decode_attention` divides each lane over threads, so that the lane which the engine needs
+    first is done first. On 2 cores, 6 lanes of attention beside products on both cores took 149 ms so, 189 ms with a
+    thread each in two workers, and 180 ms one after the other (the best of 25 turns, cores shared; attention then had
+    threads of its own, now those of `shared_work`, which serve a product beside it once they are free). A
     worker's own torch operators are small and stay in its thread, as OpenMP would start a team of threads for each
     worker beside the engine's.
     """

@@ -54,10 +54,10 @@ def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     kernel = _kernel()
     (num_rows, num_inputs), num_threads, most_rows = x_MK.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
     inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * num_inputs).view(np.float32)
-    none_taken = np.zeros((len(targets), 1), np.int64)
+    taken_of_each = np.zeros((len(targets), 1), np.int64)
     calls = [
         (words_NK, step_of(len(words_NK), num_threads, most_rows), taken, inputs, out_MN, column, num_rows)
-        for (words_NK, out_MN, column), taken in zip(targets, none_taken, strict=True)
+        for (words_NK, out_MN, column), taken in zip(targets, taken_of_each, strict=True)
     ]
 
     def lay_out_some(span: tuple[int, int]) -> None:

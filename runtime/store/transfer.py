@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import NamedTuple
 
 from ..closing import Closing
@@ -24,7 +24,7 @@ Chunk = Callable[[], ChunkTiming]
 
 
 class PendingTransfer:
-    """Chunks in flight between a file and memory, for one thread to wait for."""
+    """Chunks in flight between a file and memory, for one thread to wait for, not again after an interrupt."""
 
     def __init__(self, num_chunks: int, answers: SimpleQueue[Answer]):
         self._num_chunks, self._answers = num_chunks, answers
@@ -65,21 +65,26 @@ class TransferThreads(Closing):
         self._threads = [
             Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
         ]
+        self._lock = Lock()  # so that nothing is given behind what ends the threads
         self._is_closed = False
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        self._is_closed = True
-        for _ in self._threads:
-            self._given.put(None)
+        with self._lock:
+            self._is_closed = True
+            for _ in self._threads:
+                self._given.put(None)
         for thread in self._threads:
             thread.join()
 
     def begin(self, chunks: Sequence[Chunk]) -> PendingTransfer:
         answers = SimpleQueue[Answer]()
-        for chunk in chunks:
-            self._given.put((chunk, answers))
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("a transfer was begun after its threads had been closed")
+            for chunk in chunks:
+                self._given.put((chunk, answers))
         return PendingTransfer(len(chunks), answers)
 
     def _serve(self) -> None:
@@ -89,6 +94,7 @@ class TransferThreads(Closing):
                 answers.put(CancelledError() if self._is_closed else chunk())
             except BaseException as error:
                 answers.put(error)
+            del given, chunk, answers  # while this waits, memory that was read into may be given back
 
 
 def transfer(

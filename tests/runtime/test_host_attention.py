@@ -9,13 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from runtime.cache import host_attention
-from runtime.cache.host_attention import cut, decode_attention, prepare_decode_attention
+from runtime.cache.host_attention import Piece, cut, decode_attention, prepare_decode_attention
 from runtime.cache.plain_attention import decode_attention_torch
 from runtime.kernels import (
     attention_kernel,
@@ -103,6 +104,26 @@ def test_layers_of_other_shapes_see_the_same_rows() -> None:
         for num_threads in (1, 3):
             out = decode_attention(*vars(inputs).values(), **options(case), num_threads=num_threads)
             torch.testing.assert_close(out.double(), naive(inputs, case), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_are_cut_once_a_pass_however_many_lanes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 lanes with two kinds of layers, lanes taking turns within each layer."""
+    num_cuts, real_cut = 0, host_attention.cut
+
+    def count(*args: Any) -> list[Piece]:
+        nonlocal num_cuts
+        num_cuts += 1
+        return real_cut(*args)
+
+    monkeypatch.setattr(host_attention, "cut", count)
+    case = Case(ends=(20,), begins=(0,))
+    lanes = [make(case, torch.float32) for _ in range(32)]
+    sliding = [replace(lane, begins_B=lane.begins_B + 4) for lane in lanes]
+    for _ in range(2):
+        for layer in (lanes, sliding):
+            for lane in layer:
+                decode_attention(*vars(lane).values(), **options(case), num_threads=1)
+    assert num_cuts == 64
 
 
 def test_callers_on_several_threads_do_not_disturb_each_other() -> None:

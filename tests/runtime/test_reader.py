@@ -1,14 +1,17 @@
 """Bytes in memory equal bytes on disk, and whatever goes wrong in a thread reaches the one who waits."""
 
 import errno
+import gc
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,6 +141,27 @@ def test_where_direct_reads_are_refused_the_page_cache_is_used_and_said_so(
     assert bytes(buffer[10:5000].numpy()) == file.read_bytes()[10:5000]
     assert [bool(flags & os.O_DIRECT) for flags in flags_seen] == [True, False]
     assert "refuses O_DIRECT" in caplog.text
+
+
+def test_nothing_is_begun_behind_the_close(file: Path) -> None:
+    found = layout(file, (0, SIZE))
+    reader = Reader(num_threads=1)
+    reader.close()
+    with pytest.raises(RuntimeError, match="after its threads had been closed"):
+        reader.submit(found.extents, memoryview(target_of(found).numpy()))
+
+
+def test_threads_that_wait_hold_no_memory(reader: Reader, file: Path) -> None:
+    found = layout(file, (0, SIZE))
+    target = np.zeros(found.num_bytes + ALIGNMENT_BYTES, np.uint8)
+    reference, begin = weakref.ref(target), -target.ctypes.data % ALIGNMENT_BYTES
+    reader.submit(found.extents, memoryview(target)[begin : begin + found.num_bytes]).wait()
+    del target
+    deadline = time.monotonic() + 60
+    while reference() is not None and time.monotonic() < deadline:  # answers come before threads have let go
+        gc.collect()
+        time.sleep(0.001)
+    assert reference() is None
 
 
 def test_closing_drops_what_was_not_begun(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

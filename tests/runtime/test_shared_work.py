@@ -1,6 +1,8 @@
 """Pieces are done once each, by whichever thread comes, and what goes wrong in one is told."""
 
+import gc
 import threading
+import weakref
 from collections import Counter
 
 import pytest
@@ -45,3 +47,28 @@ def test_an_error_is_raised_once_nobody_acts_any_more(num_threads: int) -> None:
     assert not acting
     share(range(2), acting.append, num_threads)  # the threads are still there
     assert sorted(acting) == [0, 1]
+
+
+def test_helpers_that_come_late_hold_nothing() -> None:
+    """What a product made must not stay in memory until they do."""
+    may_end, num_waiting = threading.Event(), threading.Semaphore(0)
+
+    def wait(_: int) -> None:
+        num_waiting.release()
+        may_end.wait()
+
+    num_threads = 1 + max(1, sum(thread.name.startswith("helper-") for thread in threading.enumerate()))
+    waiting = threading.Thread(target=share, args=(range(num_threads), wait, num_threads))
+    waiting.start()
+    for _ in range(num_threads):
+        num_waiting.acquire()  # all helpers are busy
+    made: set[int] = set()
+    share(range(2), made.add, 2)
+    assert made == {0, 1}
+    reference = weakref.ref(made)
+    del made
+    gc.collect()
+    is_held = reference() is not None
+    may_end.set()
+    waiting.join()
+    assert not is_held
