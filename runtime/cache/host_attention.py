@@ -6,14 +6,14 @@ is cut into rows, and into KV heads where rows are few.
 B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..kernels.compiler import has_compiler
+from ..kernels.compiler import has_compiler, has_matrix_unit
 from ..kernels.kernel_arguments import Pieces, Rows, Span
 from ..kernels.tile_scratch import TILE_DIMS
 from ..shared_work import share
@@ -60,7 +60,7 @@ def decode_attention(
     if not has_compiler():
         return decode_attention_torch(q_BHD, k_NPHD, v_NPHD, *held, scale=scale, softcap=softcap, sinks_H=sinks_H)
     q_BHGD = q_BHD.unflatten(1, (num_kv_heads, -1))
-    work_in = in_tiles if fit_tiles(k_NPHD, v_NPHD) and _has_tiles() else in_vectors
+    work_in = in_tiles if fit_tiles(k_NPHD, v_NPHD) and has_matrix_unit() else in_vectors
     softmax = softmax_of(softcap, sinks_H, q_BHGD.shape[1:3])
     work = work_in(q_BHGD, scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
     pieces = Pieces(spans_P4, np.zeros(1, np.int64))
@@ -124,10 +124,3 @@ def _in_pieces(
     num_positions_B = np.maximum(rows.ends_B - rows.begins_B, 0)
     pieces = cut(num_positions_B, num_kv_heads, position_bytes, num_threads)
     return rows, np.array([(*piece.rows, *piece.heads) for piece in pieces], np.int64)
-
-
-@cache
-def _has_tiles() -> bool:
-    from ..kernels.tile_unit import may_use_tiles
-
-    return may_use_tiles()

@@ -25,7 +25,7 @@ from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "9dba7577aba077ed924e9a401335e9853c749151aac38e76ab737451bc79b95e"
+PARTS_SHA256 = "28e3c63986d6e90ca5f31b5cf042fa1794954e11bec06d6eafb8630bac15eaf4"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

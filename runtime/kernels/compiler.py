@@ -1,4 +1,5 @@
-"""Whether the kernels of this package can be compiled here. Loads neither numba, which takes 0.2 s, nor torch."""
+"""Whether the kernels of this package can be compiled here, and for what. To import it loads neither numba, which takes
+0.2 s, nor torch."""
 
 import logging
 from functools import cache
@@ -16,3 +17,13 @@ def has_compiler() -> bool:
         "numba is not installed: attention and products on the CPU run in torch operators, up to several times slower"
     )
     return False
+
+
+@cache
+def has_matrix_unit() -> bool:
+    """Whether there is one, and a compiler for it, which this loads."""
+    if not has_compiler():
+        return False
+    from .tile_unit import may_use_tiles
+
+    return may_use_tiles()

@@ -9,11 +9,11 @@ from typing import cast
 
 import torch
 
-from ..kernels.compiler import has_compiler
+from ..kernels.compiler import has_compiler, has_matrix_unit
 from ..plan.memory import PANEL_BYTES as MOST_PANEL_BYTES
 from ..profiles import Multiplier, ProductTable
 from .panels import Block, panels
-from .tile_products import fit_tiles, has_matrix_unit, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
+from .tile_products import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
 from .vector_products import fit_vectors, multiply_all_in_vectors, multiply_in_vectors, prepare_vectors
 
 MANY_ROWS = 256  # beyond, to widen a large panel is little beside its product

@@ -9,7 +9,6 @@ from functools import cache
 import numpy as np
 import torch
 
-from ..kernels.compiler import has_compiler
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
 from ..shared_work import Spares
 from .pieces import Piece, Target, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
@@ -63,16 +62,6 @@ def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
         _spares().give_back(own)
 
     in_pieces(x_MK, targets, TILE_ROWS, CHUNK_ROWS, split_some, multiply_some)
-
-
-@cache
-def has_matrix_unit() -> bool:
-    """Whether there is one, and a compiler for it, which this loads."""
-    if not has_compiler():
-        return False
-    from ..kernels.tile_unit import may_use_tiles
-
-    return may_use_tiles()
 
 
 def prepare_tiles() -> None:

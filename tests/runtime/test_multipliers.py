@@ -13,11 +13,11 @@ from runtime.config import Tier
 from runtime.engine.measure.multipliers import ROWS, product_table
 from runtime.engine.measure.timing import Figure
 from runtime.errors import ConfigError
+from runtime.kernels.compiler import has_matrix_unit
 from runtime.machine_cache import keep
 from runtime.model import multipliers, panels
 from runtime.model.gguf_blocks import GgufRows
 from runtime.model.multipliers import MULTIPLIERS, STORED, choose_multipliers, multiplier_of, multiply
-from runtime.model.tile_products import has_matrix_unit
 from runtime.profiles import Multiplier, ProductTable
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES

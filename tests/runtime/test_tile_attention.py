@@ -24,7 +24,7 @@ def pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_attention, "_has_tiles", lambda: False)
+    monkeypatch.setattr(host_attention, "has_matrix_unit", lambda: False)
 
 
 needs_tiles = pytest.mark.skipif(not tile_unit.may_use_tiles(), reason="the processor has no AMX")
@@ -93,7 +93,7 @@ def test_tiles_are_taken_where_there_are_any(monkeypatch: pytest.MonkeyPatch, ha
 
         return work
 
-    monkeypatch.setattr(host_attention, "_has_tiles", lambda: has_tiles)
+    monkeypatch.setattr(host_attention, "has_matrix_unit", lambda: has_tiles)
     for name in ("in_tiles", "in_vectors"):
         monkeypatch.setattr(host_attention, name, record(name))
     for dtype in (torch.bfloat16, torch.float32):

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from runtime.kernels import compiler
+from runtime.kernels.compiler import has_matrix_unit
 from runtime.kernels.product_kernel import CHUNK_ROWS
-from runtime.model import multipliers, pieces, tile_products
+from runtime.model import multipliers, pieces
 from runtime.model.stored import StoredWeight
-from runtime.model.tile_products import fit_tiles, has_matrix_unit, multiply_in_tiles
+from runtime.model.tile_products import fit_tiles, multiply_in_tiles
 
 WITHOUT_UNIT = "this processor has no matrix unit that Linux lets us use"
 needs_unit = pytest.mark.skipif(not has_matrix_unit(), reason=WITHOUT_UNIT)
@@ -123,7 +125,7 @@ def test_what_does_not_fit_is_left_to_panels(x: torch.Tensor, block: torch.Tenso
 
 
 def test_without_a_compiler_there_is_no_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_products, "has_compiler", lambda: False)
+    monkeypatch.setattr(compiler, "has_compiler", lambda: False)
     assert not has_matrix_unit.__wrapped__()
 
 
