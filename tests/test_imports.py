@@ -23,7 +23,7 @@ ALLOWED = {
     "model": {"plan", "store", "stream", "cache", "kernels"},
     "engine": {"plan", "store", "stream", "cache", "model", "batching", "trace"},
 }
-FOR_ALL = {"closing", "config", "errors", "profiles", "shared_work", "units"}
+FOR_ALL = {"closing", "config", "errors", "profiles", "sampling_config", "shared_work", "units"}
 PURE = ("plan", "batching")
 HEAVY = {"torch", "transformers", "datasets", "safetensors", "greenlet"}
 
