@@ -19,6 +19,7 @@ from ..plan.extents import HOST_PIECE_BYTES, LOADING_BYTES, SlotLayout, group_la
 from ..plan.model_shape import ModelShape
 from ..plan.placement import Placement
 from ..store.reader import Reader
+from ..store.transfer import PendingTransfer
 from ..trace import Row, Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
@@ -151,9 +152,10 @@ class WeightStream:
         self._staged.clear()
 
     def sync(self) -> None:
-        """Waits for all that has begun."""
+        """Waits for all that has begun. Reads stay their slot's, for whoever takes them to find done and to count."""
         for stage, slot in [*self._staged.items(), *self._present.items()]:
-            self._settle(stage, slot)
+            for read in slot.reads.values():
+                self._wait(stage, read)
         if self._device.copy_stream is not None:
             self._device.copy_stream.synchronize()
 
@@ -177,13 +179,16 @@ class WeightStream:
         """Waits for the slot's reads, or for that of one page, and counts them."""
         for number in list(slot.reads) if page is None else [page]:
             read = slot.reads.pop(number)
-            begin = time.monotonic()
-            read.wait()
-            self._counters.stalls[self._index(stage)] += time.monotonic() - begin
+            self._wait(stage, read)
             timing = read.timing
             self._counters.bytes_read += timing.num_bytes
             self._counters.reads[self._index(stage)] += timing.end - timing.begin
             self._span(Row.disk, "read", stage, number, timing.begin, timing.end)
+
+    def _wait(self, stage: int, read: PendingTransfer) -> None:
+        begin = time.monotonic()
+        read.wait()
+        self._counters.stalls[self._index(stage)] += time.monotonic() - begin
 
     def _copied(self, stage: int, page: int, begin: float, end: float) -> None:
         self._counters.copies[self._index(stage)] += end - begin

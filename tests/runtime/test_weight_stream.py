@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime.config import OffloadConfig, PrefetchConfig, RuntimeConfig, Tier
+from runtime.config import OffloadConfig, Order, PolicyConfig, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError
 from runtime.plan.extents import Extent
 from runtime.plan.load import Load
+from runtime.plan.memory import SequenceSize
 from runtime.plan.model_shape import ModelShape
 from runtime.plan.placement import Budgets, Placement
 from runtime.plan.placer import place
@@ -54,10 +55,20 @@ def shape(tensors: dict[str, torch.Tensor], tmp_path: Path) -> ModelShape:
     return ModelShape(stages=stages, **fields)
 
 
-def placement_of(shape: ModelShape, resident_layers: int = 1, depth: int = 1) -> Placement:
+def placement_of(
+    shape: ModelShape,
+    resident_layers: int = 1,
+    depth: int = 1,
+    *,
+    order: Order = Order.zigzag,
+    num_lanes: int = 0,
+    device: ComputeDevice = DEVICE,
+) -> Placement:
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=resident_layers)
-    config = RuntimeConfig(offload=offload, prefetch=PrefetchConfig(depth=depth))
-    return place(shape, config, Budgets(host_bytes=GIB), Load.of(shape, [], 512))
+    config = RuntimeConfig(offload=offload, prefetch=PrefetchConfig(depth=depth), policy=PolicyConfig(schedule=order))
+    budgets = Budgets(host_bytes=GIB, device_bytes=GIB if device.is_accelerator else None)
+    lanes = [[SequenceSize(num_prompt_tokens=1, max_new_tokens=1)]] * num_lanes
+    return place(shape, config, budgets, Load.of(shape, lanes, 512))
 
 
 class CountingReader(Reader):
@@ -168,6 +179,30 @@ def test_what_is_dropped_is_waited_for_and_leaves_its_slots_free(shape: ModelSha
         assert all(read is not None and read.is_done for read in pending)
         stream.read(third)
         stream.read(first)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3], ids=["whole", "by page"])
+@pytest.mark.parametrize("device", [DEVICE, FakeDevice()], ids=["memory", "accelerator"])
+def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
+    device: ComputeDevice, num_lanes: int, shape: ModelShape, tensors: dict[str, torch.Tensor], reader: CountingReader
+) -> None:
+    placement = placement_of(shape, resident_layers=0, order=Order.flexgen, num_lanes=num_lanes, device=device)
+    stage, walk = placement.walk.streamed[0], placement.walk
+    pages = range(num_lanes) if num_lanes > 1 else [None]
+    with WeightStream(shape, placement, device, reader) as stream:
+        for page in pages:
+            stream.read(stage, page)
+            pending = list((stream._staged if walk.copies else stream._present)[stage].reads.values())
+            stream.sync()
+            assert all(read.is_done for read in pending)
+        for page in pages if walk.copies else ():
+            stream.copy(stage, page)
+            stream.sync()
+        assert torch.equal(weight(stream, stage, f"w{stage}", tensors[f"w{stage}"]), tensors[f"w{stage}"])
+        stream.free(stage)
+        counters = stream.take_counters()
+    assert shape.stages[stage].num_bytes <= counters.bytes_read <= num_lanes * placement.slot_bytes
+    assert (counters.num_hits, counters.num_misses) == (1, 0)
 
 
 def test_counters_count_each_read_once_and_start_again(shape: ModelShape, reader: CountingReader) -> None:
