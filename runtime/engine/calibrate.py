@@ -118,11 +118,12 @@ class _Bench:
         return host, stage_weights(stage, buffer, layout.tensor_offsets, self.loaded.dtypes)
 
     def disk(self, buffer: torch.Tensor) -> float:
-        """Bytes per second of other layers than those just read, one behind the other as in a run; all into the same
-        buffer, as nobody looks at them."""
-        stages = [self._whole(stage) for stage in self.shape.layers]
-        layouts = [slot_layout(stage) for stage in stages[:: max(1, len(stages) // NUM_READS)]]
-        layouts = [layout for layout in layouts if layout.num_bytes <= buffer.numel()] or [slot_layout(stages[0])]
+        """Bytes per second of layers one behind the other, as in a run; all into `buffer`, as nobody looks at them.
+        Those that do not fit are left out: layers of one size lie differently to the disk's blocks, so that some take a
+        block more than the one that `buffer` was made for."""
+        layouts = [slot_layout(self._whole(stage)) for stage in self.shape.layers]
+        fitting = [layout for layout in layouts if layout.num_bytes <= buffer.numel()]
+        layouts = fitting[:: max(1, len(fitting) // NUM_READS)]
         target = buffer.numpy().data
         begin = time.perf_counter()
         for pending in [self.reader.submit(layout.extents, target) for layout in layouts]:

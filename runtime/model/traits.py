@@ -19,6 +19,7 @@ from .experts import is_experts
 
 log = logging.getLogger(__name__)
 
+NO_WINDOW = 2**30  # positions
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -164,6 +165,9 @@ class _NoExperts(nn.Module):
 @torch.inference_mode()
 def _filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
     cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        if hasattr(layer, "sliding_window"):  # what a token costs, however few of them a window keeps
+            setattr(layer, "sliding_window", NO_WINDOW)  # noqa: B010 - layers without a window do not declare it
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
     return cache

@@ -46,9 +46,11 @@ class Reader(Closing):
 
     def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
         """Fills `target` (page-aligned, writable) at each extent's slot_offset. `target` must live until the read is
-        done."""
+        done, and hold all of it: a read cut short by a small buffer would look like a file that was."""
         chunks = list[Chunk]()
         for extent in extents:
+            end = extent.slot_offset + extent.num_bytes
+            assert end <= len(target), f"{extent.file}: {end:,} bytes to read into a buffer of {len(target):,}"
             for start in range(0, extent.num_bytes, self._chunk_bytes):
                 length = min(self._chunk_bytes, extent.num_bytes - start)
                 view = target[extent.slot_offset + start : extent.slot_offset + start + length]

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from runtime.config import ModelConfig
 from runtime.engine import calibrate
 from runtime.engine.calibrate import measure_rates
 from runtime.model.loading import load_model
 from runtime.plan.experts import pageable_stages
+from runtime.plan.extents import slot_layout
 from runtime.plan.rates import UNLIMITED
 from runtime.plan.usual import Usual
 from runtime.store.reader import Reader
@@ -42,6 +44,20 @@ def test_every_rate_that_a_plan_asks_for_is_measured(family: str, is_paged: bool
     assert 0 < rates.attention_bytes_per_second < UNLIMITED
     assert 0 < rates.pass_seconds < 1
     assert 0 <= rates.turn_seconds < 1
+
+
+def test_layers_that_take_a_block_more_than_the_middle_one_are_no_damage(tmp_path: Path) -> None:
+    """Layers of one size, of which those that the disk would be measured with begin elsewhere in their first block."""
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=80, intermediate_size=500, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load_model(ModelConfig(name="llama", path=str(tmp_path)), torch.device("cpu"), None)
+    sizes = [slot_layout(stage).num_bytes for stage in loaded.shape.layers]
+    assert sizes[3] < min(sizes[::2]), sizes
+    with Reader(num_threads=2) as reader:
+        assert 0 < measure_rates(loaded, reader, DEVICE, USUAL).disk_bytes_per_second < UNLIMITED
 
 
 def test_prompts_of_any_length_are_measured_in_a_bounded_piece_of_memory(

@@ -70,6 +70,12 @@ def test_memory_equals_the_file(name: str, reader: Reader, file: Path) -> None:
     assert pending.timing.end >= pending.timing.begin
 
 
+def test_a_buffer_that_is_too_small_is_our_mistake_and_no_changed_file(reader: Reader, file: Path) -> None:
+    found = layout(file, (0, SIZE))
+    with pytest.raises(AssertionError, match="bytes to read into a buffer of"):
+        reader.submit(found.extents, memoryview(target_of(found).numpy())[:-1])
+
+
 @pytest.mark.parametrize("lost", [1, 5000, 500_000, SIZE])
 def test_a_file_that_shrinks_after_it_was_planned_is_noticed(lost: int, reader: Reader, file: Path) -> None:
     """Also when it loses a single byte of its last block."""

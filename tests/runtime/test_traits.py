@@ -11,9 +11,9 @@ from runtime.model.traits import CacheShape, bounded_layers, layer_types, measur
 from runtime.stream.device import ComputeDevice
 
 
-def measured(name: str) -> tuple[CacheShape, list[str]]:
+def measured(name: str, **overrides: object) -> tuple[CacheShape, list[str]]:
     family = FAMILIES[name]
-    model = build_meta_model(config_for(family.model_type, family.overrides), torch.float32)
+    model = build_meta_model(config_for(family.model_type, {**family.overrides, **overrides}), torch.float32)
     return measure_cache(model), layer_types(model)
 
 
@@ -23,6 +23,11 @@ def test_every_attention_layer_costs_its_own_keys_and_values(name: str) -> None:
     assert len(cache.layer_bytes_per_token) == len(types)
     assert len(set(cache.layer_bytes_per_token)) == 1
     assert cache.bytes_per_token == len(types) * cache.layer_bytes_per_token[0] > 0
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_layers_with_windows_however_short_cost_their_keys_and_values(window: int) -> None:
+    assert measured("gemma-2", sliding_window=window) == measured("gemma-2")
 
 
 def test_layers_with_states_alone_cost_nothing_per_position() -> None:
