@@ -34,21 +34,25 @@ def as_job(body: Callable[[C], int | None]) -> Callable[[C], int | None]:
 
     @functools.wraps(body)
     def job(config: C) -> int | None:
-        codes = _exit_codes.get()
-        if codes is None:
-            return body(config)
-        try:
-            code = body(config) or 0
-        except MillraceError as error:
-            code = error.exit_code
-            report(error)
-        assert code in _WORST_FIRST, f"exit code {code}"
-        codes.append(code)
-        if code == RESUMABLE:
-            raise SystemExit(code)
-        return code
+        return _run(body, config)  # a launcher pickles `job` by value, with the globals that it names; this one by name
 
     return job
+
+
+def _run(body: Callable[[C], int | None], config: C) -> int | None:
+    codes = _exit_codes.get()
+    if codes is None:
+        return body(config)
+    try:
+        code = body(config) or 0
+    except MillraceError as error:
+        code = error.exit_code
+        report(error)
+    assert code in _WORST_FIRST, f"exit code {code}"
+    codes.append(code)
+    if code == RESUMABLE:
+        raise SystemExit(code)
+    return code
 
 
 def run_job(entry: Callable[[], None], schema: type) -> NoReturn:

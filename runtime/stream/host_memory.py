@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from ..units import KIB, MIB
+from .memory_limits import bytes_within_limits
 
 STATUS = Path("/proc/self/status")
 MALLOC_FAST_BINS, MALLOC_TRIM_THRESHOLD, MALLOC_MMAP_THRESHOLD = 1, -1, -3  # glibc's malloc.h
@@ -14,17 +15,10 @@ SMALLEST_MAPPED_BYTES = MIB
 
 
 def available_bytes() -> int:
-    """What can be taken without swapping: the kernel's estimate, or what a container's limit leaves."""
+    """What can be taken without swapping: the kernel's estimate, or what the limits of this process's groups leave."""
     free = _field(Path("/proc/meminfo"), "MemAvailable") * KIB
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        if Path(limit).exists() and Path(used).exists():
-            text = Path(limit).read_text().strip()
-            if text.isdigit():
-                free = min(free, max(0, int(text) - int(Path(used).read_text())))
-    return free
+    within_limits = bytes_within_limits()
+    return free if within_limits is None else min(free, within_limits)
 
 
 def resident_bytes() -> int:
