@@ -57,3 +57,14 @@ class Interrupted(MillraceError):
     """The run was asked to stop; what is committed stays good and the run can resume."""
 
     exit_code = 75
+
+
+class JobEnded(MillraceError):
+    """A job that a launcher of a sweep ran in another process ended with `exit_code`, which is not 0."""
+
+    def __init__(self, exit_code: int):
+        super().__init__(exit_code)  # as what it is pickled by on its way back
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"a job of the sweep ended with exit code {self.exit_code}; its log says more"

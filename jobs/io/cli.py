@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import NoReturn, TypeVar
 
-from runtime.errors import Interrupted, MillraceError
+from runtime.errors import Interrupted, JobEnded, MillraceError
 
 from .typed import known_keys, unknown_key
 
@@ -29,7 +29,8 @@ def as_job(body: Callable[[C], int | None]) -> Callable[[C], int | None]:
     """Goes between `@hydra.main` and a job's `main`: a job that fails ends in one line, and a sweep goes on without it.
 
     `body` returns its exit code, None for 0. An exit code of 75 stops a sweep too: whoever stopped one job meant all.
-    In a process that a launcher started, where no `run_job` waits, errors pass through for the launcher to see.
+    In a process that a launcher started, where no `run_job` waits, errors pass through for the launcher to see, and
+    other exit codes than 0 are errors.
     """
 
     @functools.wraps(body)
@@ -42,7 +43,9 @@ def as_job(body: Callable[[C], int | None]) -> Callable[[C], int | None]:
 def _run(body: Callable[[C], int | None], config: C) -> int | None:
     codes = _exit_codes.get()
     if codes is None:
-        return body(config)
+        if code := body(config):
+            raise JobEnded(code)
+        return code
     try:
         code = body(config) or 0
     except MillraceError as error:

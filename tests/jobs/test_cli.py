@@ -1,20 +1,23 @@
 """How a job ends: the line on stderr and the exit code, through Hydra itself, on a job that only plays its part."""
 
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import hydra
 import pytest
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from jobs.io.cli import as_job, report, run_job
+from jobs.io.cli import as_job, explain, report, run_job
 from jobs.io.config import GenerateConfig, SynthesizeConfig, load
-from runtime.errors import BudgetError, DamagedRunError, Interrupted
+from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
 
 # `run=<word>` picks what the job does.
 DEEDS: dict[str, BaseException | int | None] = {
@@ -104,13 +107,13 @@ def test_bad_setting_is_refused_in_one_line(end_of: Callable[..., End], argument
     assert end.errors[0].startswith(f"error: {message}")
 
 
-@pytest.mark.skipif(find_spec("submitit") is not None, reason="the plugin is installed")
-def test_launcher_without_its_plugin_names_the_extra(end_of: Callable[..., End]) -> None:
-    end = end_of("hydra/launcher=slurm")
-    assert end.code == 2
-    assert end.errors == [
-        "error: hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
-    ]
+def test_launcher_without_its_plugin_names_the_extra() -> None:
+    missing = MissingConfigException(
+        message="Could not load", missing_cfg_file="hydra/launcher/submitit_slurm", options=["basic"]
+    )
+    assert explain(missing, []) == (
+        "hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
+    )
 
 
 def test_bug_keeps_its_traceback(end_of: Callable[..., End]) -> None:
@@ -150,6 +153,34 @@ def test_errors_reach_a_launcher_that_runs_the_job_in_its_own_process() -> None:
 
     with pytest.raises(BudgetError, match="too big"):
         body(None)
+
+
+def test_exit_codes_reach_a_launcher_as_errors() -> None:
+    @as_job
+    def body(code: int) -> int:
+        return code
+
+    assert body(0) == 0
+    with pytest.raises(JobEnded) as ended:
+        body(3)
+    copy = pickle.loads(pickle.dumps(ended.value))
+    assert (copy.exit_code, str(copy)) == (3, "a job of the sweep ended with exit code 3; its log says more")
+
+
+@pytest.mark.parametrize("job", ["generate", "plan", "synthesize"])
+def test_a_launcher_can_take_the_job_to_another_process(job: str) -> None:
+    """As `python -m` runs it: what stands in `__main__` is pickled by value, with all the globals that it names."""
+    program = f"""
+import cloudpickle, runpy, sys
+main = runpy.run_module("jobs.{job}", run_name="jobs.{job}")["main"]
+main.__module__ = main.__wrapped__.__module__ = "__main__"
+sys.stdout.buffer.write(cloudpickle.dumps(main.__wrapped__))
+"""
+    taken = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60)
+    assert taken.returncode == 0, taken.stderr.decode()[-500:]
+    there = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()).__name__)"
+    came = subprocess.run([sys.executable, "-c", there], cwd=ROOT, input=taken.stdout, capture_output=True, timeout=60)
+    assert came.stdout == b"main\n", came.stderr.decode()[-500:]
 
 
 def test_control_characters_of_a_message_never_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
