@@ -21,7 +21,7 @@ from .engine.setup import Setup, prepare_kernels
 from .engine.streams import open_streams
 from .machine_cache import Host, find_products, this_host
 from .model.loading import LoadedModel, load_model
-from .out_of_memory import is_out_of_memory, out_of_memory
+from .out_of_memory import is_out_of_memory, memory_shortage, out_of_memory
 from .plan.advice import advice
 from .plan.facts import PlanFacts
 from .plan.memory import SequenceSize
@@ -247,18 +247,18 @@ class Runtime:
                     if may_back_off and plan.blocks:
                         session.probe(requests)
                         self.require_within_budget(plan)
-                except (MemoryError, RuntimeError) as error:
+                except (MemoryError, OSError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
                     if num_halvings or not may_back_off:
-                        raise out_of_memory(plan) from error
+                        raise out_of_memory(plan.placement.ledgers) from error
                     log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, error)
                     continue
                 try:
                     yield plan, session
-                except (MemoryError, RuntimeError) as error:
+                except (MemoryError, OSError, RuntimeError) as error:
                     if is_out_of_memory(error):
-                        raise out_of_memory(plan) from error
+                        raise memory_shortage(plan.placement.ledgers) from error
                     raise
                 return
 

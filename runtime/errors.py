@@ -68,3 +68,16 @@ class JobEnded(MillraceError):
 
     def __str__(self) -> str:
         return f"a job of the sweep ended with exit code {self.exit_code}; its log says more"
+
+
+class MemoryShortage(MillraceError):
+    """The machine gave no more memory although the plan fits its budget; what is committed stays good and the run can
+    resume."""
+
+    exit_code = 75
+
+
+class InternalError(MillraceError):
+    """An exception that nobody foresaw: a mistake of ours. The code is EX_SOFTWARE of sysexits.h."""
+
+    exit_code = 70

@@ -1,19 +1,40 @@
 """Memory that ran out although the plan fits its budget."""
 
-import torch
+import errno
+from collections.abc import Sequence
 
-from .errors import BudgetError
-from .plan.planner import RunPlan
+from .errors import BudgetError, MemoryShortage
+from .plan.ledger import Ledger
+
+PHRASES = (
+    "annot allocate memory",
+    "can't allocate memory",
+    "out of memory",
+    "std::bad_alloc",
+    "can't start new thread",
+)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """torch reports a failed host allocation as a plain RuntimeError."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Torch reports a failed host allocation as a plain RuntimeError, the dynamic linker as an ImportError."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, (RuntimeError, ImportError)) and any(phrase in str(error) for phrase in PHRASES)
 
 
-def out_of_memory(plan: RunPlan) -> BudgetError:
-    ledgers = "\n".join(map(str, plan.placement.ledgers))
-    return BudgetError(
-        f"memory ran out although the plan fits its budget:\n{ledgers}\n"
+def out_of_memory(ledgers: Sequence[Ledger]) -> BudgetError:
+    """Before the first pass: the plan is at fault, and the next start would end in the same way."""
+    return BudgetError(_shortage(ledgers))
+
+
+def memory_shortage(ledgers: Sequence[Ledger]) -> MemoryShortage:
+    """Of a run that has begun: a later start goes on."""
+    return MemoryShortage(_shortage(ledgers))
+
+
+def _shortage(ledgers: Sequence[Ledger]) -> str:
+    equations = "\n".join(map(str, ledgers))
+    return (
+        f"memory ran out although the plan fits its budget:\n{equations}\n"
         "lower offload.host_memory_gib / offload.device_memory_gib or policy.micro_batch_size"
     )

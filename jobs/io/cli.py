@@ -12,15 +12,16 @@ from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import NoReturn, TypeVar
 
-from runtime.errors import Interrupted, JobEnded, MillraceError
+from runtime.errors import InternalError, Interrupted, JobEnded, MillraceError
 
+from .mistakes import mistakes_logged, told
 from .typed import known_keys, unknown_key
 
 C = TypeVar("C")
 
 REFUSED = 2
 RESUMABLE = Interrupted.exit_code
-_WORST_FIRST = (1, 4, REFUSED, RESUMABLE, 3, 0)  # of the jobs of a sweep
+_WORST_FIRST = (InternalError.exit_code, 4, REFUSED, RESUMABLE, 3, 0)  # of the jobs of a sweep
 
 _exit_codes: ContextVar[list[int] | None] = ContextVar("exit_codes", default=None)
 
@@ -47,7 +48,8 @@ def _run(body: Callable[[C], int | None], config: C) -> int | None:
             raise JobEnded(code)
         return code
     try:
-        code = body(config) or 0
+        with mistakes_logged():
+            code = body(config) or 0
     except MillraceError as error:
         code = error.exit_code
         report(error)
@@ -62,7 +64,7 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     """Call `entry`, a `@hydra.main` over an `as_job`; exit with the job's own code, or 2 if Hydra refuses the config.
 
     `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
-    neither ours nor Hydra's keeps its traceback and ends the process with 1; Ctrl-C ends it with 75.
+    neither ours nor Hydra's ends it with 70, its traceback in a file that the line names; Ctrl-C ends it with 75.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting by itself
     codes: list[int] = []
@@ -76,10 +78,12 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
         report("interrupted; the same command goes on from here")
         sys.exit(RESUMABLE)
     except Exception as error:
-        if not _comes_from_hydra(error):
-            raise
-        report(explain(error, known_keys(schema)))
-        sys.exit(REFUSED)
+        if _comes_from_hydra(error):
+            report(explain(error, known_keys(schema)))
+            sys.exit(REFUSED)
+        mistake = told(error)
+        report(mistake)
+        sys.exit(mistake.exit_code)
     finally:
         _exit_codes.set(None)
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))

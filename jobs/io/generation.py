@@ -24,6 +24,7 @@ from .continuous import ContinuousRun
 from .dataset import Row, input_digest, read_rows, shard_rows
 from .feedback import Feedback
 from .files import publish, write_all
+from .mistakes import mistakes_logged
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
 from .plan_file import PlannedRequest, fix_plan, read_plan
@@ -64,7 +65,10 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
     fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
-    with open_run(run_directory(config), _manifest(config, runtime, rows)) as state:
+    with (
+        open_run(run_directory(config), _manifest(config, runtime, rows)) as state,
+        mistakes_logged(state.directory.log),
+    ):
 
         def store_for(plan: list[PlannedRequest]) -> PartStore:
             return PartStore(

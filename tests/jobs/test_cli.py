@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -116,9 +117,30 @@ def test_launcher_without_its_plugin_names_the_extra() -> None:
     )
 
 
-def test_bug_keeps_its_traceback(end_of: Callable[..., End]) -> None:
-    with pytest.raises(RuntimeError, match="a mistake of ours"):
-        end_of("run=bug")
+def test_a_bug_ends_in_one_line_with_70_and_its_traceback_in_a_file(
+    end_of: Callable[..., End], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    end = end_of("run=bug")
+    assert (end.code, len(end.errors)) == (70, 1)
+    [kept] = tmp_path.iterdir()
+    start = "error: internal error, a mistake of Millrace's and none of yours: RuntimeError: a mistake of ours; the "
+    assert end.errors[0].startswith(f"{start}traceback is in {kept}")
+    assert kept.read_text().rstrip().endswith("RuntimeError: a mistake of ours")
+
+
+def test_a_bug_outside_of_the_jobs_body_ends_in_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def entry() -> None:
+        raise AssertionError("a mistake of ours")
+
+    with pytest.raises(SystemExit) as ended:
+        run_job(entry, GenerateConfig)
+    assert ended.value.code == 70
+    assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_sweep_goes_on_past_a_failed_job_and_ends_with_the_worst_code(end_of: Callable[..., End]) -> None:

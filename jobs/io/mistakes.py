@@ -1,0 +1,70 @@
+"""Exceptions that nobody foresaw: a job ends in one line all the same, and what led to it lies in a file."""
+
+import logging
+import os
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from runtime.errors import BudgetError, InternalError, MemoryShortage, MillraceError
+from runtime.out_of_memory import is_out_of_memory
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def mistakes_logged(path: Path | None = None) -> Iterator[None]:
+    """Turns an exception from inside that is not one of ours into one. `path` is the log of a run that has begun, which
+    is appended to; None is a new file in the system's directory for such files."""
+    try:
+        yield
+    except MillraceError:
+        raise
+    except Exception as error:  # whatever it is: otherwise a bare traceback would reach the user
+        raise told(error, path) from error
+
+
+def told(error: Exception, path: Path | None = None) -> MillraceError:
+    """What a user is told of an exception that nobody foresaw."""
+    if is_out_of_memory(error):
+        kind = BudgetError if path is None else MemoryShortage  # a run that has begun may go on
+        return kind(
+            f"this process was given no more memory ({_first_line(error)}): raise what limits it (ulimit -v, a "
+            "container's or a job's memory), or lower offload.host_memory_gib or policy.micro_batch_size"
+        )
+    return InternalError(
+        f"internal error, a mistake of Millrace's and none of yours: {type(error).__name__}: {_first_line(error)}; "
+        f"the traceback is in {_logged(error, path)}: please report it. The same command goes on from what is committed"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+def _logged(error: Exception, path: Path | None) -> str:
+    text = f"{datetime.now().isoformat(timespec='seconds')}\n{''.join(traceback.format_exception(error))}\n"
+    try:
+        return _append(text, path) if path is not None else _keep(text)
+    except OSError as problem:
+        log.error("no file takes this traceback (%s):\n%s", problem, text)
+        return "the log, above"
+
+
+def _append(text: str, path: Path) -> str:
+    """A link is not followed: a run's directory may be somebody else's."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+    return str(path)
+
+
+def _keep(text: str) -> str:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="millrace-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
+    ) as file:
+        file.write(text)
+        return file.name
