@@ -30,5 +30,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-c constraints.txt -e '.[dev,sentencepiece,gguf,bench]' 'pyright[nodejs]'
+		-c constraints.txt -e '.[dev,sentencepiece,gguf,bench,slurm]' 'pyright[nodejs]'
 	@touch $@

@@ -4,11 +4,15 @@ chosen."""
 import logging
 import sys
 
+from jobs.io.process import start_settled
+
+if __name__ == "__main__":
+    start_settled()  # before the imports that take long
+
 import hydra
 
 from jobs.io.cli import as_job, run_job
 from jobs.io.config import Composed, GenerateConfig, ignored_settings, load, to_yaml
-from jobs.io.process import start_settled
 
 
 @hydra.main(config_path="../conf", config_name="generate", version_base=None)
@@ -42,5 +46,4 @@ def main(composed: Composed) -> int:
 
 
 if __name__ == "__main__":
-    start_settled()
     run_job(main, GenerateConfig)

@@ -14,17 +14,42 @@ import time
 from types import FrameType, TracebackType
 from typing import Self
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # a shell has a background job ignore the one, nohup the other
+BEFORE_THE_START = b"error: stopped on request before anything was begun; start the same command again to go on\n"
 EXIT_INTERRUPTED = 75
 END = 0  # no signal has this number
 BURST_SECONDS = 0.5  # `timeout` and Ctrl-C in a pipeline signal the process and its group: one request, sent twice
 
 
+def heard_signals() -> list[signal.Signals]:
+    """Those that ask this process to stop. What whoever started it has had ignored goes on being ignored."""
+    return [s for s in STOP_SIGNALS if s not in OF_THE_TERMINAL or signal.getsignal(s) is not signal.SIG_IGN]
+
+
+def hold_signals() -> None:
+    """Lets them wait, also across `os.exec`, until `end_on_signals`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def end_on_signals() -> None:
+    """From now on one of them, or one that has waited, ends the process with 75, until a `StopFlag` takes over: a job
+    calls this first, as imports from a cold file system can take long and there is nothing to save yet."""
+    for number in heard_signals():
+        signal.signal(number, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, BEFORE_THE_START)
+    os._exit(EXIT_INTERRUPTED)
+
+
 class StopFlag:
     """Says whether the run was asked to stop; a context manager to be entered in the main thread.
 
-    The first SIGTERM, SIGUSR1 or SIGINT sets `requested`. A second one ends the process at once with exit code 75,
-    without any clean-up: committed parts need none.
+    The first SIGTERM, SIGUSR1, SIGINT or SIGHUP sets `requested`. A second one ends the process at once with exit code
+    75, without any clean-up: committed parts need none.
     """
 
     def __init__(self) -> None:
@@ -49,8 +74,8 @@ class StopFlag:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _leave_to_the_watcher) for number in STOP_SIGNALS}
-        for number in STOP_SIGNALS:
+        self._old_handlers = {number: signal.signal(number, _leave_to_the_watcher) for number in heard_signals()}
+        for number in self._old_handlers:
             signal.siginterrupt(number, False)  # reads in flight go on instead of failing with EINTR
         self._is_watching = True
         self._thread = threading.Thread(target=self._watch, name="stop-flag", daemon=True)
@@ -82,7 +107,7 @@ class StopFlag:
     def _watch(self) -> None:
         first, first_seconds = 0, 0.0
         while (number := os.read(self._reader, 1)[0]) != END:
-            if number not in STOP_SIGNALS:
+            if number not in self._old_handlers:
                 continue
             now_seconds = time.monotonic()
             if not first:

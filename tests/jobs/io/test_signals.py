@@ -1,17 +1,21 @@
 """Each case runs in a process of its own: a failing one would end pytest."""
 
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
+from runtime.stream.host_memory import HEAP_TUNABLE
+
 ROOT = Path(__file__).resolve().parents[3]
 PRELUDE = """
 import hashlib, os, signal, sys, threading, time
-from jobs.io.signals import StopFlag
+from jobs.io.signals import StopFlag, end_on_signals, hold_signals
 
 def send_later(number, *delays):
     def send():
@@ -36,7 +40,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_flag_is_set_while_the_main_thread_sits_in_one_long_call(name: str) -> None:
     result = run(f"""
         with StopFlag() as stop:
@@ -134,3 +138,74 @@ def test_leaving_gives_back_handlers_and_descriptors_while_a_child_lives() -> No
         time.sleep(5)
     """)
     assert result.returncode == -signal.SIGTERM, result.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_what_a_shell_has_had_ignored_stays_ignored(name: str) -> None:
+    result = run(f"""
+        signal.signal(signal.{name}, signal.SIG_IGN)
+        end_on_signals()
+        os.kill(os.getpid(), signal.{name})
+        with StopFlag() as stop:
+            os.kill(os.getpid(), signal.{name})
+            time.sleep(0.1)
+            assert not stop.requested
+    """)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
+def test_a_signal_before_the_start_ends_the_process_with_75(name: str) -> None:
+    result = run(f"""
+        end_on_signals()
+        os.kill(os.getpid(), signal.{name})
+        print("too late")
+    """)
+    assert (result.returncode, result.stdout) == (75, ""), result.stderr
+    assert result.stderr.startswith("error: stopped on request before anything was begun")
+
+
+def test_a_signal_while_the_process_is_replaced_waits_for_its_successor() -> None:
+    result = run("""
+        hold_signals()
+        os.kill(os.getpid(), signal.SIGTERM)
+        code = "from jobs.io.signals import *; print('there', flush=True); end_on_signals(); print('too late')"
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    """)
+    assert (result.returncode, result.stdout) == (75, "there\n"), result.stderr
+
+
+def test_a_flag_takes_over_from_the_start() -> None:
+    result = run("""
+        end_on_signals()
+        with StopFlag() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            assert stop.requested
+    """)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_job_that_is_stopped_while_it_imports_ends_with_75(tmp_path: Path, is_settled: bool) -> None:
+    command = [sys.executable, "-m", "jobs.generate", f"output_root={tmp_path}"]
+    environment = {**os.environ, "GLIBC_TUNABLES": ""}
+    job = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (hears_sigterm(job.pid) and (not is_settled or is_second(job.pid))):
+        assert job.poll() is None
+        time.sleep(0.001)
+    job.send_signal(signal.SIGTERM)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 75, errors
+    assert "Traceback" not in errors
+
+
+def hears_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> signal.SIGTERM - 1 & 1)
+
+
+def is_second(pid: int) -> bool:
+    """Whether the process has been replaced by itself."""
+    return HEAP_TUNABLE.encode() in Path(f"/proc/{pid}/environ").read_bytes()
