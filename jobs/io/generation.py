@@ -5,10 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow
-import torch
-import transformers
-
 from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.config import Admission, PolicyKind
@@ -19,23 +15,23 @@ from runtime.session import Session
 from runtime.trace import Trace
 
 from .chat import require_template
-from .config import GenerateConfig, operational, run_name, semantic
+from .config import GenerateConfig, run_name
 from .continuous import ContinuousRun
-from .dataset import Row, input_digest, read_rows, shard_rows
+from .dataset import read_rows, shard_rows
 from .feedback import Feedback
 from .files import publish, write_all
+from .identity import manifest_of
 from .mistakes import mistakes_logged
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
 from .plan_file import PlannedRequest, fix_plan, read_plan
-from .requests import Asked, ask, rejected_rows, seat, tokenizer_fingerprint, unseat
-from .run_dir import RunManifest, RunState, open_run
+from .requests import Asked, ask, rejected_rows, seat, unseat
+from .run_dir import RunState, open_run
 from .summary import MemoryUse, Summary, summarize, write_summary
 from .trace_file import tracing
 from .waves import generate_waves
 
 log = logging.getLogger(__name__)
-PATHS = ("model.path", "model.tokenizer", "dataset.path")  # what lies there is known by its digest, wherever it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +62,7 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
     with (
-        open_run(run_directory(config), _manifest(config, runtime, rows)) as state,
+        open_run(run_directory(config), manifest_of(config, runtime, rows)) as state,
         mistakes_logged(state.directory.log),
     ):
 
@@ -78,20 +74,6 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
         if is_finished(state.directory):
             return _outcome(store_for(read_plan(state.directory.plan)), None, runtime, was_finished=True)
         return _Run(state, runtime, ask(runtime, rows), store_for, config, trace).finish()
-
-
-def _manifest(config: GenerateConfig, runtime: Runtime, rows: list[Row]) -> RunManifest:
-    """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run."""
-    keys = {key: value for key, value in semantic(config).items() if key not in PATHS}
-    facts = {
-        "model.dtype": str(runtime.model.compute_dtype).removeprefix("torch."),
-        "weights": runtime.model.fingerprint,
-        "tokenizer": tokenizer_fingerprint(runtime.model.tokenizer),
-        "input": input_digest(rows),
-    }
-    libraries = {"torch": torch.__version__, "transformers": transformers.__version__, "pyarrow": pyarrow.__version__}
-    paths = {key: value for key, value in semantic(config).items() if key in PATHS}
-    return RunManifest(semantic=keys | facts, operational=operational(config) | paths, versions=libraries)
 
 
 class _Run:

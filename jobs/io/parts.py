@@ -30,9 +30,10 @@ from .files import (
     write_json,
     write_parquet,
 )
+from .manifest import RunManifest
 from .output_rows import GENERATION_SCHEMA, GenerationRow
 from .plan_file import PlannedRequest
-from .run_dir import RunDirectory, RunManifest
+from .run_dir import RunDirectory
 from .summary import THROUGHPUT_SCHEMA, PassRow, Status
 
 LOG = logging.getLogger(__name__)

@@ -1,10 +1,7 @@
 """Between rows, requests and blocks: what a row asks of the model, where the plan seats it, and what it comes to."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
@@ -126,13 +123,3 @@ def rejected_rows(asked: Asked) -> list[GenerationRow]:
         GenerationRow(id=why.id, sample_index=why.sample_index, status="error", error=why.error, columns=row.columns)
         for row, why in zip(asked.rejected_rows, asked.rejected, strict=True)
     ]
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """sha256 over what turns text into tokens and back: the backend's own description, or the vocabulary, and
-    template."""
-    if tokenizer is None:
-        return "none"
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{text}\0{tokenizer.chat_template}".encode("utf-8", "surrogatepass")).hexdigest()

@@ -18,9 +18,10 @@ from runtime.engine.sequence import Unfinished
 from runtime.errors import OutputError
 
 from .files import PARQUET_PROBLEMS, canonical_json, json_digest, parse_parquet, publish, set_aside, write_parquet
+from .manifest import RunManifest
 from .output_rows import COMPLETION_FIELDS, LOGPROB_FIELDS, GenerationRow, clean_text
 from .plan_file import PlannedRequest, plan_digest
-from .run_dir import RunDirectory, RunManifest
+from .run_dir import RunDirectory
 from .summary import PassRow
 
 LOG = logging.getLogger(__name__)

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """`dtypes` holds, per full parameter name, the precision that the model computes with."""
+    """`dtypes` holds, per full parameter name, the precision that the model computes with; `config` what the
+    checkpoint's config came to, quantisation included."""
 
     staged: StagedModel
     shape: ModelShape
@@ -47,6 +48,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     start_token_id: int | None  # a decoder's first token behind an encoder; None without one
     checkpoint: Checkpoint
+    config: Mapping[str, object]
     fingerprint: str
     expands_latents: bool  # see traits.CacheShape
 
@@ -58,6 +60,7 @@ def load_model(
     path = find_checkpoint(config, cache_dir)
     checkpoint = open_checkpoint(path)
     hf_config = read_config(path)
+    described = hf_config.to_dict()
     quantization = take_quantization(hf_config)
     dtype = _compute_dtype(config.dtype, hf_config, device)
     model = build_meta_model(hf_config, dtype)
@@ -94,6 +97,7 @@ def load_model(
         eos_token_ids=eos_token_ids(path, hf_config),
         start_token_id=start_token_id(path, hf_config) if hf_config.is_encoder_decoder else None,
         checkpoint=checkpoint,
+        config=described,
         fingerprint=fingerprint,
     )
 

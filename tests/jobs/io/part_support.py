@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from jobs.io.manifest import RunManifest
 from jobs.io.output_rows import GenerationRow, infer_column_schema
 from jobs.io.parts import PartStore
 from jobs.io.plan_file import PlannedRequest
-from jobs.io.run_dir import RunDirectory, RunManifest
+from jobs.io.run_dir import RunDirectory
 from jobs.io.summary import PassRow
 
 ROOT = Path(__file__).resolve().parents[3]

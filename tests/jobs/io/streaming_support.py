@@ -7,11 +7,12 @@ from pathlib import Path
 
 from jobs.io.continuous import ContinuousRun
 from jobs.io.dataset import Row
+from jobs.io.manifest import RunManifest
 from jobs.io.output_rows import generation_schema, infer_column_schema
 from jobs.io.parts import PartStore
 from jobs.io.plan_file import fix_plan
 from jobs.io.requests import Asked, seat
-from jobs.io.run_dir import RunDirectory, RunManifest
+from jobs.io.run_dir import RunDirectory
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
 from runtime.engine.logprobs import TokenLogprobs

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from jobs.io import run_dir
-from jobs.io.run_dir import RunDirectory, RunManifest, open_run, run_name
+from jobs.io.files import JsonValue
+from jobs.io.manifest import RunManifest
+from jobs.io.run_dir import RunDirectory, open_run
 from runtime.errors import ConfigError, DamagedRunError, MillraceError, OutputError, RunMismatchError
 
 MANIFEST = RunManifest(
@@ -100,7 +102,7 @@ def test_other_library_versions_are_logged_and_accepted(tmp_path: Path, caplog: 
         (lambda stored: stored["semantic"].update({"sampling.temperature": 1.0}), DamagedRunError),
         (lambda stored: stored.pop("semantic_digest"), DamagedRunError),
         (lambda stored: stored.update(semantic=[]), DamagedRunError),
-        (lambda stored: stored.update(format=2), RunMismatchError),
+        (lambda stored: stored.update(format=3), RunMismatchError),
     ],
     ids=["settings", "digest", "kind", "format"],
 )
@@ -183,34 +185,11 @@ def test_a_failed_opening_frees_the_lock(tmp_path: Path, monkeypatch: pytest.Mon
 def test_losing_the_race_for_run_json_compares_with_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = run_dir.write_json
 
-    def be_second(path: Path, value: run_dir.JsonValue, *, exclusive: bool) -> bool:
+    def be_second(path: Path, value: JsonValue, *, exclusive: bool) -> bool:
         other = changed(sampling__temperature=0.7)
-        write(path, run_dir._manifest_json(other), exclusive=True)
+        write(path, other.to_json(), exclusive=True)
         return write(path, value, exclusive=exclusive)
 
     monkeypatch.setattr(run_dir, "write_json", be_second)
     with pytest.raises(RunMismatchError):
         open_run(tmp_path, MANIFEST)
-
-
-@pytest.mark.parametrize(
-    ("semantic", "prefix"),
-    [
-        ({"model.name": "mixtral", "dataset.name": "mtbench"}, "mixtral-mtbench-"),
-        ({"model": "/data/Meta Llama/Llama-3.2 1B/", "dataset": "jsonl"}, "llama-3.2-1b-jsonl-"),
-        ({"model.name": "../../etc", "dataset.name": "..\0\n"}, "etc-"),
-        ({"seed": 1}, ""),
-        ({"model.name": "m" * 500}, "m" * 32 + "-"),
-    ],
-)
-def test_run_name_is_short_safe_and_ends_in_the_digest(semantic: dict[str, run_dir.JsonValue], prefix: str) -> None:
-    name = run_name(semantic)
-    assert name.startswith(prefix)
-    assert len(name) == len(prefix) + 8
-    assert Path(name).name == name
-
-
-def test_run_name_follows_the_semantic_settings_alone() -> None:
-    assert replace(MANIFEST, operational={}, versions={}).name == MANIFEST.name
-    assert changed(sampling__temperature=0.1).name != MANIFEST.name
-    assert replace(MANIFEST, semantic=dict(reversed([*MANIFEST.semantic.items()]))).name == MANIFEST.name
