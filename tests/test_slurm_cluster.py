@@ -1,0 +1,130 @@
+"""slurm/generate.sbatch and the sweep of slurm/README.md on real Slurm daemons."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.slurm_cluster import Cluster, missing_programs, running_cluster
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = str(ROOT / "slurm" / "generate.sbatch")
+NUM_ROWS = 80
+TASK = ("--cpus-per-task=1", "--mem=1500M")
+# Ten blocks a shard, of some tenths of a second each: a task can be stopped between them, and in them.
+SETTINGS = ("run=night", "dataset.repeat=2", "policy=fixed", "policy.micro_batch_size=4", "policy.num_micro_batches=1")
+SETTINGS += ("sampling.max_new_tokens=64", "sampling.ignore_eos=true", "machine.num_threads=1")
+
+pytestmark = pytest.mark.skipif(
+    bool(missing_programs()),
+    reason=f"Slurm is not installed ({', '.join(missing_programs())}): apt-get install slurm-wlm munge",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def folder(cluster: Cluster, tmp_path: Path) -> Path:
+    """Where a user submits from."""
+    (tmp_path / "outputs").mkdir()
+    return tmp_path
+
+
+def submit_array(
+    cluster: Cluster, folder: Path, *options: str, settings: tuple[str, ...] = SETTINGS, **changes: str
+) -> str:
+    changes = {"MILLRACE_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **changes}
+    return cluster.submit(folder, *TASK, *options, SCRIPT, *settings, **changes)
+
+
+def shard(folder: Path, index: int) -> Path:
+    return folder / "outputs" / "generate" / f"night-{index:05d}-of-00002"
+
+
+def wait_for_part(folder: Path, index: int) -> None:
+    deadline = time.monotonic() + 180
+    while not list((shard(folder, index) / "generations").glob("part-*.parquet")):
+        assert time.monotonic() < deadline, [path.read_text()[-800:] for path in folder.glob("outputs/*.log")]
+        time.sleep(0.05)
+
+
+def ids(folder: Path) -> Counter[str]:
+    parts = sorted(folder.glob("outputs/generate/night*/generations/part-*.parquet"))
+    return Counter(str(row) for part in parts for row in pq.read_table(part, columns=["id"])["id"].to_pylist())
+
+
+def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_once(
+    cluster: Cluster, folder: Path
+) -> None:
+    array = submit_array(cluster, folder, "--array=0-1")
+    for index in (0, 1):
+        wait_for_part(folder, index)
+    cluster.ask("scancel", f"{array}_1")
+    cluster.wait(f"{array}_1", "CANCELLED", seconds=60)
+    assert not (shard(folder, 1) / "_SUCCESS.json").exists()
+    urgent = cluster.submit(folder, "--partition=urgent", "--nodes=2", "--mem=3500M", "--wrap=sleep 1")
+    cluster.wait(urgent, "COMPLETED", seconds=120)
+
+    again = submit_array(cluster, folder, "--array=1", MILLRACE_SHARDS="2")
+    counting = "--wrap=ls outputs/generate/night-*/_SUCCESS.json | wc -l > counted"
+    after = cluster.submit(folder, f"--dependency=afterok:{array}_0:{again}_1", "--mem=100M", counting)
+    for task in (f"{array}_0", f"{again}_1", after):
+        cluster.wait(task, "COMPLETED", seconds=240)
+
+    assert int(cluster.facts(f"{array}_0")["Restarts"]) >= 1, "the urgent job takes its node"
+    assert (folder / "counted").read_text().strip() == "2", "what depends on the array starts behind its last shard"
+    counts = ids(folder)
+    assert (len(counts), set(counts.values())) == (NUM_ROWS, {1})
+    for index, job in ((0, array), (1, again)):
+        log = (folder / f"outputs/slurm-{job}_{index}.log").read_text()
+        assert "going on" in log
+        assert "Traceback" not in log
+
+
+def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster, folder: Path) -> None:
+    """The warning comes 50 s before the limit of a minute: as soon as the task has had some seconds."""
+    settings = tuple(setting.replace("dataset.repeat=2", "dataset.repeat=24") for setting in SETTINGS)
+    array = submit_array(cluster, folder, "--array=0-0", "--time=1", "--signal=USR1@50", settings=settings)
+    task = f"{array}_0"
+    deadline = time.monotonic() + 240
+    while int(cluster.facts(task)["Restarts"]) < 1:
+        assert time.monotonic() < deadline, cluster.facts(task)
+        time.sleep(0.2)
+    cluster.ask("scancel", task)
+    cluster.wait(task, "CANCELLED", seconds=60)
+    log = (folder / f"outputs/slurm-{array}_0.log").read_text()
+    assert "stopped on request" in log
+    assert "Traceback" not in log
+
+
+def test_a_sweep_of_settings_is_one_array(cluster: Cluster, folder: Path) -> None:
+    launcher = ("partition=usual", "mem_gb=2", "cpus_per_task=1", "timeout_min=10")
+    ended = subprocess.run(
+        [sys.executable, "-m", "jobs.generate", "--multirun", "hydra/launcher=slurm"]
+        + [f"hydra.launcher.{setting}" for setting in launcher]
+        + ["offload=none,nvme", "policy.schedule=zigzag,flexgen", "run='${offload.tier}-${policy.schedule}'"]
+        + ["dataset.limit=3", "sampling.max_new_tokens=2", f"output_root={folder}"],
+        env={**cluster.environment, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    finished = {path.parent.name for path in folder.glob("generate/*/_SUCCESS.json")}
+    assert finished == {"none-zigzag", "none-flexgen", "nvme-zigzag", "nvme-flexgen"}
+    settings = json.loads((folder / "generate/nvme-flexgen/run.json").read_text())["operational"]
+    assert settings["policy.schedule"] == "flexgen"
+    jobs = {path.name.rpartition("_")[0] for path in folder.glob("sweep/.submitit/*_*") if path.is_dir()}
+    assert len(jobs) == 1, "four tasks of one array"
