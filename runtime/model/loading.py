@@ -20,6 +20,7 @@ from .gguf import map_gguf
 from .int8_weights import rounded_parameters
 from .layout import map_weights
 from .meta import build_meta_model
+from .net import one_line
 from .origin import eos_token_ids, find_checkpoint, load_tokenizer, read_config, start_token_id
 from .quantization import pair_scales, take_quantization
 from .rowwise import join_steps
@@ -59,11 +60,12 @@ def load_model(
     """Raises CheckpointError or ConfigError with what to change. `express`: see `map_weights`."""
     path = find_checkpoint(config, cache_dir)
     checkpoint = open_checkpoint(path)
-    hf_config = read_config(path)
+    hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
     described = hf_config.to_dict()
     quantization = take_quantization(hf_config)
     dtype = _compute_dtype(config.dtype, hf_config, device)
-    model = build_meta_model(hf_config, dtype)
+    with one_line(f"{path}: config.json makes no model", described):
+        model = build_meta_model(hf_config, dtype, most_tensors=_most_tensors(checkpoint))
     is_packed, reason = choose_lanes(model, config.lanes)
     if reason:
         log.info("lanes are padded: %s", reason)
@@ -100,6 +102,11 @@ def load_model(
         config=described,
         fingerprint=fingerprint,
     )
+
+
+def _most_tensors(checkpoint: Checkpoint) -> int:
+    """Of a model's own tensors: several are fused in one of the checkpoint, or shared by many layers."""
+    return 16 * len(checkpoint.tensors) + 8192
 
 
 def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device) -> torch.dtype:

@@ -9,15 +9,26 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
+from ..errors import CheckpointError
+from ..units import GIB, format_bytes
+
 _SMALL_NUMEL = 1 << 18
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+_COUNTED = (*_FILLED, torch.arange, torch.linspace, torch.eye)
+MAX_BUFFER_BYTES = GIB  # of one buffer that is real; the masks of GPT-2 and its like have a few MiB
 
 
 class _WeightsOnMeta(TorchFunctionMode):
     """Inside it, what modules allocate weights with takes no memory: `torch.empty`, and large `zeros`, `ones`, ...
 
-    Everything else (`arange`, `tensor`, small constants) stays real, and so do the buffers computed from it.
+    Everything else (`arange`, `tensor`, small constants) stays real, and so do the buffers computed from it. Raises
+    CheckpointError at the first allocation beyond `most_tensors`, or beyond `MAX_BUFFER_BYTES` of real memory: such a
+    config cannot be that of the weights.
     """
+
+    def __init__(self, most_tensors: int | None):
+        super().__init__()
+        self._most_tensors, self._num_tensors = most_tensors, 0
 
     def __torch_function__(
         self,
@@ -29,12 +40,28 @@ class _WeightsOnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is None:
             if func is torch.empty:
+                self._count()
                 kwargs["device"] = "meta"
-            elif func in _FILLED:
+            elif func in _COUNTED:
                 on_meta = func(*args, **(kwargs | {"device": "meta"}))
-                if isinstance(on_meta, torch.Tensor) and on_meta.numel() >= _SMALL_NUMEL:
+                if isinstance(on_meta, torch.Tensor) and on_meta.numel() >= _SMALL_NUMEL and func in _FILLED:
                     return on_meta
+                self._require_small(on_meta)
         return func(*args, **kwargs)
+
+    def _count(self) -> None:
+        self._num_tensors += 1
+        if self._most_tensors is not None and self._num_tensors > self._most_tensors:
+            raise CheckpointError(
+                f"config.json asks for more than {self._most_tensors:,} weights; the checkpoint has far fewer"
+            )
+
+    def _require_small(self, on_meta: object) -> None:
+        if isinstance(on_meta, torch.Tensor) and on_meta.nbytes > MAX_BUFFER_BYTES:
+            raise CheckpointError(
+                f"config.json asks for a buffer of {format_bytes(on_meta.nbytes)}, which is no weight: "
+                f"{format_bytes(MAX_BUFFER_BYTES)} are the most"
+            )
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
@@ -42,15 +69,17 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[Au
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
-def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_meta_model(
+    config: PreTrainedConfig, dtype: torch.dtype, *, most_tensors: int | None = None
+) -> PreTrainedModel:
     """The language model of `config`, in eval mode: every parameter on meta, every buffer real and on the CPU.
 
     Parameters and buffers have the dtype they would have after `from_pretrained(dtype=dtype)`, including those that the
     class keeps in float32. Tied parameters are one object. `config` is copied, not changed. Memory: the buffers, and
-    at most a few MiB of small constants per layer while building.
+    at most a few MiB of small constants per layer while building. `most_tensors` may be allocated, None for any number.
     Raises ValueError, from transformers, when the config's class has no model that generates text.
     """
-    with _WeightsOnMeta():
+    with _WeightsOnMeta(most_tensors):
         model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
     _move_parameters_to_meta(model)
     _restore_buffers(model)

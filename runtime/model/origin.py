@@ -1,11 +1,21 @@
 """Where a model comes from: a directory of safetensors, a GGUF file or a hub id; its config, tokenizer and stop ids."""
 
-from contextlib import suppress
+import json
+import logging
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    __version__,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import ModelConfig
@@ -13,10 +23,17 @@ from ..errors import CheckpointError, ConfigError
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, is_gguf
 from ..store.gguf import read_gguf
+from ..store.json_object import JsonObject, read_json_object
+from .config_rules import code_keys, require_sound, without_code
 from .foreign import deepseek_moe
+from .net import one_line
 from .synthesize import tiny_checkpoint
+from .vetted_files import CONFIG, MAX_SETTINGS_BYTES, vetted_directory
 
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "tokenizer*"]
+log = logging.getLogger(__name__)
+
+TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "tokenizer*"]
+HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults would count
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -52,20 +69,47 @@ def _three_ways(config: ModelConfig, reason: str) -> str:
     )
 
 
-def read_config(path: Path) -> PreTrainedConfig:
-    """config.json, or what transformers makes of a GGUF file's metadata, which takes the package `gguf`."""
+def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConfig:
+    """config.json, or what transformers makes of a GGUF file's metadata, which takes the package `gguf`.
+
+    No code that the checkpoint names is taken up by it. Raises CheckpointError naming file, key, value and what is
+    expected. `num_tensors`: how many the checkpoint has, which bounds the layers that it may claim."""
     deepseek_moe.register()
-    if not is_gguf(path):
-        try:
-            return AutoConfig.from_pretrained(path)
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path}: no usable config.json: {error}") from error
+    if is_gguf(path):
+        return _read_gguf_config(path)
+    file = path / CONFIG
+    try:
+        values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no usable config.json: there is none") from None
+    if named := code_keys(values):
+        log.info("%s: %s not followed: only code that is installed runs", file, ", ".join(named))
+    values = without_code(values)
+    require_sound(values, file, num_tensors=num_tensors)
+    _require_model_type(file, values)
+    with TemporaryDirectory(prefix="millrace-") as home:
+        (Path(home) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
+        with one_line(f"{path}: no usable config.json"):
+            config = AutoConfig.from_pretrained(home)
+    config.name_or_path = str(path)
+    return config
+
+
+def _require_model_type(file: Path, values: JsonObject) -> None:
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{file}: model_type must name a model type of transformers, got {model_type!a:.60}")
+    if model_type not in CONFIG_MAPPING:
+        close = get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise CheckpointError(f"{file}: transformers {__version__} has no model type {model_type!a:.60}{hint}")
+
+
+def _read_gguf_config(path: Path) -> PreTrainedConfig:
     if find_spec("gguf") is None:
         raise ConfigError(f"model.path={path} is a GGUF file, which needs the extra: pip install 'millrace[gguf]'")
-    try:
+    with one_line(f"{path}: transformers makes no config of its metadata"):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except (OSError, ValueError, LookupError, ImportError) as error:
-        raise CheckpointError(f"{path}: transformers makes no config of its metadata: {error}") from error
     header = read_gguf(path)
     for key, attribute in GGUF_WIDTHS.items():
         width = header.metadata.get(f"{header.architecture}.{key}")
@@ -79,12 +123,23 @@ def load_tokenizer(wanted: str | None, checkpoint: Checkpoint) -> PreTrainedToke
     path, gguf = checkpoint.path, checkpoint.gguf
     if wanted is None and not (_has_tokenizer(path) if gguf is None else "tokenizer.ggml.tokens" in gguf.metadata):
         return None
-    try:
-        if wanted is None and gguf is not None:
-            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
-        return AutoTokenizer.from_pretrained(wanted or path, padding_side="left")
-    except (OSError, ValueError, LookupError, ImportError) as error:
-        raise CheckpointError(f"model.tokenizer={wanted or path}: cannot be loaded: {error}") from error
+    place = f"model.tokenizer={wanted or path}: cannot be loaded"
+    if wanted is None and gguf is not None:
+        with vetted_directory(path.parent, path.name) as view, one_line(place):
+            return AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left")
+    directory = path if wanted is None else _tokenizer_directory(wanted)
+    with vetted_directory(directory) as view, one_line(place):
+        tokenizer = AutoTokenizer.from_pretrained(view, padding_side="left")
+    tokenizer.name_or_path = str(directory)
+    return tokenizer
+
+
+def _tokenizer_directory(wanted: str) -> Path:
+    path = Path(wanted).expanduser()
+    if path.is_dir():
+        return path
+    with one_line(f"model.tokenizer={wanted}: neither a directory nor a hub id that can be fetched"):
+        return Path(snapshot_download(wanted, allow_patterns=TOKENIZER_PATTERNS))
 
 
 def _has_tokenizer(directory: Path) -> bool:
@@ -108,7 +163,17 @@ def start_token_id(path: Path, config: PreTrainedConfig) -> int:
 def _token_id(name: str, path: Path, config: PreTrainedConfig) -> int | list[int] | None:
     """As transformers' generate finds it: in generation_config.json if there is one, which a GGUF file has not, else in
     the config."""
-    if not is_gguf(path):
-        with suppress(OSError):  # there is none
-            return getattr(GenerationConfig.from_pretrained(path), name)
-    return getattr(config.get_text_config(), name, None)
+    found = None if is_gguf(path) else read_generation_config(path)
+    return getattr(found if found is not None else config.get_text_config(), name, None)
+
+
+def read_generation_config(path: Path) -> GenerationConfig | None:
+    """None where the directory has none. Raises CheckpointError naming file, key, value and what is expected."""
+    file = path / "generation_config.json"
+    try:
+        values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        return None
+    require_sound(values, file)
+    with one_line(str(file)):
+        return GenerationConfig.from_dict({**without_code(values)})

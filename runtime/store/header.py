@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..plan.shapes import TensorSlice
 from ..units import MIB, format_bytes
+from .json_object import require_regular
 
 MAX_HEADER_BYTES = 100 * MIB
 DTYPE_BITS = {
@@ -22,7 +23,7 @@ DTYPE_BITS = {
 def read_header(path: Path) -> dict[str, TensorSlice]:
     """The tensors of `path` by name. Raises CheckpointError naming the file and what is wrong with it."""
     try:
-        size = path.stat().st_size
+        size = require_regular(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):

@@ -1,0 +1,155 @@
+"""What a stranger's config.json may say: no code, and numbers that a model can have. Values in, values out."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from ..store.json_object import JsonObject, JsonValue, type_name
+
+# Names of code, and where to get it: transformers would load it from the hub or the directory. Only what comes with the
+# installed packages runs, whichever of it our own settings choose.
+_CODE = re.compile(
+    r"auto_map|trust_remote_code|code_revision|custom_generate|use_kernels|kernel_config"
+    r"|_?(?:attn|attention|experts|mlp)_implementation(?:_internal)?"
+)
+# What the library shall answer with, and the labels of classifiers: nothing of the model that generates.
+_ANSWERS = re.compile(
+    r"return_dict|use_return_dict|output_(?:attentions|hidden_states)|torchscript|num_labels|id2label|label2id"
+    r"|problem_type"
+)
+
+LARGEST = 2**31 - 1
+MOST_LAYERS = 256  # where the checkpoint has fewer tensors: an absent tower's layers; they are built in a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """`holds` of each number under a key, lists and nulls looked through; `meaning` is how a message says it."""
+
+    keys: re.Pattern[str]
+    meaning: str
+    holds: Callable[[JsonValue], bool]
+
+
+def _whole(least: int) -> Callable[[JsonValue], bool]:
+    return lambda value: type(value) is int and least <= value <= LARGEST
+
+
+def _real(*, least: float, most: float = math.inf) -> Callable[[JsonValue], bool]:
+    def holds(value: JsonValue) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        return least <= value <= most and value != math.inf
+
+    return holds
+
+
+def _is_dtype(value: JsonValue) -> bool:
+    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+
+
+RULES = (
+    Rule(
+        keys=re.compile(
+            r"(?:\w+_)?hidden_(?:size|dim)|n_embd|d_model|vocab_size|(?:\w+_)?num_(?:\w+_)?heads|n_heads?"
+            r"|(?:\w+_)?(?:attention|key_value)_heads|weight_block_size"
+        ),
+        meaning=f"a whole number from 1 to {LARGEST:,}",
+        holds=_whole(1),
+    ),
+    Rule(
+        keys=re.compile(r"max_position_embeddings|max_sequence_length|n_positions"),
+        meaning=f"a number from 1 to {LARGEST:,}",
+        holds=_real(least=1, most=LARGEST),
+    ),
+    Rule(
+        keys=re.compile(
+            r"(?:\w+_)?num_(?:\w+_)?(?:layers|blocks)|n_layers?|layers|depth|(?:encoder|decoder)_layers|(?:\w+_)?head_dim"
+            r"|d_kv|(?:\w+_)?(?:ffn|intermediate)_(?:size|dim)|n_inner|d_ff|num_(?:\w+_)?experts(?:_per_tok)?|n_\w+_experts"
+        ),
+        meaning=f"a whole number from 0 to {LARGEST:,}",
+        holds=_whole(0),
+    ),
+    Rule(
+        keys=re.compile(r"(?:\w+_)?(?:eps|epsilon)"),
+        meaning="a finite number, 0 or more",
+        holds=_real(least=0),
+    ),
+    Rule(
+        keys=re.compile(
+            r"rope_theta|rotary_emb_base|(?:attention_|short_|long_|low_freq_|high_freq_)?factor"
+            r"|original_max_position_embeddings"
+        ),
+        meaning="a finite number above 0",
+        holds=_real(least=math.ulp(0.0)),
+    ),
+    Rule(
+        keys=re.compile(r"(?:(?:\w+_)?(?:bos|eos|pad)|decoder_start)_token_id"),
+        meaning="a token's number, or a list of them",
+        holds=_whole(-1),
+    ),
+    Rule(keys=re.compile(r"(?:torch_)?dtype"), meaning="the name of a torch dtype", holds=_is_dtype),
+)  # fmt: skip
+_LAYERS = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:layers|blocks)|n_layers?|layers|depth|(?:encoder|decoder)_layers")
+_OBJECTS = re.compile(r"quantization_config|compression_config|[a-z]\w*_config|rope_parameters|rope_scaling")
+
+
+def require_sound(values: JsonObject, place: Path, *, num_tensors: int | None = None) -> None:
+    """Raises CheckpointError naming `place`, the dotted key, its value and what is expected. `num_tensors`: of the
+    checkpoint, which bounds the number of layers."""
+    most_layers = None if num_tensors is None else max(num_tensors, MOST_LAYERS)
+    for dotted, key, value in _leaves(values, ""):
+        _check(place, dotted, key, value)
+        if most_layers is not None and _LAYERS.fullmatch(key) and isinstance(value, int) and value > most_layers:
+            raise _refused(place, dotted, value, f"{most_layers:,} at most: the weights hold {num_tensors:,} tensors")
+
+
+def without_code(values: JsonObject) -> JsonObject:
+    """A copy without the keys that name code or shape answers, on every level."""
+    kept = {key: value for key, value in values.items() if not (_CODE.fullmatch(key) or _ANSWERS.fullmatch(key))}
+    return {key: without_code(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
+def code_keys(values: JsonObject) -> list[str]:
+    """The dotted keys that name code."""
+    return sorted({dotted for dotted, key, _ in _leaves(values, "") if _CODE.fullmatch(key)})
+
+
+def key_of(values: JsonObject, wanted: object) -> str | None:
+    """The dotted key whose value is the text `wanted`; None where there is none."""
+    return next(
+        (dotted for dotted, _, value in _leaves(values, "") if isinstance(value, str) and value == wanted), None
+    )
+
+
+def _check(place: Path, dotted: str, key: str, value: JsonValue) -> None:
+    if value is None:
+        return
+    for rule in RULES:
+        if rule.keys.fullmatch(key):
+            for item in value if isinstance(value, list) else [value]:
+                if not isinstance(item, list | Mapping) and not rule.holds(item):
+                    raise _refused(place, dotted, item, rule.meaning)
+    if _OBJECTS.fullmatch(key) and not isinstance(value, Mapping):
+        raise _refused(place, dotted, value, f"an object, not {type_name(value)}")
+
+
+def _refused(place: Path, dotted: str, value: JsonValue, meaning: str) -> CheckpointError:
+    shown = ascii(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    return CheckpointError(f"{place}: {dotted} must be {meaning}, got {shown}")
+
+
+def _leaves(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonValue]]:
+    """Dotted key, key and value of every entry on every level, those of objects in lists too."""
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        yield dotted, key, value
+        for nested in value if isinstance(value, list) else [value]:
+            if isinstance(nested, Mapping):
+                yield from _leaves(nested, f"{dotted}.")

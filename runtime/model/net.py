@@ -1,0 +1,41 @@
+"""What transformers raises at a checkpoint's files becomes one line of ours."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import CheckpointError, MillraceError
+from ..store.json_object import JsonObject
+from .config_rules import key_of
+
+MAX_CHARACTERS = 240
+SENTENCES = (ValueError, OSError, RuntimeError, ImportError)  # whose text says enough
+PASS_ON = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+@contextmanager
+def one_line(place: str, settings: JsonObject | None = None) -> Iterator[None]:
+    """Any exception inside leaves as CheckpointError that begins with `place`; our own pass, and so do interrupts.
+    Where one is about a name that transformers lacks, `settings` say which key holds it.
+
+    Everything is caught, and BaseException with it, because what a stranger's file makes foreign code raise has no
+    bounds: KeyError, ZeroDivisionError, RecursionError, a panic of the tokenizers library, which is no Exception. Only
+    calls that do nothing but read such a file may stand inside.
+    """
+    try:
+        yield
+    except (MillraceError, *PASS_ON):
+        raise
+    except BaseException as error:
+        name = error.args[0] if isinstance(error, KeyError) and error.args else None
+        key = key_of(settings, name) if settings is not None and isinstance(name, str) else None
+        reason = f"{key}={name!a} is nothing that transformers knows" if key is not None else reason_of(error)
+        raise CheckpointError(f"{place}: {reason}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Its text in one line and `MAX_CHARACTERS` at most, behind its type where the text says nothing by itself."""
+    text = " ".join(str(error).split())
+    if len(text) > MAX_CHARACTERS:
+        text = f"{text[:MAX_CHARACTERS]} ..."
+    is_sentence = isinstance(error, SENTENCES) or type(error).__module__ != "builtins"
+    return text if is_sentence and " " in text else f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,76 @@
+"""JSON that a stranger wrote: bounded in size and depth, and an object, before anyone looks inside."""
+
+import json
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from ..errors import CheckpointError
+from ..units import MIB, format_bytes
+
+JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+JsonObject: TypeAlias = Mapping[str, JsonValue]
+
+MAX_DEPTH = 64
+MAX_JSON_BYTES = 64 * MIB  # the largest tokenizer.json in use has about half
+TYPE_NAMES = {type(None): "null", bool: "true or false", str: "text", list: "a list", dict: "an object"}
+
+
+def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
+    """Raises CheckpointError naming the file and what is wrong with it; FileNotFoundError where there is none.
+
+    Infinities are let through, which transformers writes (`time_step_limit` of Mamba-2); NaN is refused.
+    """
+    try:
+        value = json.loads(_text(path, max_bytes), parse_constant=_refuse_nan)
+    except RecursionError:
+        raise CheckpointError(f"{path}: nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, but holds {type_name(value)}")
+    if is_deeper_than(value, MAX_DEPTH):
+        raise CheckpointError(f"{path}: nested deeper than {MAX_DEPTH} levels")
+    return cast(JsonObject, value)
+
+
+def type_name(value: object) -> str:
+    return TYPE_NAMES.get(type(value), "a number")
+
+
+def require_regular(path: Path) -> int:
+    """Its size in bytes. Raises CheckpointError for what is no regular file (a device or a pipe may never end)."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: cannot be read: not a regular file")
+    return found.st_size
+
+
+def is_deeper_than(value: object, limit: int) -> bool:
+    """Level by level, without recursion."""
+    level = [value]
+    for _ in range(limit + 1):
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            return False
+        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+    return True
+
+
+def _text(path: Path, max_bytes: int) -> str:
+    try:
+        num_bytes = require_regular(path)
+        if num_bytes > max_bytes:
+            raise CheckpointError(f"{path}: {format_bytes(num_bytes)} of JSON; {format_bytes(max_bytes)} are the most")
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _refuse_nan(text: str) -> float:
+    if text == "NaN":
+        raise ValueError("NaN is no value of a setting")
+    return float(text)
