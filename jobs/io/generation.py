@@ -8,6 +8,7 @@ from pathlib import Path
 from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.config import Admission, PolicyKind
+from runtime.errors import RunMismatchError
 from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
 from runtime.plan.predict import Prediction
@@ -17,16 +18,18 @@ from runtime.trace import Trace
 from .chat import require_template
 from .config import GenerateConfig, run_name
 from .continuous import ContinuousRun
-from .dataset import read_rows, shard_rows
+from .dataset import Row, read_rows, shard_rows
 from .feedback import Feedback
 from .files import publish, write_all
 from .identity import manifest_of
+from .input_digests import InputDigests, digest_input, first_changed, keep_rows
+from .manifest import RunManifest
 from .mistakes import mistakes_logged
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore, is_finished
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .requests import Asked, ask, rejected_rows, seat, unseat
-from .run_dir import RunState, open_run
+from .run_dir import RunDirectory, RunState, open_run
 from .summary import MemoryUse, Summary, summarize, write_summary
 from .trace_file import tracing
 from .waves import generate_waves
@@ -61,10 +64,13 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
     fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
+    digests = digest_input(rows, columns)
     with (
-        open_run(run_directory(config), manifest_of(config, runtime, rows)) as state,
+        _open(run_directory(config), manifest_of(config, runtime, digests), digests, rows) as state,
         mistakes_logged(state.directory.log),
     ):
+        if state.manifest.facts:
+            keep_rows(state.directory.row_digests, digests)
 
         def store_for(plan: list[PlannedRequest]) -> PartStore:
             return PartStore(
@@ -74,6 +80,15 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
         if is_finished(state.directory):
             return _outcome(store_for(read_plan(state.directory.plan)), None, runtime, was_finished=True)
         return _Run(state, runtime, ask(runtime, rows), store_for, config, trace).finish()
+
+
+def _open(path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequence[Row]) -> RunState:
+    """`open_run`; where the run is another's for its input, the error names the first row."""
+    try:
+        return open_run(path, manifest)
+    except RunMismatchError as error:
+        changed = first_changed(RunDirectory(path=path).row_digests, digests, rows)
+        raise RunMismatchError(f"{error}\n{changed}") if changed is not None else error from error
 
 
 class _Run:

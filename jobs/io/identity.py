@@ -5,7 +5,7 @@ A fact is said by a file and its key, as `config.json rms_norm_eps`, so that a r
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pyarrow
@@ -18,8 +18,8 @@ from runtime.errors import CheckpointError, DamagedRunError
 from runtime.model.loading import LoadedModel
 
 from .config import GenerateConfig, operational, semantic
-from .dataset import Row, input_digest
 from .files import JsonValue, canonical_json, read_json
+from .input_digests import InputDigests
 from .manifest import RunManifest
 
 LOG = logging.getLogger(__name__)
@@ -29,21 +29,21 @@ VERSIONS = frozenset({"transformers_version", "dtype"})  # the dtype is `model.d
 MAX_KEYS, MAX_CHARS = 64, 400  # of a mapping and of a value that are kept as they are; of larger ones a digest
 
 
-def manifest_of(config: GenerateConfig, runtime: Runtime, rows: Sequence[Row]) -> RunManifest:
+def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests) -> RunManifest:
     """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run."""
     settings, model = semantic(config), runtime.model
-    digests = {
+    came_to = {
         "model.dtype": str(model.compute_dtype).removeprefix("torch."),
         "weights": model.fingerprint,
         "tokenizer": tokenizer_fingerprint(model.tokenizer),
-        "input": input_digest(rows),
+        "input": digests.asked,
     }
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__, "pyarrow": pyarrow.__version__}
     return RunManifest(
-        semantic={key: value for key, value in settings.items() if key not in PATHS} | digests,
+        semantic={key: value for key, value in settings.items() if key not in PATHS} | came_to,
         operational=operational(config) | {key: value for key, value in settings.items() if key in PATHS},
         versions=libraries,
-        facts=model_facts(model),
+        facts={**model_facts(model), **digests.facts},
         defaults=semantic(GenerateConfig()),
         sources=_sources(config, model.checkpoint.path),
     )

@@ -120,8 +120,9 @@ def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: lis
 
 
 def _subject(key: str) -> str:
-    file, _, _ = key.partition(" ")
-    return file if file.endswith(".json") else key
+    """What a person would call the place of a fact."""
+    first, _, _ = key.partition(" ")
+    return first if first.endswith(".json") else "input columns" if first == "input" else key
 
 
 def _without_what_is_said_newly(run: Path, lines: list[str]) -> list[str]:

@@ -31,6 +31,10 @@ class RunDirectory:
         return self.path / "plan.parquet"
 
     @property
+    def row_digests(self) -> Path:
+        return self.path / "row_digests.parquet"
+
+    @property
     def schedule(self) -> Path:
         return self.path / "schedule.txt"
 

@@ -1,15 +1,16 @@
-"""A run belongs to one model: whatever of its files is changed between two starts is refused by file and key."""
+"""A run belongs to one model and one input: whatever of them is changed between two starts is refused, by file and key
+or by column and row."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig
+from jobs.io.dataset import DatasetConfig, DatasetKind
 from jobs.io.files import json_digest
 from jobs.io.generation import Outcome, generate
 from jobs.io.run_dir import RunDirectory
@@ -18,6 +19,7 @@ from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted, RunMismatchError
 
 NUM_ROWS = 6
+ROWS = [{"id": f"r{i}", "prompt": f"prompt {i}", "answer": i, "tags": ["a", i]} for i in range(NUM_ROWS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,10 @@ class Place:
         return self.root / "model"
 
     @property
+    def data(self) -> Path:
+        return self.root / "in.jsonl"
+
+    @property
     def run(self) -> RunDirectory:
         return RunDirectory(path=self.root / "generate" / "case")
 
@@ -39,7 +45,7 @@ class Place:
             run="case",
             output_root=str(self.root),
             model=ModelConfig(name="hf", path=str(self.model)),
-            dataset=DatasetConfig(limit=NUM_ROWS),
+            dataset=DatasetConfig(kind=DatasetKind.jsonl, path=str(self.data), id_field="id"),
             policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=1),
             sampling=SamplingConfig(max_new_tokens=4),
         )
@@ -50,6 +56,9 @@ class Place:
         before = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(before | values))
 
+    def write_rows(self, rows: Sequence[Mapping[str, object]]) -> None:
+        self.data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
     def written(self) -> dict[str, bytes]:
         return {str(p): p.read_bytes() for p in self.run.path.rglob("*") if p.is_file() and p.name != ".lock"}
 
@@ -59,6 +68,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Stopped when a part was there."""
     place = Place(root=tmp_path_factory.mktemp("begun"))
     shutil.copytree(Runtime(RuntimeConfig()).model.checkpoint.path, place.model)
+    place.write_rows(ROWS)
     with pytest.raises(Interrupted):
         place.start(lambda: place.run.generations_part(0).exists())
     return place
@@ -110,6 +120,56 @@ def test_a_changed_file_of_the_model_is_refused_by_file_and_key(
     assert str(place.model) in str(refused.value)
     assert refused.value.exit_code == 2
     assert place.written() == before
+
+
+def with_row(place: int, **values: object) -> list[dict[str, object]]:
+    return [*ROWS[:place], ROWS[place] | values, *ROWS[place + 1 :]]
+
+
+INPUTS = {
+    "a value of a column": (with_row(3, answer=777), 'input column "answer": "int64 ', 'number 3, id "r3": a column'),
+    "a value in a list": (with_row(5, tags=["b", 5]), 'input column "tags": "string ', 'number 5, id "r5": a column'),
+    "a type": ([row | {"answer": f"s{row['id']}"} for row in ROWS], '-> "string ', 'number 0, id "r0": a column'),
+    "a type of a later row": (with_row(4, answer=0.5), '-> "double ', 'number 4, id "r4"'),
+    "a new column": ([row | {"new": 1} for row in ROWS], 'input column "new": (absent) -> ', 'number 0, id "r0"'),
+    "a column gone": ([{k: v for k, v in row.items() if k != "tags"} for row in ROWS], "-> (absent)", 'id "r0"'),
+    "their order": ([dict(reversed(row.items())) for row in ROWS], "input columns: [", 'number 0, id "r0"'),
+    "a prompt": (with_row(2, prompt="another"), 'input: "', 'number 2, id "r2": what it asks'),
+    "a row more": ([*ROWS, ROWS[0] | {"id": "new"}], 'input: "', "There were 6 rows and are 7"),
+}
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_a_changed_input_is_refused_by_column_and_row_and_nothing_is_made_again(place: Place, case: str) -> None:
+    rows, line, first_row = INPUTS[case]
+    place.write_rows(rows)
+    before = place.written()
+    with pytest.raises(RunMismatchError) as refused:
+        place.start()
+    message = str(refused.value)
+    assert line in message
+    assert first_row in message
+    assert f"(from {place.data})" in message
+    assert place.written() == before
+
+
+def test_the_same_rows_elsewhere_are_the_same_input(place: Place) -> None:
+    text = place.data.read_text().replace('"answer": 1', '"answer":  1') + "\n\n"
+    place.data.write_text(text)
+    assert place.start().exit_code == 0
+
+
+def test_without_its_digests_of_rows_a_run_is_refused_without_the_row(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.write_rows(with_row(3, answer=777))
+    place.run.row_digests.write_bytes(b"torn")
+    with pytest.raises(RunMismatchError, match='input column "answer"'):
+        place.start()
+    assert "the row that was changed cannot be named" in caplog.text
+    place.run.row_digests.unlink()
+    with pytest.raises(RunMismatchError, match='input column "answer"'):
+        place.start()
 
 
 def test_a_finished_run_is_not_that_of_a_changed_model(place: Place) -> None:

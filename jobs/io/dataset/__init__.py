@@ -10,7 +10,7 @@ helm.py helm_reasoning.py helm_summarization.py     HELM's scenarios as MoE-Ligh
 """
 
 from .config import BadRowPolicy, DatasetConfig, DatasetKind, DuplicatePolicy, ReasoningMode, ShardConfig
-from .rows import Row, input_digest, shard_rows
+from .rows import Row, asked_bytes, input_digest, shard_rows
 from .sources import read_rows
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ReasoningMode",
     "Row",
     "ShardConfig",
+    "asked_bytes",
     "input_digest",
     "read_rows",
     "shard_rows",

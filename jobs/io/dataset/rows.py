@@ -99,7 +99,12 @@ def input_digest(rows: Sequence[Row]) -> str:
     """
     digest = hashlib.sha256()
     for row in rows:
-        content = [row.id, row.prompt, row.messages, row.error is not None]
-        content += [row.overrides.given] if row.overrides.given else []
-        digest.update(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n")
+        digest.update(asked_bytes(row))
     return digest.hexdigest()
+
+
+def asked_bytes(row: Row) -> bytes:
+    """What `input_digest` is over, of one row."""
+    content = [row.id, row.prompt, row.messages, row.error is not None]
+    content += [row.overrides.given] if row.overrides.given else []
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
