@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from runtime import Runtime, RuntimeConfig, api
 from runtime.config import ModelConfig
 from runtime.model import loading, pieces
+from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
 from runtime.model.multipliers import choose_multipliers
 from runtime.model.traits import CacheShape
@@ -48,7 +49,7 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(shared_home: Path) -> Callable[[str], Reference]:
     """`reference(family)`: a checkpoint directory with what `transformers.generate` makes of some prompts, made once
     for all workers. Nobody writes there."""
-    return cache(lambda family: Reference.shared(family, shared_home / "families" / family))
+    return cache(lambda family: Reference.shared(FAMILIES[family], shared_home / "families" / family))
 
 
 @pytest.fixture(scope="session")

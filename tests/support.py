@@ -74,11 +74,11 @@ class Reference:
     sampled: list[list[int]]
 
     @staticmethod
-    def shared(family: str, home: Path) -> "Reference":
+    def shared(family: Family, home: Path) -> "Reference":
         """Made once in `home`."""
 
         def make(home: Path) -> None:
-            made = Reference.make(FAMILIES[family], home / "model")
+            made = Reference.make(family, home / "model")
             (home / "answers.json").write_text(json.dumps([made.prompts, made.expected, made.sampled]))
 
         prompts, expected, sampled = json.loads((made_once(home, make) / "answers.json").read_text())
