@@ -34,6 +34,7 @@ Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
 SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
 FREE_KEYS = frozenset({"policy.schedule", "policy.attention"})  # of those groups: greedy float32 text is the same
+LATER_KEYS = frozenset[str]()  # of those groups: came after the first names were given, see `run_name`
 
 
 class LogLevel(Enum):
@@ -184,9 +185,16 @@ def _is_semantic(key: str) -> bool:
 def run_name(config: GenerateConfig) -> str:
     """The directory name of this run below `<output_root>/generate`: `run`, or a name derived from `semantic`.
 
-    A shard of several is a run of its own, so the name ends in `-00001-of-00004`, with `run` given or not.
+    A shard of several is a run of its own, so the name ends in `-00001-of-00004`, with `run` given or not. A key of
+    `LATER_KEYS` is in the name only where it is set, so that the command of a run that was begun by a version without
+    it still finds that run.
     """
-    keys = {key: value for key, value in semantic(config).items() if not key.startswith("shard.")}
+    defaults = semantic(GenerateConfig())
+    keys = {
+        key: value
+        for key, value in semantic(config).items()
+        if not key.startswith("shard.") and not (key in LATER_KEYS and value == defaults[key])
+    }
     model = PurePath(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", f"{model}-{config.dataset.kind.value}")[:80].lstrip(".-")
     name = config.run or f"{readable}-{json_digest(keys)[:10]}"

@@ -155,6 +155,18 @@ def test_how_the_work_is_done_leaves_the_run_as_it_is(override: str) -> None:
     assert run_name(generate(override)) == run_name(generate())
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ((), "tiny-sample-16954e48c9"),
+        (("model={name: hf, path: /x/llama}", "sampling={temperature: 0.8, seed: 3}"), "llama-sample-23ca851bb0"),
+    ],
+)
+def test_a_command_of_an_earlier_version_finds_its_run(overrides: tuple[str, ...], name: str) -> None:
+    """Who adds a key that can change the text adds it to `LATER_KEYS` too."""
+    assert run_name(generate(*overrides)) == name
+
+
 def test_semantic_keys_can_be_written_as_json() -> None:
     keys = semantic(generate("sampling.stop=[a]"))
     assert json.loads(json.dumps(keys, allow_nan=False)) == keys
