@@ -9,6 +9,7 @@ this lane have been brought to, in row order, before the lane enters the layer. 
 `HostLane`'s.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class PagedKV(Cache):
         self._bound: dict[int, torch.Tensor] = {}
         self._view = self._look([], [])
         self._stop_after: int | None = None
+        self._given: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
 
     @property
     def decoding(self) -> DecodeRows | None:
@@ -196,6 +198,7 @@ class PagedKV(Cache):
         """Stores k, v (1, H, T, D) of the pass. Returns them unchanged, as attention reads the pages itself; for layers
         that expand latents, all positions of the pass's rows (1, H, sum of S, D). What the CPU is to attend to is
         stored by `HostVisit.attend`."""
+        self._given = layer_idx, weakref.ref(key_states), weakref.ref(value_states)
         if self._host is not None and layer_idx in self._pages.host_layers:
             self._host.store_prompts(layer_idx, key_states, value_states)
             return key_states, value_states
@@ -208,6 +211,12 @@ class PagedKV(Cache):
             return key_states, value_states
         k, v = (pages[kv.layout.cached_S].transpose(0, 1)[None] for pages in (kv.k_NPHD, kv.v_NPHD))
         return k, v
+
+    def gave(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether these are what the last `update` was handed, for this layer."""
+        if self._given is None or self._given[0] != layer:
+            return False
+        return self._given[1]() is key and self._given[2]() is value
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
         """For tokens (1, H, T, D) such as these, which are the pass's where pages stay in host memory."""

@@ -22,10 +22,11 @@ from ..cache.plain_attention import decode_attention_torch
 from ..cache.rule import Rule
 from ..cache.views import DecodeRows, Reach, Segment
 from ..errors import ConfigError
+from . import guards
 from .events import LaneRun, NeedAttention, need_tensor
+from .guards import chunk_of, layer_of
 
 NAME = "millrace_ragged"
-UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")  # classes that ask for these have padded lanes
 
 
 def ragged_attention(
@@ -41,19 +42,20 @@ def ragged_attention(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
-    for name in UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ConfigError(
-                f"{type(module).__name__} wants {name}, which packed lanes do not offer: model.lanes=padded"
-            )
+    is_causal = kwargs.get("is_causal")
+    _require(
+        module,
+        guards.unknown_wish(kwargs) or guards.foreign_mask(attention_mask) or guards.looks_ahead(module, is_causal),
+    )
     run = getcurrent()
     assert isinstance(run, LaneRun), "ragged attention was called outside a lane"
     cache = run.cache
     assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
-    layer = getattr(module, "layer_idx", None)
-    assert isinstance(layer, int), f"{type(module).__name__} does not say which layer it is"
+    layer = layer_of(module)
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    reach = Reach(sliding_window, _chunk(module, layer))
+    reach = Reach(sliding_window, chunk_of(module, layer))
+    are_given = cache.expands or cache.gave(layer, key, value)
+    _require(module, guards.changed_keys(are_given=are_given) or guards.unseen_window(module, layer, reach))
 
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
     visit = cache.visit(layer, query, key, value, rule.sinks)
@@ -66,6 +68,12 @@ def ragged_attention(
 
     out = need_tensor(NeedAttention(compute, is_decode=not seen.segments))
     return (visit.receive(out) if visit is not None else out)[None], None
+
+
+def _require(module: torch.nn.Module, reason: str) -> None:
+    """The second line: most classes have been looked at when the model was loaded."""
+    if reason:
+        raise ConfigError(f"{type(module).__name__} cannot run in packed lanes: {reason}; use model.lanes=padded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +126,6 @@ def _seen_by(
         return kv.row_of(segment)
     start = segment.start if kv is not None else segment.kv_start
     return key[0, :, start : start + segment.end], value[0, :, start : start + segment.end]
-
-
-def _chunk(module: torch.nn.Module, layer: int) -> int | None:
-    """Chunked layers are known by the config alone: transformers tells their mask, never the attention function."""
-    config = getattr(module, "config", None)
-    types = getattr(config, "layer_types", None)
-    return getattr(config, "attention_chunk_size", None) if types and types[layer] == "chunked_attention" else None
 
 
 def _decode(

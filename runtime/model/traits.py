@@ -1,6 +1,5 @@
 """What a class lets the runtime do, read off the model itself: the kind of its lanes, experts and cache, and why."""
 
-import copy
 import inspect
 import logging
 from collections.abc import Iterator
@@ -8,7 +7,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
-from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
@@ -16,6 +14,9 @@ from ..config import Lanes
 from ..errors import ConfigError
 from ..plan.delta_rule import DeltaRule
 from .experts import is_experts
+from .guards import NO_DECODER
+from .hollow import without_values
+from .probe import is_latent, latent_rank, why_not_packed
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,11 @@ class CacheShape:
 
 
 def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
-    """Whether lanes are packed, and why not. Raises ConfigError when packed ones are wanted and impossible."""
+    """Whether lanes are packed, and why not. Raises ConfigError when packed ones are wanted and impossible, and for a
+    class that is no decoder."""
     reason = _why_padded(model)
+    if reason == NO_DECODER:
+        raise ConfigError(f"model.path: {type(model).__name__} is no decoder: {reason}")
     if wanted is Lanes.padded:
         return False, reason or "model.lanes=padded"
     if wanted is Lanes.packed and reason:
@@ -72,7 +76,9 @@ def _why_padded(model: PreTrainedModel) -> str:
         return "encoder and decoder"
     if not getattr(model, "_supports_attention_backend", False):
         return "own attention code"
-    return f"layers of type {min(types - PACKED_LAYER_TYPES)}" if types - PACKED_LAYER_TYPES else ""
+    if types - PACKED_LAYER_TYPES:
+        return f"layers of type {min(types - PACKED_LAYER_TYPES)}"
+    return why_not_packed(model)
 
 
 def layer_types(model: PreTrainedModel) -> list[str]:
@@ -130,9 +136,7 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
     if model.config.is_encoder_decoder:
         own = _estimated_cache(model.get_decoder())
         return replace(own, cross_bytes_per_token=own.bytes_per_token)
-    probe = copy.deepcopy(model).to("meta")  # pyright: ignore[reportArgumentType] - transformers hides the signature
-    for name in [name for name, _ in probe.named_modules() if name.rpartition(".")[2] == "experts"]:
-        probe.set_submodule(name, _NoExperts())  # they choose by values
+    probe = without_values(model)
     try:
         two, three = (_filled_cache(probe, num_tokens) for num_tokens in (2, 3))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
@@ -140,12 +144,11 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
         return _estimated_cache(model)
     of_two, of_three = ([sum(t.nbytes for t in _tensors(layer)) for layer in cache.layers] for cache in (two, three))
     per_token = tuple(three - two for two, three in zip(of_two, of_three, strict=True))
-    rank = getattr(model.config.get_text_config(), "kv_lora_rank", None)
+    rank = latent_rank(model)
     return CacheShape(
         layer_bytes_per_token=per_token,
         bytes_per_sequence=sum(of_two) - 2 * sum(per_token),
-        is_latent=rank is not None
-        and any(t.shape[1] == 1 and t.shape[-1] == rank for layer in two.layers for t in _tensors(layer)),
+        is_latent=any(is_latent(_tensors(layer), rank) for layer in two.layers),
     )
 
 
@@ -155,11 +158,6 @@ def _estimated_cache(model: PreTrainedModel) -> CacheShape:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = (2 * num_heads * head_dim * model.dtype.itemsize,) * config.num_hidden_layers
     return CacheShape(layer_bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False)
-
-
-class _NoExperts(nn.Module):
-    def forward(self, hidden_states: torch.Tensor, *args: object) -> torch.Tensor:
-        return torch.empty_like(hidden_states)
 
 
 @torch.inference_mode()
