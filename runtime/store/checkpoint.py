@@ -3,7 +3,6 @@
 No weight is read here."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from ..errors import CheckpointError
 from ..plan.shapes import TensorSlice
 from .gguf import GgufHeader, read_gguf
 from .header import read_header
+from .json_object import read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,7 +68,9 @@ def _unreadable(directory: Path) -> CheckpointError:
     pickles = sorted(p.name for p in directory.glob("*.bin"))
     if pickles:
         return CheckpointError(
-            f"{directory}: only pickled weights ({pickles[0]} ...), which run code when read; convert them once:\n"
+            f"{directory}: only pickled weights ({pickles[0]} ...), which run code of whoever wrote them when they are "
+            "read. Take the safetensors that most models also have; only if you trust the writer as you trust a "
+            "program, convert them once, in a container without network:\n"
             f'  python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\""
         )
@@ -79,15 +81,17 @@ def _unreadable(directory: Path) -> CheckpointError:
 
 
 def _sharded(directory: Path, index: Path) -> dict[str, TensorSlice]:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not a safetensors index: {error}") from error
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, Mapping):
+        raise CheckpointError(f"{index}: not a safetensors index: weight_map must be an object of tensors and files")
+    names = {tensor: file for tensor, file in weight_map.items() if isinstance(file, str)}
+    if len(names) < len(weight_map):
+        odd = next(tensor for tensor, file in weight_map.items() if not isinstance(file, str))
+        raise CheckpointError(f"{index}: not a safetensors index: {odd!a:.80} lies in {weight_map[odd]!a:.40}")
     tensors: dict[str, TensorSlice] = {}
     for file in sorted(set(names.values())):
-        if Path(file).name != file:
-            raise CheckpointError(f"{index}: names {file!r}; only plain file names are allowed")
+        if Path(file).name != file or "\0" in file:
+            raise CheckpointError(f"{index}: names {file!a:.80}; only plain file names are allowed")
         if not (directory / file).exists():
             raise CheckpointError(f"{directory / file}: missing, but {INDEX} names it")
         tensors.update(_agreeing(read_header(directory / file), names, file, index))

@@ -5,7 +5,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 an
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -14,10 +14,13 @@ from typing import NamedTuple
 from ..errors import CheckpointError
 from ..plan.shapes import TensorSlice
 from ..units import round_up
+from .json_object import require_regular
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 20
+MAX_ENTRIES, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 17, 1 << 22  # of one header; the last: in all its arrays
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 Value = int | float | bool | str
@@ -60,6 +63,7 @@ class GgufHeader:
 def read_gguf(path: Path) -> GgufHeader:
     """Raises CheckpointError naming the file and what is wrong with it."""
     try:
+        require_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header()
     except OSError as error:
@@ -72,7 +76,7 @@ class _Parser:
     """Walks once through the header of one mapped file."""
 
     def __init__(self, path: Path, data: mmap.mmap):
-        self._path, self._data, self._at = path, data, 0
+        self._path, self._data, self._at, self._num_strings = path, data, 0, 0
 
     def header(self) -> GgufHeader:
         if self._data[:4] != MAGIC:
@@ -82,9 +86,16 @@ class _Parser:
         if version not in VERSIONS:
             raise CheckpointError(f"{self._path}: GGUF version {version}; 2 and 3, little-endian, can be read")
         num_tensors, num_entries = self._number("Q"), self._number("Q")
+        if num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
+            raise CheckpointError(
+                f"{self._path}: claims {num_tensors:,} tensors and {num_entries:,} settings; {MAX_TENSORS:,} and "
+                f"{MAX_ENTRIES:,} are the most"
+            )
         metadata: dict[str, Value] = {}
         for _ in range(num_entries):
             key = self._string()
+            if key in metadata:
+                raise CheckpointError(f"{self._path}: holds two settings {key!r}")
             metadata[key] = self._value(self._number("I"))
         if int(metadata.get("split.count", 1)) > 1:
             raise CheckpointError(
@@ -100,7 +111,9 @@ class _Parser:
             if entry.name in entries:
                 raise CheckpointError(f"{self._path}: holds two tensors {entry.name!r}")
             entries[entry.name] = entry
-        start = round_up(self._at, int(metadata.get("general.alignment", DEFAULT_ALIGNMENT)) or 1)
+        alignment = self._alignment(metadata)
+        self._require_apart(entries.values(), alignment)
+        start = round_up(self._at, alignment)
         tensors = {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
         needed = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
         if needed > len(self._data):
@@ -109,6 +122,26 @@ class _Parser:
                 "fetch the file again"
             )
         return tensors
+
+    def _alignment(self, metadata: Mapping[str, Value]) -> int:
+        found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(found) is not int or not 8 <= found <= MAX_ALIGNMENT or found & (found - 1):
+            raise CheckpointError(
+                f"{self._path}: general.alignment must be a power of two from 8 to {MAX_ALIGNMENT:,}, got {found!r:.40}"
+            )
+        return found
+
+    def _require_apart(self, tensors: Iterable[TensorSlice], alignment: int) -> None:
+        """Each begins where the one before it ends, rounded up: no byte is shared, and none is hidden."""
+        end, before = 0, "the header"
+        for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+            if tensor.offset != round_up(end, alignment):
+                what = "shares bytes with" if tensor.offset < end else "does not lie right behind"
+                raise CheckpointError(
+                    f"{self._path}: tensor {tensor.name!r} at {tensor.offset:,} {what} {before}, which ends at {end:,} "
+                    f"(general.alignment={alignment})"
+                )
+            end, before = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
 
     def _tensor(self) -> TensorSlice:
         """Its offset counted from the start of the data, which is not known yet."""
@@ -143,6 +176,9 @@ class _Parser:
         if kind in SCALARS:
             self._at += length * struct.calcsize(SCALARS[kind])
         elif kind == STRING:
+            self._num_strings += length
+            if self._num_strings > MAX_STRINGS:
+                raise CheckpointError(f"{self._path}: claims {self._num_strings:,} texts; {MAX_STRINGS:,} are the most")
             for _ in range(length):
                 num_bytes = self._number("Q")
                 self._at += num_bytes

@@ -5,6 +5,7 @@ Format: https://github.com/huggingface/safetensors (8-byte little-endian header 
 """
 
 import json
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from ..plan.shapes import TensorSlice
 from ..units import MIB, format_bytes
 from .json_object import require_regular
 
-MAX_HEADER_BYTES = 100 * MIB
+MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11; in Python's hands it is up to 20 times as much
+MAX_TENSORS, MAX_DIMENSIONS = 1 << 20, 64
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
@@ -21,7 +23,11 @@ DTYPE_BITS = {
 
 
 def read_header(path: Path) -> dict[str, TensorSlice]:
-    """The tensors of `path` by name. Raises CheckpointError naming the file and what is wrong with it."""
+    """The tensors of `path` by name. Raises CheckpointError naming the file and what is wrong with it.
+
+    As strict as the format's own library: tensors lie one behind the other, share no byte and leave none out. A dtype
+    that was renamed to another of the same width cannot be noticed.
+    """
     try:
         size = require_regular(path)
         with path.open("rb") as file:
@@ -40,7 +46,9 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
         raise CheckpointError(f"{path}: header is not valid JSON: {error}") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: header is not a JSON object")
-    entries.pop("__metadata__", None)
+    _require_texts(path, entries.pop("__metadata__", None))
+    if len(entries) > MAX_TENSORS:
+        raise CheckpointError(f"{path}: header lists {len(entries):,} tensors, {MAX_TENSORS:,} are the most")
     tensors = {name: _slice(path, name, entry, 8 + length) for name, entry in entries.items()}
     expected = max((t.offset + t.num_bytes for t in tensors.values()), default=8 + length)
     if size != expected:
@@ -48,7 +56,29 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
             f"{path}: {size:,} bytes on disk but its header describes {expected:,}: "
             f"{'truncated' if size < expected else 'trailing bytes'}; fetch the file again"
         )
+    _require_gapless(path, tensors.values(), 8 + length)
     return tensors
+
+
+def _require_texts(path: Path, metadata: object) -> None:
+    is_sound = metadata is None or (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()))
+    if not is_sound:
+        raise CheckpointError(f"{path}: __metadata__ must hold texts")
+
+
+def _require_gapless(path: Path, tensors: Iterable[TensorSlice], begin: int) -> None:
+    end, before = begin, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+        if tensor.offset != end:
+            what = "shares bytes with" if tensor.offset < end else "leaves a hole behind"
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} {what} {before}; fetch the file again")
+        end, before = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
+
+
+def _cut(value: object) -> str:
+    """A stranger's value for a message."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -65,12 +95,14 @@ def _slice(path: Path, name: str, entry: object, data_start: int) -> TensorSlice
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if any(type(number) is not int for number in (*shape, start, end)):
             raise TypeError("sizes and offsets are whole numbers")
+        if len(shape) > MAX_DIMENSIONS:
+            raise CheckpointError(f"{path}: tensor {name!r} claims {len(shape):,} dimensions")
         num_bytes = prod(shape) * DTYPE_BITS[dtype] // 8
         is_sound = 0 <= start <= end and end - start == num_bytes and all(n >= 0 for n in shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry: {entry!r}") from error
+        raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry: {_cut(entry)}") from error
     if not is_sound:
-        raise CheckpointError(f"{path}: tensor {name!r}: {dtype} {shape} does not fill its bytes {start}..{end}")
+        raise CheckpointError(f"{path}: tensor {name!r}: {dtype} {_cut(shape)} does not fill its bytes {start}..{end}")
     return TensorSlice(
         name=name, file=str(path), offset=data_start + start, num_bytes=num_bytes, dtype=dtype, shape=shape
     )

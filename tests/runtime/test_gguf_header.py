@@ -93,6 +93,36 @@ DAMAGE = {
 }  # fmt: skip
 
 
+NORM, SOME = struct.pack("<QIQ", 7, 1, 768), struct.pack("<QIQ", 3, 0, 800)  # shape, type and offset of two tensors
+ALIGNMENT = b"general.alignment"
+UNTIDY = {
+    "overlap": (NORM, struct.pack("<QIQ", 7, 1, 736), {}, r"'norm.weight' at 736 shares bytes with .*ends at 768"),
+    "unaligned": (SOME, struct.pack("<QIQ", 3, 0, 799), {}, "'some.weight' at 799 does not lie right behind"),
+    "a hole": (SOME, struct.pack("<QIQ", 3, 0, 832), {}, "does not lie right behind|shares bytes"),
+    "no alignment": (b"", b"", {"general__alignment": 0}, "general.alignment must be a power of two .*, got 0"),
+    "odd alignment": (b"", b"", {"general__alignment": 24}, "general.alignment must be a power of two .*, got 24"),
+    "huge alignment": (b"", b"", {"general__alignment": 2**31}, "general.alignment must be a power of two"),
+}
+
+
+@pytest.mark.parametrize("name", UNTIDY)
+def test_tensors_lie_one_behind_the_other(name: str, tmp_path: Path) -> None:
+    was, now, more, message = UNTIDY[name]
+    path = write(tmp_path / "x.gguf", **more)
+    assert path.read_bytes().count(was) == 1 or not was
+    path.write_bytes(path.read_bytes().replace(was, now, 1))
+    with pytest.raises(CheckpointError, match=message):
+        read_gguf(path)
+
+
+def test_texts_without_end_are_not_counted_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf")
+    array = struct.pack("<IQ", 8, 3)
+    path.write_bytes(path.read_bytes().replace(array, struct.pack("<IQ", 8, 2**40), 1))
+    with pytest.raises(CheckpointError, match=r"claims 1,099,511,627,776 texts; 4,194,304 are the most"):
+        read_gguf(path)
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
     change, message = DAMAGE[name]

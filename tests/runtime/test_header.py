@@ -1,11 +1,13 @@
 """A header is believed only where it agrees with its file."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from runtime.errors import CheckpointError
 from runtime.store.header import read_header
@@ -74,6 +76,46 @@ def test_what_is_wrong_is_named_with_the_file(name: str, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=message) as error:
         read_header(path)
     assert str(path) in str(error.value)
+
+
+def second(begin: int, end: int) -> dict[str, object]:
+    return {"b": {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}} | SOUND
+
+
+UNTIDY = {
+    "overlap": (second(16, 32), bytes(32), r"tensor 'b' shares bytes with tensor 'a'"),
+    "the same bytes": (second(0, 24), bytes(24), "shares bytes with"),
+    "one inside another": (second(4, 12), bytes(24), "tensor 'b' shares bytes with tensor 'a'"),
+    "a hole": (second(32, 40), bytes(40), "tensor 'b' leaves a hole behind tensor 'a'"),
+    "a hole at the front": ({"a": SOUND["a"] | {"data_offsets": [8, 32]}}, bytes(32), "a hole behind the header"),
+    "numbers in the metadata": ({"__metadata__": {"a": 3}} | SOUND, bytes(24), "__metadata__ must hold texts"),
+    "metadata is no object": ({"__metadata__": 3} | SOUND, bytes(24), "__metadata__ must hold texts"),
+}
+
+
+@pytest.mark.parametrize("name", UNTIDY)
+def test_it_is_as_strict_as_the_library_of_the_format(name: str, tmp_path: Path) -> None:
+    header, data, message = UNTIDY[name]
+    path = write(tmp_path / "bad.safetensors", header, data)
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    with pytest.raises(CheckpointError, match=message):
+        read_header(path)
+
+
+def test_many_dimensions_take_no_time(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.safetensors", entry(shape=[10**9] * 200_000))
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"tensor 'a' claims 200,000 dimensions$"):
+        read_header(path)
+    assert time.monotonic() - started < 5
+
+
+def test_a_long_value_is_cut_in_the_message(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.safetensors", entry(dtype="F" * 10_000))
+    with pytest.raises(CheckpointError) as error:
+        read_header(path)
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 20])
