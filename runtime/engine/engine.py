@@ -50,6 +50,7 @@ class Engine:
             pool=self._pages.pool,
             travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
             prefill_chunk_tokens=chunk_tokens(setup.config.policy),
+            rope_lengths=loaded.rope_lengths,
         )
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}

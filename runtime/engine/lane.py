@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..cache.pages import PagePool
 from ..model.events import Event, LaneRun, NeedStage, Weights
+from ..model.rope_lengths import RopeLengths
 from ..stream.device import ComputeDevice
 from .records import PassCounts
 from .sampling import Sampler
@@ -21,7 +22,8 @@ from .sequence import FinishReason, Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class LaneKit:
-    """What the lanes of a run share. Keys and values of layers in `travels` live in a tier."""
+    """What the lanes of a run share. Keys and values of layers in `travels` live in a tier; `rope_lengths` is there
+    where rotary embeddings depend on a sequence's length."""
 
     model: PreTrainedModel
     sampler: Sampler
@@ -29,6 +31,7 @@ class LaneKit:
     pool: PagePool
     travels: frozenset[int]
     prefill_chunk_tokens: int
+    rope_lengths: RopeLengths | None = None
 
 
 class TravellingKV(Protocol):
@@ -56,6 +59,7 @@ class Lane(ABC):
     def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
         self._model, self._sampler, self._device = kit.model, kit.sampler, kit.device.torch_device
         self.sequences = list(sequences)
+        self._rope_lengths = kit.rope_lengths
         self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None
         self._num_passes = 0
@@ -65,13 +69,18 @@ class Lane(ABC):
         return all(sequence.is_prefilled for sequence in self.sequences)
 
     @property
+    def is_filling(self) -> bool:
+        """Whether its prompts come first: it is prefilled before it decodes."""
+        return not self.is_prefilled
+
+    @property
     def is_done(self) -> bool:
         return not self.sequences
 
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
         """Starts the forward; returns the first stage that it asks for. `new_tokens`: see `PackedLane`."""
         self._prepare()
-        self._run = LaneRun(self._forward, self.cache)
+        self._run = LaneRun(self._forward, self.cache, self._lengths())
         event = self._run.switch()
         assert isinstance(event, NeedStage), f"the lane asked for {event!r} instead of a stage"
         return event
@@ -96,6 +105,18 @@ class Lane(ABC):
             self._run.throw(GreenletExit)
             self._run = None
 
+    def _lengths_of(self, sequence: Sequence, places: Rows[int]) -> list[int]:
+        assert self._rope_lengths is not None, "asked of a model whose embeddings know no lengths"
+        return self._rope_lengths.of(places, num_prompt=len(sequence.request.prompt_ids), num_known=sequence.num_known)
+
+    def _begins_again(self, sequence: Sequence) -> bool:
+        """Whether the class's own `generate` would compute all of its keys once more, with the token that it was just
+        given."""
+        lengths = self._rope_lengths
+        if lengths is None or sequence.finish is not None:
+            return False
+        return lengths.is_restart(num_cached=sequence.num_cached, num_known=sequence.num_known)
+
     def _sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> int:
         self._sampler.step(sequences, logits_BV, self._num_passes)
         return sum(sequence.finish is not FinishReason.error for sequence in sequences)
@@ -115,6 +136,10 @@ class Lane(ABC):
 
     @abstractmethod
     def _prepare(self) -> None: ...
+
+    def _lengths(self) -> torch.Tensor | None:
+        """For `LaneRun`, of the tokens that are prepared."""
+        return None
 
     @abstractmethod
     def _forward(self) -> None: ...

@@ -18,6 +18,7 @@ class PackedLane(Lane):
         super().__init__(kit, [])
         self._chunk_tokens, self._cache = kit.prefill_chunk_tokens, cache
         self._new: list[int] = []
+        self._has_decoded = False
         for sequence in sequences:
             self.enter(sequence)
 
@@ -28,6 +29,11 @@ class PackedLane(Lane):
     @property
     def kv(self) -> PagedKV:
         return self._cache
+
+    @property
+    def is_filling(self) -> bool:
+        """One that begins again does so beside those that decode."""
+        return not self._has_decoded and not self.is_prefilled
 
     def enter(self, sequence: Sequence, *, past: int = 0) -> None:
         """Whatever it has cached elsewhere is computed again, but for `past` positions of which a rehearsal takes that
@@ -48,18 +54,23 @@ class PackedLane(Lane):
 
     def choose_tokens(self) -> list[int]:
         """Of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as prompts are
-        left, those in order until the chunk is full, the last one perhaps in part."""
+        left, those in order until the chunk is full, the last one perhaps in part. What begins again once all have
+        decoded fills the chunk beside the others."""
         if self.is_prefilled:
             return [1] * len(self.sequences)
+        decoding = 0 if self.is_filling else 1
         new, left = [], self._chunk_tokens
+        if decoding:
+            left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
         for s in self.sequences:
-            new.append(0 if s.is_prefilled else min(left, s.num_known - s.num_cached))
-            left -= new[-1]
+            new.append(decoding if s.is_prefilled else min(left, s.num_known - s.num_cached))
+            left -= 0 if s.is_prefilled else new[-1]
         return new
 
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
         """`new_tokens`: how many of each sequence's known tokens the pass carries; None: as `choose_tokens` says."""
         self._new = list(new_tokens) if new_tokens is not None else self.choose_tokens()
+        self._has_decoded |= self.is_prefilled
         return super().begin_pass(new_tokens)
 
     def _prepare(self) -> None:
@@ -71,6 +82,12 @@ class PackedLane(Lane):
         pairs = enumerate(zip(self.sequences, self._new, strict=True))
         self._asking = [row for row, (s, new) in pairs if new and s.num_cached + new == s.num_known]
         self._cache.begin_pass(self._new, self._asking)
+
+    def _lengths(self) -> torch.Tensor | None:
+        if self._rope_lengths is None:
+            return None
+        each = zip(self.sequences, self._cache.past, self._new, strict=True)
+        return torch.tensor([[n for s, past, new in each for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
         out = self._model(
@@ -98,6 +115,9 @@ class PackedLane(Lane):
         )
         for sequence in [s for s in self.sequences if s.finish is not None]:
             self.leave(sequence)
+        for sequence in [s for s in asking if self._begins_again(s)]:
+            self.leave(sequence)
+            self.enter(sequence)
         return counts
 
 

@@ -7,6 +7,7 @@ but a CUDA kernel's knows in a packed row.
 from collections.abc import Sequence as Rows
 
 import torch
+from transformers import Cache
 
 from ..cache.rectangle import RectangleKV, rectangle_cache
 from ..model.traits import cache_argument
@@ -18,18 +19,23 @@ from .sequence import Sequence
 
 
 class PaddedLane(RectangleLane):
-    """Prefilled in chunks of columns."""
+    """Prefilled in chunks of columns. Where one row begins again the whole rectangle does, in the memory that it had:
+    what others have generated is as wide as their answers were planned."""
 
     def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
+        self._kit, self._cache_argument = kit, cache_argument(kit.model)
+        super().__init__(kit, sequences, *self._empty(sequences), padding_side="left")
+
+    def _empty(self, sequences: Rows[Sequence]) -> tuple[Cache, RectangleKV]:
+        """A cache for all that the sequences may come to, and its travelling layers."""
+        kit = self._kit
         self._num_prompt = {s.request.key: s.num_known for s in sequences}  # with what was generated earlier
         self._width = max(self._num_prompt.values())
         self._columns = chunk_columns(len(sequences), self._width, kit.prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
-        self._cache_argument = cache_argument(kit.model)
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
         cache = rectangle_cache(kit.model.config, capacity, kit.device, kit.travels)
-        kv = RectangleKV(cache, len(sequences), capacity, kit.pool)
-        super().__init__(kit, sequences, cache, kv, padding_side="left")
+        return cache, RectangleKV(cache, len(sequences), capacity, kit.pool)
 
     def _prepare(self) -> None:
         if self._done >= self._width:
@@ -39,6 +45,12 @@ class PaddedLane(RectangleLane):
             self._ids_BT = self._prompts_BS[:, self._done : self._done + self._columns]
         self._end = self._done + self._ids_BT.shape[1]
         self._positions_BT = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)[:, self._done : self._end]
+
+    def _lengths(self) -> torch.Tensor | None:
+        if self._rope_lengths is None:
+            return None
+        columns = [(s, self._width - self._num_prompt[s.request.key]) for s in self.sequences]
+        return torch.tensor([self._lengths_of(s, range(self._done - pads, self._end - pads)) for s, pads in columns])
 
     def _forward(self) -> None:
         out = self._model(
@@ -68,4 +80,12 @@ class PaddedLane(RectangleLane):
             useful_tokens=self._sample(asking, logits_BV),
         )
         self._drop_finished_rows()
+        if any(self._begins_again(s) for s in asking):
+            self._begin_again()
         return counts
+
+    def _begin_again(self) -> None:
+        self._kv.close()
+        for sequence in self.sequences:
+            sequence.num_cached = 0
+        self._fill(*self._empty(self.sequences))

@@ -16,11 +16,16 @@ class RectangleLane(Lane):
 
     def __init__(self, kit: LaneKit, sequences: Rows[Sequence], cache: Cache, kv: RectangleKV, *, padding_side: str):
         super().__init__(kit, sequences)
+        self._padding_side = padding_side
+        self._fill(cache, kv)
+
+    def _fill(self, cache: Cache, kv: RectangleKV) -> None:
+        """With all that is known of the sequences, of which an empty cache holds nothing yet."""
         self._cache, self._kv = cache, kv
         prompts = [torch.tensor(s.known_ids, device=self._device) for s in self.sequences]
         masks = [torch.ones_like(prompt) for prompt in prompts]
         self._prompts_BS, self._mask_BS = (
-            pad_sequence(rows, batch_first=True, padding_side=padding_side) for rows in (prompts, masks)
+            pad_sequence(rows, batch_first=True, padding_side=self._padding_side) for rows in (prompts, masks)
         )
 
     @property

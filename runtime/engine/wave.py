@@ -26,12 +26,18 @@ def run_line(engine: Engine, block: int, line: Iterator[Rows[Sequence]], *, num_
             lanes.extend(engine.lane(micro_batch) for micro_batch in islice(line, num_lanes - len(lanes)))
             if not lanes:
                 return
-            unfilled = [lane for lane in lanes if not lane.is_prefilled]  # by themselves: an encoder is theirs alone
-            yield engine.run_pass(block, index, Phase.prefill if unfilled else Phase.decode, unfilled or lanes)
+            unfilled = [lane for lane in lanes if lane.is_filling]  # by themselves: an encoder is theirs alone
+            phase = Phase.prefill if unfilled else _phase(lanes)
+            yield engine.run_pass(block, index, phase, unfilled or lanes)
             lanes = _still_open(lanes)
     finally:
         for lane in lanes:
             lane.close()
+
+
+def _phase(lanes: Rows[Lane]) -> Phase:
+    """Where none is filled: a sequence that begins again does so beside those that decode."""
+    return Phase.decode if all(lane.is_prefilled for lane in lanes) else Phase.mixed
 
 
 def _still_open(lanes: Rows[Lane]) -> list[Lane]:

@@ -43,11 +43,14 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class LaneRun(greenlet):
-    """One forward pass of a lane. The attention function finds the lane's KV cache here, as the pass's own greenlet."""
+    """One forward pass of a lane. The attention function finds the lane's KV cache here, as the pass's own greenlet.
 
-    def __init__(self, forward: Callable[[], object], cache: object):
+    `lengths`, (1, T) or (B, T) on the CPU: of each token, that of its sequence, where rotary embeddings depend on it.
+    """
+
+    def __init__(self, forward: Callable[[], object], cache: object, lengths: torch.Tensor | None = None):
         super().__init__(forward)
-        self.cache = cache
+        self.cache, self.lengths = cache, lengths
 
 
 def need_stage(stage: int) -> Weights:

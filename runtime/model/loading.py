@@ -23,6 +23,7 @@ from .meta import build_meta_model
 from .net import one_line
 from .origin import eos_token_ids, find_checkpoint, load_tokenizer, read_config, start_token_id
 from .quantization import pair_scales, take_quantization
+from .rope_lengths import RopeLengths, follow_lengths
 from .rowwise import join_steps
 from .sizes import shape_of
 from .stages import StagedModel, stage_model
@@ -52,6 +53,7 @@ class LoadedModel:
     config: Mapping[str, object]
     fingerprint: str
     expands_latents: bool  # see traits.CacheShape
+    rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
 
 
 def load_model(
@@ -85,14 +87,20 @@ def load_model(
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
     if dtype == torch.float32 and device.type == "cpu":
         join_steps(model)
+    rope_lengths = follow_lengths(model)
     staged = stage_model(model)
     _move_buffers(model, device)
     shape = shape_of(config.name, staged, parameters, cache, is_packed=is_packed)
     in_kernel = is_packed and not cache.is_latent and device.type == "cpu" and has_compiler()
     return LoadedModel(
         staged=staged,
-        shape=replace(shape, has_decode_kernel=in_kernel),
+        shape=replace(
+            shape,
+            has_decode_kernel=in_kernel,
+            restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
+        ),
         expands_latents=cache.is_latent,
+        rope_lengths=rope_lengths,
         dtypes=dtypes,
         compute_dtype=dtype,
         tokenizer=load_tokenizer(config.tokenizer, checkpoint),

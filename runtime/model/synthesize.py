@@ -27,7 +27,7 @@ from .tokenizer import byte_level_tokenizer, tokenizer_from
 MARKER_FILE = "synthesis.json"  # written last: the recipe's digest and the size of every file
 _RECIPE_VERSION = 1
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_UNDECLARED_KEYS = frozenset({"head_dim"})  # read by model classes whose config does not declare it
+_UNDECLARED_KEYS = frozenset({"head_dim", "original_max_position_embeddings"})  # read by classes, not by their configs
 _TINY_OVERRIDES: Mapping[str, object] = {
     "vocab_size": 512,
     "hidden_size": 128,

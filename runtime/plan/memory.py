@@ -59,6 +59,17 @@ def _longest(shape: ModelShape, lane: MicroBatch) -> int:
     return round_up(num_before + max(size.max_new_tokens for size in lane), PAGE_TOKENS)
 
 
+def _restarts(shape: ModelShape, size: SequenceSize) -> bool:
+    """Whether it may come to where all of its keys are computed once more."""
+    limit = shape.restart_tokens
+    return limit is not None and size.num_prompt_tokens < limit < size.num_prompt_tokens + size.max_new_tokens
+
+
+def _prefilled(shape: ModelShape, size: SequenceSize) -> int:
+    """Tokens of it that want to be prefilled at a time."""
+    return (shape.restart_tokens or 0) if _restarts(shape, size) else size.num_prompt_tokens
+
+
 def _prompt_width(lane: MicroBatch) -> int:
     return max((size.num_prompt_tokens for size in lane), default=0)
 
@@ -74,8 +85,8 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
     if not lane:
         return 0
     if shape.is_packed:
-        return max(len(lane), min(prefill_chunk_tokens, sum(size.num_prompt_tokens for size in lane)))
-    width = _prompt_width(lane)
+        return max(len(lane), min(prefill_chunk_tokens, sum(_prefilled(shape, size) for size in lane)))
+    width = _longest(shape, lane) if any(_restarts(shape, size) for size in lane) else _prompt_width(lane)
     if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
         return len(lane) * width
     return len(lane) * chunk_columns(len(lane), width, prefill_chunk_tokens)

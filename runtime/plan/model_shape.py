@@ -32,6 +32,7 @@ class ModelShape:
     cross_kv_bytes_per_token: int = 0  # of one encoder position, which every decoder layer looks at
     score_heads: int = 0  # heads whose prefill scores lie in memory at a time, where no fused kernel can make them
     bounded_layers: frozenset[int] = frozenset()  # of padded lanes: decoder layers that transformers keeps a window of
+    restart_tokens: int | None = None  # of a sequence, on which its keys are computed once more (LongRoPE)
     has_decode_kernel: bool = False  # decode attention that keeps its scores in the processor's cache
     has_joined_gates: bool = False  # feed-forwards take a few tokens at a time and multiply in place
     delta_rule: DeltaRule | None = None  # of layers with a gated delta net

@@ -1,0 +1,150 @@
+"""Rotary embeddings whose frequencies follow the length of a sequence: LongRoPE (Ding et al. 2024), with one set of
+factors up to the length of pretraining and another beyond it.
+
+transformers chooses the set by the largest position of the call, which is right for one sequence by itself. A lane
+carries many, so here each token's embedding is that of its own sequence's length: the class's own code runs once as if
+all were short and once as if all were long. Keys keep what they were computed with, as they do in `generate`, unless
+the class drops its cache where a sequence crosses the limit: then its sequence is prefilled again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from transformers import DynamicCache, PreTrainedModel
+
+from ..errors import ConfigError
+from .events import LaneRun
+
+Embeddings = torch.Tensor | tuple[torch.Tensor, ...]  # (..., T, D) each
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeLengths:
+    """`restart_tokens`: of how many known tokens on the class's `generate` computes all keys of a sequence once more,
+    with the frequencies of that length; None where it never does."""
+
+    restart_tokens: int | None
+
+    def of(self, places: Iterable[int], *, num_prompt: int, num_known: int) -> list[int]:
+        """For the token at each place of a sequence: how long the sequence was when `generate` last computed it."""
+        least = num_prompt
+        if self.restart_tokens is not None and num_known >= self.restart_tokens:
+            least = max(num_prompt, self.restart_tokens)
+        return [max(place + 1, least) for place in places]
+
+    def is_restart(self, *, num_cached: int, num_known: int) -> bool:
+        """Of a sequence that was just given a token: whether its keys are computed once more."""
+        return self.restart_tokens == num_known == num_cached + 1
+
+
+def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
+    """Mutates `model`: inside a lane its rotary modules go by `LaneRun.lengths`. None, and nothing is done, where no
+    frequency depends on a length. Raises ConfigError where the class cannot be followed."""
+    limits: set[int] = set()
+    for module in model.modules():
+        own = _limits(module)
+        if own:
+            module.forward = _by_length(module.forward, own)
+            limits.update(own.values())
+    if not limits:
+        return None
+    if model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"model.path: {type(model).__name__} has rope_type=longrope behind an encoder, which lanes do not follow"
+        )
+    return RopeLengths(restart_tokens=_restart_tokens(model, limits))
+
+
+def _limits(module: torch.nn.Module) -> dict[str | None, int]:
+    """Of a rotary module, by type of layer (None where it has one kind alone): the longest sequence of the short
+    factors."""
+    kinds: Any = getattr(module, "rope_type", None)
+    if isinstance(kinds, str):
+        kinds = {None: kinds}
+    if not isinstance(kinds, dict):
+        return {}
+    parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", {})
+    return {
+        layer_type: (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+        for layer_type, kind in kinds.items()
+        if kind == "longrope"
+    }
+
+
+def _by_length(forward: Callable[..., Embeddings], limits: dict[str | None, int]) -> Callable[..., Embeddings]:
+    """`forward` of a rotary module as it is to be in lanes."""
+
+    def embed(
+        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None, **kwargs: object
+    ) -> Embeddings:
+        if layer_type is not None:
+            kwargs["layer_type"] = layer_type
+
+        def of(positions: torch.Tensor) -> Embeddings:
+            return forward(x, positions, **kwargs)
+
+        run, limit = getcurrent(), limits.get(layer_type)
+        lengths = run.lengths if isinstance(run, LaneRun) else None
+        if lengths is None or limit is None:
+            return of(position_ids)
+        if lengths.shape[-1] != position_ids.shape[-1]:
+            raise ConfigError(
+                f"model.path: rope_type=longrope embeds {position_ids.shape[-1]} positions of a pass of "
+                f"{lengths.shape[-1]}, which lanes do not follow"
+            )
+        return _chosen(of, position_ids, lengths > limit, limit)
+
+    return embed
+
+
+def _chosen(
+    of: Callable[[torch.Tensor], Embeddings], positions: torch.Tensor, is_long: torch.Tensor, limit: int
+) -> Embeddings:
+    """Of each token the embedding by the factors that `is_long` (..., T), on the CPU, asks for."""
+    if not is_long.any():
+        return of(positions)
+    beyond = torch.full_like(positions[..., :1], limit)  # one more token, which makes the call a long one
+    long = [each[..., :-1, :] for each in _parts(of(torch.cat([positions, beyond], -1)))]
+    if not is_long.all():
+        short = of(positions.clamp(max=limit - 1))
+        chosen = is_long.to(positions.device)[..., None]
+        long = [torch.where(chosen, *both) for both in zip(long, _parts(short), strict=True)]
+    return long[0] if len(long) == 1 else tuple(long)
+
+
+def _parts(embeddings: Embeddings) -> Iterator[torch.Tensor]:
+    yield from (embeddings,) if isinstance(embeddings, torch.Tensor) else embeddings
+
+
+class _Filled(DynamicCache):
+    """A cache that says it holds so many positions."""
+
+    num_positions = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.num_positions
+
+
+def _restart_tokens(model: PreTrainedModel, limits: set[int]) -> int | None:
+    """Asks the class itself: with so many tokens known and all but one of them cached, does it go on with its cache?"""
+    prepare: Any = model.prepare_inputs_for_generation
+    named = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
+    for num_known in sorted({limit + 1 for limit in {*limits, *([named] if isinstance(named, int) else [])}}):
+        cache = _Filled(config=model.config.get_text_config())
+        cache.num_positions = num_known - 1
+        ids = torch.zeros(1, num_known, dtype=torch.long)
+        try:
+            inputs = prepare(
+                ids, past_key_values=cache, attention_mask=torch.ones_like(ids), next_sequence_length=1, use_cache=True
+            )
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+            raise ConfigError(
+                f"model.path: {type(model).__name__} has rope_type=longrope, and does not say whether its generate "
+                f"begins again at {num_known:,} tokens ({error})"
+            ) from error
+        if inputs.get("past_key_values") is not cache:
+            return num_known
+    return None
