@@ -14,6 +14,8 @@ from jobs.io.measure.config import MeasureJobConfig
 from jobs.io.process import start_settled
 from runtime.errors import OutputError
 
+log = logging.getLogger(__name__)
+
 
 @hydra.main(config_path="../conf", config_name="measure", version_base=None)
 @as_job
@@ -22,9 +24,10 @@ def main(composed: Composed) -> None:
     logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
 
     from jobs.io.files import publish, write_all
+    from jobs.io.measure.doubts import doubts
     from jobs.io.measure.progress import Steps
     from jobs.io.measure.report import Source, agreement, format_table, format_yaml
-    from runtime.machine_cache import keep
+    from runtime.machine_cache import find_latest, keep
     from runtime.measurement import measure_machine
 
     found = []
@@ -35,6 +38,10 @@ def main(composed: Composed) -> None:
     print(format_table([measurement.figures for measurement in found]))
     if len(found) > 1:
         print(agreement([measurement.figures for measurement in found]))
+    for note in last.notes:
+        print(f"note: {note}")
+    for doubt in doubts(last.rates, find_latest(last.host.kind), last.host):
+        log.warning("%s", doubt)
     try:
         keep(last.host, last.rates, last.products)
     except OSError as error:
@@ -49,6 +56,7 @@ def main(composed: Composed) -> None:
             versions={package: version(package) for package in ("torch", "transformers", "numba")},
             device_choice=config.machine.device,
             seconds=last.seconds,
+            notes=last.notes,
         )
         text = format_yaml(out.stem, source, last.rates, last.figures)
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from .batching.balance import Block
-from .choices import plan_by_choice, question
+from .choices import plan_by_choice, policies_directory, question
 from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
 from .engine.engine import Engine
@@ -35,7 +35,6 @@ from .plan.schedule import require_slots
 from .plan.usual import Usual
 from .plan.usual_sizes import chunk_tokens
 from .session import Session
-from .store.cache_root import cache_root
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import (
@@ -163,7 +162,7 @@ class Runtime:
 
         machine = f"{self.config.machine.name} {self.host}"
         return plan_by_choice(
-            cache_root(self.config.offload.cache_dir) / "policies",
+            policies_directory(self.config.offload.cache_dir),
             question(machine, shape, self.config, budgets, sizes) if blocks is None else None,
             self.config,
             plan,

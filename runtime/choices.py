@@ -22,6 +22,7 @@ from .plan.planner import RunPlan
 from .plan.policy import Policy
 from .plan.usual_sizes import chunk_tokens
 from .plan.workload import Workload
+from .store.cache_root import cache_root
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,11 @@ def question(
         f"{chunk_tokens(config.policy)} {config.policy.admission} {config.model.products}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def policies_directory(cache_dir: str | None) -> Path:
+    """`offload.cache_dir`: None for the user's own."""
+    return cache_root(cache_dir) / "policies"
 
 
 def plan_by_choice(

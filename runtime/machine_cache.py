@@ -37,6 +37,11 @@ class Host:
         return device == "auto" or (device == "cpu") == (self.device == "cpu")
 
     @property
+    def kind(self) -> str:
+        """What it answers to."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
+    @property
     def path(self) -> Path:
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
         return cache_root() / "machine" / f"{digest[:16]}.json"

@@ -15,7 +15,7 @@ from .engine.measure.disk import SUSTAINED
 from .engine.measure.machine import device_name, dtype_rates, machine_probes
 from .engine.measure.memory import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT
 from .engine.measure.multipliers import product_table
-from .engine.measure.timing import Figure, Probe, measure
+from .engine.measure.timing import Figure, Measured, Probe, measure
 from .engine.records import PassRecord, Phase
 from .engine.requests import Request
 from .machine_cache import Host, this_host
@@ -37,6 +37,7 @@ class Measurement:
     figures: Mapping[str, Figure]
     products: ProductTable | None  # None where an accelerator computes
     seconds: float  # that it took
+    notes: Sequence[str]  # on what was not measured, and why
 
 
 @torch.inference_mode()
@@ -51,13 +52,17 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
     with machine_probes(config, device) as found, turn_probes(machine, device) as turns:
         probes = [*found.probes, *turns]
         total = len(probes) * (config.num_rounds + 1)
-        figures = measure(
+        measured = measure(
             probes,
             num_rounds=config.num_rounds,
             seconds=config.seconds,
             advance=lambda name: advance(name, total),
         )
-    by_dtype = {dtype: dtype_rates(dtype, rows, figures, device) for dtype, rows in found.gemm_rows.items()}
+    figures = measured.figures
+    by_dtype = {
+        dtype: dtype_rates(dtype, products, config.gemm_rows, figures, device)
+        for dtype, products in found.products.items()
+    }
     link_in, link_out = (figures[name].value if name in figures else None for name in (LINK_IN, LINK_OUT))
     rates = MeasuredRates(
         host_memory_gib=host_gib,
@@ -73,7 +78,22 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
     )
     host = this_host(device_name(device), torch.get_num_threads())
     products = None if device.is_accelerator else product_table(config.gemm_rows, figures)
-    return Measurement(host=host, rates=rates, figures=figures, products=products, seconds=time.monotonic() - begin)
+    return Measurement(
+        host=host,
+        rates=rates,
+        figures=figures,
+        products=products,
+        seconds=time.monotonic() - begin,
+        notes=[*found.notes, *_rounds_left_out(measured, config)],
+    )
+
+
+def _rounds_left_out(measured: Measured, config: MeasureConfig) -> Iterator[str]:
+    if measured.num_rounds < config.num_rounds:
+        yield (
+            f"{measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "
+            f"{measured.round_seconds:.1f} s, and measure.seconds={config.seconds:g} has room for no more"
+        )
 
 
 @contextmanager

@@ -85,6 +85,18 @@ class MeasuredRates:
                 f"machine.rates.{name}.gemm_gflops has {len(found.gemm_gflops)} rates for {len(rows)} gemm_rows",
             )
 
+    def missing_products(self, dtype: str) -> str | None:
+        """A sentence where fewer products than `gemm_rows` have a rate, as an older `jobs.measure` could leave it."""
+        found, rows = self.dtypes[dtype].gemm_gflops, self.gemm_rows
+        if len(found) == len(rows):
+            return None
+        last = rows[len(found) - 1]
+        return (
+            f"machine.rates.{dtype}.gemm_gflops has {len(found)} of {len(rows)} rates, up to M={last}: products of "
+            f"more rows, M={', '.join(map(str, rows[len(found) :]))}, count as no faster than its {found[-1]:.3g} "
+            "GFLOP/s, which can make a plan many times too slow. Measure the machine anew: python -m jobs.measure"
+        )
+
     @property
     def dtypes(self) -> dict[str, DTypeRates]:
         found = {"float32": self.float32, "bfloat16": self.bfloat16, "float16": self.float16}

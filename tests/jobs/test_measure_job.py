@@ -10,6 +10,7 @@ import yaml
 from jobs import measure
 from jobs.io.cli import run_job
 from jobs.io.measure.config import MeasureJobConfig
+from jobs.io.measure.doubts import doubts, names
 from jobs.io.measure.report import Source, agreement, format_table, format_value, format_yaml
 from jobs.io.typed import build
 from runtime.config import MachineConfig
@@ -43,6 +44,7 @@ SOURCE = Source(
     versions={"torch": "2.13"},
     device_choice="cpu",
     seconds=41.2,
+    notes=["M=512 is not measured"],
 )
 TOY = ["seconds=0.01", "num_rounds=1", "disk_mib=1", "memory_mib=1", "matrix_width=256", "gemm_rows=[1,4]"]
 
@@ -82,7 +84,8 @@ def test_yaml_says_where_it_comes_from() -> None:
         "# 2026-11-21, in 41 s, on here: A CPU, 2 threads; device: cpu",
         "# torch 2.13",
     ]
-    assert comments[-2].split() == ["#", "disk,", "sustained", "0.9", "GB/s", "spread", "10%"]
+    assert comments[-3].split() == ["#", "disk,", "sustained", "0.9", "GB/s", "spread", "10%"]
+    assert comments[-1] == "# Note: M=512 is not measured"
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
@@ -109,6 +112,53 @@ def test_program_prints_keeps_and_writes(
     assert written.rates is not None
     assert kept is not None
     assert written.rates.disk_gb_per_second == pytest.approx(kept.disk_gb_per_second, rel=1e-3)
+    assert all(len(found.gemm_gflops) == 2 for found in written.rates.dtypes.values())
+
+
+def test_rates_far_from_those_that_were_kept_before_are_named_with_both() -> None:
+    rates = replace(RATES, disk_gb_per_second=0.25, memory_gb_per_second=3000.0)
+    assert doubts(rates, RATES, SOURCE.host) == [
+        "machine.rates.disk_gb_per_second is 0.25 GB/s, and 0.9 GB/s in the measurement that was kept before: 3.6 "
+        "times as much or as little. Measure again on an idle machine before planning by it: python -m jobs.measure"
+    ]
+    assert doubts(rates, None, SOURCE.host) == []
+
+
+def test_of_products_the_rows_that_are_farthest_are_named() -> None:
+    assert RATES.float32 is not None
+    slow = replace(RATES, float32=replace(RATES.float32, gemm_gflops=[0.5, 1.0]))
+    (doubt,) = doubts(slow, RATES, SOURCE.host)
+    assert doubt.startswith("machine.rates.float32.gemm_gflops (M=8) is 1 GFLOP/s, and 600000 GFLOP/s in the")
+
+
+def test_rates_far_from_the_devices_data_sheet_are_named_with_both() -> None:
+    """By the name that the device has of itself; the host around it is another one."""
+    slow = replace(RATES, memory_gb_per_second=290.0, link_in_gb_per_second=1.5, link_out_gb_per_second=12.0)
+    (products, link) = doubts(slow, None, replace(SOURCE.host, device="Tesla T4"))
+    assert products.startswith("machine.rates.float32.gemm_gflops (M=8) is 600000 GFLOP/s, and 8100 GFLOP/s on the")
+    assert link.startswith(
+        "machine.rates.link_in_gb_per_second is 1.5 GB/s, and 16 GB/s on the data sheet, machine=t4: 10.7 times"
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "device", "is_it"),
+    [
+        ("t4", "Tesla T4", True),
+        ("l4", "NVIDIA L4", True),
+        ("l4", "NVIDIA L40S", False),
+        ("a10", "NVIDIA A10", True),
+        ("a10", "NVIDIA A100-SXM4-40GB", False),
+        ("a100-40", "NVIDIA A100-SXM4-40GB", True),
+        ("a100-80", "NVIDIA A100-SXM4-40GB", False),
+        ("a100-80", "NVIDIA A100 80GB PCIe", True),
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("rtx3060", "NVIDIA GeForce RTX 3060", True),
+        ("t4", "cpu", False),
+    ],
+)
+def test_a_profile_is_of_the_device_that_has_its_name(profile: str, device: str, is_it: bool) -> None:
+    assert names(profile, device) == is_it
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from jobs.io.config import load
 from jobs.io.plan.config import PlanConfig
 from jobs.io.plan.planning import Planned, make_plan
 from jobs.io.plan.report import report
-from runtime.config import DType
+from runtime.choices import KeptPolicy
+from runtime.config import Attention, DType, MachineConfig, Order
 from runtime.errors import BudgetError, ConfigError
+from runtime.plan.policy import Policy
+from runtime.profiles import DTypeRates, MeasuredRates
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,3 +140,61 @@ def test_each_resource_that_works_says_how_busy_it_is_and_one_binds_each_phase()
 def test_what_is_drawn_is_refused_where_it_makes_no_sense(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of("model=gpt2", *settings)
+
+
+def kept(directory: Path, policy: Policy) -> None:
+    """As a run's search leaves it behind."""
+    (directory / "policies").mkdir()
+    (directory / "policies" / "one.json").write_text(KeptPolicy(policy=policy, why=("because",)).to_json())
+
+
+def test_a_pin_is_followed_as_a_run_follows_it(tmp_path: Path) -> None:
+    policy = Policy(
+        micro_batch_size=3,
+        num_micro_batches=2,
+        attention=Attention.cpu,
+        schedule=Order.cgopipe,
+        resident_layers=0,
+        kv_fraction=0.0,
+    )
+    kept(tmp_path, policy)
+    searched = ("model=llama-3.2-1b", "machine=t4", "policy=hrm", "workload.num_requests=12")
+    found = plan(*searched, f"policy.pin='{policy.digest[:6]}'", f"offload.cache_dir={tmp_path}").run
+    assert found.searched == policy
+    assert (found.policy.schedule, found.policy.attention, found.num_lanes, found.lane_size) == (
+        Order.cgopipe,
+        Attention.cpu,
+        2,
+        3,
+    )
+    assert plan(*searched).run.searched != policy
+
+
+def test_a_pin_that_names_nothing_is_refused_with_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.pin=deadbeef names none of the 0 choices"):
+        plan("model=gpt2", "machine=t4", "policy=hrm", "policy.pin=deadbeef", f"offload.cache_dir={tmp_path}")
+
+
+def test_a_machine_whose_products_lack_rates_is_named_with_what_the_plan_makes_of_it() -> None:
+    """As `jobs.measure` wrote it where one product had been too slow."""
+    one = DTypeRates(
+        gemm_gflops=[1.66],
+        attention_gb_per_second=8.0,
+        cpu_attention_gb_per_second=8.0,
+        prefill_attention_gflops=50.0,
+    )
+    rates = MeasuredRates(
+        host_memory_gib=64.0,
+        disk_gb_per_second=0.9,
+        memory_gb_per_second=10.0,
+        turn_seconds=4e-4,
+        pass_seconds=0.0,
+        gemm_rows=[1, 8, 64],
+        float32=one,
+        bfloat16=replace(one, gemm_gflops=[1.0, 8.0, 60.0]),
+    )
+    config = replace(config_of("model=gpt2"), machine=MachineConfig(name="mine", rates=rates))
+    text = report(make_plan(config), num_actions=0)
+    assert "note: machine.rates.float32.gemm_gflops has 1 of 3 rates, up to M=1: products of more rows, M=8, " in text
+    whole = replace(config, model=replace(config.model, dtype=DType.bfloat16))
+    assert "machine.rates" not in report(make_plan(whole), num_actions=0)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from runtime.config import DType, MachineConfig
+from runtime.engine.measure.attention import attention_name, prefill_name
 from runtime.engine.measure.disk import SUSTAINED, disk_probes
 from runtime.engine.measure.machine import dtype_rates, machine_probes
 from runtime.engine.measure.products import (
     DTYPES,
-    LONGEST_SECONDS,
     Matrices,
     ProductKind,
     product_kinds,
@@ -20,6 +20,7 @@ from runtime.engine.measure.products import (
     product_probes,
     usual_kind,
 )
+from runtime.engine.measure.row import Row, row_of
 from runtime.engine.measure.timing import READING_SECONDS, Figure, Probe, Timed, figure_of, measure
 from runtime.errors import ConfigError
 from runtime.plan.profile import machine_of
@@ -86,13 +87,60 @@ def test_a_figure_is_the_median_of_rounds_whose_values_are_medians_of_readings()
     clock = HandClock()
     readings = iter([1000.0, 1.0, 3.0, 7.0, 9.0])
     figures = measure([probe_of(clock, readings)], num_rounds=2, seconds=4.0, clock=clock)
-    assert figures == {"it": Figure(value=5.0, low=2.0, high=8.0, unit="GB/s")}
+    assert figures.figures == {"it": Figure(value=5.0, low=2.0, high=8.0, unit="GB/s")}
+    assert figures.num_rounds == 2
+
+
+def test_rounds_end_with_the_time_that_they_were_given_but_there_is_one() -> None:
+    """A reading takes 1 s however little its share is."""
+    for seconds, num_rounds in ((0.1, 1), (2.0, 2), (3.1, 3), (100.0, 5)):
+        clock = HandClock()
+        found = measure([probe_of(clock, repeat(1.0))], num_rounds=5, seconds=seconds, clock=clock)
+        assert found.num_rounds == num_rounds, seconds
+
+
+def test_a_first_act_that_compiles_says_nothing_of_how_often_the_others_are_repeated() -> None:
+    """Otherwise a reading were one act of a microsecond: as long as what starts and stops the clock."""
+    clock, seconds = HandClock(), chain([0.5], repeat(READING_SECONDS / 4))
+    timed = Timed(1e9, lambda: clock.take(next(seconds)), clock=clock)
+    timed()
+    before = clock.now
+    timed()
+    assert clock.now - before == pytest.approx(READING_SECONDS)
+
+
+def row(clock: HandClock, seconds: dict[int, list[float]]) -> Row:
+    """Of products whose acts take these seconds, the last for good."""
+
+    def probe(num_rows: int) -> tuple[Probe, Timed]:
+        each = chain(seconds[num_rows], repeat(seconds[num_rows][-1]))
+        timed = Timed(1.0, lambda: clock.take(next(each)), clock=clock)
+        return Probe(name=f"M={num_rows}", unit="GFLOP/s", read=timed), timed
+
+    return row_of("product", list(seconds), probe, longest_seconds=0.4)
+
+
+def test_a_cold_first_call_ends_no_row() -> None:
+    found = row(HandClock(), {1: [3.0, 1e-6], 8: [0.5, 1e-6], 16: [0.3]})
+    assert list(found.probes) == [1, 8, 16]
+    assert found.end is None
+
+
+def test_a_row_ends_behind_the_first_product_that_is_slow_when_warm_and_says_so() -> None:
+    found = row(HandClock(), {4: [0.5], 1: [0.1], 16: [0.6], 64: [0.7]})
+    assert list(found.probes) == [1, 4]
+    assert found.end == (
+        "product: M=4 takes 0.5 s, more than 0.4 s, and so M=16, 64 is not measured and counts as fast as M=4; "
+        "raise measure.seconds to measure it"
+    )
+    assert [found.nearest(num_rows).name for num_rows in (1, 4, 16, 64)] == ["M=1", "M=4", "M=4", "M=4"]
+    assert row(HandClock(), {1: [0.1], 4: [0.5]}).end is None, "nothing is missing"
 
 
 def test_rounds_go_over_all_probes_so_that_a_slow_minute_is_in_every_spread() -> None:
     clock, order = HandClock(), list[str]()
     probes = [probe_of(clock, repeat(1.0), name) for name in ("a", "b")]
-    measure(probes, num_rounds=2, seconds=0.1, clock=clock, advance=order.append)
+    measure(probes, num_rounds=2, seconds=8.0, clock=clock, advance=order.append)
     assert order == ["a", "b"] * 3
 
 
@@ -134,10 +182,19 @@ def test_disk_without_room_is_refused_with_the_bytes(tmp_path: Path) -> None:
         pass
 
 
-def test_products_end_behind_the_first_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{product_probes.__module__}._seconds", lambda act, device: LONGEST_SECONDS * 2)
-    matrices = Matrices(CPU, width=256, num_bytes=MIB)
-    assert list(product_probes(ProductKind(compute="float32", stored="float32"), [4, 2], matrices, CPU)) == [2]
+def test_products_end_behind_the_first_that_takes_too_long() -> None:
+    matrices, kind = Matrices(CPU, width=256, num_bytes=MIB), ProductKind(compute="float32", stored="float32")
+    short, long = (product_probes(kind, [4, 2], matrices, CPU, longest_seconds=seconds) for seconds in (0.0, 60.0))
+    assert (list(short.probes), list(long.probes)) == ([2], [2, 4])
+    assert [probe.name for probe in long.probes.values()] == [kind.name(2), kind.name(4)]
+
+
+def test_no_list_of_rates_is_shorter_than_its_rows() -> None:
+    figures = {f"M={rows}": Figure(value=float(rows), low=1.0, high=1.0, unit="") for rows in (1, 4)}
+    others = (attention_name("float32", is_on_cpu=True), prefill_name("float32"))
+    figures |= {name: Figure(value=1.0, low=1.0, high=1.0, unit="") for name in others}
+    cut = row(HandClock(), {1: [0.1], 4: [0.5], 16: [0.6], 64: [0.7]})
+    assert dtype_rates("float32", cut, [1, 4, 16, 64], figures, CPU).gemm_gflops == [1.0, 4.0, 4.0, 4.0]
 
 
 @pytest.mark.parametrize("kind", product_kinds(CPU), ids=lambda kind: kind.name(2))
@@ -167,7 +224,7 @@ def test_every_rate_of_a_plan_has_its_figure(tmp_path: Path) -> None:
         names = [probe.name for probe in found.probes]
         assert len(set(names)) == len(names)
         figures = {name: Figure(value=1.0 + place, low=1.0, high=2.0, unit="") for place, name in enumerate(names)}
-        rates = {dtype: dtype_rates(dtype, rows, figures, CPU) for dtype, rows in found.gemm_rows.items()}
+        rates = {dtype: dtype_rates(dtype, rows, [1, 4], figures, CPU) for dtype, rows in found.products.items()}
         assert all(probe.read() > 0 for probe in found.probes)
     assert set(rates) == {"float32", "bfloat16", "float16"}
     assert all(len(found.gemm_gflops) == 2 for found in rates.values())

@@ -144,6 +144,13 @@ def test_another_is_taken_where_it_is_faster_beyond_doubt(
     assert table.fastest("float16", is_tall=True, num_rows=16) is chosen
 
 
+def test_one_that_was_too_slow_for_many_rows_is_as_fast_as_with_the_most_that_it_was_measured_with() -> None:
+    found = figures(vectors=(10, 10, 10), onednn=(20, 20, 20))
+    found = {name: each for name, each in found.items() if not (name.startswith("onednn") and "M=512" in name)}
+    table = product_table([1, 512], found)
+    assert table.fastest("float16", is_tall=True, num_rows=512) is Multiplier.onednn
+
+
 def test_a_table_with_a_hole_is_refused() -> None:
     with pytest.raises(ConfigError, match="float16, tall"):
         ProductTable(rows=[1, 2], multipliers={"float16, tall": [Multiplier.onednn]})

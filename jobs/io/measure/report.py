@@ -22,6 +22,7 @@ class Source:
     versions: Mapping[str, str]
     device_choice: str  # machine.device
     seconds: float
+    notes: Sequence[str]  # on what was not measured
 
 
 def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
@@ -74,6 +75,7 @@ def format_yaml(name: str, source: Source, rates: MeasuredRates, figures: Mappin
             f"  {key:<{width}}  {format_value(f.value):>9} {f.unit:<11}  spread {f.spread:.0%}"
             for key, f in figures.items()
         ),
+        *(f"Note: {note}" for note in source.notes),
     ]
     values = [f"name: {name}", f"device: {source.device_choice}", f"num_threads: {host.num_threads}", "sheet: null"]
     lines = [f"# {comment}".rstrip() for comment in comments] + values + ["rates:"]

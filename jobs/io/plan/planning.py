@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from runtime.config import DType, MachineConfig, OffloadConfig, RuntimeConfig
+from runtime.choices import plan_by_choice, policies_directory
+from runtime.config import DType, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig
 from runtime.errors import ConfigError, require
 from runtime.machine_cache import find_latest
 from runtime.plan.machine import Machine
@@ -40,6 +41,7 @@ class Planned:
     dtype: DType
     sizes: Sequence[SequenceSize]
     run: RunPlan
+    doubts: tuple[str, ...]  # about what is known of the machine
 
     @property
     def prediction(self) -> Prediction:
@@ -75,7 +77,10 @@ def _per_second(num_tokens: int, seconds: float) -> float | None:
 
 def make_plan(config: PlanConfig) -> Planned:
     """Raises ConfigError for what is not known, BudgetError where even the smallest block does not fit."""
-    return plan_on(machine_of(_described(config.machine), config.model.dtype), config)
+    described = _described(config.machine)
+    planned = plan_on(machine_of(described, config.model.dtype), config)
+    missing = described.rates.missing_products(planned.dtype.value) if described.rates is not None else None
+    return replace(planned, doubts=(missing,) if missing is not None else ())
 
 
 def plan_on(machine: Machine, config: PlanConfig) -> Planned:
@@ -90,8 +95,22 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
         "with its answer: workload.max_prompt_tokens, sampling.max_new_tokens",
     )
     runtime = config.runtime
-    run = plan_run(shape, runtime, _budgets(config.offload, machine), sizes, rates=machine.rates)
-    return Planned(config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run)
+    run = _run_plan(shape, runtime, _budgets(config.offload, machine), sizes, machine)
+    return Planned(config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run, doubts=())
+
+
+def _run_plan(
+    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], machine: Machine
+) -> RunPlan:
+    """By the policy that `policy.pin` names among those that runs of this user have kept, as a run takes it."""
+
+    def plan(fixed: RuntimeConfig) -> RunPlan:
+        return plan_run(shape, fixed, budgets, sizes, rates=machine.rates)
+
+    if config.policy.kind is not PolicyKind.hrm or config.policy.pin is None:
+        return plan(config)
+    directory = policies_directory(config.offload.cache_dir)
+    return plan_by_choice(directory, None, config, plan, has_device=budgets.has_device)
 
 
 def _described(config: MachineConfig) -> MachineConfig:

@@ -22,7 +22,7 @@ def report(planned: Planned, num_actions: int) -> str:
         *(["\n  ".join(["chosen:", *run.choice.why])] if run.choice is not None else []),
         _prediction(planned),
         _utilisation(planned.prediction),
-        *(f"note: {note}" for note in notes),
+        *(f"note: {note}" for note in (*planned.doubts, *notes)),
         *([f"schedule:\n{schedule_text(run, max_actions=num_actions).rstrip()}"] if num_actions else []),
     ]
     return "\n\n".join(parts)

@@ -5,7 +5,6 @@ Weights are taken in turns from so many matrices that none is in a cache when it
 slot that was just filled. M rows, N outputs, K inputs.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -19,9 +18,9 @@ from ...model.rows import Rows, ScaledRows
 from ...model.stored import StoredWeight
 from ...store.gguf import BLOCKS
 from ...stream.device import ComputeDevice
+from .row import Row, row_of
 from .timing import Probe, Timed
 
-LONGEST_SECONDS = 0.4  # a product that takes longer is the last of its kind: larger ones are no faster
 MOST_ROWS_BESIDE = 256  # of kinds that only a person looks at
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,9 +33,11 @@ class ProductKind:
     stored: str
     is_flipped: bool = False
 
+    def __str__(self) -> str:
+        return f"product, {self.compute} by {self.stored}{' flipped' if self.is_flipped else ''} weights"
+
     def name(self, num_rows: int) -> str:
-        weights = self.stored + (" flipped" if self.is_flipped else "")
-        return f"product, {self.compute} by {weights} weights, M={num_rows}"
+        return f"{self}, M={num_rows}"
 
 
 def usual_kind(dtype: str, device: ComputeDevice) -> ProductKind:
@@ -68,18 +69,16 @@ class Matrices:
 
 
 def product_probes(
-    kind: ProductKind, rows: Sequence[int], matrices: Matrices, device: ComputeDevice
-) -> dict[int, Probe]:
-    """By M, from the smallest. Those are missing that are larger than one which takes `LONGEST_SECONDS`."""
-    probes: dict[int, Probe] = {}
-    for num_rows in sorted(rows):
+    kind: ProductKind, rows: Sequence[int], matrices: Matrices, device: ComputeDevice, *, longest_seconds: float
+) -> Row:
+    """By M."""
+
+    def probe(num_rows: int) -> tuple[Probe, Timed]:
         x_MK = torch.randn(num_rows, matrices.width, device=device.torch_device).to(DTYPES[kind.compute])
-        act = product_of(kind, x_MK, matrices)
-        flops = 2.0 * num_rows * matrices.width**2
-        probes[num_rows] = Probe(name=kind.name(num_rows), unit="GFLOP/s", read=Timed(flops, act, device.finish))
-        if _seconds(act, device) > LONGEST_SECONDS:
-            break
-    return probes
+        timed = Timed(2.0 * num_rows * matrices.width**2, product_of(kind, x_MK, matrices), device.finish)
+        return Probe(name=kind.name(num_rows), unit="GFLOP/s", read=timed), timed
+
+    return row_of(str(kind), rows, probe, longest_seconds=longest_seconds)
 
 
 def product_with(weight: torch.Tensor, num_rows: int, device: ComputeDevice) -> Timed:
@@ -101,13 +100,6 @@ def _as_model_has_it(matrix: torch.Tensor, compute: torch.dtype) -> torch.Tensor
     if matrix.dtype == compute and matrix.device.type != "cpu":
         return matrix
     return StoredWeight([[matrix]], matrix.shape, compute, is_stacked=False)
-
-
-def _seconds(act: Callable[[], object], device: ComputeDevice) -> float:
-    begin = time.perf_counter()
-    act()
-    device.finish()
-    return time.perf_counter() - begin
 
 
 def widening_probes(device: ComputeDevice, *, width: int) -> list[Probe]:

@@ -8,6 +8,7 @@ from statistics import median
 
 GIGA = 1e9
 SHORTEST_SECONDS = 1e-7  # that a clock tells from nothing
+OVER_SHARE = 0.25  # by which rounds may pass the time they were given: each probe ends its share with a whole reading
 READING_SECONDS = 4e-3  # at least: shorter ones are as long as what starts and stops the clock
 
 Clock = Callable[[], float]
@@ -30,6 +31,15 @@ class Figure:
     def agrees_with(self, other: "Figure") -> bool:
         """Whether there is a value that both have seen."""
         return self.low <= other.high and other.low <= self.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """`figures` by name, each from `num_rounds` rounds, of which the last took `round_seconds`."""
+
+    figures: dict[str, Figure]
+    num_rounds: int
+    round_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +68,17 @@ class Timed:
 
     def __call__(self) -> float:
         if not self._num_acts:
-            seconds = self._run(1)  # which compiles and takes up pages
-            if seconds < 10 * READING_SECONDS:
-                seconds = self._run(1)
-            self._num_acts = max(1, math.ceil(READING_SECONDS / max(seconds, SHORTEST_SECONDS)))
+            seconds = self.warm_seconds()
+            if self._num_acts == 1:
+                return self._amount / seconds / GIGA
         return self._amount * self._num_acts / self._run(self._num_acts) / GIGA
+
+    def warm_seconds(self) -> float:
+        """Of an act behind another, which compiles and takes up pages, and decides nothing."""
+        self._run(1)
+        seconds = max(self._run(1), SHORTEST_SECONDS)
+        self._num_acts = max(1, math.ceil(READING_SECONDS / seconds))
+        return seconds
 
     def _run(self, num_acts: int) -> float:
         begin = self._clock()
@@ -79,19 +95,24 @@ def measure(
     seconds: float,
     clock: Clock = time.perf_counter,
     advance: Callable[[str], object] = lambda name: None,
-) -> dict[str, Figure]:
+) -> Measured:
     """Each probe in each round as often as its share of `seconds` allows, once at least; a round's value is the median
-    of its readings. `advance` is told each probe that a round, or the warm-up before them, is done with."""
+    of its readings. Behind the first, no round begins that would end after `seconds` if it took as long as the last
+    one. `advance` is told each probe that a round, or the warm-up before them, is done with."""
     for probe in probes:
         probe.read()
         advance(probe.name)
     share = seconds / (num_rounds * max(len(probes), 1))
     rounds: dict[str, list[float]] = {probe.name: [] for probe in probes}
-    for _ in range(num_rounds):
+    begin, num_done, round_seconds = clock(), 0, 0.0
+    while num_done < num_rounds and (not num_done or clock() - begin + round_seconds <= seconds * (1 + OVER_SHARE)):
+        round_begin = clock()
         for probe in probes:
             rounds[probe.name].append(median(_readings(probe, share, clock)))
             advance(probe.name)
-    return {probe.name: figure_of(rounds[probe.name], probe.unit) for probe in probes}
+        num_done, round_seconds = num_done + 1, clock() - round_begin
+    figures = {probe.name: figure_of(rounds[probe.name], probe.unit) for probe in probes}
+    return Measured(figures=figures, num_rounds=num_done, round_seconds=round_seconds)
 
 
 def figure_of(values: Sequence[float], unit: str) -> Figure:
