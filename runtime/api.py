@@ -15,11 +15,12 @@ from .engine.calibrate import measure_rates
 from .engine.engine import Engine
 from .engine.measure.machine import device_name
 from .engine.requests import Rejected, make_request, tokenize
-from .engine.sampling import Sampler
+from .engine.sampling import Sampler, sampler_for
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_kernels
 from .engine.streams import open_streams
 from .machine_cache import Host, find_products, this_host
+from .model.followed import as_the_model_says
 from .model.loading import LoadedModel, load_model
 from .out_of_memory import is_out_of_memory, memory_shortage, out_of_memory
 from .plan.advice import advice
@@ -54,7 +55,8 @@ FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is g
 
 
 class Runtime:
-    """Opens a model without reading its weights. Weights are held only inside `session`.
+    """Opens a model without reading its weights. Weights are held only inside `session`. With `sampling.follow_model`,
+    `config.sampling` has the model's settings from then on.
 
     `device`: None takes the one that `machine.device` names. `trace` collects what ran when; somebody must take it as
     the run goes on. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
@@ -76,6 +78,7 @@ class Runtime:
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
         self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
+        self.config = as_the_model_says(self.config, self.model)
         self._refuse_early()
         self.rates: MachineRates | None = None  # of this run; None: `plan` measures them when it needs them
         self._advised: set[str] = set()
@@ -90,14 +93,7 @@ class Runtime:
         self._sampler()
 
     def _sampler(self) -> Sampler:
-        return Sampler(
-            self.config.sampling,
-            vocab_size=self.model.shape.vocab_size,
-            eos_token_ids=self.model.eos_token_ids,
-            tokenizer=self.model.tokenizer,
-            start_token_id=self.model.start_token_id,
-            device=self.device.torch_device,
-        )
+        return sampler_for(self.model, self.config.sampling, self.device.torch_device)
 
     def request(
         self, id: str, prompt: str | Sequence[int], *, overrides: SamplingOverrides | None = None

@@ -1,5 +1,6 @@
 """How the next token is chosen: what `sampling.*` says for a run, and what one request may ask otherwise."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from .errors import require
@@ -20,47 +21,96 @@ class SamplingOverrides:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the next token is chosen, with transformers' own meaning of each key. `temperature: 0` is greedy."""
+    """How the next token is chosen, with transformers' own meaning of each key. `temperature: 0` is greedy.
 
+    None is off; with `follow_model` it is what the checkpoint's generation_config.json says, which `Runtime` looks up.
+    """
+
+    follow_model: bool = False
     n: int = 1
     max_new_tokens: int = 32
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
+    min_new_tokens: int | None = 0
+    min_length: int | None = None
+    temperature: float | None = 0.0
+    top_h: float | None = None
+    top_k: int | None = 0
+    top_p: float | None = 1.0
+    min_p: float | None = 0.0
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    repetition_penalty: float | None = 1.0
+    no_repeat_ngram_size: int | None = 0
     bad_words: list[str] = field(default_factory=list)
+    bad_words_ids: list[list[int]] | None = None
+    sequence_bias: list[list[list[int] | float]] | None = None
+    suppress_tokens: list[int] | None = None
+    begin_suppress_tokens: list[int] | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: list[int] | int | None = None
+    exponential_decay_length_penalty: list[float] | None = None
+    renormalize_logits: bool | None = None
     seed: int = 0
     ignore_eos: bool = False
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] | None = field(default_factory=list)
     logprobs: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("max_new_tokens", "min_new_tokens"):
-            require(getattr(self, key) >= 0, f"sampling.{key} must be 0 or more, got {getattr(self, key)}")
-        least, most, penalty = self.min_new_tokens, self.max_new_tokens, self.repetition_penalty
+        least, most = self.min_new_tokens or 0, self.max_new_tokens
+        for key in ("max_new_tokens", "min_new_tokens", "min_length"):
+            self._require(key, "0 or more", lambda value: value >= 0)
         require(least <= most, f"sampling.min_new_tokens={least} is above sampling.max_new_tokens={most}")
-        require(self.temperature >= 0, f"sampling.temperature must be 0 (greedy) or more, got {self.temperature}")
+        self._require("temperature", "0 (greedy) or more", lambda value: value >= 0)
         for key in ("top_k", "no_repeat_ngram_size", "logprobs"):
-            require(getattr(self, key) >= 0, f"sampling.{key} must be 0 (off) or more, got {getattr(self, key)}")
-        require(0 < self.top_p <= 1, f"sampling.top_p must be in (0, 1], got {self.top_p}")
-        require(0 <= self.min_p < 1, f"sampling.min_p must be in [0, 1), got {self.min_p}")
-        require(penalty > 0, f"sampling.repetition_penalty must be above 0, got {penalty}")
-        require(all(self.stop), "sampling.stop holds an empty string, which would stop every row at once")
+            self._require(key, "0 (off) or more", lambda value: value >= 0)
+        for key in ("top_h", "top_p", "typical_p"):
+            self._require(key, "in (0, 1]", lambda value: 0 < value <= 1)
+        for key in ("min_p", "epsilon_cutoff", "eta_cutoff"):
+            self._require(key, "in [0, 1)", lambda value: 0 <= value < 1)
+        self._require("repetition_penalty", "above 0", lambda value: value > 0)
+        require(all(self.stop or []), "sampling.stop holds an empty string, which would stop every row at once")
         require(all(self.bad_words), "sampling.bad_words holds an empty string")
+        self._require_token_lists()
         require(self.n >= 1, f"sampling.n must be 1 or more samples, got {self.n}")
         require(
             self.n == 1 or not self.is_greedy,
             f"sampling.n={self.n} needs sampling.temperature above 0: greedy gives the same text {self.n} times",
         )
 
+    def _require(self, key: str, what: str, is_good: Callable[[float], bool]) -> None:
+        value = getattr(self, key)
+        require(value is None or is_good(value), f"sampling.{key} must be {what}, got {value}")
+
+    def _require_token_lists(self) -> None:
+        words, decay = self.bad_words_ids, self.exponential_decay_length_penalty
+        require(words is None or all(words), "sampling.bad_words_ids holds an empty list: each is a word's token ids")
+        for pair in self.sequence_bias or []:
+            is_pair = len(pair) == 2 and isinstance(pair[0], list) and bool(pair[0]) and isinstance(pair[1], float)
+            require(is_pair, f"sampling.sequence_bias must hold pairs like [[5, 6], -2.0]: token ids, bias; got {pair}")
+        require(
+            decay is None or (len(decay) == 2 and decay[0] >= 0 and decay[0] == int(decay[0]) and decay[1] > 0),
+            f"sampling.exponential_decay_length_penalty must be like [20, 1.05]: new tokens, factor; got {decay}",
+        )
+
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        """As far as these settings say: with `follow_model`, a temperature of None is the model's to say."""
+        return not self.temperature and not (self.follow_model and self.temperature is None)
 
     def overridden(self, by: SamplingOverrides) -> "SamplingConfig":
         """Raises ConfigError when what results cannot go together."""
         given = by.given
         return replace(self, **given) if given else self
+
+
+AS_THE_MODEL_SAYS = SamplingConfig(
+    follow_model=True,
+    min_new_tokens=None,
+    temperature=None,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    repetition_penalty=None,
+    no_repeat_ngram_size=None,
+    stop=None,
+)  # what sampling=model is on the command line

@@ -170,7 +170,7 @@ def semantic(config: GenerateConfig) -> dict[str, JsonValue]:
 
     `policy` is among them because a row's numerics depend on which rows share its micro-batch.
     """
-    return {key: value for key, value in flatten(config).items() if _is_semantic(key)}
+    return {key: value for key, value in flatten(config).items() if _is_semantic(key) and not _is_unset(key, value)}
 
 
 def operational(config: GenerateConfig) -> dict[str, JsonValue]:
@@ -180,6 +180,11 @@ def operational(config: GenerateConfig) -> dict[str, JsonValue]:
 
 def _is_semantic(key: str) -> bool:
     return key.partition(".")[0] in SEMANTIC_GROUPS and key not in FREE_KEYS
+
+
+def _is_unset(key: str, value: JsonValue) -> bool:
+    """Settings of sampling that are off by null leave the names and manifests of runs as they were without them."""
+    return key.startswith("sampling.") and (value is None or (key == "sampling.follow_model" and value is False))
 
 
 def run_name(config: GenerateConfig) -> str:
@@ -205,14 +210,18 @@ def ignored_settings(config: GenerateConfig) -> list[str]:
     """A sentence for each setting that has no effect beside the others; for the job to log as warnings. Those that the
     model or the plan leaves without effect: `runtime.plan.advice`."""
     sampling = config.sampling
-    narrowing = {"top_k": sampling.top_k != 0, "top_p": sampling.top_p != 1, "min_p": sampling.min_p != 0}
+    off = {"top_k": 0, "top_p": 1, "min_p": 0, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+    is_greedy = sampling.is_greedy and config.dataset.temperature_field is None
     ignored = [
         f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.temperature=0 is greedy"
-        for key, is_given in narrowing.items()
-        if is_given and sampling.is_greedy and config.dataset.temperature_field is None
+        for key in off
+        if is_greedy and getattr(sampling, key) not in (None, off[key])
     ]
-    if sampling.min_new_tokens and sampling.ignore_eos:
-        ignored.append(f"sampling.min_new_tokens={sampling.min_new_tokens} has no effect: sampling.ignore_eos=true")
+    ignored += [
+        f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.ignore_eos=true"
+        for key in ("min_new_tokens", "min_length", "exponential_decay_length_penalty")
+        if getattr(sampling, key) and sampling.ignore_eos
+    ]
     if config.checkpoint_seconds != GenerateConfig.checkpoint_seconds and config.policy.admission is Admission.wave:
         ignored.append(f"checkpoint_seconds={config.checkpoint_seconds} has no effect: policy.admission=wave")
     return ignored

@@ -6,6 +6,7 @@ A fact is said by a file and its key, as `config.json rms_norm_eps`, so that a r
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -30,8 +31,9 @@ MAX_KEYS, MAX_CHARS = 64, 400  # of a mapping and of a value that are kept as th
 
 
 def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests) -> RunManifest:
-    """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run."""
-    settings, model = semantic(config), runtime.model
+    """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run.
+    Sampling is what holds, with the model's own settings where they are followed."""
+    settings, model = semantic(replace(config, sampling=runtime.config.sampling)), runtime.model
     came_to = {
         "model.dtype": str(model.compute_dtype).removeprefix("torch."),
         "weights": model.fingerprint,
@@ -65,7 +67,8 @@ def _sources(config: GenerateConfig, checkpoint: Path) -> dict[str, str]:
 
 
 def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
-    """Of all files beside the weights that can change the text. Of generation_config.json: what is followed."""
+    """Of all files beside the weights that can change the text. Of generation_config.json: what is followed whatever
+    `sampling` says; with `sampling.follow_model` the rest is among the settings."""
     facts = {f"config.json {key}": value for key, value in _flat(model.config, VERSIONS | PLACES)}
     facts |= _generation_facts(model)
     facts |= _adapter_facts(model.checkpoint.path)

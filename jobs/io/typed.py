@@ -126,8 +126,10 @@ def _convert_union(hint: object, value: object, key: str) -> object:
         try:
             return _convert(option, value, key)
         except ConfigError:
-            if isinstance(option, type) and is_dataclass(option) and isinstance(value, Mapping):
-                raise  # the error inside the group says more than "not this group"
+            is_group = isinstance(option, type) and is_dataclass(option) and isinstance(value, Mapping)
+            is_only_list = typing.get_origin(option) is list and isinstance(value, list) and len(options) == 2
+            if is_group or (is_only_list and type(None) in options):
+                raise  # the error inside says more than "not this group", or list
     raise _mismatch(hint, value, key)
 
 

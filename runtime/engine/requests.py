@@ -45,8 +45,8 @@ def make_request(
         id=id,
         prompt_ids=ids,
         max_new_tokens=max(0, min(own.max_new_tokens, room)),
-        temperature=own.temperature,
-        stop=tuple(own.stop),
+        temperature=own.temperature or 0.0,
+        stop=tuple(own.stop or ()),
     )
 
 

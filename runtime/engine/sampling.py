@@ -10,12 +10,18 @@ import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import SamplingConfig, require
+from ..model.loading import LoadedModel
 from ..units import MIB
 from .logprobs import token_logprobs
-from .processors import Processors, bad_word_ids, no_history, process, warpers
+from .processors import Processors, no_history, process, warpers
 from .sequence import FinishReason, Sequence
 from .stopping import StopStrings
+from .token_bans import bad_word_ids, require_known_tokens
 
+BANS = (
+    "bad_words", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias", "min_length", "min_new_tokens",
+    "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
 SLICE_BYTES = 4 * MIB  # of float32 logits processed at once: sorting and its like take several times as much
 
 
@@ -42,10 +48,12 @@ class Sampler:
         require(
             config.logprobs <= vocab_size, f"sampling.logprobs={config.logprobs} is above the vocabulary's {vocab_size}"
         )
+        require_known_tokens(config, vocab_size)
         self._config = config
         self._eos = frozenset() if config.ignore_eos else eos_token_ids
         self._stops = StopStrings(tokenizer) if tokenizer is not None else None
         bad_words = bad_word_ids(config.bad_words, tokenizer, self._eos, vocab_size) if tokenizer is not None else []
+        self._bans = [f"sampling.{key}" for key in BANS if getattr(config, key)]
         self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
 
     def step(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, step: int) -> None:
@@ -70,7 +78,7 @@ class Sampler:
             if not finite:
                 sequence.fail(f"the model gave NaN or infinite logits {place}")
             elif not open_:
-                sequence.fail(f"no token is left {place}: sampling.bad_words and no_repeat_ngram_size ban them all")
+                sequence.fail(f"no token is left {place}: {', '.join(self._bans)} ban them all")
             else:
                 sequence.generated.append(tokens[row])
                 sequence.logprobs += [logprobs[row]] if logprobs else []
@@ -90,9 +98,10 @@ class Sampler:
         return tokens
 
     def _draw(self, sequences: Rows[Sequence], scores_BV: torch.Tensor, temperature: float) -> list[int]:
+        last = warpers(self._config, temperature)
+        warped_BV = process(last, no_history(scores_BV), _choosable(scores_BV)) if last else scores_BV
         if temperature == 0:
-            return scores_BV.argmax(-1).tolist()
-        warped_BV = process(warpers(self._config, temperature), no_history(scores_BV), scores_BV)
+            return warped_BV.argmax(-1).tolist()
         probabilities = torch.softmax(warped_BV, -1).nan_to_num_(1.0)  # error rows get any draw; it is discarded
         return [
             int(torch.multinomial(row, 1, generator=self._generator(sequence, row.device)))
@@ -119,3 +128,20 @@ class Sampler:
         assert self._stops is not None, "stop strings need a tokenizer"
         sequence.text_end = self._stops.find(sequence.generated, sequence.request.stop)
         return sequence.text_end is not None
+
+
+def _choosable(scores_BV: torch.Tensor) -> torch.Tensor:
+    """Zeros in place of a row that has no largest score: it is an error row, and some warpers refuse all for one."""
+    is_good_B1 = scores_BV.amax(-1, keepdim=True).isfinite()
+    return scores_BV if is_good_B1.all() else torch.where(is_good_B1, scores_BV, 0.0)
+
+
+def sampler_for(model: LoadedModel, config: SamplingConfig, device: torch.device) -> Sampler:
+    return Sampler(
+        config,
+        vocab_size=model.shape.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=model.tokenizer,
+        start_token_id=model.start_token_id,
+        device=device,
+    )

@@ -16,12 +16,13 @@ from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from . import attention, experts
 from .converted import convert_once
+from .generation import ModelGeneration, read_generation
 from .gguf import map_gguf
 from .int8_weights import rounded_parameters
 from .layout import map_weights
 from .meta import build_meta_model
 from .net import one_line
-from .origin import eos_token_ids, find_checkpoint, load_tokenizer, read_config, start_token_id
+from .origin import find_checkpoint, load_tokenizer, read_config
 from .quantization import pair_scales, take_quantization
 from .rope_lengths import RopeLengths, follow_lengths
 from .rowwise import join_steps
@@ -47,6 +48,7 @@ class LoadedModel:
     dtypes: Mapping[str, torch.dtype]
     compute_dtype: torch.dtype
     tokenizer: PreTrainedTokenizerBase | None
+    generation: ModelGeneration
     eos_token_ids: frozenset[int]
     start_token_id: int | None  # a decoder's first token behind an encoder; None without one
     checkpoint: Checkpoint
@@ -63,6 +65,7 @@ def load_model(
     path = find_checkpoint(config, cache_dir)
     checkpoint = open_checkpoint(path)
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
+    generation = read_generation(path, hf_config)
     described = hf_config.to_dict()
     quantization = take_quantization(hf_config)
     dtype = _compute_dtype(config.dtype, hf_config, device)
@@ -104,8 +107,9 @@ def load_model(
         dtypes=dtypes,
         compute_dtype=dtype,
         tokenizer=load_tokenizer(config.tokenizer, checkpoint),
-        eos_token_ids=eos_token_ids(path, hf_config),
-        start_token_id=start_token_id(path, hf_config) if hf_config.is_encoder_decoder else None,
+        generation=generation,
+        eos_token_ids=generation.eos_token_ids,
+        start_token_id=generation.start_token_id if hf_config.is_encoder_decoder else None,
         checkpoint=checkpoint,
         config=described,
         fingerprint=fingerprint,

@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory of safetensors, a GGUF file or a hub id; its config, tokenizer and stop ids."""
+"""Where a model comes from: a directory of safetensors, a GGUF file or a hub id; its config and tokenizer."""
 
 import json
 import logging
@@ -12,7 +12,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     __version__,
 )
@@ -144,36 +143,3 @@ def _tokenizer_directory(wanted: str) -> Path:
 
 def _has_tokenizer(directory: Path) -> bool:
     return any(any(directory.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
-
-
-def eos_token_ids(path: Path, config: PreTrainedConfig) -> frozenset[int]:
-    eos = _token_id("eos_token_id", path, config)
-    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
-
-
-def start_token_id(path: Path, config: PreTrainedConfig) -> int:
-    """What a decoder behind an encoder begins with. Raises CheckpointError where the checkpoint does not say."""
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        start = _token_id(name, path, config)
-        if isinstance(start, int):
-            return start
-    raise CheckpointError(f"{path}: neither generation_config.json nor config.json has a decoder_start_token_id")
-
-
-def _token_id(name: str, path: Path, config: PreTrainedConfig) -> int | list[int] | None:
-    """As transformers' generate finds it: in generation_config.json if there is one, which a GGUF file has not, else in
-    the config."""
-    found = None if is_gguf(path) else read_generation_config(path)
-    return getattr(found if found is not None else config.get_text_config(), name, None)
-
-
-def read_generation_config(path: Path) -> GenerationConfig | None:
-    """None where the directory has none. Raises CheckpointError naming file, key, value and what is expected."""
-    file = path / "generation_config.json"
-    try:
-        values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
-    except FileNotFoundError:
-        return None
-    require_sound(values, file)
-    with one_line(str(file)):
-        return GenerationConfig.from_dict({**without_code(values)})

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime import SamplingConfig
-from runtime.engine.processors import bad_word_ids
 from runtime.engine.sequence import Completion, Request
+from runtime.engine.token_bans import bad_word_ids
 from runtime.errors import ConfigError
 from tests.runtime.sampling_support import References, runtime_for, transformers_answer
 from tests.support import NUM_NEW_TOKENS, Reference

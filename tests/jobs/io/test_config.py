@@ -67,11 +67,11 @@ def test_interpolations_are_resolved() -> None:
         (["sampling.max_new_tokens=3.7"], "sampling.max_new_tokens must be a whole number, got 3.7"),
         (["sampling.max_new_tokens=true"], "sampling.max_new_tokens must be a whole number, got true"),
         (["sampling.max_new_tokens=null"], "sampling.max_new_tokens must be a whole number, got null"),
-        (["sampling.temperature=hot"], "sampling.temperature must be a finite number, got 'hot'"),
+        (["sampling.temperature=hot"], "sampling.temperature must be a finite number or null, got 'hot'"),
         (["offload.host_memory_gib=.inf"], "offload.host_memory_gib must be a finite number or null, got inf"),
-        (["sampling.top_p=.nan"], "sampling.top_p must be a finite number, got nan"),
+        (["sampling.top_p=.nan"], "sampling.top_p must be a finite number or null, got nan"),
         (["sampling.ignore_eos=1"], "sampling.ignore_eos must be true or false, got 1"),
-        (["sampling.stop=text"], "sampling.stop must be a list, each item text, got 'text'"),
+        (["sampling.stop=text"], "sampling.stop must be a list, each item text or null, got 'text'"),
         (["sampling.stop=[[1]]"], "sampling.stop[0] must be text, got [1]"),
         (["sampling=3"], "sampling must be a group of keys, got 3"),
         (["offload.tier=disk"], "offload.tier must be one of none, cpu, nvme, got 'disk'"),
@@ -116,7 +116,16 @@ def test_every_key_is_either_semantic_or_operational() -> None:
     text, work = semantic(config), operational(config)
     groups = {key.rpartition(".")[0] for key in known_keys(GenerateConfig)}
     assert not text.keys() & work.keys()
-    assert text.keys() | work.keys() == set(known_keys(GenerateConfig)) - groups
+    unset = {f"sampling.{key}" for key, value in vars(config.sampling).items() if value is None}
+    assert text.keys() | work.keys() | unset | {"sampling.follow_model"} == set(known_keys(GenerateConfig)) - groups
+
+
+def test_a_setting_that_is_off_leaves_a_run_of_before_it_existed_its_name_and_manifest() -> None:
+    before = {
+        "n", "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+        "no_repeat_ngram_size", "bad_words", "seed", "ignore_eos", "stop", "logprobs",
+    }  # fmt: skip
+    assert {key for key in semantic(generate()) if key.startswith("sampling.")} == {f"sampling.{key}" for key in before}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +138,10 @@ def test_every_key_is_either_semantic_or_operational() -> None:
         "sampling.seed=1",
         "sampling.stop=[x]",
         "sampling.logprobs=1",
+        "sampling.follow_model=true",
+        "sampling.suppress_tokens=[5]",
+        "sampling.forced_bos_token_id=0",
+        "sampling.sequence_bias=[[[5,6],-2]]",
         "dataset={kind: jsonl, path: x, stop_field: s}",
         "policy.micro_batch_size=8",
     ],
@@ -198,6 +211,9 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
         (["sampling.top_k=4", "dataset={kind: jsonl, path: x, temperature_field: t}"], []),
         (["sampling.min_new_tokens=4"], []),
         (["sampling.min_new_tokens=4", "sampling.ignore_eos=true"], ["sampling.min_new_tokens"]),
+        (["sampling.min_length=4", "sampling.ignore_eos=true"], ["sampling.min_length"]),
+        (["sampling.top_h=0.5", "sampling.typical_p=0.5", "sampling.eta_cutoff=0.1"], ["top_h", "typical_p", "eta"]),
+        (["sampling={follow_model: true, temperature: null, top_k: 4}"], []),
         (["checkpoint_seconds=5"], ["checkpoint_seconds=5.0"]),
         (["checkpoint_seconds=5", "policy.admission=continuous"], []),
     ],

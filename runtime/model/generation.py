@@ -1,0 +1,71 @@
+"""What a checkpoint says of generating, found where transformers' generate finds it: in generation_config.json or, if
+there is none, in config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+from ..errors import CheckpointError
+from ..store.checkpoint import is_gguf
+from ..store.json_object import read_json_object
+from .config_rules import require_sound, without_code
+from .net import one_line
+from .vetted_files import CONFIG, MAX_SETTINGS_BYTES
+
+FILE = "generation_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGeneration:
+    """`given`: what the checkpoint's `source` says, by transformers' own keys, less what it leaves open."""
+
+    source: Path
+    given: Mapping[str, object]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Each of them ends a completion; empty where the checkpoint names none."""
+        eos = self.given.get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        known = frozenset(token for token in ids if isinstance(token, int))
+        if len(known) != len(set(map(str, ids))):
+            raise CheckpointError(f"{self.source}: eos_token_id must be a token id or a list of them, got {eos!r}")
+        return known
+
+    @property
+    def start_token_id(self) -> int:
+        """What a decoder behind an encoder begins with. Raises CheckpointError where the checkpoint does not say."""
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            start = self.given.get(name)
+            if isinstance(start, int):
+                return start
+        raise CheckpointError(f"{self.source.parent}: neither {FILE} nor {CONFIG} has a decoder_start_token_id")
+
+
+def read_generation(path: Path, config: PreTrainedConfig) -> ModelGeneration:
+    """Of the checkpoint at `path`, a directory or a GGUF file, which has but the config that was made of it. Raises
+    CheckpointError naming file, key, value and what is expected."""
+    if is_gguf(path):
+        return _taken(path, GenerationConfig.from_model_config(config))
+    file = path / FILE
+    try:
+        values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        return _of_config(path / CONFIG)
+    require_sound(values, file)
+    with one_line(str(file)):
+        return _taken(file, GenerationConfig.from_dict({**without_code(values)}))
+
+
+def _of_config(file: Path) -> ModelGeneration:
+    """As transformers does it: of what the file says, not of its class's defaults."""
+    values = without_code(read_json_object(file, max_bytes=MAX_SETTINGS_BYTES))
+    with one_line(str(file)):
+        return _taken(file, GenerationConfig.from_model_config({**values}))
+
+
+def _taken(source: Path, config: GenerationConfig) -> ModelGeneration:
+    given = {key: value for key, value in vars(config).items() if value is not None and not key.startswith("_")}
+    return ModelGeneration(source=source, given=given)

@@ -1,0 +1,74 @@
+"""`sampling=model` on the command line and in the manifest of a run."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from jobs.io.config import GenerateConfig, load
+from jobs.io.dataset import DatasetConfig
+from jobs.io.generation import generate
+from runtime.config import ModelConfig, SamplingConfig
+from runtime.errors import ConfigError, RunMismatchError
+from runtime.sampling_config import AS_THE_MODEL_SAYS
+from tests.support import Reference
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+def composed(*overrides: str) -> SamplingConfig:
+    with initialize_config_dir(str(CONF), version_base=None):
+        return load(GenerateConfig, compose("generate", overrides=list(overrides))).sampling
+
+
+def test_the_option_leaves_all_that_a_model_can_say_to_it_and_the_command_line_wins() -> None:
+    assert composed("sampling=model") == AS_THE_MODEL_SAYS
+    one = composed("sampling=model", "sampling.temperature=0", "sampling.sequence_bias=[[[5,6],-2]]")
+    assert (one.temperature, one.sequence_bias, one.top_k) == (0.0, [[[5, 6], -2.0]], None)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.sequence_bias=[[5,-2]]", r"sampling\.sequence_bias must hold pairs like"),
+        ("sampling.sequence_bias=[[[],-2]]", r"sampling\.sequence_bias must hold pairs like"),
+        ("sampling.exponential_decay_length_penalty=[5]", r"sampling\.exponential_decay_length_penalty must be like"),
+        ("sampling.exponential_decay_length_penalty=[5.5,1]", r"sampling\.exponential_decay_length_penalty must be"),
+        ("sampling.bad_words_ids=[[]]", r"sampling\.bad_words_ids holds an empty list"),
+        ("sampling.min_length=-1", r"sampling\.min_length must be 0 or more, got -1"),
+        ("sampling.top_h=0", r"sampling\.top_h must be in \(0, 1\], got 0"),
+        ("sampling.typical_p=2", r"sampling\.typical_p must be in \(0, 1\], got 2"),
+        ("sampling.eta_cutoff=1", r"sampling\.eta_cutoff must be in \[0, 1\), got 1"),
+        ("sampling.suppress_tokens=[a]", r"sampling\.suppress_tokens.* must be .*a whole number"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_its_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(override)
+
+
+def test_a_run_is_bound_to_the_settings_that_the_model_gave(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(reference("llama").directory, model)
+
+    def start(**said: object) -> int:
+        (model / "generation_config.json").write_text(json.dumps(said))
+        config = GenerateConfig(
+            model=ModelConfig(name="hf", path=str(model)),
+            dataset=DatasetConfig(limit=2),
+            sampling=AS_THE_MODEL_SAYS,
+            run="case",
+            output_root=str(tmp_path),
+        )
+        return generate(config, lambda: False).exit_code
+
+    assert start(repetition_penalty=1.25) == 0
+    stored = json.loads((tmp_path / "generate" / "case" / "run.json").read_text())["semantic"]
+    assert (stored["sampling.repetition_penalty"], stored["sampling.temperature"]) == (1.25, 0.0)
+    with pytest.raises(RunMismatchError, match=r"sampling\.repetition_penalty: 1\.25 -> 1\.5"):
+        start(repetition_penalty=1.5)
