@@ -26,10 +26,11 @@ from .input_digests import InputDigests, digest_input, first_changed, keep_rows
 from .manifest import RunManifest
 from .mistakes import mistakes_logged
 from .output_rows import generation_schema, infer_column_schema
-from .parts import PartStore, is_finished
+from .parts import PartStore
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .requests import Asked, ask, rejected_rows, seat, unseat
 from .run_dir import RunDirectory, RunState, open_run
+from .success import is_finished
 from .summary import MemoryUse, Summary, summarize, write_summary
 from .trace_file import tracing
 from .waves import generate_waves

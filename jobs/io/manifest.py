@@ -41,6 +41,11 @@ class RunManifest:
     format: int = FORMAT
 
     @property
+    def is_old(self) -> bool:
+        """Of a run that was begun by a version that recorded no facts, and no digests of rows."""
+        return self.format == FORMAT_WITHOUT_FACTS
+
+    @property
     def identity(self) -> Values:
         return {**self.semantic, **self.facts}
 
@@ -102,15 +107,14 @@ def _slug(text: str) -> str:
 def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: list[str]) -> None:
     for line in version_lines:
         LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
-    is_old = begun.format == FORMAT_WITHOUT_FACTS
-    was, values = begun.identity, now.semantic if is_old else now.identity
+    was, values = begun.identity, now.semantic if begun.is_old else now.identity
     by_default = {key for key in now.semantic if key not in was and _same(now.defaults, now.semantic, key)}
     lines = _diff(was, {key: value for key, value in values.items() if key not in by_default}, now.sources)
     if any(line.startswith("transformers:") for line in version_lines):
         lines = _without_what_is_said_newly(run, lines)
     if lines:
         raise RunMismatchError(_mismatch(run, lines))
-    if is_old and now.facts:
+    if begun.is_old and now.facts:
         LOG.warning(
             "%s was begun by a version of Millrace that did not record %s: whether these are still as the run was "
             "begun with cannot be checked",

@@ -4,6 +4,7 @@ A generations part is a function of the plan and the tokens alone, byte for byte
 """
 
 import errno
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,30 +14,40 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from runtime.errors import DamagedRunError, OutputError
+from runtime.errors import DamagedRunError, OutputError, RunMismatchError
 
 from .files import (
     PARQUET_PROBLEMS,
     JsonValue,
     canonical_json,
-    file_sha256,
     json_digest,
     output_error,
-    parse_parquet,
     publish,
-    read_json,
     set_aside,
     sweep_temps,
-    write_json,
     write_parquet,
 )
 from .manifest import RunManifest
 from .output_rows import GENERATION_SCHEMA, GenerationRow
+from .part_files import parse_part, visible
 from .plan_file import PlannedRequest
+from .row_digest import is_signed, sign
 from .run_dir import RunDirectory
+from .success import recorded_parts, tell_of_remade, write_success
 from .summary import THROUGHPUT_SCHEMA, PassRow, Status
 
 LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    block: int
+    table: pa.Table
+    sha256: str
+
+
+class OtherColumns(ValueError):
+    """Of a part that is whole and this run's, but for the columns that its rows brought along."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +56,7 @@ class PartInfo:
 
     block: int
     rows: Mapping[Status, int]
+    sha256: str
 
     @property
     def num_rows(self) -> int:
@@ -82,22 +94,28 @@ class PartStore:
         return self._publish(self.directory.generations_part(block), table, block, exclusive=True)
 
     def committed(self) -> dict[int, PartInfo]:
-        """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`.
+        """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`, and so
+        does one that is not the one that `_SUCCESS.json` records.
 
-        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read or moved at all.
+        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read or moved at all, and
+        RunMismatchError, with nothing moved, where an older version's parts have other columns than the input has.
         """
         try:
             for folder in (self.directory.path, self.directory.generations, self.directory.throughput):
                 sweep_temps(folder)
-            parts = {path: self._accept(path, self._schema) for path in _visible(self.directory.generations)}
-            for path in _visible(self.directory.throughput):
-                self._accept(path, THROUGHPUT_SCHEMA)
-            found = {self._block_of(path): table for path, table in parts.items() if table is not None}
+            recorded = recorded_parts(self.directory) or {}
+            verdicts = {path: self._verdict(path, recorded) for path in visible(self.directory.generations)}
+            self._refuse_other_columns(list(verdicts.values()))
+            caches = {path: self._checked(path, THROUGHPUT_SCHEMA) for path in visible(self.directory.throughput)}
+            for path, verdict in (verdicts | caches).items():
+                if isinstance(verdict, Exception):
+                    set_aside(path, self.directory.quarantine, str(verdict))
+            found = {part.block: part for part in verdicts.values() if isinstance(part, PartInfo)}
             if len(found) < len(self.blocks) and self.directory.success.exists():
                 set_aside(self.directory.success, self.directory.quarantine, "it lists parts that are gone")
         except OSError as error:
             raise output_error(self.directory.path, error) from error
-        return {block: _part_info(block, table) for block, table in sorted(found.items())}
+        return dict(sorted(found.items()))
 
     def passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
         """Of those blocks that are committed; None: of all, for the summary. A block whose cache is gone is missing,
@@ -127,13 +145,14 @@ class PartStore:
         rows: Counter[Status] = Counter()
         for part in parts.values():
             rows.update(part.rows)
-        files = [self._listing(part) for part in parts.values()]
-        value: dict[str, JsonValue] = {"config": self.manifest.digest, "rows": {**rows}, "parts": files}
-        write_json(self.directory.success, value, exclusive=False)
+        tell_of_remade(self.directory, {self._name(block): part.sha256 for block, part in parts.items()})
+        write_success(self.directory, self.manifest.digest, {**rows}, [self._listing(part) for part in parts.values()])
 
     def _listing(self, part: PartInfo) -> dict[str, JsonValue]:
-        path = self.directory.generations_part(part.block)
-        return {"file": path.name, "block": part.block, "num_rows": part.num_rows, "sha256": file_sha256(path)}
+        return {"file": self._name(part.block), "block": part.block, "num_rows": part.num_rows, "sha256": part.sha256}
+
+    def _name(self, block: int) -> str:
+        return self.directory.generations_part(block).name
 
     def _generation_table(self, block: int, generations: Sequence[GenerationRow]) -> pa.Table:
         planned, rows = self.blocks[block], {row.key: row for row in generations}
@@ -152,7 +171,7 @@ class PartStore:
 
     @cached_property
     def _block_by_name(self) -> Mapping[str, int]:
-        return {self.directory.generations_part(block).name: block for block in self.blocks}
+        return {self._name(block): block for block in self.blocks}
 
     def _footer(self, block: int) -> dict[bytes, bytes]:
         keys = [list(request.key) for request in self.blocks[block]]
@@ -161,7 +180,7 @@ class PartStore:
         return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
 
     def _publish(self, path: Path, table: pa.Table, block: int, *, exclusive: bool) -> bool:
-        signed = table.replace_schema_metadata(self._footer(block))
+        signed = sign(table, self._footer(block))
         return publish(
             path,
             lambda file: write_parquet(signed, file),
@@ -178,13 +197,16 @@ class PartStore:
 
     def _read(self, data: bytes, block: int, schema: pa.Schema) -> pa.Table:
         """The table in a part's bytes. Raises one of PARQUET_PROBLEMS when they are damaged or belong elsewhere."""
-        table = parse_parquet(data)
+        table = parse_part(data)
         footer = table.schema.metadata or {}
         wrong = [key.decode() for key, value in self._footer(block).items() if footer.get(key) != value]
         if wrong:
             raise ValueError(f"it belongs to another run or block: {', '.join(wrong)} differ")
+        if not is_signed(table) and not self.manifest.is_old:
+            raise ValueError("it lacks the digest of its rows")
         if not table.schema.equals(schema):
-            raise ValueError("its columns are not those of the run")
+            names = sorted({str(field) for field in table.schema} ^ {str(field) for field in schema})
+            raise OtherColumns(f"its columns are not those of the run: {', '.join(names) or 'their order'}")
         if schema.equals(self._schema):
             keys = list(zip(table["id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
             if keys != [request.key for request in self.blocks[block]]:
@@ -197,45 +219,44 @@ class PartStore:
             raise ValueError("no block of the plan has this file name")
         return self._block_by_name[path.name]
 
-    def _accept(self, path: Path, schema: pa.Schema) -> pa.Table | None:
-        """The part's table, or None after moving it away. OSError is the disk's fault and no verdict on the part."""
+    def _checked(self, path: Path, schema: pa.Schema, recorded: str | None = None) -> "_Checked | Exception":
+        """The part, or why it cannot be used. OSError is the disk's fault and no verdict on the part."""
+        if path.is_symlink():
+            return ValueError("it is a symbolic link")
         data = path.read_bytes() if path.is_file() else b""
+        sha256 = hashlib.sha256(data).hexdigest()
+        if recorded not in (None, sha256):
+            return ValueError(f"its SHA-256 is not the one that {self.directory.success.name} records")
         try:
-            return self._read(data, self._block_of(path), schema)
+            block = self._block_of(path)
+            return _Checked(block=block, table=self._read(data, block, schema), sha256=sha256)
         except PARQUET_PROBLEMS as error:
-            set_aside(path, self.directory.quarantine, str(error))
-            return None
+            return error
 
+    def _verdict(self, path: Path, recorded: Mapping[str, str]) -> PartInfo | Exception:
+        part = self._checked(path, self._schema, recorded.get(path.name))
+        if isinstance(part, Exception):
+            return part
+        return PartInfo(block=part.block, rows=Counter(part.table["status"].to_pylist()), sha256=part.sha256)
 
-def is_finished(directory: RunDirectory) -> bool:
-    """Whether `_SUCCESS.json` is there and every part is the one that it lists, by SHA-256, with none beside them."""
-    try:
-        parts = read_json(directory.success).get("parts")
-        found = {path.name: file_sha256(path) for path in _visible(directory.generations)}
-    except (OSError, DamagedRunError):
-        return False
-    listed = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    return isinstance(parts, list) and found == {part.get("file"): part.get("sha256") for part in listed}
+    def _refuse_other_columns(self, verdicts: Sequence[PartInfo | Exception]) -> None:
+        """Of a run whose manifest does not hold the columns of the input: if no part agrees with those of now, the
+        input was changed."""
+        others = [verdict for verdict in verdicts if isinstance(verdict, OtherColumns)]
+        if self.manifest.is_old and others and not any(isinstance(verdict, PartInfo) for verdict in verdicts):
+            raise RunMismatchError(
+                f"{self.directory.path} was begun with another input: of {len(others)} committed parts each says that "
+                f"{others[0]}. Nothing was moved; put the columns of the data set back, or choose another directory "
+                f"with run="
+            )
 
 
 def read_generations(directory: RunDirectory) -> pa.Table:
     """All committed rows, by block, each block in plan order. Raises DamagedRunError on a part that is not whole."""
     tables = [GENERATION_SCHEMA.empty_table()]
-    for path in _visible(directory.generations):
+    for path in visible(directory.generations):
         try:
-            tables.append(parse_parquet(path.read_bytes()))
+            tables.append(parse_part(path.read_bytes()).replace_schema_metadata())
         except PARQUET_PROBLEMS as error:
             raise DamagedRunError(f"{path} is damaged: {error}. Start the run again to remake the block") from error
     return pa.concat_tables(tables[1:] or tables)
-
-
-def _visible(folder: Path) -> list[Path]:
-    """What a reader of the folder sees, in the order of blocks."""
-    return sorted(
-        (path for path in folder.iterdir() if not path.name.startswith(".")),
-        key=lambda path: (len(path.name), path.name),
-    )
-
-
-def _part_info(block: int, table: pa.Table) -> PartInfo:
-    return PartInfo(block=block, rows=Counter(table["status"].to_pylist()))

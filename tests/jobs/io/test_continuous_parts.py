@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.parts import PartStore, is_finished, read_generations
+from jobs.io.parts import PartStore, read_generations
+from jobs.io.success import is_finished
 from runtime.errors import Interrupted, OutputError
 from tests.jobs.io.part_support import parts
 from tests.jobs.io.streaming_support import FakeSession, blocks_of, made, run_at, store_at

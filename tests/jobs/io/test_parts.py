@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.io.output_rows import GenerationRow
-from jobs.io.parts import is_finished, read_generations
+from jobs.io.parts import read_generations
+from jobs.io.success import is_finished
 from tests.jobs.io.part_support import (
     MANIFEST,
     PASSES,

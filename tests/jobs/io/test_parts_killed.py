@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.parts import PartStore, is_finished
+from jobs.io.parts import PartStore
+from jobs.io.success import is_finished
 from tests.jobs.io import part_support as case
 from tests.jobs.io.kill_support import Kills
 
