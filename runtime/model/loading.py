@@ -15,6 +15,7 @@ from ..plan.model_shape import ModelShape
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from . import attention, experts
+from .buffers import fill_buffers
 from .converted import convert_once
 from .generation import ModelGeneration, read_generation
 from .gguf import map_gguf
@@ -92,6 +93,7 @@ def load_model(
         join_steps(model)
     rope_lengths = follow_lengths(model)
     staged = stage_model(model)
+    fill_buffers(staged, parameters)
     _move_buffers(model, device)
     shape = shape_of(config.name, staged, parameters, cache, is_packed=is_packed)
     in_kernel = is_packed and not cache.is_latent and device.type == "cpu" and has_compiler()

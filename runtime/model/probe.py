@@ -124,7 +124,7 @@ def _reason(probe: PreTrainedModel, device: str, rank: int | None) -> str:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
     probe.set_attn_implementation(NAME)
-    probe.config.get_text_config().pad_token_id = None  # or its value is looked for among the ids
+    vars(probe.config.get_text_config())["pad_token_id"] = None  # or it is looked for among the ids, whatever it is
     seen = Seen(rank)
     places_1T = torch.arange(NUM_TOKENS, device=device)[None]
 
