@@ -84,3 +84,9 @@ def test_an_encoder_is_refused_as_no_decoder() -> None:
     with pytest.raises(ConfigError, match=r"model.path: BertLMHeadModel .*later tokens"):
         choose_lanes(built(Family(name="", model_type="bert", overrides=overrides)), Lanes.auto)
     choose_lanes(built(Family(name="", model_type="bert", overrides={**overrides, "is_decoder": True})), Lanes.auto)
+
+
+def test_a_config_that_wants_a_padding_token_can_be_looked_at() -> None:
+    """ModernBERT's config refuses None, and the look takes padding tokens away."""
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    assert choose_lanes(built(Family(name="", model_type="modernbert-decoder", overrides=sizes)), Lanes.auto)[1] == ""
