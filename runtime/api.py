@@ -14,11 +14,12 @@ from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
 from .engine.engine import Engine
 from .engine.measure.machine import device_name
-from .engine.requests import Rejected, make_request, tokenize
+from .engine.requests import Rejected, make_request
 from .engine.sampling import Sampler, sampler_for
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_kernels
 from .engine.streams import open_streams
+from .engine.tokens import tokenize
 from .machine_cache import Host, find_products, this_host
 from .model.followed import as_the_model_says
 from .model.loading import LoadedModel, load_model

@@ -33,7 +33,8 @@ T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
 SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
-FREE_KEYS = frozenset({"policy.schedule", "policy.attention"})  # of those groups: greedy float32 text is the same
+# Of those groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
+FREE_KEYS = frozenset({"policy.schedule", "policy.attention", "dataset.max_row_bytes"})
 LATER_KEYS = frozenset[str]()  # of those groups: came after the first names were given, see `run_name`
 
 

@@ -7,13 +7,14 @@ from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.engine.requests import Rejected
 from runtime.engine.sequence import Completion, Request
+from runtime.engine.tokens import tokenize_each
 
 from .chat import TemplateRefusal, render
 from .dataset import Row
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest
 
-ROWS_AT_ONCE = 1024  # that are tokenised together
+ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,29 @@ def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
 
 
 def _requests(runtime: Runtime, rows: Sequence[Row]) -> Iterator[Request | Rejected]:
-    for begin in range(0, len(rows), ROWS_AT_ONCE):
-        part = rows[begin : begin + ROWS_AT_ONCE]
-        texts = [_text(runtime, row) for row in part]
-        is_rendered = any(row.messages is not None for row in part)  # then every row is that has a text
-        ids = iter(runtime.tokenize([text for text in texts if isinstance(text, str)], is_rendered=is_rendered))
-        for row, text in zip(part, texts, strict=True):
-            yield text if isinstance(text, Rejected) else runtime.request(row.id, next(ids), overrides=row.overrides)
+    pending: list[tuple[Row, str | Rejected]] = []
+    num_characters = 0
+    for row in rows:
+        text = _text(runtime, row)
+        pending.append((row, text))
+        num_characters += len(text) if isinstance(text, str) else 0
+        if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
+            yield from _tokenised(runtime, pending)
+            pending, num_characters = [], 0
+    yield from _tokenised(runtime, pending)
+
+
+def _tokenised(runtime: Runtime, pending: Sequence[tuple[Row, str | Rejected]]) -> Iterator[Request | Rejected]:
+    is_rendered = any(row.messages is not None for row, _ in pending)  # then every row is that has a text
+    limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in pending)}
+    most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
+    texts = [text for _, text in pending if isinstance(text, str)]
+    found = iter(tokenize_each(runtime.model, texts, is_rendered=is_rendered, most_tokens=most_tokens))
+    for row, text in pending:
+        ids = text if isinstance(text, Rejected) else next(found)
+        if isinstance(ids, str):
+            ids = Rejected(id=row.id, error=ids)
+        yield ids if isinstance(ids, Rejected) else runtime.request(row.id, ids, overrides=row.overrides)
 
 
 def _text(runtime: Runtime, row: Row) -> str | Rejected:

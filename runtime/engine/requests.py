@@ -4,9 +4,10 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from ..config import SamplingConfig, SamplingOverrides, require
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..model.loading import LoadedModel
 from .sequence import Request
+from .tokens import tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +61,3 @@ def _problem(model: LoadedModel, ids: tuple[int, ...], *, needs_room: bool) -> s
         return None
     outside = next(token for token in ids if not 0 <= token < vocab_size)
     return f"token id {outside} is outside the model's vocabulary of {vocab_size:,}"
-
-
-def tokenize(model: LoadedModel, texts: Rows[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
-    """With the tokenizer's own special tokens, which a text out of a chat template has already (`is_rendered`). Equal
-    ids are one object, in all of these texts."""
-    if model.tokenizer is None:
-        raise CheckpointError(f"{model.checkpoint.path} has no tokenizer; set model.tokenizer, or give token ids")
-    if not texts:
-        return []
-    found = model.tokenizer(
-        list(texts), add_special_tokens=not is_rendered, return_attention_mask=False, return_token_type_ids=False
-    )["input_ids"]
-    shared: dict[int, int] = {}
-    return [tuple(map(shared.setdefault, ids, ids)) for ids in found]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from runtime.config import require
+from runtime.units import GIB, MIB
 
 
 class DatasetKind(Enum):
@@ -41,6 +42,8 @@ _K = DatasetKind
 _TABLES = {_K.parquet, _K.csv, _K.hub}
 _HELM = {_K.helm_synthetic_reasoning, _K.helm_summarization}
 _PATH = {_K.mtbench, _K.helm_summarization, _K.jsonl, *_TABLES}
+
+MAX_ROWS = 100_000_000  # of a run: each is held in memory
 
 OVERRIDE_FIELDS = ("max_new_tokens_field", "temperature_field", "stop_field")  # of what a row may ask for itself
 
@@ -106,6 +109,7 @@ class DatasetConfig:
     chat_template: bool = False  # render through the model's own template
     system_prompt: str | None = None
     keep_columns: bool = True  # pass the row's other fields through to the output
+    max_row_bytes: int = 8 * MIB  # of one row as it is stored: a longer one is an error row and is not kept in memory
     limit: int | None = None  # rows read, before repeat
     repeat: int = 1  # times each row is asked; replicas of `a` are `a#1`, `a#2` ...
     dedupe: DuplicatePolicy = DuplicatePolicy.refuse
@@ -140,8 +144,13 @@ class DatasetConfig:
         )
 
     def _check_counts(self) -> None:
-        require(self.limit is None or self.limit >= 1, f"dataset.limit must be 1 row or more, got {self.limit}")
-        require(self.repeat >= 1, f"dataset.repeat must be 1 or more, got {self.repeat}")
+        limit = self.limit
+        require(limit is None or 1 <= limit <= MAX_ROWS, f"dataset.limit must be 1 to {MAX_ROWS:,} rows, got {limit}")
+        require(1 <= self.repeat <= MAX_ROWS, f"dataset.repeat must be 1 to {MAX_ROWS:,}, got {self.repeat}")
+        require(
+            1 <= self.max_row_bytes <= GIB,
+            f"dataset.max_row_bytes must be 1 to {GIB:,} bytes, got {self.max_row_bytes}",
+        )
         require(self.trial >= 0, f"dataset.trial must be 0 or more, got {self.trial}")
         require(0 <= self.num_examples <= 1000, f"dataset.num_examples must be 0 to 1000, got {self.num_examples}")
         require(self.reserve_tokens >= 0, f"dataset.reserve_tokens must be 0 tokens or more, got {self.reserve_tokens}")

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from runtime.errors import DatasetError
+from runtime.units import MIB
+
+CHUNK_BYTES = MIB
 
 
 def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[Path]:
@@ -18,8 +21,10 @@ def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[
     root = Path(path).expanduser()
     if not root.exists():
         raise DatasetError(f"dataset.{key}={path} does not exist (looked for {root.absolute()})")
-    if not root.is_dir():
+    if root.is_file():
         return [root]
+    if not root.is_dir():
+        raise DatasetError(f"dataset.{key}={path} is neither a file nor a directory: devices and pipes may never end")
     names = (entry for entry in root.iterdir() if not entry.name.startswith((".", "_")))
     files = sorted(entry for entry in names if entry.name.endswith(suffixes) and entry.is_file())
     if not files:
@@ -30,6 +35,16 @@ def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[
 def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
     """Opened for reading; `.gz` is unpacked on the way."""
     return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+
+
+def bounded_lines(stream: BinaryIO | gzip.GzipFile, most_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Each line, ended by byte 10 or the file, and how many bytes it has. Of one longer than `most_bytes`, its end not
+    counted, the rest is passed over and never held."""
+    while line := stream.readline(most_bytes + len(b"\r\n")):
+        num_bytes, end = len(line), line[-1:]
+        while num_bytes > most_bytes and end != b"\n" and (more := stream.readline(CHUNK_BYTES)):
+            num_bytes, end = num_bytes + len(more), more[-1:]
+        yield line, num_bytes
 
 
 @contextmanager

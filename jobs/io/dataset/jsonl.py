@@ -11,15 +11,19 @@ from pathlib import Path
 
 from runtime.errors import DatasetError
 
-from .files import list_files, open_bytes, reading
-from .records import Json, Record, shorten
+from .config import DatasetConfig
+from .files import bounded_lines, list_files, open_bytes, reading
+from .records import Json, Record, shorten, too_long
 
 MAX_DEPTH = 100
+ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz")
 
 
-def read_jsonl(path: str, json_field: str | None = None, key: str = "path") -> Iterator[Record]:
+def read_jsonl(
+    path: str, json_field: str | None = None, key: str = "path", *, max_row_bytes: int = DatasetConfig.max_row_bytes
+) -> Iterator[Record]:
     """The records of a file or of a directory's files, in order.
 
     A `.json` file (or any, with `json_field`) is one document: a list of objects, or one that holds it at the dotted
@@ -29,7 +33,10 @@ def read_jsonl(path: str, json_field: str | None = None, key: str = "path") -> I
     for file in list_files(path, _SUFFIXES, key):
         is_document = json_field is not None or file.name.endswith((".json", ".json.gz"))
         with reading(file):
-            yield from _read_document(file, json_field) if is_document else _read_lines(file)
+            if is_document:
+                yield from _read_document(file, json_field, max_row_bytes)
+            else:
+                yield from _read_lines(file, max_row_bytes)
 
 
 def parse_json(text: str) -> Json:
@@ -47,23 +54,31 @@ def parse_json(text: str) -> Json:
     return value
 
 
-def _read_lines(file: Path) -> Iterator[Record]:
+def _read_lines(file: Path, max_row_bytes: int) -> Iterator[Record]:
     offset_bytes = 0
-    with open_bytes(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if text.strip():
-                name = f"{file.name}:{number}"
-                place = f"{file.name}, line {number}, byte {offset_bytes}"
-                yield _parse_record(text.rstrip(b"\r\n"), name, place)
-            offset_bytes += len(line)
-
-
-def _read_document(file: Path, json_field: str | None) -> Iterator[Record]:
     with open_bytes(file) as stream:
-        content = stream.read().removeprefix(codecs.BOM_UTF8)
+        for number, (line, num_bytes) in enumerate(bounded_lines(stream, max_row_bytes), start=1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            name = f"{file.name}:{number}"
+            place = f"{file.name}, line {number}, byte {offset_bytes}"
+            if num_bytes > len(line) or len(line.rstrip(b"\r\n")) > max_row_bytes:
+                yield too_long(name, place, num_bytes, max_row_bytes)
+            elif text.strip():
+                yield _parse_record(text.rstrip(b"\r\n"), name, place)
+            offset_bytes += num_bytes
+
+
+def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> Iterator[Record]:
+    most_bytes = ROWS_OF_A_DOCUMENT * max_row_bytes
+    with open_bytes(file) as stream:
+        content = stream.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise DatasetError(
+            f"{file} is one JSON document of more than {most_bytes:,} bytes, {ROWS_OF_A_DOCUMENT} times "
+            "dataset.max_row_bytes: raise that, or write JSON lines, which are read one by one"
+        )
     try:
-        value = parse_json(content.decode("utf-8"))
+        value = parse_json(content.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except ValueError as error:
         hint = "" if json_field else "; JSON lines need a name ending in .jsonl"
         raise DatasetError(f"{file} is not one JSON document: {error}{hint}") from error
@@ -75,7 +90,7 @@ def _read_document(file: Path, json_field: str | None) -> Iterator[Record]:
         hint = f"its fields: {', '.join(map(shorten, value))}" if isinstance(value, dict) else "it is a single value"
         raise DatasetError(f"{file} holds no list of rows at dataset.json_field={json_field or 'null'}; {hint}")
     for number, item in enumerate(value):
-        yield _check_record(item, f"{file.name}:{number}", f"{file.name}, item {number}")
+        yield _check_record(item, f"{file.name}:{number}", f"{file.name}, item {number}", max_row_bytes)
 
 
 def _parse_record(line: bytes, name: str, place: str) -> Record:
@@ -89,13 +104,15 @@ def _parse_record(line: bytes, name: str, place: str) -> Record:
     return _check_record(value, name, place)
 
 
-def _check_record(value: Json, name: str, place: str) -> Record:
+def _check_record(value: Json, name: str, place: str, max_row_bytes: int | None = None) -> Record:
     if not isinstance(value, dict):
         return Record(name=name, place=place, error=f"{place}: not a JSON object")
     try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        num_bytes = len(json.dumps(value, ensure_ascii=False).encode("utf-8"))
     except UnicodeEncodeError:
         return Record(name=name, place=place, error=f"{place}: holds a lone surrogate, which UTF-8 cannot encode")
+    if max_row_bytes is not None and num_bytes > max_row_bytes:
+        return too_long(name, place, num_bytes, max_row_bytes)
     return Record(name=name, place=place, fields=value)
 
 

@@ -1,6 +1,6 @@
 """From one record of an input to its id, text and columns, or to the reason why it has none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -50,6 +50,20 @@ class Content:
 
 
 ReadContent: TypeAlias = Callable[[Fields], Content]
+
+
+def too_long(name: str, place: str, num_bytes: int, max_row_bytes: int) -> Record:
+    error = f"{place}: the row has {num_bytes:,} bytes, dataset.max_row_bytes={max_row_bytes:,} are the most"
+    return Record(name=name, place=place, error=error)
+
+
+def num_text_bytes(value: object) -> int:
+    """Of all texts in a row of a table, at least: characters are counted as one byte."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(num_text_bytes, value.values()))
+    return sum(map(num_text_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def shorten(text: str, limit: int = 60) -> str:

@@ -6,10 +6,10 @@ from itertools import islice
 from pathlib import Path
 
 from runtime.config import SamplingOverrides
-from runtime.errors import ConfigError, DatasetError
+from runtime.errors import ConfigError, DatasetError, require
 
 from . import helm_reasoning, helm_summarization
-from .config import DatasetConfig, DatasetKind
+from .config import MAX_ROWS, DatasetConfig, DatasetKind
 from .helm_summarization import CountTokens
 from .jsonl import read_jsonl
 from .overrides import AS_THE_RUN, read_overrides
@@ -32,8 +32,10 @@ MT_BENCH_ID = "question_id"
 
 _READERS: dict[DatasetKind, Callable[[DatasetConfig], Iterator[Record]]] = {
     DatasetKind.sample: lambda config: read_jsonl(str(SAMPLE_PATH)),
-    DatasetKind.mtbench: lambda config: read_jsonl(config.path or ""),
-    DatasetKind.jsonl: lambda config: read_jsonl(config.path or "", config.json_field),
+    DatasetKind.mtbench: lambda config: read_jsonl(config.path or "", max_row_bytes=config.max_row_bytes),
+    DatasetKind.jsonl: lambda config: read_jsonl(
+        config.path or "", config.json_field, max_row_bytes=config.max_row_bytes
+    ),
     DatasetKind.parquet: read_parquet,
     DatasetKind.csv: read_csv,
     DatasetKind.hub: read_hub,
@@ -50,6 +52,10 @@ def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None)
     rows = list(islice(_read(config, count_tokens), config.limit))
     if not rows:
         raise DatasetError(f"dataset.path={config.path} holds no rows (dataset.kind={config.kind.value})")
+    require(
+        len(rows) * config.repeat <= MAX_ROWS,
+        f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
+    )
     refuse_bad_rows(rows, config.on_bad_row)
     warn_of_empty_fields(rows, config)
     return number_rows(resolve_duplicates(repeat_rows(rows, config.repeat), config.dedupe))
@@ -77,12 +83,13 @@ def _read_summarization(config: DatasetConfig, count_tokens: CountTokens | None)
     if config.window_tokens is not None and count_tokens is None:
         raise ConfigError("dataset.window_tokens needs a tokenizer to count with; pass count_tokens, or set it to null")
     counter = count_tokens or len
-    records = list(read_jsonl(config.path or "", config.json_field))
+    most = config.max_row_bytes
+    records = list(read_jsonl(config.path or "", config.json_field, max_row_bytes=most))
     if config.examples_path is None:
         chosen = helm_summarization.select_examples(records, config)
         asked = ((number, record) for number, record in enumerate(records) if number not in chosen)
     else:
-        others = list(read_jsonl(config.examples_path, config.json_field, key="examples_path"))
+        others = list(read_jsonl(config.examples_path, config.json_field, key="examples_path", max_row_bytes=most))
         chosen = helm_summarization.select_examples(others, config)
         asked = enumerate(records)
     examples = list(chosen.values())

@@ -20,12 +20,13 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from runtime.errors import DatasetError
+from runtime.units import MIB
 
 from .config import DatasetConfig
 from .files import list_files, reading
-from .records import Fields, Json, Record, check_columns, named_fields
+from .records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
 
-NUM_ROWS_PER_BATCH = 1024
+NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
 _FIRST_CSV_ROW = 2  # what pyarrow calls the first row below the header
 
@@ -37,8 +38,8 @@ def read_parquet(config: DatasetConfig) -> Iterator[Record]:
             names = file.schema_arrow.names
             check_columns(names, config, str(path))
             columns = None if config.keep_columns else _needed_columns(config)
-            batches = file.iter_batches(NUM_ROWS_PER_BATCH, columns=columns, use_threads=False)
-            yield from _records(_rows_of(batches), path.name)
+            batches = file.iter_batches(_rows_at_once(file), columns=columns, use_threads=False)
+            yield from _records(_rows_of(batches), path.name, config.max_row_bytes)
 
 
 def read_csv(config: DatasetConfig) -> Iterator[Record]:
@@ -72,7 +73,7 @@ def read_hub(config: DatasetConfig) -> Iterator[Record]:
     wanted = loaded if config.keep_columns else loaded.select_columns(_needed_columns(config))
     # The arrow format keeps images and audio as stored instead of decoding them.
     batches = wanted.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
-    yield from _records(_rows_of(batches), Path(config.path or "").name)
+    yield from _records(_rows_of(batches), Path(config.path or "").name, config.max_row_bytes)
 
 
 def as_json(value: object) -> Json:
@@ -94,15 +95,27 @@ def _needed_columns(config: DatasetConfig) -> list[str]:
     return list(dict.fromkeys(named_fields(config).values()))
 
 
+def _rows_at_once(file: pq.ParquetFile) -> int:
+    """Few where the file says that its rows are long."""
+    metadata = file.metadata
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    num_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+    return max(1, min(NUM_ROWS_PER_BATCH, BATCH_BYTES // max(1, num_bytes)))
+
+
 def _rows_of(batches: Iterable[pa.Table]) -> Iterator[dict[str, object]]:
     for batch in batches:
         yield from batch.to_pylist()
 
 
-def _records(rows: Iterator[dict[str, object]], source: str) -> Iterator[Record]:
+def _records(rows: Iterator[dict[str, object]], source: str, max_row_bytes: int) -> Iterator[Record]:
     for number, row in enumerate(rows):
-        fields: Fields = {name: as_json(value) for name, value in row.items()}
-        yield Record(name=f"{source}:{number}", place=f"{source}, row {number}", fields=fields)
+        name, place, num_bytes = f"{source}:{number}", f"{source}, row {number}", num_text_bytes(row)
+        if num_bytes > max_row_bytes:
+            yield too_long(name, place, num_bytes, max_row_bytes)
+            continue
+        fields: Fields = {key: as_json(value) for key, value in row.items()}
+        yield Record(name=name, place=place, fields=fields)
 
 
 def _read_csv_file(path: Path, config: DatasetConfig) -> Iterator[Record]:
@@ -114,22 +127,46 @@ def _read_csv_file(path: Path, config: DatasetConfig) -> Iterator[Record]:
 
     parse = pa_csv.ParseOptions(delimiter=config.csv_delimiter, newlines_in_values=True, invalid_row_handler=skip_bad)
     with pa.input_stream(path) as stream:
-        content = stream.read()
+        content = stream.read(_MAX_CSV_BLOCK_BYTES)
+    if len(content) == _MAX_CSV_BLOCK_BYTES:
+        raise DatasetError(f"{path} has {_MAX_CSV_BLOCK_BYTES:,} bytes or more, which CSV is read at once: divide it")
     names = _csv_names(content, config.csv_delimiter)
+    is_text = _is_utf8(content)
+    if not is_text:  # pyarrow decodes a row to say that it is bad: bytes as characters of Latin-1 are always text
+        content = content.removeprefix(codecs.BOM_UTF8).decode("latin-1").encode("utf-8")
     check_columns(names, config, str(path))
     # One block and one thread: a quoted value may be of any size, and bad rows are numbered only when read in order.
     whole = pa_csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _MAX_CSV_BLOCK_BYTES))
-    as_bytes = pa_csv.ConvertOptions(column_types={name: pa.binary() for name in names}, strings_can_be_null=False)
+    columns = names if is_text else [name.encode("utf-8").decode("latin-1") for name in names]
+    as_bytes = pa_csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), strings_can_be_null=False)
     table = pa_csv.read_csv(pa.BufferReader(content), whole, parse, as_bytes)
     cells = (row for batch in table.to_batches(NUM_ROWS_PER_BATCH) for row in batch.to_pylist())
     for number in range(table.num_rows + len(bad)):
         name, place = f"{path.name}:{number}", f"{path.name}, row {number}"
         reason = bad.get(number + _FIRST_CSV_ROW)
+        row = {} if reason else next(cells)
+        if num_text_bytes(row) > config.max_row_bytes:
+            yield too_long(name, place, num_text_bytes(row), config.max_row_bytes)
+            continue
         try:
-            fields: Fields | None = None if reason else {key: cell.decode("utf-8") for key, cell in next(cells).items()}
+            texts = [_text(cell, is_text) for cell in row.values()]
+            fields: Fields | None = None if reason else dict(zip(names, texts, strict=True))
         except UnicodeDecodeError as error:
             fields, reason = None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
         yield Record(name=name, place=place, fields=fields, error=f"{place}: {reason}" if reason else None)
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        codecs.decode(content, "utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _text(cell: bytes, is_text: bool) -> str:
+    text = cell.decode("utf-8")
+    return text if is_text else text.encode("latin-1").decode("utf-8")
 
 
 def _csv_names(content: bytes, delimiter: str) -> list[str]:
