@@ -8,13 +8,15 @@ from .config import Admission, PolicyConfig
 from .engine.continuous import Continuous, ContinuousPacked, ContinuousPadded
 from .engine.engine import Engine
 from .engine.records import PassRecord
-from .engine.sequence import Completion, FinishReason, Request, Unfinished
+from .engine.resumption import begun, resumed, resumed_lane
+from .engine.sequence import Completion, Request, Unfinished
 from .engine.sequence import Sequence as Running
 from .engine.stopping import decode_text
 from .engine.wave import run_block
 from .model.loading import LoadedModel
 from .plan.memory import PAGE_TOKENS
 from .plan.planner import RunPlan
+from .plan.resumed import resumed_chunks
 from .plan.usual_sizes import chunk_tokens
 
 OnPass = Callable[[PassRecord], None]
@@ -29,12 +31,12 @@ class Session:
 
     def __init__(self, model: LoadedModel, engine: Engine, plan: RunPlan, policy: PolicyConfig):
         self._model, self._engine, self._plan, self._policy = model, engine, plan, policy
-        self._streaming: dict[int, Running] = {}
+        self._open: dict[int, Running] = {}
 
     def probe(self, requests: Sequence[Request]) -> None:
         """Runs a first pass, that of the heaviest block, and forgets it."""
         if self._policy.admission is Admission.continuous:
-            running = {i: _begun(requests[i]) for block in self._plan.blocks for i in block.members}
+            running = {i: begun(requests[i]) for block in self._plan.blocks for i in block.members}
             next(self._continuous({i: s for i, s in running.items() if s.finish is None}).run(), None)
             return
         heaviest = max(self._plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
@@ -46,11 +48,31 @@ class Session:
 
     def run(self, block: Block, requests: Sequence[Request], on_pass: OnPass = ignore) -> list[Completion]:
         """Generates one block. Completions are in the order of `block.members`; `on_pass` is called after each pass."""
-        running = {i: _begun(requests[i]) for i in block.members}
-        lanes = [[running[i] for i in group if running[i].finish is None] for group in block.micro_batches]
-        for record in run_block(self._engine, block.index, lanes):
+        completions = dict(self.wave(block, block.members, requests, {}, on_pass))
+        return [completions[i] for i in block.members]
+
+    def wave(
+        self,
+        block: Block,
+        left: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass = ignore,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Generates one block, of whose members only those in `left`, and gives them as they finish.
+
+        `unfinished`, `on_pass`: as in `stream`. With the same members left and none of them begun, a block always comes
+        to the same bits.
+        """
+        lanes = [
+            self._resumed_lane([i for i in group if i in left], requests, unfinished) for group in block.micro_batches
+        ]
+        self._open = {i: sequence for lane in lanes for i, sequence in lane.items()}
+        yield from self._take_finished()
+        open_lanes = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
+        for record in run_block(self._engine, block.index, open_lanes, self._chunks(block, requests, open_lanes)):
+            yield from self._take_finished()
             on_pass(record)
-        return [self._completion(running[i]) for i in block.members]
 
     def stream(
         self,
@@ -64,22 +86,47 @@ class Session:
         `unfinished`: those that an earlier process has begun, from where they go on. `on_pass` is called after each
         pass, once all that finished in it has been taken.
         """
-        self._streaming = {i: self._resumed(requests[i], unfinished.get(i)) for i in order}
-        yield from self._take([i for i, sequence in self._streaming.items() if sequence.finish is not None])
-        for record, finished in self._continuous(self._streaming).run():
-            yield from self._take(finished)
+        self._open = {i: self._resumed(requests[i], unfinished.get(i)) for i in order}
+        yield from self._take_finished()
+        for record, _ in self._continuous(self._open).run():
+            yield from self._take_finished()
             on_pass(record)
 
     def snapshot(self) -> dict[int, Unfinished]:
-        """Of the sequences of `stream` that have begun and not finished; also after it was interrupted."""
-        return {i: s.snapshot() for i, s in self._streaming.items() if s.generated and s.finish is None}
+        """Of the sequences of `wave` or `stream` that have begun and not finished; also after it was interrupted."""
+        return {i: s.snapshot() for i, s in self._open.items() if s.generated and s.finish is None}
 
     def _resumed(self, request: Request, unfinished: Unfinished | None) -> Running:
-        """In padded lanes a sequence begins again: with its answer among the prompts a lane would be wider than
-        planned, and behind an encoder no answer can be prefilled."""
-        if unfinished is None or not self._model.shape.is_packed:
-            return _begun(request)
-        return Running.restored(request, unfinished, self._engine.torch_device)
+        """In padded lanes a sequence begins again: with its answer among others' prompts a lane would be wider than
+        planned, and behind an encoder answers of unequal lengths cannot be prefilled."""
+        is_packed = self._model.shape.is_packed
+        return resumed(request, unfinished if is_packed else None, self._engine.torch_device)
+
+    def _resumed_lane(
+        self, members: Sequence[int], requests: Sequence[Request], unfinished: Mapping[int, Unfinished]
+    ) -> dict[int, Running]:
+        states = [unfinished.get(i) for i in members]
+        lane = [requests[i] for i in members]
+        is_packed = self._model.shape.is_packed
+        return dict(
+            zip(members, resumed_lane(lane, states, self._engine.torch_device, is_packed=is_packed), strict=True)
+        )
+
+    def _chunks(
+        self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
+    ) -> Sequence[int | None]:
+        """Of each lane, how many tokens it may prefill in a pass; None: as many as the policy says."""
+        if not any(sequence.generated for lane in lanes for sequence in lane):
+            return [None] * len(lanes)
+        compute = next((each for each in self._plan.placement.ledgers if each.memory == "device"), None)
+        compute = compute or next(each for each in self._plan.placement.ledgers if each.memory == "host")
+        return resumed_chunks(
+            self._model.shape,
+            planned=[[requests[i].size for i in group] for group in block.micro_batches],
+            resumed=[[sequence.known_size for sequence in lane] for lane in lanes],
+            chunk_tokens=chunk_tokens(self._policy),
+            spare_bytes=max(0, compute.left_bytes),
+        )
 
     def _continuous(self, sequences: Mapping[int, Running]) -> Continuous:
         sequences, num_lanes, lane_size = dict(sequences), self._plan.num_lanes, self._plan.lane_size
@@ -93,8 +140,9 @@ class Session:
         )
         return ContinuousPacked(self._engine, sequences, limits)
 
-    def _take(self, finished: Sequence[int]) -> list[tuple[int, Completion]]:
-        return [(i, self._completion(self._streaming.pop(i))) for i in finished]
+    def _take_finished(self) -> list[tuple[int, Completion]]:
+        finished = [i for i, sequence in self._open.items() if sequence.finish is not None]
+        return [(i, self._completion(self._open.pop(i))) for i in finished]
 
     def _completion(self, sequence: Running) -> Completion:
         assert sequence.finish is not None, "the block ended before its sequences"
@@ -109,10 +157,3 @@ class Session:
             error=sequence.error,
             logprobs=tuple(sequence.logprobs),
         )
-
-
-def _begun(request: Request) -> Running:
-    sequence = Running(request=request)
-    if not request.max_new_tokens:
-        sequence.finish = FinishReason.length
-    return sequence

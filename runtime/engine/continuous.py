@@ -99,7 +99,9 @@ class ContinuousPadded(Continuous):
         self._seated: list[int] = []
 
     def run(self) -> Iterator[tuple[PassRecord, list[int]]]:
-        for record in run_line(self._engine, 0, self._micro_batches(), num_lanes=self._num_lanes):
+        for record in run_line(
+            self._engine, 0, map(self._engine.lane, self._micro_batches()), num_lanes=self._num_lanes
+        ):
             finished = self._finished(self._seated)
             self._seated = [i for i in self._seated if self._sequences[i].finish is None]
             yield record, finished

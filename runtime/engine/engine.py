@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -81,16 +82,20 @@ class Engine:
         check_schedule(schedule, walk, num_lanes)
         return schedule
 
-    def packed_lane(self, sequences: Rows[Sequence]) -> PackedLane:
+    def packed_lane(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> PackedLane:
         cache = PagedKV(self._pages, expands=self._loaded.expands_latents, travels=self._kit.travels)
-        return PackedLane(self._kit, sequences, cache)
+        return PackedLane(self._kit_for(chunk_tokens), sequences, cache)
 
-    def lane(self, sequences: Rows[Sequence]) -> Lane:
-        """Of the kind that the model's class allows."""
+    def lane(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> Lane:
+        """Of the kind that the model's class allows. `chunk_tokens`: that it prefills in a pass; None: as the policy
+        says."""
         if self._loaded.shape.is_packed:
-            return self.packed_lane(sequences)
-        start = self._loaded.start_token_id
-        return PaddedLane(self._kit, sequences) if start is None else Seq2SeqLane(self._kit, sequences, start)
+            return self.packed_lane(sequences, chunk_tokens)
+        kit, start = self._kit_for(chunk_tokens), self._loaded.start_token_id
+        return PaddedLane(kit, sequences) if start is None else Seq2SeqLane(kit, sequences, start)
+
+    def _kit_for(self, chunk_tokens: int | None) -> LaneKit:
+        return self._kit if chunk_tokens is None else replace(self._kit, prefill_chunk_tokens=chunk_tokens)
 
     @torch.inference_mode()
     def run_pass(

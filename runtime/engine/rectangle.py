@@ -22,11 +22,15 @@ class RectangleLane(Lane):
     def _fill(self, cache: Cache, kv: RectangleKV) -> None:
         """With all that is known of the sequences, of which an empty cache holds nothing yet."""
         self._cache, self._kv = cache, kv
-        prompts = [torch.tensor(s.known_ids, device=self._device) for s in self.sequences]
+        prompts = [torch.tensor(self._prompt(s), device=self._device) for s in self.sequences]
         masks = [torch.ones_like(prompt) for prompt in prompts]
         self._prompts_BS, self._mask_BS = (
             pad_sequence(rows, batch_first=True, padding_side=self._padding_side) for rows in (prompts, masks)
         )
+
+    def _prompt(self, sequence: Sequence) -> Rows[int]:
+        """What the row begins with."""
+        return sequence.known_ids
 
     @property
     def cache(self) -> Cache:

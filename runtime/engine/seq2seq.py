@@ -14,20 +14,35 @@ from .sequence import Sequence
 
 
 class Seq2SeqLane(RectangleLane):
-    """A right-padded rectangle of prompts; no padding among generated tokens, as all rows begin together."""
+    """A right-padded rectangle of prompts; no padding among generated tokens, as all rows begin together. Rows that go
+    on bring equally many, which the decoder is given in chunks of columns: its head makes logits of each."""
 
     def __init__(self, kit: LaneKit, sequences: Rows[Sequence], start_token_id: int):
         width = max(len(s.request.prompt_ids) for s in sequences)
         longest = max(s.request.max_new_tokens for s in sequences)
+        assert len({len(s.generated) for s in sequences}) == 1, "rows that begin together have generated equally much"
         cache = cross_rectangle_cache(kit.model.get_decoder().config, longest, width, kit.device, kit.travels)
         kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, kit.pool)
         super().__init__(kit, sequences, cache, kv, padding_side="right")
         self._start_token_id = start_token_id
+        self._columns = max(1, kit.prefill_chunk_tokens // len(sequences))
+        self._done = 0  # positions of the decoder that the cache holds
         self._encoded_BSD: torch.Tensor | None = None
 
+    @property
+    def is_filling(self) -> bool:
+        """Once the encoder has run, all that is left is the decoder's, if it be several tokens at once."""
+        return self._encoded_BSD is None
+
+    def _prompt(self, sequence: Sequence) -> Rows[int]:
+        """The encoder's input."""
+        return sequence.request.prompt_ids
+
     def _prepare(self) -> None:
-        tokens = [s.generated[-1] if s.generated else self._start_token_id for s in self.sequences]
-        self._ids_B1 = torch.tensor(tokens, device=self._device)[:, None]
+        """Of the start token and all that was generated, the next columns: nearly always the last one alone."""
+        begin, end = max(0, self._done - 1), self._done + self._columns - 1
+        start = [] if self._done else [self._start_token_id]
+        self._ids_BT = torch.tensor([start + s.generated[begin:end] for s in self.sequences], device=self._device)
 
     def _forward(self) -> None:
         encoded = self._encoded_BSD
@@ -35,26 +50,29 @@ class Seq2SeqLane(RectangleLane):
             input_ids=self._prompts_BS if encoded is None else None,
             encoder_outputs=None if encoded is None else (encoded,),
             attention_mask=self._mask_BS,
-            decoder_input_ids=self._ids_B1,
+            decoder_input_ids=self._ids_BT,
             past_key_values=self._cache,
             use_cache=True,
         )
         self._encoded_BSD = out.encoder_last_hidden_state
-        self._logits_BV = out.logits[:, -1]
+        self._logits_BV = out.logits[:, -1].contiguous()  # the others' memory is given back
 
     def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
-        is_prefill = not self.is_prefilled
-        tokens_BS = self._prompts_BS if is_prefill else self._ids_B1
-        real = int(self._mask_BS.sum()) if is_prefill else tokens_BS.numel()
+        num_rows, num_columns = self._ids_BT.shape
+        is_first, is_behind = self._done == 0, not all(s.is_prefilled for s in self.sequences)
+        self._done += num_columns
         for sequence in self.sequences:
-            sequence.num_cached = sequence.num_known
+            sequence.num_cached = len(sequence.request.prompt_ids) + self._done - 1
+        asking = [s for s in self.sequences if s.num_cached == s.num_known]
+        num_decoder = num_rows * (num_columns - is_first)  # the start token counts as none
+        real = num_decoder + (int(self._mask_BS.sum()) if is_first else 0)
         counts = PassCounts(
-            num_sequences=len(self.sequences),
+            num_sequences=num_rows,
             real_tokens=real,
-            padded_tokens=tokens_BS.numel(),
-            prompt_tokens=real if is_prefill else 0,
-            issued_tokens=len(self.sequences),
-            useful_tokens=self._sample(self.sequences, logits_BV),
+            padded_tokens=num_decoder + (self._prompts_BS.numel() if is_first else 0),
+            prompt_tokens=real if is_behind else 0,
+            issued_tokens=len(asking),
+            useful_tokens=self._sample(asking, logits_BV),
         )
         self._drop_finished_rows()
         return counts

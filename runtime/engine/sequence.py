@@ -65,6 +65,11 @@ class Sequence:
         return len(self.request.prompt_ids) + len(self.generated)
 
     @property
+    def known_size(self) -> SequenceSize:
+        """As of a request whose prompt is all that is known."""
+        return SequenceSize.shared(self.num_known, self.request.max_new_tokens - len(self.generated))
+
+    @property
     def known_ids(self) -> list[int]:
         return [*self.request.prompt_ids, *self.generated]
 

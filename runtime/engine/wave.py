@@ -12,18 +12,24 @@ from .records import PassRecord, Phase
 from .sequence import Sequence
 
 
-def run_block(engine: Engine, block: int, micro_batches: Rows[Rows[Sequence]]) -> Iterator[PassRecord]:
-    """Generates until every sequence is finished, yielding after each pass. Mutates the sequences."""
-    line = [micro_batch for micro_batch in micro_batches if micro_batch]
-    return run_line(engine, block, iter(line), num_lanes=len(line))
+def run_block(
+    engine: Engine, block: int, micro_batches: Rows[Rows[Sequence]], chunks: Rows[int | None] | None = None
+) -> Iterator[PassRecord]:
+    """Generates until every sequence is finished, yielding after each pass. Mutates the sequences.
+
+    `chunks`: of each micro-batch, how many tokens it prefills in a pass; None: as many as the policy says.
+    """
+    entering = zip(micro_batches, chunks or [None] * len(micro_batches), strict=True)
+    line = (engine.lane(micro_batch, chunk) for micro_batch, chunk in entering if micro_batch)
+    return run_line(engine, block, line, num_lanes=len(micro_batches))
 
 
-def run_line(engine: Engine, block: int, line: Iterator[Rows[Sequence]], *, num_lanes: int) -> Iterator[PassRecord]:
-    """As `run_block`; at most `num_lanes` micro-batches of the line, none of them empty, at a time."""
+def run_line(engine: Engine, block: int, line: Iterator[Lane], *, num_lanes: int) -> Iterator[PassRecord]:
+    """As `run_block`; at most `num_lanes` lanes of the line, none of them empty, at a time."""
     lanes: list[Lane] = []
     try:
         for index in count():
-            lanes.extend(engine.lane(micro_batch) for micro_batch in islice(line, num_lanes - len(lanes)))
+            lanes.extend(islice(line, num_lanes - len(lanes)))
             if not lanes:
                 return
             unfilled = [lane for lane in lanes if lane.is_filling]  # by themselves: an encoder is theirs alone
@@ -36,7 +42,8 @@ def run_line(engine: Engine, block: int, line: Iterator[Rows[Sequence]], *, num_
 
 
 def _phase(lanes: Rows[Lane]) -> Phase:
-    """Where none is filled: a sequence that begins again does so beside those that decode."""
+    """Where none is filled: a sequence that begins again does so beside those that decode, and a decoder whose encoder
+    has run may be behind what it had generated before."""
     return Phase.decode if all(lane.is_prefilled for lane in lanes) else Phase.mixed
 
 
