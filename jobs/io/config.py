@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config import (
-    Admission,
     DType,
     KVConfig,
     MachineConfig,
@@ -65,7 +64,7 @@ class GenerateConfig:
     shard: ShardConfig = field(default_factory=ShardConfig)
     run: str | None = None
     output_root: str = "outputs"
-    checkpoint_seconds: float = 60.0
+    checkpoint_seconds: float | None = 60.0
     log_level: LogLevel = LogLevel.info
     trace: bool = False
 
@@ -73,7 +72,8 @@ class GenerateConfig:
         _require_path(self.model)
         _require_output_root(self.output_root)
         require_groups_agree(self.policy, self.prefetch, self.offload)
-        require(self.checkpoint_seconds >= 0, f"checkpoint_seconds must be 0 or more, got {self.checkpoint_seconds}")
+        seconds = self.checkpoint_seconds
+        require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
             f"run must be letters, digits, '.', '_' and '-' (it names a directory below output_root), got {self.run!r}",
@@ -223,8 +223,6 @@ def ignored_settings(config: GenerateConfig) -> list[str]:
         for key in ("min_new_tokens", "min_length", "exponential_decay_length_penalty")
         if getattr(sampling, key) and sampling.ignore_eos
     ]
-    if config.checkpoint_seconds != GenerateConfig.checkpoint_seconds and config.policy.admission is Admission.wave:
-        ignored.append(f"checkpoint_seconds={config.checkpoint_seconds} has no effect: policy.admission=wave")
     return ignored
 
 

@@ -17,7 +17,7 @@ from runtime.trace import Trace
 
 from .chat import require_template
 from .config import GenerateConfig, run_name
-from .continuous import ContinuousRun
+from .continuous import generate_continuously
 from .dataset import Row, read_rows, shard_rows
 from .feedback import Feedback
 from .files import publish, write_all
@@ -25,11 +25,13 @@ from .identity import manifest_of
 from .input_digests import InputDigests, digest_input, first_changed, keep_rows
 from .manifest import RunManifest
 from .mistakes import mistakes_logged
+from .open_run import Surroundings
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .requests import Asked, ask, rejected_rows, seat, unseat
 from .run_dir import RunDirectory, RunState, open_run
+from .running import remove_committed
 from .success import is_finished
 from .summary import MemoryUse, Summary, summarize, write_summary
 from .trace_file import tracing
@@ -138,6 +140,7 @@ class _Run:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
         text = schedule_text(plan)
         publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
+        remove_committed(self._state.directory, done)
         left = [block for block in plan.blocks if block.index not in done]
         first = plan.blocks[0]
         if feedback is not None and first in left:
@@ -162,15 +165,17 @@ class _Run:
         return outcome
 
     def _generate(self, blocks: list[Block], session: Session, store: PartStore, prediction: Prediction | None) -> None:
+        is_wave = self._config.policy.admission is Admission.wave
         with tracing(self._state.directory.trace, self._trace) as write_trace:
-            if self._config.policy.admission is Admission.wave:
-                generate_waves(session, self._asked, blocks, store, after_pass=write_trace, prediction=prediction)
-            else:
-                seconds = self._config.checkpoint_seconds
-                ContinuousRun(
-                    session, self._asked, blocks, store, after_pass=write_trace, checkpoint_seconds=seconds,
-                    prediction=prediction,
-                ).finish()  # fmt: skip
+            around = Surroundings(
+                asked=self._asked,
+                store=store,
+                checkpoint_seconds=self._config.checkpoint_seconds,
+                after_pass=write_trace,
+                prediction=prediction,
+            )
+            generate = generate_waves if is_wave else generate_continuously
+            generate(session, blocks, around)
 
 
 def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_finished: bool) -> Outcome:

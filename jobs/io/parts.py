@@ -37,6 +37,7 @@ from .success import recorded_parts, tell_of_remade, write_success
 from .summary import THROUGHPUT_SCHEMA, PassRow, Status
 
 LOG = logging.getLogger(__name__)
+NUM_STOPS = b"millrace.num_stops"  # in the footer of a part whose block went on inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,16 @@ class PartStore:
             blocks.setdefault(request.block, []).append(request)
         return blocks
 
-    def commit(self, block: int, generations: Sequence[GenerationRow], throughput: Sequence[PassRow]) -> bool:
-        """Publish a block's rows, in any order, exactly one for each planned request. The first commit wins.
+    def commit(
+        self,
+        block: int,
+        generations: Sequence[GenerationRow],
+        throughput: Sequence[PassRow],
+        *,
+        num_stops: int = 0,
+    ) -> bool:
+        """Publish a block's rows, in any order, exactly one for each planned request. The first commit wins. A block
+        that went on inside after `num_stops` stops says so: its log-probabilities need not be those of another run.
 
         False: the block was committed already, and these rows are discarded. Raises OutputError with nothing committed.
         """
@@ -90,6 +99,8 @@ class PartStore:
             LOG.info("block %d is committed already: the second result is discarded", block)
             return False
         table, passes = self._generation_table(block, generations), self._throughput_table(block, throughput)
+        if num_stops:
+            table = table.replace_schema_metadata({NUM_STOPS: str(num_stops).encode()})
         self._publish(self.directory.throughput_part(block), passes, block, exclusive=False)
         return self._publish(self.directory.generations_part(block), table, block, exclusive=True)
 
@@ -180,7 +191,7 @@ class PartStore:
         return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
 
     def _publish(self, path: Path, table: pa.Table, block: int, *, exclusive: bool) -> bool:
-        signed = sign(table, self._footer(block))
+        signed = sign(table, {**(table.schema.metadata or {}), **self._footer(block)})
         return publish(
             path,
             lambda file: write_parquet(signed, file),

@@ -35,6 +35,11 @@ class Progress:
     ) -> None:
         self._bar.close()
 
+    def know(self, num_tokens: int) -> None:
+        """So many need not be generated: an earlier start has."""
+        self._num_tokens -= num_tokens
+        self._bar.total = self._num_tokens
+
     def advance(self, record: PassRecord) -> None:
         place = f"block {self._num_finished_blocks + 1}/{self._num_blocks} {record.phase.value}"
         self._bar.set_description(place, refresh=False)

@@ -78,6 +78,10 @@ class RunDirectory:
     def lock(self) -> Path:
         return self.path / ".lock"
 
+    def running_block(self, block: int) -> Path:
+        """As `running`, of one block of a run in waves."""
+        return self.path / f"running-{block:05d}.parquet"
+
     def generations_part(self, block: int) -> Path:
         return self.generations / f"part-{block:05d}.parquet"
 

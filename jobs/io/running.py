@@ -1,14 +1,16 @@
-"""running.parquet: what a run with continuous admission has generated and no part holds yet.
+"""running.parquet, and in waves running-<block>.parquet: what has been generated and no part holds yet.
 
 A stop or a kill then costs the tokens since it was last written, and no row. It is a help, never the truth: without
 it, or with one that is damaged or another run's, requests are generated again from their beginning.
 """
 
+import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -17,7 +19,16 @@ from runtime.engine.logprobs import TokenLogprobs
 from runtime.engine.sequence import Unfinished
 from runtime.errors import OutputError
 
-from .files import PARQUET_PROBLEMS, canonical_json, json_digest, parse_parquet, publish, set_aside, write_parquet
+from .files import (
+    PARQUET_PROBLEMS,
+    canonical_json,
+    json_digest,
+    output_error,
+    parse_parquet,
+    publish,
+    set_aside,
+    write_parquet,
+)
 from .manifest import RunManifest
 from .output_rows import COMPLETION_FIELDS, LOGPROB_FIELDS, GenerationRow, clean_text
 from .plan_file import PlannedRequest, plan_digest
@@ -44,30 +55,38 @@ RUNNING_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """`finished` rows lack the columns that their input rows brought along; `passes` are those that no part has."""
+    """`finished` rows lack the columns that their input rows brought along; `passes` are those that no part has;
+    `num_stops`: how often a wave's block went on inside before."""
 
     finished: Sequence[GenerationRow] = ()
     unfinished: Mapping[RequestKey, Unfinished]
     passes: Sequence[PassRow] = ()
+    num_stops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningFile:
-    """The one such file of a run. The caller holds the run's lock."""
+    """The one such file of a run, or of one `block`. The caller holds the run's lock."""
 
     directory: RunDirectory
     manifest: RunManifest
     plan: Sequence[PlannedRequest]
+    block: int | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.directory.running if self.block is None else self.directory.running_block(self.block)
 
     def save(self, running: Running) -> bool:
         """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
         rows = [_finished_values(row) for row in running.finished]
         rows += [_unfinished_values(key, unfinished) for key, unfinished in running.unfinished.items()]
-        table = pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA.with_metadata(self._footer(running.passes)))
+        table = pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA)
+        signed = table.replace_schema_metadata(self._footer(table, running))
         try:
             return publish(
-                self.directory.running,
-                lambda file: write_parquet(table, file),
+                self.path,
+                lambda file: write_parquet(signed, file),
                 exclusive=False,
                 expected_bytes=table.nbytes,
             )
@@ -77,7 +96,7 @@ class RunningFile:
 
     def load(self) -> Running:
         """What was saved last; nothing, and a warning, when that cannot be used: it then moves to `quarantine/`."""
-        path = self.directory.running
+        path = self.path
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -94,49 +113,70 @@ class RunningFile:
     def remove(self) -> None:
         """All is in parts. One that stays does no harm: rows that a part has are dropped."""
         try:
-            self.directory.running.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         except OSError as error:
-            LOG.warning("%s is of no more use and cannot be removed: %s", self.directory.running, error)
+            LOG.warning("%s is of no more use and cannot be removed: %s", self.path, error)
 
     def _parse(self, data: bytes) -> Running:
         table = parse_parquet(data)
-        passes = self._read_footer(table.schema.metadata or {})
+        values = self._read_footer(table.schema.metadata or {})
         if not table.schema.equals(RUNNING_SCHEMA):
             raise ValueError("its columns are not those of a checkpoint")
+        if values.get("rows", _rows_digest(table)) != _rows_digest(table):  # a file of an earlier version has none
+            raise ValueError("its rows were changed after they were written")
         rows: list[RunningRow] = table.to_pylist()
         return Running(
             finished=[_finished_row(row) for row in rows if row["status"] != UNFINISHED],
             unfinished={
                 (row["id"], row["sample_index"]): _unfinished(row) for row in rows if row["status"] == UNFINISHED
             },
-            passes=passes,
+            passes=[PassRow(**row) for row in json.loads(values["passes"])],
+            num_stops=int(values.get("num_stops", "0")),
         )
 
     @cached_property
     def _owner(self) -> dict[str, str]:
-        plan = plan_digest(self.plan)
-        return {"format": FORMAT, "run": self.manifest.name, "config": self.manifest.digest, "plan": plan}
+        plan, block = plan_digest(self.plan), {} if self.block is None else {"block": str(self.block)}
+        return {"format": FORMAT, "run": self.manifest.name, "config": self.manifest.digest, "plan": plan, **block}
 
-    def _footer(self, passes: Sequence[PassRow]) -> dict[bytes, bytes]:
-        """Parquet has no checksum over its footer, so this one brings its own."""
-        values = {**self._owner, "passes": canonical_json([asdict(row) for row in passes])}
+    def _footer(self, table: pa.Table, running: Running) -> dict[bytes, bytes]:
+        """Parquet has no checksum over its footer nor over the headers of its pages, so this one brings its own."""
+        values = {
+            **self._owner,
+            "passes": canonical_json([asdict(row) for row in running.passes]),
+            "num_stops": str(running.num_stops),
+            "rows": _rows_digest(table),
+        }
         values["digest"] = json_digest(values)
         return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
 
-    def _read_footer(self, metadata: Mapping[bytes, bytes]) -> list[PassRow]:
+    def _read_footer(self, metadata: Mapping[bytes, bytes]) -> dict[str, str]:
         values = {key.decode().removeprefix("millrace."): value.decode() for key, value in metadata.items()}
         wrong = [key for key, value in self._owner.items() if values.get(key) != value]
         if wrong:
             raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")
         if values.pop("digest", None) != json_digest(values):
             raise ValueError("its footer was changed after it was written")
-        return [PassRow(**row) for row in json.loads(values["passes"])]
+        return values
 
     def _set_aside(self, reason: str) -> None:
         try:
-            set_aside(self.directory.running, self.directory.quarantine, f"{reason}; its requests begin again")
+            set_aside(self.path, self.directory.quarantine, f"{reason}; its requests begin again")
         except OSError as error:
-            LOG.warning("%s cannot be used (%s) nor moved away: %s", self.directory.running, reason, error)
+            LOG.warning("%s cannot be used (%s) nor moved away: %s", self.path, reason, error)
+
+
+def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
+    """Files of blocks whose parts are committed: a kill between the two left them. Raises OutputError."""
+    for path in map(directory.running_block, blocks):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise output_error(path, error) from error
+
+
+def _rows_digest(table: pa.Table) -> str:
+    return hashlib.sha256(repr(table.to_pylist()).encode()).hexdigest()
 
 
 def _finished_values(row: GenerationRow) -> dict[str, object]:

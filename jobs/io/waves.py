@@ -1,45 +1,62 @@
 """Admission in waves: a block runs to its end, and is committed, before the next one begins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from runtime.batching.balance import Block
 from runtime.engine.records import PassRecord
-from runtime.plan.predict import Prediction
-from runtime.session import Session
+from runtime.engine.sequence import Completion, Request, Unfinished
 
-from .parts import PartStore
-from .passes import pass_row
+from .open_run import OpenRun, Surroundings
 from .progress import Progress
-from .requests import Asked, completed_row
-from .summary import PassRow
 
 
-def generate_waves(
-    session: Session,
-    asked: Asked,
-    blocks: Sequence[Block],
-    store: PartStore,
-    *,
-    after_pass: Callable[[], None],
-    prediction: Prediction | None = None,
-) -> None:
-    """Generates and commits `blocks`. Raises Interrupted or OutputError: the block that ran is then lost."""
-    num_tokens = sum(asked.requests[i].max_new_tokens for block in blocks for i in block.members)
+class WaveSession(Protocol):
+    """What is asked of `runtime.session.Session`."""
+
+    def wave(
+        self,
+        block: Block,
+        left: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: Callable[[PassRecord], None],
+    ) -> Iterator[tuple[int, Completion]]: ...
+
+    def snapshot(self) -> dict[int, Unfinished]: ...
+
+
+@dataclass(frozen=True)
+class _OneBlock:
+    """A session that streams one block."""
+
+    session: WaveSession
+    block: Block
+
+    def stream(
+        self,
+        order: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: Callable[[PassRecord], None],
+    ) -> Iterator[tuple[int, Completion]]:
+        return self.session.wave(self.block, order, requests, unfinished, on_pass)
+
+    def snapshot(self) -> dict[int, Unfinished]:
+        return self.session.snapshot()
+
+
+def generate_waves(session: WaveSession, blocks: Sequence[Block], around: Surroundings) -> None:
+    """Generates and commits `blocks`. Raises Interrupted or OutputError: what was sampled of the block that ran is then
+    saved, or, with `checkpoint_seconds` None, lost."""
+    num_tokens = sum(_most_tokens(block, around) for block in blocks)
     with Progress(num_tokens, len(blocks)) as progress:
         for block in blocks:
-            passes: list[PassRow] = []
+            run = OpenRun(_OneBlock(session, block), [block], around, block=block.index)
+            progress.know(_most_tokens(block, around) - run.num_tokens)
+            run.finish(progress)
 
-            def on_pass(record: PassRecord, passes: list[PassRow] = passes) -> None:
-                passes.append(pass_row(record, record.index, prediction))
-                progress.advance(record)
-                after_pass()
 
-            completions = session.run(block, asked.requests, on_pass)
-            rows = [
-                completed_row(asked.request_rows[i], completion)
-                for i, completion in zip(block.members, completions, strict=True)
-            ]
-            store.commit(block.index, rows, passes)
-            for completion in completions:
-                progress.finish_row(completion)
-            progress.finish_block()
+def _most_tokens(block: Block, around: Surroundings) -> int:
+    return sum(around.asked.requests[i].max_new_tokens for i in block.members)

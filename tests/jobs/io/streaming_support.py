@@ -5,14 +5,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jobs.io.continuous import ContinuousRun
+from jobs.io.continuous import generate_continuously
 from jobs.io.dataset import Row
 from jobs.io.manifest import RunManifest
+from jobs.io.open_run import Surroundings
 from jobs.io.output_rows import generation_schema, infer_column_schema
 from jobs.io.parts import PartStore
 from jobs.io.plan_file import fix_plan
 from jobs.io.requests import Asked, seat
 from jobs.io.run_dir import RunDirectory
+from jobs.io.running import remove_committed
+from jobs.io.waves import generate_waves
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
 from runtime.engine.logprobs import TokenLogprobs
@@ -70,6 +73,20 @@ def store_at(path: Path, asked: Asked) -> PartStore:
     return PartStore(directory=run, manifest=MANIFEST, plan=planned, columns=columns, fixed=fixed)
 
 
+def start_waves(
+    path: Path, session: "FakeSession", *, asked: Asked | None = None, checkpoint_seconds: float | None = 0.0
+) -> PartStore:
+    """A start of the run in waves at `path`, up to its end."""
+    asked = asked or made()
+    store = store_at(path, asked)
+    done = store.committed()
+    remove_committed(store.directory, done)
+    left = [block for block in blocks_of(asked) if block.index not in done]
+    generate_waves(session, left, Surroundings(asked=asked, store=store, checkpoint_seconds=checkpoint_seconds))
+    store.finish()
+    return store
+
+
 def run_at(
     path: Path, session: "FakeSession", *, asked: Asked | None = None, checkpoint_seconds: float = 0.0
 ) -> PartStore:
@@ -77,7 +94,8 @@ def run_at(
     asked = asked or made()
     store = store_at(path, asked)
     left = [block for block in blocks_of(asked) if block.index not in store.committed()]
-    ContinuousRun(session, asked, left, store, checkpoint_seconds=checkpoint_seconds).finish()
+    around = Surroundings(asked=asked, store=store, checkpoint_seconds=checkpoint_seconds)
+    generate_continuously(session, left, around)
     store.finish()
     return store
 
@@ -118,13 +136,19 @@ class Growing:
 
 
 class FakeSession:
-    """Its passes are decided as the engine's are. `stop_after` passes it raises Interrupted; `num_drawn` counts tokens.
+    """Its passes are decided as the engine's are. `stop_after` passes it raises `stop`; `num_drawn` counts tokens.
 
     `reports_first`: whether `on_pass` is called before the completions of the pass are given.
     """
 
-    def __init__(self, *, stop_after: int | None = None, reports_first: bool = False):
-        self._stop_after, self._reports_first = stop_after, reports_first
+    def __init__(
+        self,
+        *,
+        stop_after: int | None = None,
+        reports_first: bool = False,
+        stop: Exception = Interrupted("stopped"),  # noqa: B008 - it is the same to all
+    ):
+        self._stop_after, self._reports_first, self._stop = stop_after, reports_first, stop
         self._running: dict[int, Growing] = {}
         self.num_drawn = 0
         self.num_passes = 0
@@ -135,6 +159,17 @@ class FakeSession:
             i: Unfinished(token_ids=tuple(s.token_ids), logprobs=tuple(s.logprobs), generator_state=s.state)
             for i, s in self._running.items()
         }
+
+    def wave(
+        self,
+        block: Block,
+        left: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: Callable[[PassRecord], None],
+    ) -> Iterator[tuple[int, Completion]]:
+        assert set(left) <= set(block.members)
+        return self.stream(left, requests, unfinished, on_pass)
 
     def stream(
         self,
@@ -150,7 +185,7 @@ class FakeSession:
         seats: list[SeatState] = []
         while waiting or seats:
             if self.num_passes == self._stop_after:
-                raise Interrupted("stopped")
+                raise self._stop
             free = NUM_PAGES - sum(LIMITS.pages(seat.num_cached) for seat in seats)
             plan = plan_pass(waiting, seats, free, LIMITS)
             kept = len(seats) - len(plan.preempted)

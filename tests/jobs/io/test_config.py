@@ -214,8 +214,6 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
         (["sampling.min_length=4", "sampling.ignore_eos=true"], ["sampling.min_length"]),
         (["sampling.top_h=0.5", "sampling.typical_p=0.5", "sampling.eta_cutoff=0.1"], ["top_h", "typical_p", "eta"]),
         (["sampling={follow_model: true, temperature: null, top_k: 4}"], []),
-        (["checkpoint_seconds=5"], ["checkpoint_seconds=5.0"]),
-        (["checkpoint_seconds=5", "policy.admission=continuous"], []),
     ],
 )
 def test_settings_without_effect_are_named(overrides: list[str], keys: list[str]) -> None:

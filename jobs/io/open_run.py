@@ -1,0 +1,157 @@
+"""Blocks that are open together, generated as their rows come; a checkpoint keeps what no part holds yet.
+
+All is recorded between two passes, when every row of the last one is known.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from runtime.batching.balance import Block
+from runtime.engine.records import PassRecord
+from runtime.engine.sequence import Completion, Request, Unfinished
+from runtime.errors import MillraceError
+from runtime.plan.predict import Prediction
+
+from .open_parts import OpenParts
+from .parts import PartStore
+from .passes import pass_row
+from .progress import Progress
+from .requests import Asked, completed_row
+from .running import Running, RunningFile
+
+log = logging.getLogger(__name__)
+
+
+class StreamingSession(Protocol):
+    """What is asked of `runtime.api.Session`. Requests go by their positions in `requests`."""
+
+    def stream(
+        self,
+        order: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: Callable[[PassRecord], None],
+    ) -> Iterator[tuple[int, Completion]]:
+        """Completions as they finish, of requests that are admitted in `order` and go on from `unfinished`. `on_pass`
+        is called after each pass, once the completions that ended in it have been taken. Raises Interrupted."""
+        ...
+
+    def snapshot(self) -> dict[int, Unfinished]:
+        """Of the sequences that `stream` has admitted and not finished, also after it raised Interrupted."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the blocks of one start have in common. `checkpoint_seconds`: None saves nothing, and takes nothing up."""
+
+    asked: Asked
+    store: PartStore
+    checkpoint_seconds: float | None
+    after_pass: Callable[[], None] = lambda: None
+    prediction: Prediction | None = None
+
+
+class OpenRun:
+    """One start of blocks that are open together: all that are left, or, in waves, one. Reads what an earlier start has
+    saved of them. `block`: the one of a wave, None where blocks overlap; `recorded`: passes that parts have."""
+
+    def __init__(
+        self,
+        session: StreamingSession,
+        blocks: Sequence[Block],
+        around: Surroundings,
+        *,
+        block: int | None = None,
+        recorded: frozenset[int] = frozenset(),
+    ):
+        self._session, self._around = session, around
+        store, self._is_wave = around.store, block is not None
+        self._parts = OpenParts(store, blocks)
+        self._checkpoint = RunningFile(directory=store.directory, manifest=store.manifest, plan=store.plan, block=block)
+        self._order = [i for each in blocks for i in each.members]
+        self._unfinished: dict[int, Unfinished] = {}  # of an earlier start, and not finished by this one
+        self._num_passes = 1 + max(recorded, default=-1)
+        if around.checkpoint_seconds is not None:
+            self._restore(self._checkpoint.load(), recorded)
+        num_known = sum(len(unfinished.token_ids) for unfinished in self._unfinished.values())
+        self.num_tokens = sum(around.asked.requests[i].max_new_tokens for i in self._order) - num_known
+        self._saved_at = time.monotonic()
+
+    def __len__(self) -> int:
+        """Parts."""
+        return len(self._parts)
+
+    def finish(self, progress: Progress) -> None:
+        """Generates what is open and commits each part as it is complete. Saves the rest every `checkpoint_seconds`,
+        and when an error of ours ends the run; what any other exception leaves may be half a pass, and only what was
+        saved before it counts. Raises Interrupted or OutputError."""
+        requests, unfinished = self._around.asked.requests, dict(self._unfinished)
+
+        def end_pass(record: PassRecord) -> None:
+            self._end_pass(record, progress)
+
+        try:
+            for i, completion in self._session.stream(self._order, requests, unfinished, end_pass):
+                self._parts.add(completed_row(self._around.asked.request_rows[i], completion))
+                self._unfinished.pop(i, None)
+                progress.finish_row(completion)
+        except MillraceError:
+            self._save()
+            raise
+        self._commit_complete(progress)
+        self._checkpoint.remove()
+
+    def _restore(self, saved: Running, recorded: frozenset[int]) -> None:
+        """Drops what parts have: rows, and passes by their index. They were saved before the parts were committed."""
+        asked = self._around.asked
+        place_of = {asked.requests[i].key: i for i in self._order}
+        for row in saved.finished:
+            if row.key in place_of:
+                columns = asked.request_rows[place_of.pop(row.key)].columns
+                self._parts.add(replace(row, columns=columns))
+        self._order = list(place_of.values())
+        self._unfinished = {i: saved.unfinished[key] for key, i in place_of.items() if key in saved.unfinished}
+        self._parts.passes = [row for row in saved.passes if row.pass_index not in recorded]
+        self._num_passes = 1 + max({*recorded, *(row.pass_index for row in saved.passes)}, default=-1)
+        has_begun = bool(self._parts.rows or self._unfinished)
+        self._parts.num_stops = saved.num_stops + has_begun if self._is_wave else 0
+        if has_begun:
+            log.info(
+                "going on: %d rows of open parts are finished, %d are begun, with %d tokens",
+                len(self._parts.rows),
+                len(self._unfinished),
+                sum(len(unfinished.token_ids) for unfinished in self._unfinished.values()),
+            )
+
+    def _end_pass(self, record: PassRecord, progress: Progress) -> None:
+        self._parts.passes.append(pass_row(record, self._num_passes, self._around.prediction))
+        self._num_passes += 1
+        progress.advance(record)
+        self._around.after_pass()
+        self._commit_complete(progress)
+        seconds = self._around.checkpoint_seconds
+        if len(self._parts) and seconds is not None and time.monotonic() - self._saved_at >= seconds:
+            self._save()
+
+    def _commit_complete(self, progress: Progress) -> None:
+        for _ in range(self._parts.commit_complete()):
+            progress.finish_block()
+
+    def _save(self) -> None:
+        """A sequence that waits to go on since an earlier start is not in the session's snapshot."""
+        if self._around.checkpoint_seconds is None:
+            return
+        known = {**self._unfinished, **self._session.snapshot()}
+        self._checkpoint.save(
+            Running(
+                finished=list(self._parts.rows.values()),
+                unfinished={self._around.asked.requests[i].key: state for i, state in known.items()},
+                passes=self._parts.passes,
+                num_stops=self._parts.num_stops,
+            )
+        )
+        self._saved_at = time.monotonic()
