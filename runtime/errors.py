@@ -34,6 +34,10 @@ class RunMismatchError(MillraceError):
     """The run directory belongs to another run: config, weights, tokenizer or input differ."""
 
 
+class RunInUseError(MillraceError):
+    """Another process works in the run directory. Starting again at once would only find it there again."""
+
+
 class OutputError(MillraceError):
     """The output directory cannot be written; what is committed stays good and the run can resume."""
 

@@ -1,18 +1,16 @@
-"""Publishing a file: a reader sees all of it or nothing, whatever is killed and whenever. And the lock of a folder.
+"""Publishing a file: a reader sees all of it or nothing, whatever is killed and whenever.
 
 A file is written under a hidden name beside its final one, made durable, and only then given its name.
 Hidden means a leading dot: Parquet readers, `datasets` and shell globs pass over it.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -196,45 +194,3 @@ def parse_parquet(data: bytes) -> pa.Table:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class RunLock:
-    """One process per run directory, held until `release` or the end of the process.
-
-    The file stays: it names the last holder. Two processes would not damage a run, they would only do its work twice.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises OutputError when another process holds the lock, OSError when the file cannot be written."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            self._acquire(path)
-        except BaseException:
-            self.release()
-            raise
-
-    def _acquire(self, path: Path) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OutputError(
-                f"run directory {path.parent} is in use by {_holder(path)}. "
-                f"Wait for that process to end or stop it; another run needs another directory (run=)"
-            ) from error
-        except OSError as error:
-            LOG.warning("%s: the file system has no locks (%s): start only one process per run", path, error)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, canonical_json({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
-
-    def release(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-def _holder(path: Path) -> str:
-    try:
-        holder = read_json(path)
-    except (OSError, DamagedRunError):
-        return "another process"
-    return f"pid {holder.get('pid')} on host {json.dumps(holder.get('host'))}"

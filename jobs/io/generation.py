@@ -80,8 +80,9 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
                 directory=state.directory, manifest=state.manifest, plan=plan, columns=columns, fixed=fixed
             )
 
-        if is_finished(state.directory):
-            return _outcome(store_for(read_plan(state.directory.plan)), None, runtime, was_finished=True)
+        plan = _known_plan(state) if is_finished(state.directory) else None
+        if plan is not None:
+            return _outcome(store_for(plan), None, runtime, was_finished=True)
         return _Run(state, runtime, ask(runtime, rows), store_for, config, trace).finish()
 
 
@@ -92,6 +93,13 @@ def _open(path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequen
     except RunMismatchError as error:
         changed = first_changed(RunDirectory(path=path).row_digests, digests, rows)
         raise RunMismatchError(f"{error}\n{changed}") if changed is not None else error from error
+
+
+def _known_plan(state: RunState) -> list[PlannedRequest] | None:
+    """None: there is none, and it is to be computed, again if the run has begun. Raises DamagedRunError."""
+    if not state.directory.plan.exists():
+        return None
+    return read_plan(state.directory.plan, may_lack_digest=state.manifest.is_old)
 
 
 class _Run:
@@ -120,8 +128,8 @@ class _Run:
         if self._feedback is not None:
             self._feedback.restore()
         while True:
-            fixed = self._state.directory.plan
-            known = unseat(read_plan(fixed), self._asked) if fixed.exists() else None
+            fixed = _known_plan(self._state)
+            known = unseat(fixed, self._asked) if fixed is not None else None
             policy = self._feedback.policy if self._feedback is not None else None
             with self._runtime.confirmed_session(self._asked.requests, blocks=known, known=policy) as (plan, session):
                 store = self._opened(plan.blocks)
@@ -130,8 +138,11 @@ class _Run:
 
     def _opened(self, blocks: Sequence[Block]) -> PartStore:
         planned = seat(self._asked, blocks)
-        fix_plan(self._state.directory.plan, planned)
-        return self._store_for(planned)
+        store = self._store_for(planned)
+        if not self._state.directory.plan.exists():
+            store.require_seats()
+        fix_plan(self._state.directory.plan, planned, may_lack_digest=self._state.manifest.is_old)
+        return store
 
     def _generate_left(self, plan: RunPlan, session: Session, store: PartStore) -> bool:
         """False: blocks are left that had better go another way."""

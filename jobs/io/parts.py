@@ -128,6 +128,27 @@ class PartStore:
             raise output_error(self.directory.path, error) from error
         return dict(sorted(found.items()))
 
+    def require_seats(self) -> None:
+        """That a plan which was computed again seats rows as parts were made. Raises DamagedRunError, with nothing
+        moved: another machine, or one with less memory, may plan otherwise."""
+        others = [path.name for path in visible(self.directory.generations) if self._sits_elsewhere(path)]
+        if others:
+            raise DamagedRunError(
+                f"{self.directory.plan} is gone, and computed again it seats rows otherwise than {len(others)} parts "
+                f"were made ({others[0]}): put it back, give the memory that the run began with "
+                f"(offload.host_memory_gib, offload.device_memory_gib), or choose another directory with run="
+            )
+
+    def _sits_elsewhere(self, path: Path) -> bool:
+        """Of this run, but of a block that the plan does not have so. What cannot be read is not asked."""
+        try:
+            footer = parse_part(path.read_bytes()).schema.metadata or {}
+        except PARQUET_PROBLEMS:
+            return False
+        block = self._block_by_name.get(path.name)
+        ours = footer.get(b"millrace.config") == self.manifest.digest.encode()
+        return ours and (block is None or any(footer.get(key) != value for key, value in self._footer(block).items()))
+
     def passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
         """Of those blocks that are committed; None: of all, for the summary. A block whose cache is gone is missing,
         and logged."""

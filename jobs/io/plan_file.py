@@ -14,6 +14,7 @@ import pyarrow as pa
 from runtime.errors import DamagedRunError, RunMismatchError
 
 from .files import PARQUET_PROBLEMS, canonical_json, parse_parquet, publish, write_parquet
+from .row_digest import is_signed, require_intact, sign
 
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
 
@@ -57,29 +58,36 @@ def plan_digest(requests: Sequence[PlannedRequest]) -> str:
     return digest.hexdigest()
 
 
-def fix_plan(path: Path, requests: Sequence[PlannedRequest]) -> None:
-    """Publish the plan at `path`, or check that the one already there is the same.
+def fix_plan(path: Path, requests: Sequence[PlannedRequest], *, may_lack_digest: bool = False) -> None:
+    """Publish the plan at `path`, or check that the one already there is the same. `may_lack_digest`: as older versions
+    wrote it.
 
-    Raises RunMismatchError when it is another plan, DamagedRunError when it cannot be read, OutputError.
+    Raises RunMismatchError when it is another plan, DamagedRunError when it cannot be read or was edited, OutputError.
     """
     if path.exists() or not publish(path, lambda file: _write(requests, file), exclusive=True):
-        _compare(path, read_plan(path), requests)
+        _compare(path, read_plan(path, may_lack_digest=may_lack_digest), requests)
 
 
-def read_plan(path: Path) -> list[PlannedRequest]:
-    """The stored plan in its order. Raises DamagedRunError when the file is not one, OSError when it cannot be read."""
+def read_plan(path: Path, *, may_lack_digest: bool = False) -> list[PlannedRequest]:
+    """The stored plan in its order. Raises DamagedRunError when the file is not one, or not as it was written, OSError
+    when it cannot be read."""
     data = path.read_bytes()
     try:
-        return [PlannedRequest(**row) for row in parse_parquet(data).cast(PLAN_SCHEMA).to_pylist()]
+        table = parse_parquet(data)
+        require_intact(table)
+        if not is_signed(table) and not may_lack_digest:
+            raise ValueError("it lacks the digest that it was written with, as when another program has saved it")
+        return [PlannedRequest(**row) for row in table.cast(PLAN_SCHEMA).to_pylist()]
     except PARQUET_PROBLEMS as error:
         raise DamagedRunError(
-            f"{path} ({len(data)} bytes) is no readable plan: {error}. Move it away to have it computed again"
+            f"{path} ({len(data)} bytes) was changed after it was written, or damaged: {error}. Put it back as it was, "
+            f"or move it away to have it computed again"
         ) from error
 
 
 def _write(requests: Sequence[PlannedRequest], file: BinaryIO) -> None:
     columns = {name: [getattr(request, name) for request in requests] for name in PLAN_SCHEMA.names}
-    write_parquet(pa.table(columns, schema=PLAN_SCHEMA), file)
+    write_parquet(sign(pa.table(columns, schema=PLAN_SCHEMA), {}), file)
 
 
 def _compare(path: Path, stored: Sequence[PlannedRequest], requests: Sequence[PlannedRequest]) -> None:

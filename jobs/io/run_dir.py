@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.closing import Closing
-from runtime.errors import ConfigError, MillraceError
+from runtime.errors import ConfigError, DamagedRunError, MillraceError
 
-from .files import RunLock, fsync_directory, output_error, read_json, write_json
+from .files import fsync_directory, output_error, read_json, write_json
+from .lock import RunLock
 from .manifest import RunManifest
 
 LASTING_ERRNOS = frozenset(
@@ -106,11 +107,12 @@ def open_run(path: Path, manifest: RunManifest) -> RunState:
     """Bind `path` to `manifest` on the first call, check that it is bound to the same one later, and lock it.
 
     `run.json` is written before anything else; on a refusal nothing at all is. Raises RunMismatchError (another run,
-    with a diff), ConfigError (not a directory that can hold a run), DamagedRunError (run.json unreadable),
-    OutputError (in use, or a fault of the disk: starting again later can help).
+    with a diff), ConfigError (not a directory that can hold a run), DamagedRunError (run.json unreadable, links where
+    files belong), RunInUseError, OutputError (a fault of the disk: starting again later can help).
     """
     run = RunDirectory(path=path)
     try:
+        _refuse_links(run)
         bound = _bound(run, manifest)
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock)
@@ -137,6 +139,16 @@ def _bound(run: RunDirectory, manifest: RunManifest) -> RunManifest | None:
         _refuse_foreign(run)
         return None
     return manifest.as_begun(stored, run.manifest)
+
+
+def _refuse_links(run: RunDirectory) -> None:
+    """A run writes into its own directory alone."""
+    for path in (run.lock, run.generations, run.throughput, run.quarantine, run.trace):
+        if path.is_symlink():
+            raise DamagedRunError(
+                f"{path} is a symbolic link, to {path.readlink()}: a run writes only into its own directory. Remove "
+                f"the link, or choose another directory with run="
+            )
 
 
 def _refuse_foreign(run: RunDirectory) -> None:

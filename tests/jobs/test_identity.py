@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jobs.io.config import GenerateConfig
@@ -16,7 +18,7 @@ from jobs.io.generation import Outcome, generate
 from jobs.io.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
-from runtime.errors import Interrupted, RunMismatchError
+from runtime.errors import DamagedRunError, Interrupted, RunMismatchError
 
 NUM_ROWS = 6
 ROWS = [{"id": f"r{i}", "prompt": f"prompt {i}", "answer": i, "tags": ["a", i]} for i in range(NUM_ROWS)]
@@ -177,6 +179,29 @@ def test_a_finished_run_is_not_that_of_a_changed_model(place: Place) -> None:
     assert place.start().was_finished
     place.edit("config.json", rms_norm_eps=0.5)
     with pytest.raises(RunMismatchError, match=r"config\.json rms_norm_eps: 1e-06 -> 0\.5"):
+        place.start()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_lost_plan_is_computed_again_and_no_part_is_made_again(place: Place, is_finished: bool) -> None:
+    if is_finished:
+        place.start()
+    before = {path: path.read_bytes() for path in place.run.generations.iterdir()}
+    plan = place.run.plan.read_bytes()
+    place.run.plan.unlink()
+    assert place.start().exit_code == 0
+    assert place.run.plan.read_bytes() == plan
+    assert {path: path.read_bytes() for path in before} == before
+    assert place.start().was_finished
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_an_edited_plan_needs_a_person(place: Place, is_finished: bool) -> None:
+    if is_finished:
+        place.start()
+    table = pq.ParquetFile(place.run.plan).read()
+    pq.write_table(table.set_column(0, table.schema.field(0), pa.array(["x"] * NUM_ROWS)), place.run.plan)
+    with pytest.raises(DamagedRunError, match=r"plan\.parquet .* was changed after it was written"):
         place.start()
 
 

@@ -2,8 +2,6 @@ import errno
 import io
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -11,7 +9,7 @@ from typing import BinaryIO
 import pytest
 
 from jobs.io import files
-from jobs.io.files import RunLock, canonical_json, publish, read_json, sweep_temps, write_json
+from jobs.io.files import canonical_json, publish, read_json, sweep_temps, write_json
 from runtime.errors import DamagedRunError, OutputError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -191,42 +189,3 @@ def _parse(data: bytes) -> dict[str, files.JsonValue] | DamagedRunError:
         return read_json(_Bytes(data))  # pyright: ignore[reportArgumentType]
     except DamagedRunError as error:
         return error
-
-
-def test_lock_admits_one_process_and_names_the_holder(tmp_path: Path) -> None:
-    script = f"""if True:
-        import sys
-        from pathlib import Path
-        from jobs.io.files import RunLock
-        lock = RunLock(Path({str(tmp_path / ".lock")!r}))
-        print("held", flush=True)
-        sys.stdin.read()
-    """
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(OutputError, match=rf"in use by pid {holder.pid} on host"):
-            RunLock(tmp_path / ".lock")
-        holder.kill()
-        holder.wait()
-    RunLock(tmp_path / ".lock").release()
-    assert names(tmp_path) == [".lock"]
-
-
-def test_released_lock_can_be_taken_again_and_released_twice(tmp_path: Path) -> None:
-    for _ in range(2):
-        lock = RunLock(tmp_path / ".lock")
-        lock.release()
-        lock.release()
-
-
-def test_file_system_without_locks_warns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    RunLock(tmp_path / ".lock").release()
-    assert "only one process" in caplog.text

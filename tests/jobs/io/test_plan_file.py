@@ -3,9 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from jobs.io.plan_file import PlannedRequest, fix_plan, plan_digest, read_plan
+from jobs.io.plan_file import PLAN_SCHEMA, PlannedRequest, fix_plan, plan_digest, read_plan
 from runtime.errors import DamagedRunError, MillraceError, RunMismatchError
 from tests.jobs.io.part_support import PLAN
 
@@ -50,3 +52,32 @@ def test_a_damaged_plan_needs_a_person(tmp_path: Path, damage: bytes | str) -> N
     with pytest.raises(MillraceError) as caught:
         fix_plan(path, PLAN)
     assert isinstance(caught.value, DamagedRunError)
+
+
+def _edited(path: Path, *, keeps_metadata: bool) -> None:
+    table = pq.ParquetFile(path).read()
+    rows = [row | {"num_prompt_tokens": 1} for row in table.to_pylist()]
+    metadata = table.schema.metadata if keeps_metadata else None
+    pq.write_table(pa.Table.from_pylist(rows, schema=PLAN_SCHEMA.with_metadata(metadata)), path)
+
+
+@pytest.mark.parametrize("keeps_metadata", [True, False])
+def test_an_edited_plan_is_said_to_be_edited(tmp_path: Path, keeps_metadata: bool) -> None:
+    path = tmp_path / "plan.parquet"
+    fix_plan(path, PLAN)
+    _edited(path, keeps_metadata=keeps_metadata)
+    with pytest.raises(DamagedRunError, match="was changed after it was written"):
+        fix_plan(path, PLAN)
+
+
+def test_a_plan_of_an_older_version_has_no_digest_and_is_compared(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    fix_plan(path, PLAN)
+    table = pq.ParquetFile(path).read()
+    pq.write_table(table.replace_schema_metadata(), path)
+    fix_plan(path, PLAN, may_lack_digest=True)
+    with pytest.raises(DamagedRunError, match="lacks the digest"):
+        fix_plan(path, PLAN)
+    _edited(path, keeps_metadata=False)
+    with pytest.raises(RunMismatchError, match="num_prompt_tokens 1 -> 12"):
+        fix_plan(path, PLAN, may_lack_digest=True)

@@ -10,7 +10,7 @@ from jobs.io import run_dir
 from jobs.io.files import JsonValue
 from jobs.io.manifest import RunManifest
 from jobs.io.run_dir import RunDirectory, open_run
-from runtime.errors import ConfigError, DamagedRunError, MillraceError, OutputError, RunMismatchError
+from runtime.errors import ConfigError, DamagedRunError, MillraceError, OutputError, RunInUseError, RunMismatchError
 
 MANIFEST = RunManifest(
     semantic={
@@ -165,7 +165,7 @@ def test_what_no_retry_heals_is_refused_and_the_rest_is_resumable(
 
 
 def test_two_openings_at_once_are_refused_and_closing_frees(tmp_path: Path) -> None:
-    with open_run(tmp_path, MANIFEST), pytest.raises(OutputError, match=f"in use by pid {os.getpid()}"):
+    with open_run(tmp_path, MANIFEST), pytest.raises(RunInUseError, match=f"in use by pid {os.getpid()}"):
         open_run(tmp_path, MANIFEST)
     open_run(tmp_path, MANIFEST).close()
 
