@@ -63,19 +63,24 @@ class Model:
             held[place] = value
 
 
-def play(device: ComputeDevice, stream: KVStream, num_turns: int = 30, num_ahead: int = 1) -> list[str]:
+def play(
+    device: ComputeDevice, stream: KVStream, num_turns: int = 30, num_ahead: int = 1, *, in_runs: bool = False
+) -> list[str]:
     """Lanes with pages of their own, layer by layer, each fetched `num_ahead` turns before it computes. Sequences
-    grow, pages are given back and taken again. Returns what was wrong."""
+    grow, pages are given back and taken again. `in_runs`: a lane's pages are neighbours, in order, of which several may
+    be copied at once; otherwise none is another's. Returns what was wrong."""
     generator = torch.Generator().manual_seed(num_ahead)
-    lanes = [list(range(lane, NUM_PAGES, 3)) for lane in range(3)]
+    each = NUM_PAGES // 3
+    lanes = [list(range(n * each, (n + 1) * each) if in_runs else range(n, NUM_PAGES, 3)) for n in range(3)]
     model = Model(device, stream)
     turns = [(LAYERS[turn // 3 % 2], turn % 3) for turn in range(num_turns)]
     fetched: dict[int, list[int]] = {}
     for turn, (layer, lane) in enumerate(turns):
         for ahead in range(turn, min(turn + num_ahead + 1, num_turns)):
             if ahead not in fetched:
-                order = torch.randperm(len(lanes[turns[ahead][1]]), generator=generator).tolist()
-                fetched[ahead] = [lanes[turns[ahead][1]][place] for place in order][: 3 + ahead % 6]
+                pages = lanes[turns[ahead][1]]
+                order = range(each) if in_runs else torch.randperm(each, generator=generator).tolist()
+                fetched[ahead] = [pages[place] for place in order][: 3 + ahead % 6]
                 stream.fetch(*turns[ahead], fetched[ahead])
         pages = fetched[turn]
         changed = [place for place in range(len(pages)) if (turn + place) % 3] if turn % 4 else []

@@ -118,6 +118,18 @@ def test_keys_and_values_travel_in_pages_over_the_disk_or_the_link() -> None:
     assert over_link.store(LAYER, 0) == pytest.approx(4 * stride / 2e7)
 
 
+def test_behind_an_accelerator_pages_on_disk_travel_over_the_link_too_each_way_at_its_own_rate() -> None:
+    shape, stride = toy_shape(), 16 * 1024
+    config = config_of(kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0))
+    found = priced(placed(config, shape, has_device=True), shape, [LANE])
+    assert (found.fetch(LAYER, 0), found.store(LAYER, 0)) == pytest.approx((8 * stride / 1e6, 4 * stride / 1e6))
+    assert (found.fetch_copy(LAYER, 0), found.store_copy(LAYER, 0)) == pytest.approx(
+        (8 * stride / 1e7, 4 * stride / 2e7)
+    )
+    alone = priced(placed(config, shape), shape, [LANE])
+    assert (alone.fetch_copy(LAYER, 0), alone.store_copy(LAYER, 0)) == (0.0, 0.0)
+
+
 def test_experts_multiply_their_share_of_the_tokens() -> None:
     """At one rate for all M time goes with the tokens, each of which visits 2 of 8 experts of 1/8 of the layer."""
     shape = toy_mixture()

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from runtime.config import KVTier
 from runtime.errors import KVFileError
 from runtime.plan import kv as kv_plan
+from runtime.stream.clock import Then
 from runtime.stream.counters import StreamCounters
-from runtime.stream.device import ComputeDevice
+from runtime.stream.device import ComputeDevice, Part
 from runtime.trace import Row, Trace
-from tests.fake_device import FakeDevice
+from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.kv_support import TIERS, opened, play
 
 CUDA = pytest.param(
@@ -54,9 +56,52 @@ def test_pages_never_stored_or_given_back_are_zeros(tier: KVTier, device: Comput
 def test_segments_of_pinned_memory_do_not_show(
     tier: KVTier, device: ComputeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor do runs of pages that are copied at once, which end where a segment does."""
     monkeypatch.setattr(kv_plan, "SEGMENT_BYTES", 3 * 5000)
-    with opened(tier, device, tmp_path) as stream:
-        assert play(device, stream) == []
+    for in_runs in (False, True):
+        with opened(tier, device, tmp_path) as stream:
+            assert play(device, stream, in_runs=in_runs) == []
+
+
+class CountingCopies(FakeDevice):
+    def __init__(self) -> None:
+        self.num_copies = 0
+        super().__init__()
+
+    def copy_all(self, parts: Sequence[Part], *, on: FakeStream, after: FakeEvent, then: Then | None = None) -> None:
+        self.num_copies += len(parts)
+        super().copy_all(parts, on=on, after=after, then=then)
+
+
+@pytest.mark.parametrize(("segment_pages", "num_copies"), [(24, 2), (3, 6)])
+def test_neighbouring_pages_are_copied_at_once_within_a_segment(
+    segment_pages: int, num_copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages 1 to 6, there and back: with segments of three they lie in three."""
+    monkeypatch.setattr(kv_plan, "SEGMENT_BYTES", segment_pages * 4096)
+    device, pages = CountingCopies(), list(range(1, 7))
+    with opened(KVTier.cpu, device, tmp_path) as stream:
+        stream.fetch(0, 0, pages)
+        stream.acquire(0, 0).copy_(torch.tensor(pages, dtype=torch.uint8)[:, None])
+        stream.store(0, 0, list(range(6)))
+        stream.fetch(0, 1, pages)
+        assert stream.acquire(0, 1)[:, 0].tolist() == pages
+        stream.store(0, 1, [])
+    assert device.num_copies == num_copies
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_barrier_waits_for_pages_that_come_and_for_pages_that_leave(tier: KVTier, tmp_path: Path) -> None:
+    with opened(tier, FakeDevice(), tmp_path) as stream:
+        stream.fetch(0, 0, [0])
+        stream.acquire(0, 0).fill_(7)
+        stream.store(0, 0, [0])
+        stream.fetch(0, 1, [0])
+        stream.sync()
+        assert int(stream._held[0, 1].slot.buffer[0]) == 7, "it has come, not only begun to"
+        leaving = [slot.departure.written for slot in stream._slots if slot.departure and slot.departure.written]
+        assert all(written.done() for written in leaving)
+        stream.store(0, 1, [])
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.config import KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
+from runtime.config import ExpertPaging, KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError
 from runtime.plan.check import check_schedule
 from runtime.plan.load import Load
@@ -16,7 +16,7 @@ from runtime.plan.schedule import make_schedule
 from runtime.plan.spread import spread
 from runtime.plan.walks import num_slots_for
 from runtime.units import GIB, MIB
-from tests.toy import sizes_of, toy_shape
+from tests.toy import sizes_of, toy_mixture, toy_shape
 
 BLOCK = [sizes_of([30, 20]), sizes_of([25])]
 PREFETCHES = [
@@ -138,6 +138,16 @@ def test_tied_weights_count_once() -> None:
 def test_slots_are_as_large_as_the_largest_streamed_stage() -> None:
     placement = placed(toy_shape(), HOST, resident_layers=0, prefetch=PrefetchConfig(depth=2))
     assert terms(placement, "host")["slots"] == 3 * placement.slot_bytes == 3 * 4 * MIB
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_experts_have_a_slot_for_each_that_is_read_ahead_and_one_for_that_which_computes(depth: int) -> None:
+    shape = toy_mixture()
+    offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=ExpertPaging.hit)
+    config = RuntimeConfig(offload=offload, prefetch=PrefetchConfig(depth=depth))
+    placement = place(shape, config, Budgets(host_bytes=GIB), Load.of(shape, [], 512))
+    assert placement.paged
+    assert placement.num_expert_slots == depth + 1
 
 
 def test_embeddings_and_head_are_streamed_where_they_do_not_fit_and_resident_layers_are_kept() -> None:

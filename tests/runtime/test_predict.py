@@ -94,6 +94,16 @@ def test_a_streamed_run_is_as_long_as_its_reads_and_waits_for_them() -> None:
     assert sum(stage.num_bytes for stage in shape.layers) == read_seconds * MIB
 
 
+def test_the_first_pass_of_a_run_takes_longer_and_of_no_other_block() -> None:
+    """A pass is 32 s of reading, all of it hidden behind nothing; then the last layer and the head still have their
+    turns, which hide reads of the next pass, but of the first pass come on top."""
+    sizes, turn_seconds = sizes_of([40] * 2, max_new_tokens=5), 0.5
+    rates = replace(FAST, disk_bytes_per_second=float(MIB), turn_seconds=turn_seconds)
+    one, two = (predicted(sizes[:n], blocks_of(sizes[:n], 1), rates, tier=Tier.nvme) for n in (1, 2))
+    assert one.seconds == pytest.approx(5 * 32 + 2 * turn_seconds)
+    assert two.seconds == pytest.approx(10 * 32 + 2 * turn_seconds)
+
+
 def test_nothing_to_generate_takes_no_time() -> None:
     sizes = sizes_of([40], max_new_tokens=0)
     assert predicted(sizes, blocks_of(sizes, 1), SLOW_TURNS).decode_seconds == 0

@@ -18,6 +18,7 @@ import torch
 from runtime.errors import CheckpointError
 from runtime.plan.extents import ALIGNMENT_BYTES, SlotLayout, layout_of
 from runtime.plan.shapes import TensorSlice
+from runtime.store import reader as reader_module
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 
@@ -147,6 +148,23 @@ def test_where_direct_reads_are_refused_the_page_cache_is_used_and_said_so(
     assert bytes(buffer[10:5000].numpy()) == file.read_bytes()[10:5000]
     assert [bool(flags & os.O_DIRECT) for flags in flags_seen] == [True, False]
     assert "refuses O_DIRECT" in caplog.text
+
+
+def test_a_file_that_several_threads_come_to_is_opened_once(
+    reader: Reader, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that another thread's covers would never be closed."""
+    opened, open_file = list[str](), reader_module._open_file
+
+    def slowly(path: str, direct: bool) -> reader_module._File:
+        opened.append(path)
+        time.sleep(0.05)
+        return open_file(path, direct)
+
+    monkeypatch.setattr(reader_module, "_open_file", slowly)
+    found = layout(file, (0, SIZE))
+    reader.submit(found.extents, memoryview(target_of(found).numpy())).wait()
+    assert opened == [str(file)]
 
 
 def test_nothing_is_begun_behind_the_close(file: Path) -> None:

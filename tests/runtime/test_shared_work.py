@@ -18,6 +18,29 @@ def test_each_is_done_once(num_threads: int) -> None:
     assert done == Counter(item for turn in range(200) for item in range(turn % 9))
 
 
+def test_it_returns_when_others_are_done_too() -> None:
+    has_begun, may_end, has_returned = threading.Event(), threading.Event(), threading.Event()
+
+    def act(_: int) -> None:
+        if threading.current_thread() is caller:
+            assert has_begun.wait(60), "a helper takes the other"
+        else:
+            has_begun.set()
+            assert may_end.wait(60)
+
+    def call() -> None:
+        share(range(2), act, 2)
+        has_returned.set()
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert has_begun.wait(60)
+    assert not has_returned.wait(0.1)
+    may_end.set()
+    caller.join(60)
+    assert has_returned.is_set()
+
+
 def test_others_take_part() -> None:
     met = threading.Barrier(3, timeout=60)
     names: set[str] = set()

@@ -244,6 +244,20 @@ def test_a_stage_is_a_hit_when_its_bytes_are_there_as_the_first_lane_asks(
     assert counters.stalls[late] > counters.stalls[early]
 
 
+def test_a_stage_of_which_a_page_is_missing_is_no_hit(shape: ModelShape, reader: CountingReader) -> None:
+    placement = placement_of(shape, resident_layers=0, order=Order.flexgen, num_lanes=2)
+    stage = placement.walk.streamed[0]
+    with WeightStream(shape, placement, DEVICE, reader) as stream:
+        stream.read(stage, 0)
+        stream._present[stage].reads[0].wait()
+        reader.hold()
+        stream.read(stage, 1)
+        threading.Timer(0.02, reader.go_on).start()
+        stream.acquire(stage)
+        counters = stream.take_counters()
+    assert (counters.num_hits, counters.num_misses) == (0, 1)
+
+
 def test_each_read_is_a_span_of_the_seconds_that_are_counted(shape: ModelShape, reader: CountingReader) -> None:
     placement, trace = placement_of(shape, resident_layers=0), Trace()
     with WeightStream(shape, placement, DEVICE, reader, trace) as stream:

@@ -1,0 +1,117 @@
+"""Rates are amounts by seconds: worked out by hand, on clocks that are set by hand."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runtime.config import ModelConfig
+from runtime.engine import calibrate
+from runtime.engine.calibrate import _Bench, measure_rates
+from runtime.model.families import FAMILIES
+from runtime.model.loading import LoadedModel, load_model
+from runtime.plan.extents import slot_layout
+from runtime.plan.rates import MachineRates
+from runtime.plan.usual import Usual
+from runtime.store.reader import Reader
+from runtime.stream.device import ComputeDevice
+from tests.fake_device import FakeDevice
+from tests.support import Reference
+
+USUAL = Usual(chunk_tokens=32, num_rows=4, num_prompt_tokens=20, num_positions=24)
+NUM_LAYERS, HIDDEN, INNER, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 64, 128, 8, 2, 8
+CPU = ComputeDevice("cpu")
+
+
+@pytest.fixture(scope="module")
+def loaded(reference: Callable[[str], Reference]) -> LoadedModel:
+    sizes = FAMILIES["llama"].overrides
+    assert (sizes["hidden_size"], sizes["intermediate_size"], sizes["num_hidden_layers"]) == (HIDDEN, INNER, NUM_LAYERS)
+    path = str(reference("llama").directory)
+    return load_model(ModelConfig(name="llama", path=path), torch.device("cpu"), None)
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    with Reader(num_threads=2) as reader:
+        yield reader
+
+
+@pytest.fixture
+def bench(loaded: LoadedModel, reader: Reader) -> _Bench:
+    return _Bench(loaded=loaded, reader=reader, device=CPU, usual=USUAL, paged=frozenset())
+
+
+def acts_take(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """One after the other, and then again; each is done once."""
+    left = (seconds[turn % len(seconds)] for turn in count())
+
+    def timed(bench: _Bench, act: Callable[[], object]) -> float:
+        act()
+        return next(left)
+
+    monkeypatch.setattr(_Bench, "_seconds", timed)
+
+
+def test_a_product_is_two_flops_for_each_row_and_weight(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    acts_take(monkeypatch, 4.0)
+    with torch.inference_mode():
+        found = bench.products(bench.layer().weights)
+    heads = (2 * NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM  # queries and what comes of them, keys, values
+    num_weights = HIDDEN * heads + 3 * HIDDEN * INNER
+    assert found == {rows: 2 * rows * num_weights / 4.0 for rows in (1, 4, 16, 32)}
+
+
+def test_a_disk_gives_the_bytes_of_all_layers_that_were_read(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = (2.5 * turn for turn in count())
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    sizes = [slot_layout(stage).num_bytes for stage in bench.shape.layers]
+    assert len(sizes) == NUM_LAYERS
+    assert bench.disk(CPU.host_buffer(max(sizes))) == sum(sizes) / 2.5
+
+
+def test_links_are_measured_in_and_then_out(
+    loaded: LoadedModel, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acts_take(monkeypatch, 2.0, 5.0)  # the first copy is to the device
+    bench = _Bench(loaded=loaded, reader=reader, device=FakeDevice(), usual=USUAL, paged=frozenset())
+    assert bench.links(CPU.host_buffer(10_000_000)[:10_000_000]) == (5e6, 2e6)
+
+
+def test_decode_attention_reads_keys_and_values(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    acts_take(monkeypatch, 0.5)
+    position_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * bench.loaded.compute_dtype.itemsize
+    assert bench.decode_attention(CPU) == NUM_LAYERS * USUAL.num_rows * USUAL.num_positions * position_bytes / 0.5
+
+
+def test_each_rate_is_taken_for_what_it_is(
+    loaded: LoadedModel, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"disk": 1.0, "links": (2.0, 3.0), "memory": 4.0, "prompt_attention": 5.0, "products": {1: 8.0}}
+    for name, rate in found.items():
+        monkeypatch.setattr(_Bench, name, lambda bench, *given, rate=rate: rate)
+    monkeypatch.setattr(_Bench, "decode_attention", lambda bench, device: 6.0 if device.is_accelerator else 7.0)
+    monkeypatch.setattr(_Bench, "rehearsed", lambda bench, rates: rates)
+    assert measure_rates(loaded, reader, FakeDevice(), USUAL) == MachineRates(
+        disk_bytes_per_second=1.0,
+        link_in_bytes_per_second=2.0,
+        link_out_bytes_per_second=3.0,
+        memory_bytes_per_second=4.0,
+        prefill_attention_flops_per_second=5.0,
+        attention_bytes_per_second=6.0,
+        cpu_attention_bytes_per_second=7.0,
+        gemm_flops_per_second={1: 8.0},
+    )
+
+
+def test_seconds_are_the_median_behind_the_first_time(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting = iter([9.0, 0.01, 0.05, 0.02, 0.03, 0.04])
+    now = [0.0]
+
+    def act() -> None:
+        now[0] += next(lasting)
+
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert bench._seconds(act) == pytest.approx(0.03)

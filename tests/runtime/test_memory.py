@@ -1,0 +1,40 @@
+"""The terms of the ledger, worked out by hand for a toy shape."""
+
+import pytest
+
+from runtime.plan.memory import PAGE_TOKENS, SequenceSize, kv_tokens, lane_entries
+from runtime.units import MIB
+from tests.toy import HIDDEN, VOCAB, sizes_of, toy_shape
+
+HEAD_DIM, NUMBER_BYTES = 64, 4
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(1, 0), (1, 1), (15, 1), (16, 0), (16, 1), (100, 28)])
+def test_a_sequence_has_room_in_whole_pages_and_in_no_page_more(prompt: int, answer: int) -> None:
+    capacity = SequenceSize(num_prompt_tokens=prompt, max_new_tokens=answer).capacity_tokens
+    assert capacity % PAGE_TOKENS == 0
+    assert 0 <= capacity - (prompt + answer) < PAGE_TOKENS
+
+
+def test_keys_and_values_of_a_block_are_those_of_all_its_sequences() -> None:
+    lanes = [sizes_of([20, 5], max_new_tokens=16), sizes_of([1], max_new_tokens=15)]
+    assert kv_tokens(toy_shape(), lanes) == 48 + 32 + 16
+    padded = toy_shape(is_packed=False)  # rectangles as wide as the longest row
+    assert kv_tokens(padded, lanes) == 2 * 48 + 16
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "scratch"),
+    [(3, 2 * 3 * VOCAB * 4), (600, 24 * MIB), (1280, 1280 * VOCAB * 4)],
+    ids=["twice as much", "24 MiB of a few rows at a time", "as much"],
+)
+def test_logits_are_counted_with_what_sampling_makes_of_them(num_rows: int, scratch: int) -> None:
+    entries = {e.name: e.num_bytes for e in lane_entries(toy_shape(), [sizes_of([1] * num_rows)], 64)}
+    assert entries["logits"] == num_rows * VOCAB * 4 + scratch
+
+
+def test_hidden_states_are_those_of_all_lanes_with_a_rotation_for_each_token() -> None:
+    """Chunks of 64 tokens: the first lane's prompts have 60, the second's 100."""
+    lanes = [sizes_of([20, 40]), sizes_of([100])]
+    entries = {e.name: e.num_bytes for e in lane_entries(toy_shape(), lanes, 64)}
+    assert entries["hidden states"] == (60 + 64) * (HIDDEN + 2 * HEAD_DIM) * NUMBER_BYTES

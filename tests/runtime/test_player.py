@@ -1,0 +1,35 @@
+"""What an action of a schedule does on lanes, where only the engine's own parts are asked."""
+
+from typing import cast
+
+from runtime.engine.experts import BatchedExperts
+from runtime.engine.monitor import PassMonitor
+from runtime.engine.player import Crew, PassPlayer
+from runtime.plan.actions import Action, Op
+from runtime.stream.kv import KVStream
+from runtime.stream.weights import WeightStream
+
+
+class Waiting:
+    def __init__(self) -> None:
+        self.num_syncs = 0
+
+    def sync(self) -> None:
+        self.num_syncs += 1
+
+
+def test_a_barrier_waits_for_weights_and_for_keys_and_values() -> None:
+    weights, kv = Waiting(), Waiting()
+    for travelling, expected in ((None, (1, 0)), (kv, (2, 1))):
+        crew = Crew(
+            weights=cast(WeightStream, weights),
+            weights_of=lambda stage: {},
+            experts=cast(BatchedExperts, None),
+            monitor=cast(PassMonitor, None),
+            should_stop=lambda: False,
+            workers=None,
+            kv=cast(KVStream | None, travelling),
+            first_layer=1,
+        )
+        PassPlayer([], [], crew, []).play([Action(Op.sync, None)])
+        assert (weights.num_syncs, kv.num_syncs) == expected
