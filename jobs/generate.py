@@ -12,7 +12,7 @@ if __name__ == "__main__":
 import hydra
 
 from jobs.io.cli import as_job, run_job
-from jobs.io.config import Composed, GenerateConfig, ignored_settings, load, to_yaml
+from jobs.io.config import Composed, GenerateConfig, doubtful_settings, load, to_yaml
 
 
 @hydra.main(config_path="../conf", config_name="generate", version_base=None)
@@ -26,7 +26,7 @@ def main(composed: Composed) -> int:
         force=True,
     )
     log = logging.getLogger("jobs.generate")
-    for sentence in ignored_settings(config):
+    for sentence in doubtful_settings(config):
         log.warning("%s", sentence)
     log.debug("config:\n%s", to_yaml(config))
 

@@ -207,9 +207,23 @@ def run_name(config: GenerateConfig) -> str:
     return name if config.shard.count == 1 else f"{name}-{config.shard.index:05d}-of-{config.shard.count:05d}"
 
 
-def ignored_settings(config: GenerateConfig) -> list[str]:
-    """A sentence for each setting that has no effect beside the others; for the job to log as warnings. Those that the
-    model or the plan leaves without effect: `runtime.plan.advice`."""
+def doubtful_settings(config: GenerateConfig) -> list[str]:
+    """A sentence for each setting that has no effect beside the others, or another than was surely meant; for the job
+    to log as warnings. Those that the model or the plan leaves without effect: `runtime.plan.advice`."""
+    return [*_ignored_settings(config), *_unread_escapes(config.sampling.stop or [])]
+
+
+def _unread_escapes(stop: list[str]) -> list[str]:
+    """What a shell hands on of "\\n" in plain quotes is a backslash and a letter, which hardly any text holds."""
+    return [
+        f"sampling.stop holds {text!r}: a backslash and a letter, not the one character that they spell in code; "
+        f"in bash write $'sampling.stop=[\"{text}\"]'"
+        for text in stop
+        if re.search(r"\\[nrt]", text)
+    ]
+
+
+def _ignored_settings(config: GenerateConfig) -> list[str]:
     sampling = config.sampling
     off = {"top_k": 0, "top_p": 1, "min_p": 0, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
     is_greedy = sampling.is_greedy and config.dataset.temperature_field is None

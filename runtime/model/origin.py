@@ -27,6 +27,7 @@ from .config_rules import code_keys, require_sound, without_code
 from .foreign import deepseek_moe
 from .net import one_line
 from .synthesize import tiny_checkpoint
+from .tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
 from .vetted_files import CONFIG, MAX_SETTINGS_BYTES, vetted_directory
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults w
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+TOKENIZER_KEY = "model.tokenizer"
 FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
 
 
@@ -126,17 +128,40 @@ def load_tokenizer(wanted: str | None, checkpoint: Checkpoint) -> PreTrainedToke
     if wanted is None and gguf is not None:
         with vetted_directory(path.parent, path.name) as view, one_line(place):
             return AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left")
-    directory = path if wanted is None else _tokenizer_directory(wanted)
-    with vetted_directory(directory) as view, one_line(place):
+    directory = path if wanted is None else _tokenizer_place(wanted)
+    if (model := lone_sentencepiece(directory)) is not None:
+        return _of_sentencepiece(model, directory, place)
+    return _of_directory(directory, place)
+
+
+def _of_sentencepiece(model: Path, place: Path, failed: str) -> PreTrainedTokenizerBase:
+    """Where nothing else says how texts are cut, transformers may take the wrong class: the model has the last word."""
+    try:
+        return tokenizer_from(model, TOKENIZER_KEY)
+    except NotLlamasError:
+        if place.is_dir():
+            tokenizer = _of_directory(place, failed)
+            if spells_alike(tokenizer, model, TOKENIZER_KEY):
+                return tokenizer
+        raise
+
+
+def _of_directory(directory: Path, failed: str) -> PreTrainedTokenizerBase:
+    with vetted_directory(directory) as view, one_line(failed):
         tokenizer = AutoTokenizer.from_pretrained(view, padding_side="left")
     tokenizer.name_or_path = str(directory)
     return tokenizer
 
 
-def _tokenizer_directory(wanted: str) -> Path:
+def _tokenizer_place(wanted: str) -> Path:
+    """A directory, or a SentencePiece model's file."""
     path = Path(wanted).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and lone_sentencepiece(path) is not None):
         return path
+    if path.is_file():
+        raise ConfigError(
+            f"model.tokenizer={wanted} is a file: give the directory it lies in, or a SentencePiece model (*.model)"
+        )
     with one_line(f"model.tokenizer={wanted}: neither a directory nor a hub id that can be fetched"):
         return Path(snapshot_download(wanted, allow_patterns=TOKENIZER_PATTERNS))
 

@@ -2,11 +2,15 @@
 
 import itertools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS)  # ids 0, 1, 2, as in Llama's own order
@@ -17,7 +21,8 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-_PROBE = "The quick brown fox: 1234 déjà vu, 東京! \n\n  def f(x): return x**2"
+_PROBE_PIECES = 2000
+_PROBE = "  The quick brown fox: 1234 déjà vu, 東京! \n\n  def f(x): return x**2 "
 
 
 def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -62,37 +67,73 @@ def _made_up_words(count: int) -> list[str]:
     return list(itertools.islice(words, count))
 
 
-def tokenizer_from(path: Path) -> PreTrainedTokenizerBase:
+class NotLlamasError(ConfigError):
+    """A SentencePiece model of another kind than the one that Llama's tokenizers are made of."""
+
+
+def tokenizer_from(path: Path, key: str = "tokenizer") -> PreTrainedTokenizerBase:
     """The tokenizer in a local directory, or the one of a SentencePiece BPE model file.
 
-    Raises ConfigError (key `tokenizer`) when nothing usable lies there or sentencepiece is not installed.
+    Raises ConfigError (naming `key`) when nothing usable lies there or sentencepiece is not installed.
     """
     if path.is_file():
-        return _from_sentencepiece(path)
+        return _from_sentencepiece(path, key)
     if not path.is_dir():
-        raise ConfigError(f"tokenizer={path} is neither a directory nor a SentencePiece model file")
+        raise ConfigError(f"{key}={path} is neither a directory nor a SentencePiece model file")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer={path} holds no tokenizer that transformers can read: {error}") from error
+        raise ConfigError(f"{key}={path} holds no tokenizer that transformers can read: {error}") from error
 
 
-def _from_sentencepiece(path: Path) -> LlamaTokenizer:
-    """Llama's tokenizer class around the model's pieces: SentencePiece merges the pair with the best score first.
+def lone_sentencepiece(place: Path) -> Path | None:
+    """The SentencePiece model that is all a directory says of its tokenizer, or that `place` is; None where there is
+    more, or none."""
+    if place.is_file():
+        return place if place.suffix == ".model" or ".model." in place.name else None
+    if any(any(place.glob(pattern)) for pattern in ("tokenizer*.json", "vocab*", "merges.txt", "added_tokens.json")):
+        return None
+    models = sorted(place.glob("*.model"))
+    return models[0] if len(models) == 1 else None
 
-    Ids are those of SentencePiece itself, but for a text that begins with a space, where the class adds no second one.
-    """
+
+def spells_alike(tokenizer: PreTrainedTokenizerBase, path: Path, key: str) -> bool:
+    """Whether texts become the tokens that the SentencePiece model at `path` itself gives."""
+    return _spells_as(tokenizer, _open_sentencepiece(path, key))
+
+
+def _spells_as(tokenizer: PreTrainedTokenizerBase, model: "SentencePieceProcessor") -> bool:
+    """Tried with a text of all sorts, and with the model's own words, of which it may make others."""
+    indices = range(0, model.vocab_size(), max(1, model.vocab_size() // _PROBE_PIECES))
+    special = (model.is_control, model.is_byte, model.is_unknown, model.is_unused)
+    own = [model.id_to_piece(index) for index in indices if not any(kind(index) for kind in special)]
+    texts = (_PROBE, "".join(own).replace("▁", " "), "".join(reversed(own)).replace("▁", " "))
+    return all(tokenizer.encode(text, add_special_tokens=False) == model.encode(text) for text in texts)
+
+
+def _open_sentencepiece(path: Path, key: str) -> "SentencePieceProcessor":
     try:
         from sentencepiece import SentencePieceProcessor  # an optional extra
     except ImportError as error:
         raise ConfigError(
-            f"tokenizer={path} is a SentencePiece model, which needs the extra: pip install 'millrace[sentencepiece]'"
+            f"{key}={path} is a SentencePiece model, which needs the extra: pip install 'millrace[sentencepiece]'"
         ) from error
     try:
-        model = SentencePieceProcessor(model_file=str(path))
+        return SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"tokenizer={path} is not a SentencePiece model: {error}") from error
+        raise ConfigError(f"{key}={path} is not a SentencePiece model: {error}") from error
+
+
+def _from_sentencepiece(path: Path, key: str) -> PreTrainedTokenizerFast:
+    """Llama's tokenizer around the model's pieces: SentencePiece merges the pair with the best score first.
+
+    Ids are those of SentencePiece itself, with its beginning of a text in front; but special tokens that are spelled
+    out in a text are special tokens, as everywhere in transformers.
+    """
+    model = _open_sentencepiece(path, key)
     vocab = {model.id_to_piece(index): index for index in range(model.vocab_size())}
+    if min(model.unk_id(), model.bos_id(), model.eos_id()) < 0:
+        raise _not_llamas(path, key)
     merges = [
         (piece[:cut], piece[cut:])
         for piece in sorted(vocab, key=lambda piece: -model.get_score(vocab[piece]))
@@ -100,15 +141,31 @@ def _from_sentencepiece(path: Path) -> LlamaTokenizer:
         if piece[:cut] in vocab and piece[cut:] in vocab
     ]
     controls = [piece for piece, index in vocab.items() if model.is_control(index)]
-    tokenizer = LlamaTokenizer(
+    unk, bos, eos = (model.id_to_piece(index) for index in (model.unk_id(), model.bos_id(), model.eos_id()))
+    backend = LlamaTokenizer(
         vocab=vocab,
         merges=merges,
-        unk_token=model.id_to_piece(model.unk_id()),
-        bos_token=model.id_to_piece(model.bos_id()),
-        eos_token=model.id_to_piece(model.eos_id()),
+        unk_token=unk,
+        bos_token=bos,
+        eos_token=eos,
         additional_special_tokens=controls,
         add_bos_token=True,
+    ).backend_tokenizer
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = None  # of Llama's class: it takes a text's own first space for the one that is put there
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token=unk,
+        bos_token=bos,
+        eos_token=eos,
+        additional_special_tokens=controls,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )
-    if tokenizer.encode(_PROBE, add_special_tokens=False) != model.encode(_PROBE):
-        raise ConfigError(f"tokenizer={path} is not a BPE model in Llama's manner: give a tokenizer directory instead")
+    if not _spells_as(tokenizer, model):
+        raise _not_llamas(path, key)
     return tokenizer
+
+
+def _not_llamas(path: Path, key: str) -> NotLlamasError:
+    return NotLlamasError(f"{key}={path} is not a BPE model in Llama's manner: give a tokenizer directory instead")

@@ -1,14 +1,19 @@
 """The byte-level tokenizer gives every text back; other tokenizers are read from where the user says."""
 
 import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from runtime.errors import ConfigError
+from runtime.model.origin import load_tokenizer
 from runtime.model.tokenizer import BOS, MIN_VOCAB_SIZE, byte_level_tokenizer, tokenizer_from
-from tests.support import SHARED_DATA
+from runtime.store.checkpoint import open_checkpoint
+from tests.support import SHARED_DATA, Reference
 
 MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"
 MT_BENCH = SHARED_DATA / "mt_bench" / "question.jsonl"
@@ -90,6 +95,62 @@ def test_a_sentencepiece_model_keeps_its_own_encoding_also_after_saving(tmp_path
     for tokenizer in (made, AutoTokenizer.from_pretrained(tmp_path)):
         assert len(tokenizer) == 32000
         assert tokenizer.padding_side == "left"
-        for text in (*questions, *TEXTS[2:5]):
+        for text in (*questions, *TEXTS[1:5], "  two", " ", "▁", " a  b "):
             assert tokenizer.encode(text) == [model.bos_id(), *model.encode(text)]
         assert max(len(tokenizer.encode(text)) for text in questions) == 418  # what MoE-Lightning reports
+
+
+def trained(directory: Path, kind: str) -> Path:
+    """A small SentencePiece model of the kind `bpe`, made as Llama's are, or `unigram`."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    lines = [line for line in Path(__file__).read_text(encoding="utf-8").splitlines() if line.strip()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(directory / "tokenizer"), vocab_size=600, model_type=kind,
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        split_digits=True, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
+    )  # fmt: skip
+    (directory / "tokenizer.vocab").unlink()
+    return directory / "tokenizer.model"
+
+
+@pytest.mark.parametrize("names_the_file", [False, True])
+def test_a_model_file_alone_is_read_as_sentencepiece_reads_it(
+    names_the_file: bool, reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """transformers makes another tokenizer of such a directory: no beginning, no space in front."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    shutil.copy(reference("llama").directory / "config.json", tmp_path)
+    path = trained(tmp_path, "bpe")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    directory = reference("llama").directory if names_the_file else tmp_path
+    checkpoint = replace(open_checkpoint(reference("llama").directory), path=directory)
+    tokenizer = load_tokenizer(str(path) if names_the_file else None, checkpoint)
+    assert tokenizer is not None
+    for text in (*TEXTS[1:6], "tone nekaka, déjà mi", " ", "  x"):
+        ids = tokenizer.encode(text)
+        assert ids == [model.bos_id(), *model.encode(text)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("tone") != [model.bos_id(), *model.encode("tone")]
+
+
+def test_a_model_file_alone_of_another_kind_is_refused_where_transformers_spells_otherwise(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    shutil.copy(reference("llama").directory / "config.json", tmp_path)
+    trained(tmp_path, "unigram")
+    checkpoint = replace(open_checkpoint(reference("llama").directory), path=tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*tokenizer\.model is not a BPE model in Llama's manner"):
+        load_tokenizer(None, checkpoint)
+
+
+def test_a_file_that_is_no_sentencepiece_model_is_refused_as_a_tokenizer(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    pytest.importorskip("sentencepiece")
+    checkpoint = open_checkpoint(reference("llama").directory)
+    (tmp_path / "a.model").write_bytes(b"no model")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*a\.model is not a SentencePiece model"):
+        load_tokenizer(str(tmp_path / "a.model"), checkpoint)
+    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*tokenizer\.json is a file: give the directory"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"), checkpoint)

@@ -10,7 +10,7 @@ from jobs.io.config import (
     GenerateConfig,
     LogLevel,
     SynthesizeConfig,
-    ignored_settings,
+    doubtful_settings,
     load,
     operational,
     run_name,
@@ -217,7 +217,7 @@ def test_run_name_is_a_plain_file_name(path: str) -> None:
     ],
 )
 def test_settings_without_effect_are_named(overrides: list[str], keys: list[str]) -> None:
-    warnings = ignored_settings(generate(*overrides))
+    warnings = doubtful_settings(generate(*overrides))
     assert len(warnings) == len(keys)
     assert all(key in warning for key, warning in zip(keys, warnings, strict=True))
 

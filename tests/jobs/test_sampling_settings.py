@@ -1,14 +1,16 @@
-"""`sampling=model` on the command line and in the manifest of a run."""
+"""Settings of sampling on the command line, and `sampling=model` in the manifest of a run."""
 
 import json
+import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from jobs.io.config import GenerateConfig, load
+from jobs.io.config import GenerateConfig, doubtful_settings, load
 from jobs.io.dataset import DatasetConfig
 from jobs.io.generation import generate
 from runtime.config import ModelConfig, SamplingConfig
@@ -72,3 +74,21 @@ def test_a_run_is_bound_to_the_settings_that_the_model_gave(
     assert (stored["sampling.repetition_penalty"], stored["sampling.temperature"]) == (1.25, 0.0)
     with pytest.raises(RunMismatchError, match=r"sampling\.repetition_penalty: 1\.25 -> 1\.5"):
         start(repetition_penalty=1.5)
+
+
+@pytest.mark.parametrize("option", ["greedy", "sample"])
+def test_the_documented_stop_string_is_a_newline_when_bash_hands_it_on(option: str) -> None:
+    text = (CONF / "sampling" / f"{option}.yaml").read_text()
+    (documented,) = re.findall(r"in bash: (\$'[^']*')", text)
+    shell = subprocess.run(["bash", "-c", f"printf %s {documented}"], capture_output=True, text=True, check=True)
+    with initialize_config_dir(str(CONF), version_base=None):
+        config = load(GenerateConfig, compose("generate", overrides=[f"sampling={option}", shell.stdout]))
+    assert config.sampling.stop == ["\n"]
+    assert doubtful_settings(config) == []
+
+
+def test_a_stop_string_of_a_backslash_and_a_letter_is_named_with_what_to_write() -> None:
+    config = GenerateConfig(sampling=SamplingConfig(stop=["\\n", "a\\tb", "c\n", "\\x"]))
+    newline, tab = doubtful_settings(config)
+    assert "$'sampling.stop=[\"\\n\"]'" in newline
+    assert "$'sampling.stop=[\"a\\tb\"]'" in tab
