@@ -67,6 +67,7 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
     fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
+    require_template(runtime.model.tokenizer, config.dataset, rows)
     digests = digest_input(rows, columns)
     with (
         _open(run_directory(config), manifest_of(config, runtime, digests), digests, rows) as state,

@@ -1,6 +1,7 @@
 """Between rows, requests and blocks: what a row asks of the model, where the plan seats it, and what it comes to."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from runtime.api import Runtime
@@ -9,7 +10,7 @@ from runtime.engine.requests import Rejected
 from runtime.engine.sequence import Completion, Request
 from runtime.engine.tokens import tokenize_each
 
-from .chat import TemplateRefusal, render
+from .chat import ChatRenderer, TemplateRefusal
 from .dataset import Row
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest
@@ -43,13 +44,15 @@ def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
 def _requests(runtime: Runtime, rows: Sequence[Row]) -> Iterator[Request | Rejected]:
     pending: list[tuple[Row, str | Rejected]] = []
     num_characters = 0
-    for row in rows:
-        text = _text(runtime, row)
-        pending.append((row, text))
-        num_characters += len(text) if isinstance(text, str) else 0
-        if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
-            yield from _tokenised(runtime, pending)
-            pending, num_characters = [], 0
+    with ExitStack() as stack:
+        renderer = _renderer(runtime, rows, stack)
+        for row in rows:
+            text = _text(renderer, row)
+            pending.append((row, text))
+            num_characters += len(text) if isinstance(text, str) else 0
+            if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
+                yield from _tokenised(runtime, pending)
+                pending, num_characters = [], 0
     yield from _tokenised(runtime, pending)
 
 
@@ -66,14 +69,21 @@ def _tokenised(runtime: Runtime, pending: Sequence[tuple[Row, str | Rejected]]) 
         yield ids if isinstance(ids, Rejected) else runtime.request(row.id, ids, overrides=row.overrides)
 
 
-def _text(runtime: Runtime, row: Row) -> str | Rejected:
+def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRenderer | None:
+    if all(row.messages is None for row in rows):
+        return None
+    assert runtime.model.tokenizer is not None, "require_template has seen to it"
+    return stack.enter_context(ChatRenderer(runtime.model.tokenizer))
+
+
+def _text(renderer: ChatRenderer | None, row: Row) -> str | Rejected:
     if row.error is not None:
         return Rejected(id=row.id, error=row.error)
     if row.messages is None:
         return row.prompt
-    assert runtime.model.tokenizer is not None, "require_template has seen to it"
+    assert renderer is not None, "there are messages"
     try:
-        return render(runtime.model.tokenizer, row.messages)
+        return renderer.render(row.messages)
     except TemplateRefusal as error:
         return Rejected(id=row.id, error=f"the model's chat template refuses the messages: {error}")
 

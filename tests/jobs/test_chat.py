@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from jobs.io.chat import TemplateRefusal, render, require_template
+from jobs.io.chat import ChatRenderer, TemplateRefusal, require_template
 from jobs.io.config import GenerateConfig
 from jobs.io.dataset import DatasetConfig, DatasetKind
 from jobs.io.generation import generate
@@ -32,6 +33,18 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer.chat_template = template
     tokenizer.split_special_tokens = False
     return tokenizer
+
+
+def render(tokenizer: PreTrainedTokenizerBase, *chats: list[dict[str, str]]) -> list[str]:
+    with ChatRenderer(tokenizer, cpu_seconds=1) as renderer:
+        return [outcome(renderer, chat) for chat in chats]
+
+
+def outcome(renderer: ChatRenderer, chat: list[dict[str, str]]) -> str:
+    try:
+        return renderer.render(chat)
+    except TemplateRefusal as error:
+        return f"refused: {error}"
 
 
 @pytest.fixture
@@ -65,14 +78,14 @@ def rows(output_root: Path, model: ModelConfig, chats: list[list[dict[str, str]]
 
 def test_a_chat_ends_with_the_opening_of_the_answer_and_has_one_bos() -> None:
     tokenizer = tokenizer_with(NO_SYSTEM)
-    assert render(tokenizer, [USER]) == "<|bos|><user>Hi<assistant>"
+    assert render(tokenizer, [USER]) == ["<|bos|><user>Hi<assistant>"]
 
 
 def test_a_rendered_chat_has_the_ids_that_apply_chat_template_gives(model: ModelConfig) -> None:
     runtime = Runtime(RuntimeConfig(model=model))
     tokenizer = runtime.model.tokenizer
     assert tokenizer is not None
-    ids = runtime.tokenize([render(tokenizer, [USER])], is_rendered=True)[0]
+    ids = runtime.tokenize(render(tokenizer, [USER]), is_rendered=True)[0]
     assert list(ids) == tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == 1
     assert runtime.tokenize(["Hi"])[0][0] == tokenizer.bos_token_id
@@ -102,7 +115,68 @@ def test_chats_without_a_template_are_refused(tokenizer: PreTrainedTokenizerFast
     require_template(tokenizer, DatasetConfig())
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content | tojson | nothing }}", "{{ 1 + messages[0].content }}"])
-def test_a_template_that_breaks_on_messages_is_a_refusal(template: str) -> None:
-    with pytest.raises(TemplateRefusal):
-        render(tokenizer_with(template), [USER])
+FAILURES = {
+    "{{ 1 + messages[0].content }}": "TypeError: unsupported operand",
+    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
+    "{% for i in range(10 ** 6) %}{% endfor %}": "OverflowError: Range too big",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "RecursionError: ",
+    "{{ 'a' * (3000000000 + messages | length) }}": "MemoryError",
+    "{{ 'a' * (17 * 2 ** 20 + messages | length) }}": "it makes 17,825,79",
+    "{{ messages[5].content.x }}": "list object has no element 5",
+    "{{ ''.__class__.__mro__ }}": "access to attribute",
+}
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def chat(content: object) -> list[dict[str, str]]:
+    return [{"role": "user", "content": str(content)}]
+
+
+def test_whatever_a_template_fails_with_costs_that_chat_alone() -> None:
+    cases = "".join(f"{{% if messages[0].content == '{n}' %}}{code}{{% endif %}}" for n, code in enumerate(FAILURES))
+    tokenizer = tokenizer_with(cases + "{{ messages[0].content }}")
+    answers = render(tokenizer, chat("first"), *map(chat, range(len(FAILURES))), chat("last"))
+    assert (answers[0], answers[-1]) == ("first", "last")
+    for reason, answer in zip(FAILURES.values(), answers[1:-1], strict=True):
+        assert answer.startswith(f"refused: {reason}")
+
+
+def test_a_template_that_does_not_compile_is_a_refusal() -> None:
+    (answer,) = render(tokenizer_with("{{ messages | nothing }}"), chat("x"))
+    assert "No filter named 'nothing'" in answer
+
+
+def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_rendered() -> None:
+    tokenizer = tokenizer_with("{% if messages[0].content == 'bad' %}" + ENDLESS + "{% endif %}done")
+    assert render(tokenizer, chat("good"), chat("bad"), chat("good")) == [
+        "done", "refused: it takes more than 1 s of processor time", "done"
+    ]  # fmt: skip
+
+
+def test_a_template_that_never_ends_is_refused_after_a_few_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.io.chat.MOST_DEATHS", 1)
+    with pytest.raises(ConfigError, match="no text of the first 1 chats: it takes more than 1 s of processor time"):
+        render(tokenizer_with(ENDLESS), chat("x"))
+
+
+def test_chats_are_rendered_as_apply_chat_template_does() -> None:
+    odd = 'é\ud800\n"{{ x }} 東京'
+    chats = [[USER], [SYSTEM, USER, {"role": "assistant", "content": odd}, USER], [{"role": odd, "content": ""}]]
+    template = NO_SYSTEM.replace("raise_exception('no system role')", "m.content | upper | tojson")
+    tokenizer = tokenizer_with(template + "{{ eos_token }}{{ messages | tojson(indent=2) }}")
+    assert render(tokenizer, *chats) == [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats
+    ]
+
+
+def test_a_template_that_fails_for_all_rows_alike_is_refused_before_anything_is_written(
+    tmp_path: Path, model: ModelConfig
+) -> None:
+    with pytest.raises(ConfigError, match=r"chat template fails for all 3 rows: no system role; mend it, or set"):
+        rows(tmp_path, model, [[SYSTEM, USER]] * 3)
+    assert not (tmp_path / "generate").exists()
+
+
+def test_a_single_row_that_is_itself_at_fault_is_an_error_row(tmp_path: Path, model: ModelConfig) -> None:
+    (row,) = rows(tmp_path, model, [[SYSTEM, USER]])
+    assert row["error"] == "the model's chat template refuses the messages: no system role"
