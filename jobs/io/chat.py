@@ -21,7 +21,7 @@ from .dataset import DatasetConfig, Row
 
 QUESTION = {"role": "user", "content": "?"}
 CPU_SECONDS = 5  # of processor time for a chat
-WALL_SECONDS = 60  # for a chat, and for the process to begin: on a machine that is not idle
+WALL_SECONDS = 180  # for a chat, and for the process to begin: on a machine that is not idle
 MEMORY_BYTES = 512 * 2**20  # beyond what the process takes to begin with
 TEXT_CHARS = 16 * 2**20  # of a rendered chat
 MOST_DEATHS = 3  # of the process before it has rendered anything
