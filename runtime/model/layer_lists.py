@@ -22,7 +22,7 @@ class LayerList:
 def layer_lists(model: PreTrainedModel) -> list[LayerList]:
     """The decoder's, behind the encoder's where there is one. Raises ConfigError when none is found."""
     if not model.config.is_encoder_decoder:
-        return [_find(model, model, StageKind.layer)]
+        return [_find(model, model.get_decoder(), StageKind.layer)]
     parts = ((model.get_encoder(), StageKind.encoder), (model.get_decoder(), StageKind.layer))
     return [_find(model, part, kind) for part, kind in parts]
 
@@ -38,14 +38,59 @@ def stage_kinds(lists: Sequence[LayerList]) -> tuple[StageKind, ...]:
 
 
 def _find(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> LayerList:
+    """The first list in `part` that holds what transformers does not split; of a class that does not say what that is,
+    the one with most of the parameters."""
     names = set(model._no_split_modules or ())
+    lists = _lists(model, part)
+    for found in lists:
+        if type(found.module[0]).__name__ in names:
+            return LayerList(kind=kind, path=found.path, layers=found.module)
+    outermost = [
+        one for one in lists if not any(one.path.startswith(f"{other.path}.") for other in lists if other is not one)
+    ]
+    if not outermost:
+        raise ConfigError(
+            f"model.path: {type(model).__name__} shows no list of {kind.value}s (_no_split_modules={sorted(names)}), "
+            "so it cannot be streamed layer by layer"
+        )
+    most = max(outermost, key=lambda one: one.num_parameters)
+    _refuse_scattered(model, [one for one in outermost if one.owner == most.owner and len(one.module) > 1])
+    return LayerList(kind=kind, path=most.path, layers=most.module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    path: str
+    module: torch.nn.ModuleList
+
+    @property
+    def owner(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def _lists(model: PreTrainedModel, part: torch.nn.Module) -> list[_Found]:
+    """Lists of modules that are made of others, and own weights; outer ones first. Heads and tables are none of
+    these."""
     inside = set(part.modules())
-    for path, module in model.named_modules():
-        if module not in inside or not isinstance(module, torch.nn.ModuleList) or not len(module):
-            continue
-        if type(module[0]).__name__ in names:
-            return LayerList(kind=kind, path=path, layers=module)
-    raise ConfigError(
-        f"model.path: {type(model).__name__} shows no list of {kind.value}s (_no_split_modules={sorted(names)}), "
-        "so it cannot be streamed layer by layer"
-    )
+    return [
+        _Found(path=path, module=module)
+        for path, module in model.named_modules()
+        if module in inside
+        and isinstance(module, torch.nn.ModuleList)
+        and len(module)
+        and all(any(True for _ in item.children()) and any(True for _ in item.parameters()) for item in module)
+    ]
+
+
+def _refuse_scattered(model: PreTrainedModel, lists: Sequence[_Found]) -> None:
+    """Raises ConfigError where lists of one length lie side by side: a layer then is one item of each (XLM)."""
+    same = [one.path for one in lists if len(one.module) == len(lists[0].module)]
+    if len(same) > 1:
+        raise ConfigError(
+            f"model.path: {type(model).__name__} spreads its layers over {' and '.join(same)}, "
+            "so it cannot be streamed layer by layer"
+        )

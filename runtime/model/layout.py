@@ -45,6 +45,8 @@ def map_weights(model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, e
     Raises CheckpointError when a parameter has no tensor or a tensor has another shape than its parameter.
     """
     plain, uses = match(model, tensors, get_model_conversion_mapping(model))
+    wanted = model.state_dict().keys()
+    uses = [use for use in uses if not wanted.isdisjoint(use.targets)]
     pieces: dict[str, Pieces] = {}
     stacked: set[str] = set()
     inexpressible = []

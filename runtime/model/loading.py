@@ -29,12 +29,8 @@ from .rope_lengths import RopeLengths, follow_lengths
 from .rowwise import join_steps
 from .sizes import shape_of
 from .stages import StagedModel, stage_model
-from .traits import (
-    ExpertKind,
-    choose_lanes,
-    expert_kind,
-    measure_cache,
-)
+from .traits import ExpertKind, choose_lanes, expert_kind, measure_cache
+from .unread import leave_unread
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +68,7 @@ def load_model(
     dtype = _compute_dtype(config.dtype, hf_config, device)
     with one_line(f"{path}: config.json makes no model", described):
         model = build_meta_model(hf_config, dtype, most_tensors=_most_tensors(checkpoint))
+    leave_unread(model)
     is_packed, reason = choose_lanes(model, config.lanes)
     if reason:
         log.info("lanes are padded: %s", reason)

@@ -5,12 +5,22 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..units import GIB, format_bytes
+
+AutoClass = AutoModelForCausalLM | AutoModelForImageTextToText | AutoModelForMultimodalLM | AutoModelForSeq2SeqLM
 
 _SMALL_NUMEL = 1 << 18
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
@@ -64,9 +74,17 @@ class _WeightsOnMeta(TorchFunctionMode):
             )
 
 
-def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
-    """Of transformers' classes for a config the one that generates text."""
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+def auto_class(config: PreTrainedConfig) -> type[AutoClass]:
+    """Of transformers' classes for a config the one that generates text: of a composite model, which also looks or
+    listens, that of the whole. Raises ConfigError where there is none."""
+    first = [AutoModelForSeq2SeqLM] if config.is_encoder_decoder else [AutoModelForCausalLM]
+    for auto in (*first, AutoModelForMultimodalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise ConfigError(
+        f"model.path: {config.model_type} is no model type that transformers {transformers.__version__} "
+        "generates text with; give a checkpoint of one that it does"
+    )
 
 
 def build_meta_model(
@@ -77,7 +95,7 @@ def build_meta_model(
     Parameters and buffers have the dtype they would have after `from_pretrained(dtype=dtype)`, including those that the
     class keeps in float32. Tied parameters are one object. `config` is copied, not changed. Memory: the buffers, and
     at most a few MiB of small constants per layer while building. `most_tensors` may be allocated, None for any number.
-    Raises ValueError, from transformers, when the config's class has no model that generates text.
+    Raises ConfigError when the config's class has no model that generates text.
     """
     with _WeightsOnMeta(most_tensors):
         model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)

@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from ..plan.model_shape import ModelShape
 from ..plan.shapes import Parameter, Stage, StageKind
+from .decoder_config import decoder_config, head_size, largest, num_attention_heads
 from .rowwise import joins_gates
 from .stages import StagedModel
 from .traits import CacheShape, bounded_layers, delta_rule, expanded_width
@@ -18,14 +19,14 @@ def shape_of(
 ) -> ModelShape:
     """`parameters` by full name, wherever their bytes lie; `cache` as measured before the model was staged."""
     model = staged.model
-    config = model.config.get_text_config()
+    config = decoder_config(model.config)
     by_stage: list[list[Parameter]] = [[] for _ in staged.kinds]
     for full_name, parameter in parameters.items():
         if full_name in staged.stage_of:
             by_stage[staged.stage_of[full_name]].append(parameter)
     layer_parameters = [p for group, kind in zip(by_stage, staged.kinds, strict=True) if kind.is_layer for p in group]
-    num_heads = getattr(config, "num_attention_heads", None) or 1
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    num_heads = num_attention_heads(config)
+    num_kv_heads = largest(config, "num_key_value_heads") or num_heads
     has_own_scores = getattr(config, "attn_logit_softcapping", None) or any(
         hasattr(m, "sinks") for m in model.modules()
     )
@@ -36,7 +37,7 @@ def shape_of(
         intermediate_size=_intermediate_size(layer_parameters),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads if is_packed else num_heads,  # own attention code may repeat KV heads
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        head_dim=head_size(config),
         vocab_size=config.vocab_size,
         context_tokens=getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS,
         kv_layer_bytes=cache.layer_bytes_per_token,
@@ -71,5 +72,5 @@ def _stage(index: int, parameters: list[Parameter], kinds: tuple[StageKind, ...]
         kind=kind,
         parameters=tuple(parameters),
         num_experts=num_experts,
-        num_experts_per_token=int(getattr(config, "num_experts_per_tok", 0) or 0) or num_experts,
+        num_experts_per_token=(largest(config, "num_experts_per_tok") or 0) or num_experts,
     )

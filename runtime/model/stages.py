@@ -18,6 +18,7 @@ from .layer_lists import layer_lists, stage_kinds
 from .panels import Block
 from .siblings import Siblings
 from .stored import StoredWeight
+from .traits import accepted
 
 EMBEDDING = 0
 
@@ -144,7 +145,8 @@ def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], ki
         before += [module for module in outer if module is model.get_input_embeddings()]  # T5 never calls them itself
         stages |= dict.fromkeys(_bridge(model, encoder, ids, outer), kinds.index(StageKind.bridge))
     else:
-        before = _asked_before_layers(lambda: model(input_ids=ids, position_ids=ids, use_cache=False), outer)
+        known = accepted(model.forward, {"input_ids": ids, "position_ids": ids, "use_cache": False})
+        before = _asked_before_layers(lambda: model(**known), outer)
     stages |= dict.fromkeys(before, EMBEDDING)
     for module, stage in stages.items():
         module.stage = stage
@@ -170,6 +172,8 @@ def _asked_before_layers(forward: Callable[[], object], outer: list[StreamedModu
         while isinstance(event, NeedStage) and event.stage in by_number:
             before.append(by_number[event.stage])
             event = run.switch(_hollow(before[-1]))
+    if run.dead:
+        raise ConfigError("model.path: text passes by the layers of this model, so they cannot be streamed one by one")
     run.throw(GreenletExit)
     return before
 

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 from ..config import Lanes
 from ..errors import ConfigError
 from ..plan.delta_rule import DeltaRule
+from .decoder_config import decoder_config, head_size, largest, num_attention_heads
 from .experts import is_experts
 from .guards import NO_DECODER
 from .hollow import without_values
@@ -82,7 +83,7 @@ def _why_padded(model: PreTrainedModel) -> str:
 
 
 def layer_types(model: PreTrainedModel) -> list[str]:
-    return get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0]
+    return get_layer_types_and_kwargs(decoder_config(model.config))[0]
 
 
 def cache_kind(model: PreTrainedModel, *, is_latent: bool) -> CacheKind:
@@ -104,19 +105,19 @@ def expert_kind(model: PreTrainedModel) -> ExpertKind:
 
 def expanded_width(model: PreTrainedModel) -> int:
     """Elements of keys and values that a layer makes of the latents of one position, its own temporaries included."""
-    config = model.config.get_text_config()
+    config = decoder_config(model.config)
     return config.num_attention_heads * (2 * (config.qk_nope_head_dim + config.v_head_dim) + config.qk_rope_head_dim)
 
 
 def bounded_layers(model: PreTrainedModel) -> frozenset[int]:
     """Layers of which transformers' own cache keeps a window, or a state, and not every position."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    layers = DynamicCache(config=decoder_config(model.config)).layers
     return frozenset(index for index, layer in enumerate(layers) if type(layer) is not DynamicLayer)
 
 
 def delta_rule(model: PreTrainedModel) -> DeltaRule | None:
     """Of a model with gated delta nets, as all such classes name their heads; None for others."""
-    config = model.config.get_text_config()
+    config = decoder_config(model.config)
     if "linear_attention" not in layer_types(model) or not hasattr(config, "linear_num_value_heads"):
         return None
     return DeltaRule(
@@ -153,10 +154,9 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
 
 
 def _estimated_cache(model: PreTrainedModel) -> CacheShape:
-    config = model.config.get_text_config()
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = (2 * num_heads * head_dim * model.dtype.itemsize,) * config.num_hidden_layers
+    config = decoder_config(model.config)
+    num_heads = largest(config, "num_key_value_heads") or num_attention_heads(config)
+    per_token = (2 * num_heads * head_size(config) * model.dtype.itemsize,) * config.num_hidden_layers
     return CacheShape(layer_bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False)
 
 
@@ -182,3 +182,10 @@ def _tensors(layer: object) -> Iterator[torch.Tensor]:
 def cache_argument(model: PreTrainedModel) -> str:
     """What the class calls its cache."""
     return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def accepted(forward: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Those of them that a class's `forward` takes."""
+    parameters = inspect.signature(forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}

@@ -1,0 +1,153 @@
+"""Whether one model type runs as transformers runs it: a tiny checkpoint, `generate`, and a streamed run."""
+
+import shutil
+import tempfile
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
+from runtime.config import MachineConfig, ModelConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.engine.sequence import Completion
+from runtime.errors import MillraceError
+from runtime.model.decoder_config import decoder_config
+from runtime.model.meta import auto_class
+from tests.tiny_checkpoints import MOST_PARAMETERS, NUM_NEW_TOKENS, TEMPERS, Answers, Silent, answers, save_tiny
+from tests.tiny_configs import tiny_config
+
+
+class Outcome(Enum):
+    exact = "exact"
+    refused = "refused"
+    no_config = "no tiny config"
+    wrong = "WRONG"
+    crash = "CRASH"
+
+    @property
+    def is_failure(self) -> bool:
+        return self in (Outcome.wrong, Outcome.crash)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """`name` as in `model_types.rows`; `lanes` where it ran; `note`: the refusal, the reason, or what differs."""
+
+    name: str
+    outcome: Outcome
+    lanes: str = ""
+    note: str = ""
+
+
+class _NoConfig(Exception):
+    """No tiny model that transformers itself can run."""
+
+
+def judge(name: str) -> Verdict:
+    """Uses one thread and a temporary directory. Whatever is raised is in the answer."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as home:
+        directory = Path(home) / "model"
+        try:
+            answered = _reference(name, directory)
+        except _NoConfig as error:
+            why = Verdict(name=name, outcome=Outcome.no_config, note=_one_line(error))
+            return _tried(name, directory, None, why) if (directory / "config.json").exists() else why
+        return _tried(name, directory, answered, Verdict(name=name, outcome=Outcome.exact))
+
+
+def _tried(name: str, directory: Path, answered: Answers | None, otherwise: Verdict) -> Verdict:
+    """Without answers to compare with, a model may still be refused; `otherwise` if it is not."""
+    try:
+        runtime = _opened(name, directory)
+        return otherwise if answered is None else _compare(name, runtime, answered)
+    except MillraceError as error:
+        return Verdict(name=name, outcome=Outcome.refused, note=_one_line(error))
+    except BaseException as error:
+        note = f"{type(error).__name__} at {_place(error)}: {_one_line(error)}"
+        return Verdict(name=name, outcome=Outcome.crash, note=note)
+
+
+def _place(error: BaseException) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(where.filename).name}:{where.lineno}"
+
+
+def _reference(name: str, directory: Path) -> Answers:
+    try:
+        config = tiny_config(name)
+        _require_tiny(config)
+        for temper in TEMPERS:
+            torch.manual_seed(0)
+            if not temper.is_tied:
+                untie(config)
+            shutil.rmtree(directory, ignore_errors=True)
+            save_tiny(auto_class(config).from_config(config, dtype=torch.float32), directory, temper)
+            vocab_size = config.get_text_config(decoder=True).vocab_size
+            with suppress(Silent):
+                return answers(_loaded(directory), vocab_size)
+        raise Silent("says too little")
+    except Exception as error:
+        raise _NoConfig(f"{type(error).__name__} at {_place(error)}: {error}") from error
+
+
+def _require_tiny(config: PreTrainedConfig) -> None:
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, dtype=torch.float32)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise ValueError(f"{num_parameters:,} parameters are left, {MOST_PARAMETERS:,} are the most")
+
+
+def untie(config: PreTrainedConfig) -> None:
+    for part in (config, decoder_config(config)):
+        part.tie_word_embeddings = False
+
+
+def _loaded(directory: Path) -> PreTrainedModel:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(directory)
+    return auto_class(config).from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def _opened(name: str, directory: Path) -> Runtime:
+    """Nothing stays resident; prompts go in lanes of 3 rows, 2 lanes at a time, several blocks one after the other."""
+    offload = OffloadConfig(
+        tier=Tier.nvme, resident_layers=0, read_chunk_mib=1, cache_dir=str(directory.with_name("cache"))
+    )
+    config = RuntimeConfig(
+        model=ModelConfig(name=name, path=str(directory)),
+        offload=offload,
+        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=3, num_micro_batches=2),
+        machine=MachineConfig(device="cpu", num_threads=1),
+        sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
+    )
+    return Runtime(config)
+
+
+def _compare(name: str, runtime: Runtime, answered: Answers) -> Verdict:
+    lanes = "packed" if runtime.model.shape.is_packed else "padded"
+    wrong: list[str] = []
+    for index, result in enumerate(runtime.generate(answered.prompts)):
+        expected = answered.expected[index]
+        found = list(result.token_ids) if isinstance(result, Completion) else []
+        if not isinstance(result, Completion) or result.error is not None:
+            wrong.append(f"prompt {index}: {result!r:.160}")
+        elif found != expected:
+            pairs = zip(found, expected, strict=False)
+            first = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), len(found))
+            wrong.append(f"{index} from token {first}")
+    if not wrong:
+        return Verdict(name=name, outcome=Outcome.exact, lanes=lanes)
+    note = f"{len(wrong)} of {len(answered.prompts)} prompts: {', '.join(wrong)}"
+    return Verdict(name=name, outcome=Outcome.wrong, lanes=lanes, note=note)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]

@@ -1,0 +1,51 @@
+"""Of the command that runs every model type: some of its rows, of each kind of answer, and that it would notice."""
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests import model_type_verdict
+from tests.model_type_verdict import Outcome, judge
+from tests.model_types import main
+from tests.tiny_checkpoints import Answers, answers
+
+EXACT = ("llava", "gemma3", "qwen2_vl", "gemma4_text", "biogpt")
+REFUSED = {"xlm": "spreads its layers over transformer.attentions and transformer.ffns"}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_greedy_tokens_equal_transformers(name: str) -> None:
+    verdict = judge(name)
+    assert verdict.outcome is Outcome.exact, verdict
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_streamed_is_refused_in_one_line(name: str) -> None:
+    verdict = judge(name)
+    assert verdict.outcome is Outcome.refused, verdict
+    assert REFUSED[name] in verdict.note
+
+
+def test_one_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoilt(model: PreTrainedModel, vocab_size: int) -> Answers:
+        true = answers(model, vocab_size)
+        return Answers(prompts=true.prompts, expected=[*true.expected[:-1], [*true.expected[-1][:-1], 0]])
+
+    monkeypatch.setattr(model_type_verdict, "answers", spoilt)
+    verdict = judge("llama")
+    assert verdict.outcome is Outcome.wrong
+    assert verdict.outcome.is_failure
+    assert "from token" in verdict.note
+
+
+def test_answers_of_an_earlier_call_are_kept_and_failures_show_in_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.jsonl"
+    lines = ['{"name": "a", "outcome": "exact", "lanes": "packed", "note": ""}']
+    results.write_text("\n".join(lines))
+    assert main(["types=a", f"results={results}"]) == 0
+    results.write_text("\n".join([*lines, '{"name": "b", "outcome": "WRONG", "lanes": "packed", "note": "all"}']))
+    assert main(["types=a,b", f"results={results}"]) == 1
+    assert "1 exact, 0 refused, 0 no tiny config, 1 WRONG, 0 CRASH" in capsys.readouterr().out
