@@ -44,8 +44,13 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16, "num_hidden_layers": None,
         "moe_shared_expert_intermediate_size": 48, "use_mamba_kernels": False,
     },
-    "qwen2_vl_text": _SECTIONS,
-    "qwen2_5_vl_text": _SECTIONS,
+    **dict.fromkeys(
+        (
+            "qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm46v_text", "glm_ocr_text",
+            "glmga_text", "qwen2_5_omni_text", "cosmos3_edge_text",
+        ),
+        _SECTIONS,
+    ),
     "mixtral": {"sliding_window": 9},
     "phimoe": {"sliding_window": 9},
     "qwen2_moe": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2},

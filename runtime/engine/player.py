@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from ..errors import Interrupted
+from ..errors import ConfigError, Interrupted
 from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..plan.actions import Action, Op
 from ..stream.kv import KVStream
@@ -133,7 +133,11 @@ class PassPlayer:
             raise Interrupted("stopped on request; start the same command again to go on")
         stage, lane = action.turn
         event = self._events[lane]
-        assert event == NeedStage(stage), f"'{action}': the lane waits for {event}"
+        if event != NeedStage(stage):
+            raise ConfigError(
+                f"model.path: this model's class asks for {event} where '{action}' is due: its layers do not follow "
+                "one another, so they cannot be streamed"
+            )
         if stage in self._travelling:
             layer = self._layer(stage)
             self._lanes[lane].kv.bind(layer, self._kv.acquire(layer, lane))

@@ -22,7 +22,9 @@ class LayerList:
 def layer_lists(model: PreTrainedModel) -> list[LayerList]:
     """The decoder's, behind the encoder's where there is one. Raises ConfigError when none is found."""
     if not model.config.is_encoder_decoder:
-        return [_find(model, model.get_decoder(), StageKind.layer)]
+        decoder = model.get_decoder()
+        whole = model if not _lists(model, decoder) else decoder  # of some classes it is the matrix that decodes
+        return [_find(model, whole, StageKind.layer)]
     parts = ((model.get_encoder(), StageKind.encoder), (model.get_decoder(), StageKind.layer))
     return [_find(model, part, kind) for part, kind in parts]
 

@@ -96,7 +96,9 @@ def match(
     grouped: dict[str, Collected] = {}
     for key in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if pattern is None:
+        if target not in state and key in state:  # renamings for names as published, met by those of the class itself
+            plain[key] = tensors[key]
+        elif pattern is None:
             plain[target] = tensors[key]
         else:
             grouped.setdefault(target, defaultdict(list))[pattern].append(tensors[key])

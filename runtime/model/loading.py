@@ -16,13 +16,14 @@ from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from . import attention, experts
 from .buffers import fill_buffers
+from .computed import keep_computed
 from .converted import convert_once
 from .generation import ModelGeneration, read_generation
 from .gguf import map_gguf
 from .int8_weights import rounded_parameters
 from .layout import map_weights
 from .meta import build_meta_model
-from .net import one_line
+from .net import class_refused, one_line
 from .origin import find_checkpoint, load_tokenizer, read_config
 from .quantization import pair_scales, take_quantization
 from .rope_lengths import RopeLengths, follow_lengths
@@ -68,12 +69,14 @@ def load_model(
     dtype = _compute_dtype(config.dtype, hf_config, device)
     with one_line(f"{path}: config.json makes no model", described):
         model = build_meta_model(hf_config, dtype, most_tensors=_most_tensors(checkpoint))
-    leave_unread(model)
-    is_packed, reason = choose_lanes(model, config.lanes)
+    with class_refused(type(model).__name__):
+        leave_unread(model)
+        keep_computed(model, checkpoint.tensors.keys())
+        is_packed, reason = choose_lanes(model, config.lanes)
+        cache = measure_cache(model)
+        _register(model, is_packed=is_packed)
     if reason:
         log.info("lanes are padded: %s", reason)
-    cache = measure_cache(model)
-    _register(model, is_packed=is_packed)
     if checkpoint.gguf is not None:
         weights = map_gguf(model, checkpoint)
     else:
@@ -89,10 +92,11 @@ def load_model(
     if dtype == torch.float32 and device.type == "cpu":
         join_steps(model)
     rope_lengths = follow_lengths(model)
-    staged = stage_model(model)
+    with class_refused(type(model).__name__):
+        staged = stage_model(model)
+        shape = shape_of(config.name, staged, parameters, cache, is_packed=is_packed)
     fill_buffers(staged, parameters)
     _move_buffers(model, device)
-    shape = shape_of(config.name, staged, parameters, cache, is_packed=is_packed)
     in_kernel = is_packed and not cache.is_latent and device.type == "cpu" and has_compiler()
     return LoadedModel(
         staged=staged,

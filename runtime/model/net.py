@@ -1,11 +1,15 @@
 """What transformers raises at a checkpoint's files becomes one line of ours."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import CheckpointError, MillraceError
+from ..errors import CheckpointError, ConfigError, MillraceError
+from ..out_of_memory import is_out_of_memory
 from ..store.json_object import JsonObject
 from .config_rules import key_of
+
+log = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 240
 SENTENCES = (ValueError, OSError, RuntimeError, ImportError)  # whose text says enough
@@ -39,3 +43,25 @@ def reason_of(error: BaseException) -> str:
         text = f"{text[:MAX_CHARACTERS]} ..."
     is_sentence = isinstance(error, SENTENCES) or type(error).__module__ != "builtins"
     return text if is_sentence and " " in text else f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def class_refused(name: str) -> Iterator[None]:
+    """What the code of a model class raises inside leaves as ConfigError that names the class, and its traceback goes
+    to the debug log. Our own errors pass, and so does memory that ran out.
+
+    Every Exception is caught, as classes are asked for what their authors had not thought of: to run without weights,
+    on text alone, token by token. Only calls that run such code may stand inside.
+    """
+    try:
+        yield
+    except (MillraceError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        log.debug("%s raised", name, exc_info=True)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_CHARACTERS]
+        raise ConfigError(
+            f"model.path: {name} cannot be run here: its code raised {reason}; use transformers itself for this class"
+        ) from error

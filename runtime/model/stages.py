@@ -26,11 +26,18 @@ EMBEDDING = 0
 @dataclass(frozen=True, kw_only=True)
 class AbsentWeight:
     """All that code outside a streamed module may ask about one of its weights. The weight comes to where it is
-    needed, so it has no device: `x.to(None)` leaves x where it is."""
+    needed, so it has no device: `x.to(None)` leaves x where it is. `fetch` asks the engine for it."""
 
     shape: torch.Size
     dtype: torch.dtype
+    fetch: Callable[[], torch.Tensor]
     device: None = None
+
+    def __getitem__(self, index: int | tuple[int, slice]) -> torch.Tensor:
+        """A row of a table, as Gemma-4 looks up that of its padding token."""
+        row = index[0] if isinstance(index, tuple) else index
+        weight = self.fetch()
+        return torch.nn.functional.embedding(torch.tensor(row, device=weight.device), weight)
 
 
 class StreamedModule(torch.nn.Module):
@@ -59,7 +66,11 @@ class StreamedModule(torch.nn.Module):
         except AttributeError:
             value = getattr(super().__getattr__("inner"), name)
             is_absent = isinstance(value, torch.nn.Parameter) and value.is_meta
-            return AbsentWeight(shape=value.shape, dtype=value.dtype) if is_absent else value
+            if not is_absent:
+                return value
+            return AbsentWeight(
+                shape=value.shape, dtype=value.dtype, fetch=lambda: need_stage(self.stage)[f"{self.name}.{name}"]
+            )
 
     def forward(self, *args: object, **kwargs: object) -> object:
         weights = need_stage(self.stage)

@@ -15,6 +15,7 @@ from .json_object import read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 16
 
@@ -65,6 +66,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def _unreadable(directory: Path) -> CheckpointError:
+    if (directory / ADAPTER).exists():
+        return CheckpointError(
+            f"{directory}: an adapter ({ADAPTER}), which is no model by itself: merge it into its base model once, as "
+            "`merge_and_unload` of peft does, and give model.path the directory that this saves"
+        )
     pickles = sorted(p.name for p in directory.glob("*.bin"))
     if pickles:
         return CheckpointError(
