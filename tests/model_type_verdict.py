@@ -57,6 +57,8 @@ def judge(name: str) -> Verdict:
         directory = Path(home) / "model"
         try:
             answered = _reference(name, directory)
+        except MillraceError as error:
+            return Verdict(name=name, outcome=Outcome.refused, note=_one_line(error))
         except _NoConfig as error:
             why = Verdict(name=name, outcome=Outcome.no_config, note=_one_line(error))
             return _tried(name, directory, None, why) if (directory / "config.json").exists() else why
@@ -94,6 +96,8 @@ def _reference(name: str, directory: Path) -> Answers:
             with suppress(Silent):
                 return answers(_loaded(directory), vocab_size)
         raise Silent("says too little")
+    except MillraceError:
+        raise
     except Exception as error:
         raise _NoConfig(f"{type(error).__name__} at {_place(error)}: {error}") from error
 

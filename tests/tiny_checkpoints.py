@@ -11,7 +11,7 @@ LENGTHS = (5, 17, 3, 30, 11, 1, 24)
 NUM_NEW_TOKENS = 10
 CLEAR_MARGIN = 1e-3  # of logits, whose rounding differs by about 1e-5
 NUM_TRIES = 6
-MOST_PARAMETERS = 8_000_000
+MOST_PARAMETERS = 20_000_000
 FEWEST_KINDS = 12  # tokens; a model that says little proves little
 _DELICATE = ("A_log", "dt_bias", "time_decay", "time_first", ".D", "recurrent_param", "layer_scalar", "slope")
 
@@ -54,6 +54,7 @@ def plain_generation(config: PreTrainedConfig) -> GenerationConfig:
     text = config.get_text_config(decoder=True)
     ids = {name: getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     start = getattr(config, "decoder_start_token_id", None)
+    start = start if start is None or start < text.vocab_size else 2
     return GenerationConfig(**ids, decoder_start_token_id=2 if config.is_encoder_decoder and start is None else start)
 
 

@@ -29,6 +29,9 @@ _MAMBA = {
 }  # fmt: skip
 _TWO_KINDS = ["sliding_attention", "full_attention"] * 2
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
+_TWO_ROPES = {
+    kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("sliding_attention", "full_attention")
+}
 _SPARSE = {"index_topk": 512, "index_head_dim": 16, "index_n_heads": 4}
 
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
@@ -36,7 +39,6 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
-    "cohere_compass_text": {"layer_types": _TWO_KINDS},
     "gemma4_text": {"global_head_dim": 32, "layer_types": _TWO_KINDS},
     "olmo_hybrid": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "nemotron_h": {
@@ -72,9 +74,6 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "num_heads": 4, "num_blocks": 3, "num_hidden_layers": 3, "chunk_size": 16, "embedding_dim": 64,
         "head_dim": None, "qk_dim_factor": 0.5, "mode": "inference",
     },
-    "recurrent_gemma": {
-        "num_hidden_layers": 6, "lru_width": 64, "attention_window_size": 9, "num_key_value_heads": 1,
-    },
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 48, "position_embedding_type": "rope",
         **_MAMBA,
@@ -89,6 +88,20 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": [128] * 4,
     },
     "ctrl": {"dff": 128},
+    "marian": {"decoder_start_token_id": 0},
+    "ministral": {"head_dim": 16},
+    "reformer": {
+        "is_decoder": True, "attention_head_size": 16, "attn_layers": ["local", "lsh"] * 2, "axial_pos_shape": [8, 64],
+        "axial_pos_embds_dim": [32, 32], "feed_forward_size": 128, "num_hidden_layers": None,
+    },
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "recurrent_gemma": {
+        "num_hidden_layers": 6, "lru_width": 64, "attention_window_size": 9, "num_key_value_heads": 1,
+    },
+    "cohere_compass_text": {"layer_types": _TWO_KINDS, "rope_parameters": _TWO_ROPES},
+    "paddleocr_vl_text": _SECTIONS,
+    "cpmant": {"dim_head": 16, "dim_ff": 128, "prompt_length": 4},
     "led": {
         "attention_window": [8] * 3, "max_encoder_position_embeddings": 512, "max_decoder_position_embeddings": 512,
     },

@@ -35,7 +35,7 @@ def _overrides(model_type: str) -> Mapping[str, object]:
 def _text(cls: type[PreTrainedConfig], overrides: Mapping[str, object]) -> PreTrainedConfig:
     base = cls()
     sizes = {**_sizes_of(cls, base, SIZES), **_TOKEN_IDS}
-    if getattr(base, "kv_lora_rank", None):  # latents: all heads have keys of their own
+    if isinstance(sizes.get("kv_lora_rank"), int):  # latents: all heads have keys of their own
         sizes.pop("head_dim", None)
         sizes |= {"num_key_value_heads": SIZES["num_attention_heads"]} if "num_key_value_heads" in sizes else {}
     sizes |= {name: value for name, value in overrides.items() if value is not None}
@@ -43,7 +43,8 @@ def _text(cls: type[PreTrainedConfig], overrides: Mapping[str, object]) -> PreTr
         sizes.pop(name, None)
     num_layers = sizes.get("num_hidden_layers", NUM_LAYERS)
     for name in ("layer_types", "mlp_layer_types"):
-        kinds = None if isinstance(getattr(cls, name, None), property) else getattr(base, name, None)
+        is_own = name not in cls.attribute_map and not isinstance(getattr(cls, name, None), property)
+        kinds = getattr(base, name, None) if is_own else None
         if name not in overrides and isinstance(kinds, list | tuple) and kinds:
             sizes[name] = _pattern(list(kinds), int(str(num_layers)), first_alone=name == "mlp_layer_types")
     for name, part in getattr(cls, "sub_configs", {}).items():

@@ -17,6 +17,7 @@ from ..cache.plain_attention import decode_attention_torch
 from ..model.events import NeedExperts, Weights
 from ..model.experts import Visits, bound_matrices, is_experts, mixed
 from ..model.loading import LoadedModel
+from ..model.net import class_refused
 from ..model.stages import StreamedModule
 from ..model.weights import stage_weights
 from ..plan.anchor import anchored, with_overheads
@@ -274,7 +275,9 @@ class _Bench:
             weights=layer.weights,
             forget=forget,
         )
-        rates = with_overheads(rates, work, rehearsal.single())
+        with class_refused(type(self.loaded.staged.model).__name__):
+            single = rehearsal.single()
+        rates = with_overheads(rates, work, single)
         if not self.shape.is_packed or len(self.shape.layers) == 1:  # the last layer leaves tokens out
             return rates
         passes = self.usual.passes(max(1, work.kv_bytes), KV_BYTES)

@@ -9,6 +9,12 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same of the encoder in front of it."""
+    nested = getattr(config, "encoder", None)
+    return nested if isinstance(nested, PreTrainedConfig) else config.get_text_config(encoder=True)
+
+
 def largest(config: PreTrainedConfig, name: str) -> int | None:
     """Of a size that layers may have different ones of, that of the layer with the most. None where there is none."""
     try:

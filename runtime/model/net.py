@@ -55,7 +55,7 @@ def class_refused(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MillraceError, MemoryError, OSError):
+    except (MillraceError, MemoryError, OSError, AssertionError):  # the last are mistakes of ours
         raise
     except Exception as error:
         if is_out_of_memory(error):

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from ..plan.shapes import StageKind
 from .binding import Binding
+from .decoder_config import encoder_config
 from .events import NeedStage, Weights, need_stage
 from .last_layer import forward_asked
 from .layer_lists import layer_lists, stage_kinds
@@ -168,7 +169,7 @@ def _bridge(
 ) -> list[StreamedModule]:
     """What the encoder owns outside its layers, and what the decoder asks for before its own."""
     inside = set(encoder.modules())
-    encoded = (torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype),)
+    encoded = (torch.zeros(1, 1, encoder_config(model.config).hidden_size, dtype=model.dtype),)
     asked = _asked_before_layers(lambda: model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=False), outer)
     return [*asked, *(module for module in outer if module in inside)]
 
