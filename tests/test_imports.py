@@ -20,7 +20,7 @@ ALLOWED = {
     "stream": {"plan", "store", "trace"},
     "kernels": set[str](),
     "cache": {"plan", "stream", "kernels"},
-    "model": {"plan", "store", "stream", "cache", "kernels"},
+    "model": {"plan", "store", "stream", "cache", "kernels", "out_of_memory"},
     "engine": {"plan", "store", "stream", "cache", "model", "batching", "trace"},
 }
 FOR_ALL = {"closing", "config", "errors", "profiles", "sampling_config", "shared_work", "units"}
