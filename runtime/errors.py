@@ -57,6 +57,12 @@ class DamagedRunError(MillraceError):
     exit_code = 4
 
 
+class BrokenModelError(MillraceError):
+    """The model gives NaN or infinity for whatever it is asked; what is committed stays good."""
+
+    exit_code = 4
+
+
 class Interrupted(MillraceError):
     """The run was asked to stop; what is committed stays good and the run can resume."""
 

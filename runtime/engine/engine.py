@@ -10,6 +10,7 @@ import torch
 
 from ..cache.paged import PagedKV
 from ..cache.pages import KVPages
+from ..errors import BrokenModelError
 from ..model.events import Weights
 from ..model.weights import stage_weights
 from ..plan.check import check_schedule
@@ -21,6 +22,7 @@ from ..stream.host_memory import peak_resident_bytes
 from .experts import BatchedExperts
 from .lane import Lane, LaneKit
 from .monitor import PassMonitor
+from .nonfinite import Origin, Watch, repeated
 from .packed import PackedLane
 from .padded import PaddedLane
 from .player import Crew, PassPlayer
@@ -30,6 +32,8 @@ from .seq2seq import Seq2SeqLane
 from .sequence import Sequence
 from .setup import Setup
 from .streams import Streams
+
+MOST_EXPLAINED = 16  # passes of a session
 
 
 class Engine:
@@ -57,6 +61,7 @@ class Engine:
         self._views: dict[tuple[int, int], Weights] = {}
         self._played: Schedule | None = None
         self._has_lost_a_pass = False
+        self._num_explained = 0
         self._schedule = lru_cache(self._checked_schedule)
         self._crew = Crew(
             weights=streams.weights,
@@ -104,7 +109,50 @@ class Engine:
         """Every lane passes every stage once. Mutates the lanes' sequences.
 
         `new_tokens`: of each lane, how many tokens of each of its sequences the pass carries; None: the lane's choice.
+        Raises BrokenModelError when none of its sequences gets a finite number.
         """
+        groups = [list(lane.sequences) for lane in lanes]
+        record = self._run_pass(block, index, phase, lanes, new_tokens)
+        if record.counts.useful_tokens < record.counts.issued_tokens:
+            self._explain(groups, record)
+        return record
+
+    def _explain(self, groups: Rows[Rows[Sequence]], record: PassRecord) -> None:
+        """By a pass over the rows that gave no finite numbers, in as many lanes as they had. Once in a while: a run of
+        many such rows shall not take twice its time."""
+        broken = [[s for s in group if s.is_broken] for group in groups]
+        all_broken = [s for group in broken for s in group]
+        if not all_broken or self._num_explained >= MOST_EXPLAINED:
+            return
+        self._num_explained += 1
+        has_encoder = self._loaded.start_token_id is not None
+        again = [[repeated(s, has_encoder=has_encoder) for s in group] for group in broken if group]
+        origins = self._origins(again, record)
+        for sequence, copy in zip(all_broken, [s for group in again for s in group], strict=True):
+            if (origin := origins.get(id(copy))) is not None:
+                sequence.error = f"{sequence.error}; {origin}"
+        is_total = record.counts.useful_tokens == 0
+        if is_total and (len(all_broken) > 1 or any(origin.is_in_weights for origin in origins.values())):
+            raise BrokenModelError(
+                f"model.path={self._loaded.checkpoint.path}: all {len(all_broken)} rows of a pass have failed, the "
+                f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"
+            )
+
+    def _origins(self, groups: Rows[Rows[Sequence]], record: PassRecord) -> dict[int, Origin]:
+        lanes = [self.lane(group) for group in groups]
+        watch = Watch(lanes=lanes, weights_of=self._weights)
+        try:
+            with watch.over(self._loaded.staged.modules):
+                while left := [lane for lane in lanes if not lane.is_done]:
+                    self._run_pass(record.block, record.index, Phase.prefill, left, None)
+        finally:
+            for lane in lanes:
+                lane.close()
+        return watch.origins
+
+    def _run_pass(
+        self, block: int, index: int, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int]] | None
+    ) -> PassRecord:
         assert not self._has_lost_a_pass, "an earlier pass of this session was lost: open another session"
         begin = time.monotonic()
         self._streams.forget(self._pages.pool.take_given())  # before anybody stores what they hold next

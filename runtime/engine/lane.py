@@ -99,6 +99,10 @@ class Lane(ABC):
         self._num_passes += 1
         return counts
 
+    def is_running(self, run: object) -> bool:
+        """Whether it is this lane's pass that `run` is."""
+        return self._run is run
+
     def abandon(self) -> None:
         """Ends a pass that will not be finished. A parked greenlet would keep all that it has seen for good."""
         if self._run is not None:
@@ -133,6 +137,11 @@ class Lane(ABC):
     @abstractmethod
     def kv(self) -> TravellingKV:
         """Its keys and values, where they live in a tier."""
+
+    @abstractmethod
+    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+        """Of each of `sequences`, whether one of its tokens is marked. `marks`, bool: of the tokens of a hidden state
+        of the pass, as the lane has laid them out."""
 
     @abstractmethod
     def _prepare(self) -> None: ...

@@ -52,6 +52,13 @@ class PackedLane(Lane):
         for sequence in list(self.sequences):
             self.leave(sequence)
 
+    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+        """In the last layer only those tokens may be left that are asked for."""
+        marked, counts = marks.flatten().cpu(), self._new
+        if len(marked) != sum(counts):
+            counts = [int(row in self._asking) for row in range(len(self.sequences))]
+        return [bool(part.any()) for part in marked.split(counts)]
+
     def choose_tokens(self) -> list[int]:
         """Of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as prompts are
         left, those in order until the chunk is full, the last one perhaps in part. What begins again once all have

@@ -37,6 +37,10 @@ class PaddedLane(RectangleLane):
         cache = rectangle_cache(kit.model.config, capacity, kit.device, kit.travels)
         return cache, RectangleKV(cache, len(sequences), capacity, kit.pool)
 
+    def _real_tokens(self, width: int) -> torch.Tensor | None:
+        mask = self._mask_BS[:, self._done : self._end]
+        return mask[:, -width:] if width <= mask.shape[1] else None
+
     def _prepare(self) -> None:
         if self._done >= self._width:
             self._ids_BT = torch.tensor([s.generated[-1] for s in self.sequences], device=self._device)[:, None]

@@ -1,5 +1,6 @@
 """What lanes with padding have in common: a rectangle of prompts, its mask, and a cache that loses its rows with it."""
 
+from abc import abstractmethod
 from collections.abc import Sequence as Rows
 
 import torch
@@ -42,6 +43,15 @@ class RectangleLane(Lane):
 
     def close(self) -> None:
         self._kv.close()
+
+    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+        """Padding may be whatever it is."""
+        real = self._real_tokens(marks.shape[1])
+        return (marks if real is None else marks & real.bool()).any(-1).tolist()
+
+    @abstractmethod
+    def _real_tokens(self, width: int) -> torch.Tensor | None:
+        """The mask of a hidden state of the pass that is `width` tokens wide; None: all are real."""
 
     def _drop_finished_rows(self) -> None:
         kept = [row for row, s in enumerate(self.sequences) if s.finish is None]

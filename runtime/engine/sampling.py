@@ -76,6 +76,7 @@ class Sampler:
             sequence = sequences[row]
             place = f"at new token {len(sequence.generated)} (pass {step})"
             if not finite:
+                sequence.is_broken = True
                 sequence.fail(f"the model gave NaN or infinite logits {place}")
             elif not open_:
                 sequence.fail(f"no token is left {place}: {', '.join(self._bans)} ban them all")

@@ -38,6 +38,9 @@ class Seq2SeqLane(RectangleLane):
         """The encoder's input."""
         return sequence.request.prompt_ids
 
+    def _real_tokens(self, width: int) -> torch.Tensor | None:
+        return self._mask_BS if width == self._mask_BS.shape[1] else None
+
     def _prepare(self) -> None:
         """Of the start token and all that was generated, the next columns: nearly always the last one alone."""
         begin, end = max(0, self._done - 1), self._done + self._columns - 1

@@ -59,6 +59,7 @@ class Sequence:
     error: str | None = None
     text_end: int | None = None  # where a stop string begins in the decoded text
     generator: torch.Generator | None = None  # of its own draws; made at the first one
+    is_broken: bool = False  # its logits were not finite
 
     @property
     def num_known(self) -> int:
