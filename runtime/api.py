@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from .batching.balance import Block
+from .budgets import budgets_of, require_within
 from .choices import plan_by_choice, policies_directory, question
 from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
@@ -16,6 +17,7 @@ from .engine.engine import Engine
 from .engine.measure.machine import device_name
 from .engine.requests import Rejected, make_request
 from .engine.sampling import Sampler, sampler_for
+from .engine.self_check import check_lanes, is_due
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_kernels
 from .engine.streams import open_streams
@@ -40,19 +42,16 @@ from .session import Session
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import (
-    available_bytes,
-    peak_resident_bytes,
     reset_peak,
     resident_bytes,
     set_allocator,
 )
 from .trace import Trace
-from .units import MIB, format_bytes, gib_to_bytes
+from .units import MIB
 
 log = logging.getLogger(__name__)
 
 WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it predictions say nothing
-FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
 
 
 class Runtime:
@@ -83,6 +82,7 @@ class Runtime:
         self._refuse_early()
         self.rates: MachineRates | None = None  # of this run; None: `plan` measures them when it needs them
         self._advised: set[str] = set()
+        self._is_checked = False
         if not self.device.is_accelerator:
             prepare_kernels(self.model, find_products(self.host))
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
@@ -112,14 +112,7 @@ class Runtime:
         return tokenize(self.model, texts, is_rendered=is_rendered)
 
     def budgets(self) -> Budgets:
-        offload = self.config.offload
-        host = offload.host_memory_gib
-        host_bytes = gib_to_bytes(host) if host is not None else int(available_bytes() * FREE_SHARE)
-        if not self.device.is_accelerator:
-            return Budgets(host_bytes=host_bytes)
-        device = offload.device_memory_gib
-        device_bytes = gib_to_bytes(device) if device is not None else int(self.device.free_bytes() * FREE_SHARE)
-        return Budgets(host_bytes=host_bytes, device_bytes=device_bytes)
+        return budgets_of(self.config.offload, self.device)
 
     def plan(
         self,
@@ -198,10 +191,7 @@ class Runtime:
 
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
-        host = next(ledger for ledger in plan.placement.ledgers if ledger.memory == "host")
-        used = peak_resident_bytes() - self.baseline_bytes
-        if used > host.budget_bytes:
-            raise MemoryError(f"{format_bytes(used)} used, {host.budget_key} allows {format_bytes(host.budget_bytes)}")
+        require_within(plan.placement, self.baseline_bytes)
 
     @contextmanager
     def session(self, plan: RunPlan) -> Iterator[Session]:
@@ -237,6 +227,7 @@ class Runtime:
                 reset_peak()
             plan = self.plan(requests, blocks=blocks, known=known, num_halvings=num_halvings)
             self._announce(plan)
+            self._check_lanes(plan)
             with ExitStack() as stack:
                 try:
                     session = stack.enter_context(self.session(plan))
@@ -257,6 +248,14 @@ class Runtime:
                         raise memory_shortage(plan.placement.ledgers) from error
                     raise
                 return
+
+    def _check_lanes(self, plan: RunPlan) -> None:
+        """Once, while no weights are held."""
+        seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
+        if not self._is_checked and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
+            check_lanes(self.model, self.config, self.budgets(), self.reader, self._should_stop)
+            reset_peak()
+        self._is_checked = True
 
     def _announce(self, plan: RunPlan) -> None:
         """Before weights are read. What was advised once is not said again."""

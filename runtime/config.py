@@ -95,6 +95,15 @@ class DType(Enum):
     float16 = "float16"
 
 
+class SelfCheck(Enum):
+    """Whether an excerpt of the model is compared with transformers' own code before a run. `auto`: of model types that
+    are not proven, and where it costs next to nothing; `full`: always, with all layers if memory has room for them."""
+
+    auto = "auto"
+    off = "off"
+    full = "full"
+
+
 class Products(Enum):
     """How matrices of layers are multiplied. `int8`: both sides rounded to 8-bit integers, where a CPU has units."""
 
@@ -113,6 +122,7 @@ class ModelConfig:
     dtype: DType = DType.auto
     products: Products = Products.exact
     lanes: Lanes = Lanes.auto
+    self_check: SelfCheck = SelfCheck.auto
 
     def __post_init__(self) -> None:
         require(bool(self.name), "model.name is empty")

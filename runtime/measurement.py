@@ -9,7 +9,8 @@ from statistics import median
 
 import torch
 
-from .api import FREE_SHARE, Runtime
+from .api import Runtime
+from .budgets import FREE_SHARE
 from .config import MachineConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig
 from .engine.measure.disk import SUSTAINED
 from .engine.measure.machine import device_name, dtype_rates, machine_probes

@@ -18,6 +18,7 @@ from . import attention, experts
 from .buffers import fill_buffers
 from .computed import keep_computed
 from .converted import convert_once
+from .excerpt import Excerpt
 from .generation import ModelGeneration, read_generation
 from .gguf import map_gguf
 from .int8_weights import rounded_parameters
@@ -57,9 +58,15 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, device: torch.device, cache_dir: str | None, *, express: bool = True
+    config: ModelConfig,
+    device: torch.device,
+    cache_dir: str | None,
+    *,
+    express: bool = True,
+    excerpt: Excerpt | None = None,
 ) -> LoadedModel:
-    """Raises CheckpointError or ConfigError with what to change. `express`: see `map_weights`."""
+    """Raises CheckpointError or ConfigError with what to change. `express`: see `map_weights`. `excerpt`: of a model
+    that was loaded whole before, this alone."""
     path = find_checkpoint(config, cache_dir)
     checkpoint = open_checkpoint(path)
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
@@ -67,12 +74,16 @@ def load_model(
     described = hf_config.to_dict()
     quantization = take_quantization(hf_config)
     dtype = _compute_dtype(config.dtype, hf_config, device)
+    if excerpt is not None:
+        excerpt.shorten(hf_config)
     with one_line(f"{path}: config.json makes no model", described):
         model = build_meta_model(hf_config, dtype, most_tensors=_most_tensors(checkpoint))
     with class_refused(type(model).__name__):
         leave_unread(model)
         keep_computed(model, checkpoint.tensors.keys())
-        is_packed, reason = choose_lanes(model, config.lanes)
+        if excerpt is not None:
+            excerpt.cut(model)
+        is_packed, reason = choose_lanes(model, config.lanes) if excerpt is None else (excerpt.is_packed, "")
         cache = measure_cache(model)
         _register(model, is_packed=is_packed)
     if reason:

@@ -1,0 +1,27 @@
+"""How much memory a run may use: as much as was said, or a share of what is free."""
+
+from .config import OffloadConfig
+from .plan.placement import Budgets, Placement
+from .stream.device import ComputeDevice
+from .stream.host_memory import available_bytes, peak_resident_bytes
+from .units import format_bytes, gib_to_bytes
+
+FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
+
+
+def budgets_of(offload: OffloadConfig, device: ComputeDevice) -> Budgets:
+    host = offload.host_memory_gib
+    host_bytes = gib_to_bytes(host) if host is not None else int(available_bytes() * FREE_SHARE)
+    if not device.is_accelerator:
+        return Budgets(host_bytes=host_bytes)
+    own = offload.device_memory_gib
+    device_bytes = gib_to_bytes(own) if own is not None else int(device.free_bytes() * FREE_SHARE)
+    return Budgets(host_bytes=host_bytes, device_bytes=device_bytes)
+
+
+def require_within(placement: Placement, baseline_bytes: int) -> None:
+    """Raises MemoryError when the peak of this process, above its baseline, is over what the host's ledger allows."""
+    host = next(ledger for ledger in placement.ledgers if ledger.memory == "host")
+    used = peak_resident_bytes() - baseline_bytes
+    if used > host.budget_bytes:
+        raise MemoryError(f"{format_bytes(used)} used, {host.budget_key} allows {format_bytes(host.budget_bytes)}")

@@ -1,0 +1,26 @@
+"""Sampling that chooses nothing: each sequence is told its tokens, and the logits it would choose by are kept."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+
+import torch
+
+from .sampling import Sampler
+from .sequence import FinishReason, Sequence
+
+
+class Dictation(Sampler):
+    """`tokens` by request id. `heard[id]` are a sequence's rows of logits (V,), float32 on the CPU, one per token."""
+
+    def __init__(self, tokens: Mapping[str, Rows[int]]):
+        self._tokens = tokens
+        self.heard: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def step(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, step: int) -> None:
+        for row, sequence in enumerate(sequences):  # where nobody asks, the head has seen a token all the same
+            told, heard = self._tokens[sequence.request.id], self.heard[sequence.request.id]
+            sequence.generated.append(told[len(heard)])
+            heard.append(logits_BV[row].float().cpu().clone())
+            if len(heard) == len(told):
+                sequence.finish = FinishReason.length

@@ -1,0 +1,136 @@
+"""A model cut down to its first layers, with all that is outside of them: enough to see what a class does, in little
+memory and time. Names and shapes of what is left are the checkpoint's own.
+
+Windows, chunks and LongRoPE's limit become so short that a few tokens pass them.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from ..plan.model_shape import ModelShape
+from ..plan.shapes import Parameter, Stage, StageKind
+from ..store.checkpoint import Checkpoint
+from .layer_lists import layer_lists
+from .layout import match
+from .weights import load_tensor
+
+log = logging.getLogger(__name__)
+
+SHORT_WINDOW, SHORT_LIMIT = 7, 10  # tokens
+WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+NO_CONTEXT = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """`num_layers` of each list; lanes as the whole model has them, whatever a shorter window would say."""
+
+    num_layers: int
+    is_packed: bool
+
+    def shorten(self, config: PreTrainedConfig) -> None:
+        """Mutates `config`, and those in it."""
+        for part in _parts(config):
+            _shorten_windows(part)
+            _shorten_rope(part)
+            self._shorten_depth(part)
+
+    def cut(self, model: PreTrainedModel) -> None:
+        """Mutates `model`: what its config did not leave out already."""
+        for found in layer_lists(model):
+            del found.layers[self.num_layers :]
+
+    def _shorten_depth(self, config: PreTrainedConfig) -> None:
+        depths = {name: getattr(config, name, None) for name in LAYER_COUNTS}
+        lengths = {depth for depth in depths.values() if isinstance(depth, int) and depth > self.num_layers}
+        for name, value in list(vars(config).items()):
+            if isinstance(value, list | tuple) and len(value) in lengths:  # something of each layer
+                setattr(config, name, value[: self.num_layers])
+        for name, depth in depths.items():
+            if isinstance(depth, int) and depth > self.num_layers:
+                setattr(config, name, self.num_layers)
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    yield from (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
+
+
+def _shorten_windows(config: PreTrainedConfig) -> None:
+    """But for one that no context outgrows, which classes need not heed."""
+    context = getattr(config, "max_position_embeddings", None) or NO_CONTEXT
+    for name in WINDOWS:
+        window = getattr(config, name, None)
+        if isinstance(window, int) and SHORT_WINDOW < window < context:
+            setattr(config, name, SHORT_WINDOW)
+
+
+def _shorten_rope(config: PreTrainedConfig) -> None:
+    rope = getattr(config, "rope_parameters", None)
+    kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
+    for parameters in kinds:
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            parameters["original_max_position_embeddings"] = SHORT_LIMIT
+            if isinstance(getattr(config, "original_max_position_embeddings", None), int):
+                setattr(config, "original_max_position_embeddings", SHORT_LIMIT)  # noqa: B010 - not declared
+
+
+def num_telling_layers(shape: ModelShape, config: PreTrainedConfig) -> int:
+    """How many of the first layers show every kind that there is: by their weights, and by their type in the config.
+    Two at least, of which the one's output is the other's input."""
+    layers = shape.layers
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    if not isinstance(types, list) or len(types) != len(layers):
+        types = [None] * len(layers)
+    kinds = [(_form(layer), kind) for layer, kind in zip(layers, types, strict=True)]
+    return max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in set(kinds)))
+
+
+def _form(stage: Stage) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of its parameters, without the layer's own number."""
+    paths = [parameter.name.split(".") for parameter in stage.parameters]
+    numbers = [i for i, step in enumerate(paths[0]) if step.isdigit()] if paths else []
+    first = numbers[0] + 1 if numbers else 0
+    return frozenset((".".join(path[first:]), p.shape) for path, p in zip(paths, stage.parameters, strict=True))
+
+
+def dense_bytes(shape: ModelShape, num_layers: int) -> int:
+    """Of the excerpt in float32, and the largest weight once more, which is put together beside it."""
+    kept: list[Stage] = [stage for stage in shape.stages if not stage.kind.is_layer]
+    for kind in (StageKind.encoder, StageKind.layer):
+        kept += shape.of_kind(kind)[:num_layers]
+    sizes = [4 * parameter.num_elements for stage in kept for parameter in stage.parameters]
+    return sum(sizes) + max(sizes, default=0)
+
+
+def fill(model: PreTrainedModel, parameters: Mapping[str, Parameter], checkpoint: Checkpoint) -> None:
+    """Mutates `model`: its parameters are those of the checkpoint, dense, and what has the same bytes is read once; so
+    are buffers that the checkpoint holds. Raises KeyError for a parameter that is not among `parameters`."""
+    known: dict[tuple[str, ...], nn.Parameter] = {}  # a class may tie what a checkpoint holds twice
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+            bytes_of = tuple(f"{piece.file} {piece.name}" for piece in parameters[name].slices)
+            if bytes_of not in known or known[bytes_of].shape != tensor.shape:
+                known[bytes_of] = nn.Parameter(dense(parameters[name], tensor), requires_grad=False)
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = known[bytes_of]
+    if checkpoint.gguf is None:
+        plain, _ = match(model, checkpoint.tensors, get_model_conversion_mapping(model))
+        for name, buffer in model.named_buffers():
+            if name in state and name in plain:
+                buffer.copy_(load_tensor(plain[name]).view(buffer.shape))
+
+
+def dense(parameter: Parameter, like: torch.Tensor) -> torch.Tensor:
+    """Read whole, in the shape and precision of `like`."""
+    entries = [torch.cat([load_tensor(piece) for piece in blocks]) for blocks in parameter.pieces]
+    whole = torch.stack(entries) if parameter.is_stacked else entries[0]
+    return whole.to(like.dtype).reshape(like.shape)

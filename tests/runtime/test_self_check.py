@@ -1,0 +1,222 @@
+"""Before a run of a class that nobody has proven, its lanes are held against its own `generate`."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
+from runtime.config import DType, PolicyKind, SelfCheck
+from runtime.engine import self_check
+from runtime.engine.dictated import Dictated
+from runtime.engine.self_check import LONG_SECONDS, check_lanes, is_due
+from runtime.errors import ConfigError
+from runtime.model import guards, loading, traits
+from runtime.model.excerpt import num_telling_layers
+from runtime.model.families import FAMILIES, Family
+from runtime.model.meta import auto_class
+from runtime.model.synthesize import config_for
+from runtime.stream.device import ComputeDevice
+from tests.fake_device import FakeDevice
+from tests.gguf_files import write_gguf
+from tests.quantized import write_fp8
+from tests.runtime.guard_support import NOT_PACKED
+from tests.runtime.test_rope_lengths import LONG_ROPE
+from tests.support import Reference, made_once, synthesize
+
+References = Callable[[str], Reference]
+LONG_WINDOW, LONG_LIMIT = 100, 100  # that no token of a check reaches, but for what an excerpt makes of them
+STATE = {"vocab_size": 640, "hidden_size": 64, "num_hidden_layers": 3}
+MAMBA = {**STATE, "state_size": 8, "time_step_rank": 4}
+RWKV = {**STATE, "attention_hidden_size": 64, "context_length": 512, "intermediate_size": 128}
+GRIFFIN = {
+    **STATE, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "lru_width": 64,
+    "attention_window_size": 9,
+}  # fmt: skip
+SEQ2SEQ = {
+    "vocab_size": 640, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 512,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+
+def _wide(name: str) -> Family:
+    """With a window that is longer than what a check tells."""
+    family = NOT_PACKED[name][0]
+    overrides = dict(family.overrides)
+    return replace(family, overrides=overrides | {k: LONG_WINDOW for k in overrides if k == "sliding_window"})
+
+
+def _long(name: str) -> Family:
+    rope = {**LONG_ROPE, "original_max_position_embeddings": LONG_LIMIT}
+    overrides = {**FAMILIES[name].overrides, "rope_parameters": rope}
+    if name == "phi-3":
+        overrides["original_max_position_embeddings"] = LONG_LIMIT
+    return Family(name=f"{name}, long", model_type=FAMILIES[name].model_type, overrides=overrides)
+
+
+WRONG: dict[str, Family] = {
+    **{name: _wide(name) for name in NOT_PACKED},
+    **{f"{name}, long": _long(name) for name in ("llama", "phi-3")},
+    **{
+        family.name: family
+        for family in (
+            Family(name="mamba", model_type="mamba", overrides=MAMBA | {"use_mambapy": False}),
+            Family(name="falcon-mamba", model_type="falcon_mamba", overrides=MAMBA),
+            Family(name="rwkv", model_type="rwkv", overrides=RWKV),
+            Family(name="recurrent-gemma", model_type="recurrent_gemma", overrides=GRIFFIN),
+            Family(name="bart", model_type="bart", overrides=SEQ2SEQ),
+        )
+    },
+}
+
+
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing looks at what a class does, and nothing is done about it."""
+    monkeypatch.setattr(traits, "why_not_packed", lambda model: "")
+    for guard in ("unknown_wish", "foreign_mask", "looks_ahead", "changed_keys", "unseen_window"):
+        monkeypatch.setattr(guards, guard, lambda *args, **kwargs: "")
+    monkeypatch.setattr(loading, "follow_lengths", lambda model: None)
+    monkeypatch.setattr(loading, "fill_buffers", lambda *args: None, raising=False)
+
+
+@pytest.fixture
+def saved(shared_home: Path) -> Callable[[Family], Path]:
+    """`saved(family)`: random weights, and buffers that are not what the class makes of them; made once."""
+    return lambda family: (
+        made_once(shared_home / "self-check" / family.name, lambda home: _save(family, home / "model")) / "model"
+    )
+
+
+def _save(family: Family, directory: Path) -> None:
+    config = config_for(family.model_type, family.overrides)
+    torch.manual_seed(0)
+    model = auto_class(config).from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.ndim >= 2 and min(tensor.shape) > 1:
+                tensor.copy_(noise * 1.5 * tensor.shape[-1] ** -0.5)
+            elif tensor.is_floating_point():
+                tensor.add_(0.3 * noise)
+    model.save_pretrained(directory)
+
+
+def opened(path: Path, dtype: DType = DType.float32, device: ComputeDevice | None = None) -> Runtime:
+    return Runtime(
+        RuntimeConfig(
+            model=ModelConfig(name="test", path=str(path), dtype=dtype),
+            policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2),
+            sampling=SamplingConfig(max_new_tokens=2),
+        ),
+        device=device,
+    )
+
+
+def check(runtime: Runtime, mode: SelfCheck = SelfCheck.auto) -> None:
+    config = replace(runtime.config, model=replace(runtime.config.model, self_check=mode))
+    check_lanes(runtime.model, config, runtime.budgets(), runtime.reader, lambda: False)
+
+
+def passes(runtime: Runtime, caplog: pytest.LogCaptureFixture, mode: SelfCheck = SelfCheck.auto) -> str:
+    """What is said of a check that finds nothing wrong."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger=self_check.__name__):
+        check(runtime, mode)
+    (said,) = [record for record in caplog.records if record.name == self_check.__name__]
+    assert said.levelno == logging.INFO, said.getMessage()
+    return said.getMessage()
+
+
+@pytest.mark.usefixtures("unguarded")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_no_guard_knows_of_is_refused_before_the_run(name: str, saved: Callable[[Family], Path]) -> None:
+    runtime = opened(saved(WRONG[name]))
+    with pytest.raises(ConfigError, match=r"model\.self_check: .*model\.self_check=off"):
+        check(runtime)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma-3", "deepseek-v3", "qwen3-next", "bloom", "t5"])
+def test_proven_families_give_no_false_alarm(
+    family: str, reference: References, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "transformers' own logits within" in passes(opened(reference(family).directory), caplog)
+
+
+@pytest.mark.parametrize("name", ["llama, long", "phi-3, long"])
+def test_guarded_classes_pass(name: str, saved: Callable[[Family], Path], caplog: pytest.LogCaptureFixture) -> None:
+    passes(opened(saved(WRONG[name])), caplog)
+
+
+def test_neither_precision_nor_place_of_the_run_matters(
+    reference: References, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is made in float32 on the CPU."""
+    path = reference("mixtral").directory
+    for dtype, device in ((DType.bfloat16, None), (DType.float16, FakeDevice())):
+        passes(opened(path, dtype, device), caplog)
+
+
+def test_quantised_weights_are_widened_for_both(
+    reference: References, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantised, _ = write_fp8(reference("deepseek-v3").directory, tmp_path / "fp8", (32, 32))
+    source = synthesize("llama", tmp_path / "source")
+    for path in (quantised, write_gguf(source, tmp_path / "model.gguf", {"": GGMLQuantizationType.Q8_0})):
+        passes(opened(path), caplog)
+
+
+def test_full_takes_all_layers(reference: References, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = opened(reference("llama").directory)
+    assert "in 2 of 4 layers" in passes(runtime, caplog)
+    assert "in 4 of 4 layers" in passes(runtime, caplog, SelfCheck.full)
+
+
+def test_every_kind_of_layer_is_in_an_excerpt(reference: References) -> None:
+    kinds = {"llama": 2, "qwen3-next": 4, "gemma-3": 2, "deepseek-v3": 2}
+    for family, most in kinds.items():
+        model = opened(reference(family).directory).model
+        assert num_telling_layers(model.shape, model.staged.model.config) == most, family
+
+
+def test_what_does_not_fit_is_not_checked_and_a_warning_says_so(
+    reference: References, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = opened(reference("llama").directory)
+    config = replace(runtime.config, offload=OffloadConfig(host_memory_gib=0.0005))
+    runtime.config = config
+    check(runtime)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == self_check.__name__ and r.levelno == logging.WARNING]
+    assert "LlamaForCausalLM is not checked" in said
+    assert "offload.host_memory_gib allows" in said
+
+
+def test_auto_checks_what_is_not_proven_and_long_runs_of_small_models(
+    reference: References, saved: Callable[[Family], Path]
+) -> None:
+    proven = opened(reference("llama").directory).model
+    unproven = opened(saved(WRONG["bart"])).model
+    due: Mapping[tuple[SelfCheck, float], tuple[bool, bool]] = {
+        (SelfCheck.auto, 0.0): (False, True),
+        (SelfCheck.auto, LONG_SECONDS): (True, True),
+        (SelfCheck.full, 0.0): (True, True),
+        (SelfCheck.off, LONG_SECONDS): (False, False),
+    }
+    for (mode, seconds), expected in due.items():
+        assert (is_due(proven, mode, seconds), is_due(unproven, mode, seconds)) == expected, (mode, seconds)
+
+
+def test_a_run_begins_with_the_check_once(saved: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Dictated] = []
+    real = self_check.heard_from_generate
+    monkeypatch.setattr(self_check, "heard_from_generate", lambda *args: told.append(args[2]) or real(*args))
+    runtime = opened(saved(WRONG["diffllama"]))
+    for _ in range(2):
+        runtime.generate([[5, 6, 7]])
+    assert len(told) == 1
