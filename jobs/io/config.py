@@ -64,6 +64,7 @@ class GenerateConfig:
     shard: ShardConfig = field(default_factory=ShardConfig)
     run: str | None = None
     output_root: str = "outputs"
+    output_private: bool = False
     checkpoint_seconds: float | None = 60.0
     log_level: LogLevel = LogLevel.info
     trace: bool = False

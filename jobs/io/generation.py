@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from runtime.trace import Trace
 from .chat import require_template
 from .config import GenerateConfig, run_name
 from .continuous import generate_continuously
-from .dataset import Row, read_rows, shard_rows
+from .dataset import Row, read_rows, shard_rows, with_former_ids
 from .feedback import Feedback
 from .files import publish, write_all
 from .identity import manifest_of
@@ -29,8 +30,9 @@ from .open_run import Surroundings
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore
 from .plan_file import PlannedRequest, fix_plan, read_plan
+from .privacy import PRIVATE_FOLDER_MODE, files_made_private
 from .requests import Asked, ask, rejected_rows, seat, unseat
-from .run_dir import RunDirectory, RunState, open_run
+from .run_dir import RunDirectory, RunState, is_begun_by_older_version, open_run
 from .running import remove_committed
 from .success import is_finished
 from .summary import MemoryUse, Summary, summarize, write_summary
@@ -59,6 +61,11 @@ def run_directory(config: GenerateConfig) -> Path:
 
 def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome:
     """Runs, or goes on with, the job that `config` describes. Raises the errors of runtime.errors."""
+    with files_made_private() if config.output_private else nullcontext():
+        return _generate(config, should_stop)
+
+
+def _generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome:
     trace = Trace() if config.trace else None
     runtime = Runtime(config.runtime, should_stop=should_stop, trace=trace)
     require_template(runtime.model.tokenizer, config.dataset)
@@ -68,11 +75,15 @@ def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
     require_template(runtime.model.tokenizer, config.dataset, rows)
+    if is_begun_by_older_version(run_directory(config)):
+        rows = with_former_ids(rows)
     digests = digest_input(rows, columns)
     with (
         _open(run_directory(config), manifest_of(config, runtime, digests), digests, rows) as state,
         mistakes_logged(state.directory.log),
     ):
+        if config.output_private:
+            state.directory.path.chmod(PRIVATE_FOLDER_MODE)  # of an earlier start it may be open
         if state.manifest.facts:
             keep_rows(state.directory.row_digests, digests)
 

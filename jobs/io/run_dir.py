@@ -10,7 +10,7 @@ from runtime.errors import ConfigError, DamagedRunError, MillraceError
 
 from .files import fsync_directory, output_error, read_json, write_json
 from .lock import RunLock
-from .manifest import RunManifest
+from .manifest import FORMAT_WITHOUT_FACTS, RunManifest
 
 LASTING_ERRNOS = frozenset(
     {errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
@@ -129,6 +129,14 @@ def open_run(path: Path, manifest: RunManifest) -> RunState:
         lock.release()
         raise
     return RunState(directory=run, manifest=bound or manifest, is_resumed=bound is not None, lock=lock)
+
+
+def is_begun_by_older_version(path: Path) -> bool:
+    """By one that recorded no facts, and called rows that cannot be read otherwise."""
+    try:
+        return read_json(RunDirectory(path=path).manifest).get("format") == FORMAT_WITHOUT_FACTS
+    except (OSError, DamagedRunError):  # `open_run` says so
+        return False
 
 
 def _bound(run: RunDirectory, manifest: RunManifest) -> RunManifest | None:

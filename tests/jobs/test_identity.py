@@ -4,7 +4,7 @@ or by column and row."""
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig, DatasetKind
+from jobs.io.dataset import DatasetConfig, DatasetKind, input_digest, read_rows
 from jobs.io.files import json_digest
 from jobs.io.generation import Outcome, generate
+from jobs.io.parts import read_generations
 from jobs.io.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
@@ -29,6 +30,7 @@ class Place:
     """A model and a run that it has begun, in a folder that a test may spoil."""
 
     root: Path
+    file: str = "in.jsonl"
 
     @property
     def model(self) -> Path:
@@ -36,14 +38,18 @@ class Place:
 
     @property
     def data(self) -> Path:
-        return self.root / "in.jsonl"
+        return self.root / self.file
 
     @property
     def run(self) -> RunDirectory:
         return RunDirectory(path=self.root / "generate" / "case")
 
     def start(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
-        config = GenerateConfig(
+        return generate(self.config, should_stop)
+
+    @property
+    def config(self) -> GenerateConfig:
+        return GenerateConfig(
             run="case",
             output_root=str(self.root),
             model=ModelConfig(name="hf", path=str(self.model)),
@@ -51,7 +57,6 @@ class Place:
             policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=1),
             sampling=SamplingConfig(max_new_tokens=4),
         )
-        return generate(config, should_stop)
 
     def edit(self, file: str, **values: object) -> None:
         path = self.model / file
@@ -203,6 +208,37 @@ def test_an_edited_plan_needs_a_person(place: Place, is_finished: bool) -> None:
     pq.write_table(table.set_column(0, table.schema.field(0), pa.array(["x"] * NUM_ROWS)), place.run.plan)
     with pytest.raises(DamagedRunError, match=r"plan\.parquet .* was changed after it was written"):
         place.start()
+
+
+def _spoil_a_row(place: Place, name: str) -> None:
+    lines = place.data.read_text().splitlines()
+    place.data.write_text("\n".join([*lines[:4], name, *lines[5:]]))
+
+
+def test_a_bad_row_keeps_its_id_in_a_renamed_file_with_blank_lines(place: Place) -> None:
+    shutil.rmtree(place.run.path)
+    _spoil_a_row(place, "{broken")
+    assert place.start().exit_code == 3
+    assert "bad-row-4" in read_generations(place.run)["id"].to_pylist()
+    renamed = replace(place, file="renamed.jsonl")
+    renamed.data.write_text("\n" + place.data.read_text())
+    assert renamed.start().was_finished
+
+
+def test_a_bad_row_of_an_older_run_keeps_the_id_it_had(place: Place) -> None:
+    shutil.rmtree(place.run.path)
+    _spoil_a_row(place, "{broken")
+    place.start()
+    stored = json.loads(place.run.manifest.read_text())
+    rows = read_rows(place.config.dataset)
+    stored["semantic"]["input"] = input_digest([replace(row, id=row.former_id or row.id) for row in rows])
+    stored |= {"format": 1, "semantic_digest": json_digest(stored["semantic"])}
+    del stored["facts"]
+    shutil.rmtree(place.run.path)
+    place.run.path.mkdir()
+    place.run.manifest.write_text(json.dumps(stored))
+    place.start()
+    assert "in.jsonl:5" in read_generations(place.run)["id"].to_pylist()
 
 
 def test_a_model_that_only_moved_goes_on(place: Place, begun: Place) -> None:

@@ -10,7 +10,7 @@ helm.py helm_reasoning.py helm_summarization.py     HELM's scenarios as MoE-Ligh
 """
 
 from .config import BadRowPolicy, DatasetConfig, DatasetKind, DuplicatePolicy, ReasoningMode, ShardConfig
-from .rows import Row, asked_bytes, input_digest, shard_rows
+from .rows import Row, asked_bytes, input_digest, shard_rows, with_former_ids
 from .sources import read_rows
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "input_digest",
     "read_rows",
     "shard_rows",
+    "with_former_ids",
 ]

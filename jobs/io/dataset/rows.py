@@ -24,6 +24,7 @@ class Row:
     `index` is the position in the whole input after limit, repeat and dedupe, the same in every shard.
     `messages` is not None exactly when the model's chat template is to be applied; the system prompt is already in.
     `error` says why nothing can be generated, and where in the input the row lies; `prompt` is then "".
+    `former_id`: what older versions called a row whose id cannot be read, after its file and line.
     """
 
     index: int
@@ -33,6 +34,7 @@ class Row:
     columns: dict[str, Json]
     error: str | None
     overrides: SamplingOverrides = field(default_factory=SamplingOverrides)
+    former_id: str | None = None
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
@@ -56,8 +58,16 @@ def warn_of_empty_fields(rows: Sequence[Row], config: DatasetConfig) -> None:
 
 def repeat_rows(rows: Sequence[Row], times: int) -> list[Row]:
     """The whole list `times` times over; replica r of id `a` is `a#r`, replica 0 keeps `a`."""
-    replicas = (replace(row, id=f"{row.id}#{replica}") for replica in range(1, times) for row in rows)
-    return [*rows, *replicas]
+    return [*rows, *(_replica(row, replica) for replica in range(1, times) for row in rows)]
+
+
+def _replica(row: Row, replica: int) -> Row:
+    former_id = None if row.former_id is None else f"{row.former_id}#{replica}"
+    return replace(row, id=f"{row.id}#{replica}", former_id=former_id)
+
+
+def with_former_ids(rows: Sequence[Row]) -> list[Row]:
+    return [row if row.former_id is None else replace(row, id=row.former_id) for row in rows]
 
 
 def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row]:

@@ -110,16 +110,16 @@ def _make_rows(
 
 def _row_of(record: Record, index: int, config: DatasetConfig, content_of: ReadContent, id_field: str | None) -> Row:
     """A record's row; whatever is wrong with the record, the row has the best id there is."""
-    row_id = str(index) if id_field is None else record.name
+    row_id, former_id = (str(index), None) if id_field is None else (f"bad-row-{index}", record.name)
     fields = record.fields
     if fields is None:
-        return _error_row(index, row_id, {}, record.error or f"{record.place}: not readable")
+        return _error_row(index, row_id, former_id, {}, record.error or f"{record.place}: not readable")
     passed = {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}
     try:
-        row_id = row_id if id_field is None else read_id(fields, id_field)
+        row_id, former_id = (row_id if id_field is None else read_id(fields, id_field)), None
         return _make_row(index, row_id, content_of(fields), passed, config, read_overrides(fields, config))
     except BadRecord as error:
-        return _error_row(index, row_id, passed, f"{record.place}: {error}")
+        return _error_row(index, row_id, former_id, passed, f"{record.place}: {error}")
 
 
 def _make_row(
@@ -139,5 +139,5 @@ def _make_row(
     )  # fmt: skip
 
 
-def _error_row(index: int, row_id: str, columns: Fields, error: str) -> Row:
-    return Row(index=index, id=row_id, prompt="", messages=None, columns=columns, error=error)
+def _error_row(index: int, row_id: str, former_id: str | None, columns: Fields, error: str) -> Row:
+    return Row(index=index, id=row_id, prompt="", messages=None, columns=columns, error=error, former_id=former_id)

@@ -191,7 +191,7 @@ def test_a_bad_article_is_an_error_row_and_no_example(tmp_path):
     lines = [{"key": "a", "article": article(0, 60)}, {"key": "b", "article": " \n", "summary": "s"}, "x"]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rows = summarization(str(tmp_path / "a.jsonl"))
-    assert [row.id for row in rows] == ["a", "b", "a.jsonl:3"]
+    assert [row.id for row in rows] == ["a", "b", "bad-row-2"]
     assert "dataset.summary_field" in (rows[0].error or "")
     assert "blank" in (rows[1].error or "")
 

@@ -59,7 +59,7 @@ def test_a_bad_line_is_an_error_row_that_says_where_and_the_rest_is_read(tmp_pat
 
 @pytest.mark.parametrize("case", ["bad JSON", "missing id", "id is a list", "not UTF-8"])
 def test_an_unreadable_id_becomes_file_and_line(tmp_path, case):
-    assert read(put(tmp_path, GOOD + b"\n" + BAD_LINES[case][0]))[1].id == "in.jsonl:2"
+    assert read(put(tmp_path, GOOD + b"\n" + BAD_LINES[case][0]))[1].id == "bad-row-1"
 
 
 def test_a_bad_row_keeps_its_id_and_columns_where_they_can_be_read(tmp_path):
@@ -133,7 +133,7 @@ def test_a_json_document_holds_its_rows_at_json_field(tmp_path, document, json_f
 
 def test_a_bad_item_of_a_document_is_an_error_row(tmp_path):
     rows = read(put(tmp_path, json.dumps([{"id": "a", "prompt": "1"}, 5]).encode(), "in.json"))
-    assert rows[1].id == "in.json:1"
+    assert rows[1].id == "bad-row-1"
     assert rows[1].error == "in.json, item 1: not a JSON object"
 
 
