@@ -22,6 +22,13 @@ class CheckpointError(MillraceError):
     """Weights are missing, truncated, or disagree with their index or with the model's own shapes."""
 
 
+class StorageError(MillraceError):
+    """Weights cannot be read for now: their disk or network is at fault. What is committed stays good and the run can
+    resume."""
+
+    exit_code = 75
+
+
 class BudgetError(MillraceError):
     """A plan needs more memory than its budget; raised before the first weight is read."""
 

@@ -117,14 +117,14 @@ def open_run(path: Path, manifest: RunManifest) -> RunState:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock)
     except OSError as error:
-        raise _unusable(run.path, error) from error
+        raise _unusable(run, error) from error
     try:
         if bound is None and not write_json(run.manifest, manifest.to_json(), exclusive=True):
             bound = _bound(run, manifest)  # another process was first
         _make_folders(run)
     except OSError as error:
         lock.release()
-        raise _unusable(run.path, error) from error
+        raise _unusable(run, error) from error
     except BaseException:
         lock.release()
         raise
@@ -178,8 +178,11 @@ def _make_folders(run: RunDirectory) -> None:
     fsync_directory(run.path.parent)
 
 
-def _unusable(path: Path, error: OSError) -> MillraceError:
-    """What no retry can heal is refused (exit 2); what can pass, as a full disk, is resumable (exit 75)."""
-    if error.errno not in LASTING_ERRNOS:
-        return output_error(path, error)
-    return ConfigError(f"cannot use {path} as a run directory: {error.strerror or error}. Choose another one with run=")
+def _unusable(run: RunDirectory, error: OSError) -> MillraceError:
+    """What no retry can heal is refused (exit 2); what can pass, as a full disk, or a file system that was mounted
+    read-only after the run had begun, is resumable (exit 75)."""
+    was_writable = error.errno == errno.EROFS and run.manifest.exists()
+    if error.errno not in LASTING_ERRNOS or was_writable:
+        return output_error(run.path, error)
+    why = error.strerror or error
+    return ConfigError(f"cannot use {run.path} as a run directory: {why}. Choose another one with run=")

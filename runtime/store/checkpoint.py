@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..plan.shapes import TensorSlice
+from .faults import read_fault
 from .gguf import GgufHeader, read_gguf
 from .header import read_header
 from .json_object import read_json_object
@@ -38,14 +39,21 @@ class Checkpoint:
         for tensor in self.tensors.values():
             header_bytes[tensor.file] = min(tensor.offset, header_bytes.get(tensor.file, tensor.offset))
         for file in map(Path, self.files):
-            size = file.stat().st_size
-            digest.update(f"{file.name}:{size};".encode())
-            with file.open("rb") as handle:
-                digest.update(handle.read(header_bytes[str(file)]))
-                for turn in range(NUM_SAMPLES):
-                    handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
-                    digest.update(handle.read(SAMPLE_BYTES))
+            try:
+                _add_samples(digest, file, header_bytes[str(file)])
+            except OSError as error:
+                raise read_fault(file, "reading samples of it", error) from error
         return digest.hexdigest()
+
+
+def _add_samples(digest: "hashlib._Hash", file: Path, header_bytes: int) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name}:{size};".encode())
+    with file.open("rb") as handle:
+        digest.update(handle.read(header_bytes))
+        for turn in range(NUM_SAMPLES):
+            handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
+            digest.update(handle.read(SAMPLE_BYTES))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

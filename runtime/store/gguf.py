@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..errors import CheckpointError
 from ..plan.shapes import TensorSlice
 from ..units import round_up
+from .faults import read_fault
 from .json_object import require_regular
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -67,7 +68,7 @@ def read_gguf(path: Path) -> GgufHeader:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise read_fault(path, "reading its header", error) from error
     except (struct.error, ValueError, OverflowError) as error:  # a header that ends too early; no UTF-8; an empty file
         raise CheckpointError(f"{path}: truncated, or not a GGUF file: {error}") from error
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..plan.shapes import TensorSlice
 from ..units import MIB, format_bytes
+from .faults import read_fault
 from .json_object import require_regular
 
 MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11; in Python's hands it is up to 20 times as much
@@ -39,7 +40,7 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
                 )
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise read_fault(path, "reading its header", error) from error
     try:
         entries = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except (ValueError, RecursionError) as error:

@@ -17,15 +17,19 @@ from ..closing import Closing
 from ..errors import CheckpointError
 from ..plan.extents import Extent
 from ..units import MIB
+from .faults import passes, patiently
 from .transfer import Chunk, ChunkTiming, PendingTransfer, TransferThreads, transfer
 
 log = logging.getLogger(__name__)
+
+PUT_BACK = "put the original file back and start the same command again"
 
 
 class _File(NamedTuple):
     descriptor: int
     is_direct: bool
     num_bytes: int  # when it was opened
+    modified_ns: int
 
 
 class Reader(Closing):
@@ -37,11 +41,16 @@ class Reader(Closing):
         self._threads = TransferThreads(num_threads, "reader")
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}  # by path
+        self._first_seen: dict[str, _File] = {}
+        self._descriptors: list[int] = []
+        self._closing = threading.Event()
 
     def close(self) -> None:
+        self._closing.set()
         self._threads.close()
-        for file in self._files.values():
-            os.close(file.descriptor)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
         self._files.clear()
 
     def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
@@ -61,27 +70,47 @@ class Reader(Closing):
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         """Fills `view`, of which the file may lack what lies behind the `needed` bytes."""
         begin = time.monotonic()
+        what = f"reading {needed:,} bytes at {offset:,}"
+        done = patiently(lambda: self._try(path, offset, view), path, what, self._closing.wait)
         file = self._open(path)
-        wanted = min(len(view), file.num_bytes - offset)
-        try:
-            done = transfer(os.preadv, file.descriptor, [view], offset, wanted, is_direct=file.is_direct)
-        except OSError as error:
-            raise CheckpointError(f"{path}: reading {wanted:,} bytes at {offset:,} failed: {error.strerror}") from error
         if done < needed:
             found = os.fstat(file.descriptor).st_size
             raise CheckpointError(
-                f"{path}: changed while in use: expected {offset + needed:,} bytes or more, found {found:,}; "
-                "put the original file back and start the same command again"
+                f"{path}: changed while in use: expected {offset + needed:,} bytes or more, found {found:,}; {PUT_BACK}"
             )
         if not file.is_direct:
-            os.posix_fadvise(file.descriptor, offset, wanted, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.descriptor, offset, done, os.POSIX_FADV_DONTNEED)
         return ChunkTiming(begin, time.monotonic(), done)
 
+    def _try(self, path: str, offset: int, view: memoryview) -> int:
+        """Bytes read. A handle that a file server has forgotten is good for nothing more: the next try opens the file
+        again."""
+        file = self._open(path)
+        wanted = min(len(view), file.num_bytes - offset)
+        try:
+            return transfer(os.preadv, file.descriptor, [view], offset, wanted, is_direct=file.is_direct)
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                self._forget(path, file)
+            raise
+
     def _open(self, path: str) -> _File:
+        """Raises CheckpointError where a file that was open before is not what it was."""
         with self._lock:
             if path not in self._files:
-                self._files[path] = _open_file(path, self._direct)
+                file = _open_file(path, self._direct)
+                self._descriptors.append(file.descriptor)
+                first = self._first_seen.setdefault(path, file)
+                if (file.num_bytes, file.modified_ns) != (first.num_bytes, first.modified_ns):
+                    raise CheckpointError(f"{path}: was replaced while in use; {PUT_BACK}")
+                self._files[path] = file
             return self._files[path]
+
+    def _forget(self, path: str, file: _File) -> None:
+        """Its descriptor stays open: another thread may be reading."""
+        with self._lock:
+            if self._files.get(path) is file:
+                del self._files[path]
 
 
 def _open_file(path: str, direct: bool) -> _File:
@@ -95,8 +124,11 @@ def _open_file(path: str, direct: bool) -> _File:
                 log.warning("%s: this file system refuses O_DIRECT; reading through the page cache", path)
         return _file_of(os.open(path, os.O_RDONLY | os.O_CLOEXEC), is_direct=False)
     except OSError as error:
+        if passes(error):
+            raise
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
 def _file_of(descriptor: int, *, is_direct: bool) -> _File:
-    return _File(descriptor, is_direct, os.fstat(descriptor).st_size)
+    found = os.fstat(descriptor)
+    return _File(descriptor, is_direct, found.st_size, found.st_mtime_ns)

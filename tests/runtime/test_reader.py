@@ -105,19 +105,6 @@ def test_a_file_that_is_gone_is_named_and_other_reads_go_on(reader: Reader, file
     reader.submit(good.extents, memoryview(target_of(good).numpy())).wait()
 
 
-def test_an_error_of_the_disk_reaches_the_caller(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", fail)
-    found = layout(file, (0, 100))
-    with (
-        Reader(num_threads=1) as reader,
-        pytest.raises(CheckpointError, match=r"reading .* bytes at 0 failed: Input/output"),
-    ):
-        reader.submit(found.extents, memoryview(target_of(found).numpy())).wait()
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_short_reads_are_continued(direct: bool, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv

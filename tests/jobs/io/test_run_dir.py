@@ -164,6 +164,17 @@ def test_what_no_retry_heals_is_refused_and_the_rest_is_resumable(
         open_run(tmp_path / "run", MANIFEST)
 
 
+def test_a_file_system_that_became_read_only_is_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_run(tmp_path / "run", MANIFEST).close()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(OutputError, match="EROFS"):
+        open_run(tmp_path / "run", MANIFEST)
+
+
 def test_two_openings_at_once_are_refused_and_closing_frees(tmp_path: Path) -> None:
     with open_run(tmp_path, MANIFEST), pytest.raises(RunInUseError, match=f"in use by pid {os.getpid()}"):
         open_run(tmp_path, MANIFEST)

@@ -1,0 +1,52 @@
+"""Faults in reading files: those of a disk or a network that may pass, and those that will not."""
+
+import errno
+import logging
+from collections.abc import Callable
+from os import PathLike
+from typing import TypeVar
+
+from ..errors import CheckpointError, MillraceError, StorageError
+
+log = logging.getLogger(__name__)
+
+PASSING_ERRNOS = frozenset(
+    {
+        *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EBUSY),
+        *(errno.ENOLINK, errno.ECOMM, errno.EPROTO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET),
+        *(errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
+        *(errno.ENETUNREACH, errno.ENETRESET, errno.ENFILE, errno.ENOBUFS),
+    }
+)
+PAUSES_SECONDS = (0.5, 2.0, 5.0)  # between tries: a failover of a file server takes longer, and is for the next start
+T = TypeVar("T")
+
+
+def passes(error: OSError) -> bool:
+    return error.errno in PASSING_ERRNOS
+
+
+def read_fault(path: str | PathLike[str], what: str, error: OSError) -> MillraceError:
+    """What a user is told of `error`, met in `what`: a later start can help (75), or not (2)."""
+    name = errno.errorcode.get(error.errno or 0, "no errno")
+    message = f"{path}: {what} failed: {error.strerror or error} ({name})"
+    if passes(error):
+        return StorageError(f"{message}. The storage of the weights is at fault; start the same command again")
+    return CheckpointError(message)
+
+
+def patiently(read: Callable[[], T], path: str, what: str, pause: Callable[[float], object]) -> T:
+    """What `read` returns, tried again behind a `pause` of some seconds where a fault may pass. Raises StorageError or
+    CheckpointError."""
+    for seconds in PAUSES_SECONDS:
+        try:
+            return read()
+        except OSError as error:
+            if not passes(error):
+                raise read_fault(path, what, error) from error
+            log.warning("%s; once more in %.1f s", read_fault(path, what, error), seconds)
+            pause(seconds)
+    try:
+        return read()
+    except OSError as error:
+        raise read_fault(path, f"{what}, tried {len(PAUSES_SECONDS) + 1} times,", error) from error

@@ -1,0 +1,208 @@
+"""Ends runs of one long block again and again, at any moment, and holds what they come to against a run that nothing
+ended: python -m tests.jobs.kill_loop kills=40 stops=20 family=llama kv=auto seconds=0.3
+
+`family`: llama goes in packed lanes, bloom in padded ones, t5 behind an encoder. What a kill may cost is the time since
+the block was last saved; what a stop may cost is a pass, so that no token is recorded twice.
+"""
+
+import logging
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from jobs.io.config import GenerateConfig
+from jobs.io.dataset import DatasetConfig
+from jobs.io.generation import generate
+from jobs.io.parts import read_generations
+from jobs.io.run_dir import RunDirectory
+from jobs.io.signals import StopFlag
+from runtime.config import DType, KVConfig, KVTier, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
+from runtime.errors import Interrupted
+from runtime.model.tokenizer import byte_level_tokenizer
+from runtime.sampling_config import SamplingConfig
+from tests.processes import PROCESSES
+from tests.support import synthesize
+
+SLACK_SECONDS = 1.0  # the machine has others to serve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One block of `num_rows` sequences. `checkpoint_seconds`: of each start."""
+
+    home: Path
+    family: str = "llama"
+    kv: KVTier = KVTier.auto
+    checkpoint_seconds: float = 0.3
+    num_rows: int = 12
+    num_new_tokens: int = 120
+
+    def config(self, name: str) -> GenerateConfig:
+        return GenerateConfig(
+            run=name,
+            output_root=str(self.home),
+            model=ModelConfig(name="test", path=str(self.home / self.family), dtype=DType.float32),
+            offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=1),
+            kv=KVConfig(tier=self.kv),
+            dataset=DatasetConfig(limit=self.num_rows),
+            policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=-(-self.num_rows // 3), num_micro_batches=3),
+            sampling=SamplingConfig(max_new_tokens=self.num_new_tokens, ignore_eos=True),
+            checkpoint_seconds=self.checkpoint_seconds,
+        )
+
+    def make_model(self) -> None:
+        directory = synthesize(self.family, self.home / self.family)
+        byte_level_tokenizer(640).save_pretrained(directory)
+
+    def directory(self, name: str) -> RunDirectory:
+        return RunDirectory(path=self.home / "generate" / name)
+
+    def tokens(self, name: str) -> Mapping[str, list[int]]:
+        table = read_generations(self.directory(name))
+        assert len(set(table["id"].to_pylist())) == table.num_rows == self.num_rows, "not each row once"
+        return dict(zip(table["id"].to_pylist(), table["token_ids"].to_pylist(), strict=True))
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What has happened. `ages_seconds`: between the last save, or the start, and each kill."""
+
+    num_kills: int = 0
+    num_stops: int = 0
+    num_runs: int = 0
+    num_resumed_inside: int = 0
+    ages_seconds: list[float] = field(default_factory=list)
+    longest_pass_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        oldest = max(self.ages_seconds, default=0)
+        return (
+            f"{self.num_kills} kills, {self.num_stops} stops in {self.num_runs} runs, which went on inside their block "
+            f"{self.num_resumed_inside} times; rows and tokens equal; at most {oldest:.2f} s since the last save at a "
+            f"kill, longest pass {self.longest_pass_seconds:.2f} s"
+        )
+
+
+def loop(case: Case, *, num_kills: int, num_stops: int, seed: int = 0) -> Tally:
+    """Raises AssertionError where a run came to anything else than the one that nothing ended."""
+    moments, tally = random.Random(seed), Tally()
+    case.make_model()
+    generate(case.config("whole"), lambda: False)
+    expected = case.tokens("whole")
+    while tally.num_kills < num_kills or tally.num_stops < num_stops:
+        name = f"ended-{tally.num_runs}"
+        while not _ended(case, name, tally, moments, num_kills, num_stops):
+            pass
+        assert case.tokens(name) == expected, f"{name} came to other tokens"
+        _audit(case, name, tally)
+    return tally
+
+
+def _ended(case: Case, name: str, tally: Tally, moments: random.Random, num_kills: int, num_stops: int) -> bool:
+    """One start; True where it came to its end."""
+    begin, run = time.time(), case.directory(name)
+    process = PROCESSES.Process(target=_start, args=(case, name))
+    process.start()
+    is_last = tally.num_kills >= num_kills and tally.num_stops >= num_stops
+    if not is_last:
+        _wait(process, run, begin, moments)
+    if is_last or not process.is_alive():
+        process.join()
+        assert process.exitcode == 0, f"ended with {process.exitcode}"
+        return True
+    left = [signal.SIGKILL] * (num_kills - tally.num_kills) + [signal.SIGTERM] * (num_stops - tally.num_stops)
+    _end(process, moments.choice(left), run, begin, tally)
+    return False
+
+
+def _wait(process: BaseProcess, run: RunDirectory, begin: float, moments: random.Random) -> None:
+    """Mostly until something was saved, and then some; now and then any moment from the start on."""
+    if moments.random() < 0.2:
+        process.join(moments.uniform(0, 3))
+        return
+    while process.is_alive() and _saved_at(run, begin) == begin:
+        time.sleep(0.005)
+    process.join(moments.uniform(0, 0.8))
+
+
+def _end(process: BaseProcess, number: signal.Signals, run: RunDirectory, begin: float, tally: Tally) -> None:
+    assert process.pid is not None
+    if number is signal.SIGKILL:
+        age = time.time() - max(_saved_at(run, begin), _began_at(run, begin))
+        process.kill()
+        process.join()
+        tally.num_kills += process.exitcode == -signal.SIGKILL
+        tally.ages_seconds.append(age)
+        return
+    process.terminate()
+    process.join(120)
+    assert process.exitcode in (0, 75), f"SIGTERM ended it with {process.exitcode}"
+    tally.num_stops += process.exitcode == 75
+
+
+def _saved_at(run: RunDirectory, begin: float) -> float:
+    files = [path.stat().st_mtime for path in run.path.glob("running-*")] if run.path.exists() else []
+    return max([begin, *files])
+
+
+def _began_at(run: RunDirectory, begin: float) -> float:
+    """When the first pass of this start could begin, or now: until then nothing can be lost."""
+    try:
+        written = run.schedule.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
+    return written if written > begin else time.time()
+
+
+def _audit(case: Case, name: str, tally: Tally) -> None:
+    run = case.directory(name)
+    [part] = run.generations.iterdir()
+    [passes] = run.throughput.iterdir()
+    table = pq.read_table(passes)
+    assert not list(run.path.glob("running-*")), "a checkpoint is left"
+    assert not list(run.path.rglob(".*tmp*")), "a temp is left"
+    assert sum(table["useful_tokens"].to_pylist()) == case.num_rows * case.num_new_tokens, "a token counts twice"
+    indices = table["pass_index"].to_pylist()
+    assert len(set(indices)) == len(indices), "a pass counts twice"
+    tally.num_runs += 1
+    tally.num_resumed_inside += int((pq.read_schema(part).metadata or {}).get(b"millrace.num_stops", b"0"))
+    tally.longest_pass_seconds = max(tally.longest_pass_seconds, *table["seconds"].to_pylist())
+    allowed = case.checkpoint_seconds + tally.longest_pass_seconds + SLACK_SECONDS
+    assert max(tally.ages_seconds, default=0) <= allowed, f"{max(tally.ages_seconds):.2f} s were lost"
+
+
+def _start(case: Case, name: str) -> None:
+    """As the job does."""
+    try:
+        with StopFlag() as stop:
+            generate(case.config(name), stop)
+    except Interrupted as error:
+        sys.exit(error.exit_code)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    with tempfile.TemporaryDirectory(prefix="millrace-kill-loop-") as home:
+        case = Case(
+            home=Path(home),
+            family=given.get("family", "llama"),
+            kv=KVTier(given.get("kv", "auto")),
+            checkpoint_seconds=float(given.get("seconds", "0.3")),
+        )
+        kills, stops, seed = (
+            int(given.get(key, default)) for key, default in (("kills", 40), ("stops", 20), ("seed", 0))
+        )
+        print(f"{case.family} kv={case.kv.value}: {loop(case, num_kills=kills, num_stops=stops, seed=seed)}")
+
+
+if __name__ == "__main__":
+    main()
