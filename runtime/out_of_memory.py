@@ -12,6 +12,7 @@ PHRASES = (
     "out of memory",
     "std::bad_alloc",
     "can't start new thread",
+    "failed to map segment",
 )
 
 
@@ -19,7 +20,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Torch reports a failed host allocation as a plain RuntimeError, the dynamic linker as an ImportError."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    return isinstance(error, (RuntimeError, ImportError)) and any(phrase in str(error) for phrase in PHRASES)
+    is_of_a_kind = isinstance(error, (RuntimeError, ImportError, OSError))
+    return is_of_a_kind and any(phrase in str(error) for phrase in PHRASES)
 
 
 def out_of_memory(ledgers: Sequence[Ledger]) -> BudgetError:

@@ -29,7 +29,7 @@ def mistakes_logged(path: Path | None = None) -> Iterator[None]:
 
 def told(error: Exception, path: Path | None = None) -> MillraceError:
     """What a user is told of an exception that nobody foresaw."""
-    if is_out_of_memory(error):
+    if any(is_out_of_memory(each) for each in _chain(error)):
         kind = BudgetError if path is None else MemoryShortage  # a run that has begun may go on
         return kind(
             f"this process was given no more memory ({_first_line(error)}): raise what limits it (ulimit -v, a "
@@ -41,8 +41,18 @@ def told(error: Exception, path: Path | None = None) -> MillraceError:
     )
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """With what it came out of: who cannot load a library may say no more than that."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or each.__context__
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+    return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
 def _logged(error: Exception, path: Path | None) -> str:

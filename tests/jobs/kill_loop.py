@@ -164,12 +164,11 @@ def _began_at(run: RunDirectory, begin: float) -> float:
 
 def _audit(case: Case, name: str, tally: Tally) -> None:
     run = case.directory(name)
-    [part] = run.generations.iterdir()
-    [passes] = run.throughput.iterdir()
-    table = pq.read_table(passes)
+    part, table = run.generations_part(0), pq.read_table(run.throughput_part(0))
+    num_tokens = sum(map(len, case.tokens(name).values()))
     assert not list(run.path.glob("running-*")), "a checkpoint is left"
     assert not list(run.path.rglob(".*tmp*")), "a temp is left"
-    assert sum(table["useful_tokens"].to_pylist()) == case.num_rows * case.num_new_tokens, "a token counts twice"
+    assert sum(table["useful_tokens"].to_pylist()) == num_tokens, "a token counts twice"
     indices = table["pass_index"].to_pylist()
     assert len(set(indices)) == len(indices), "a pass counts twice"
     tally.num_runs += 1

@@ -29,7 +29,14 @@ def in_python() -> None:
     bytearray(TOO_MUCH)
 
 
-@pytest.mark.parametrize("run_out", [allocated, mapped, threaded, in_python])
+def loaded() -> None:
+    try:
+        raise OSError("library.so: failed to map segment from shared object")
+    except OSError as error:
+        raise ValueError("a library cannot be loaded") from error
+
+
+@pytest.mark.parametrize("run_out", [allocated, mapped, threaded, in_python, loaded])
 def test_memory_that_ran_out_is_refused_before_a_run_begins_and_resumable_behind(
     run_out: object, tmp_path: Path
 ) -> None:
