@@ -11,7 +11,7 @@ LENGTHS = (5, 17, 3, 30, 11, 1, 24)
 NUM_NEW_TOKENS = 10
 CLEAR_MARGIN = 1e-3  # of logits, whose rounding differs by about 1e-5
 NUM_TRIES = 6
-MOST_PARAMETERS = 20_000_000
+MOST_PARAMETERS = 100_000_000
 FEWEST_KINDS = 12  # tokens; a model that says little proves little
 _DELICATE = ("A_log", "dt_bias", "time_decay", "time_first", ".D", "recurrent_param", "layer_scalar", "slope")
 
@@ -29,7 +29,13 @@ class Temper:
     is_tied: bool = True  # if the class ties its head
 
 
-TEMPERS = (Temper(gain=1.7), Temper(gain=1.0, is_tied=False), Temper(gain=0.5, is_tied=False), Temper(gain=3.5))
+TEMPERS = (
+    Temper(gain=1.7),
+    Temper(gain=1.0, is_tied=False),
+    Temper(gain=0.5, is_tied=False),
+    Temper(gain=3.5),
+    Temper(gain=0.25, is_tied=False),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

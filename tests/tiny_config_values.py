@@ -21,7 +21,7 @@ SIZES: Mapping[str, object] = {
 VISION_SIZES: Mapping[str, object] = {
     "hidden_size": 64, "embed_dim": 64, "intermediate_size": 128, "num_hidden_layers": 2, "depth": 2, "num_heads": 4,
     "num_attention_heads": 4, "image_size": 32, "patch_size": 8, "out_hidden_size": 64, "num_key_value_heads": 4,
-    "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 128,
+    "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 128, "text_hidden_size": 64,
 }  # fmt: skip
 
 _MAMBA = {
@@ -70,10 +70,6 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "mamba": {"state_size": 8, "use_mambapy": False, "time_step_rank": 4},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
     "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA},
-    "xlstm": {
-        "num_heads": 4, "num_blocks": 3, "num_hidden_layers": 3, "chunk_size": 16, "embedding_dim": 64,
-        "head_dim": None, "qk_dim_factor": 0.5, "mode": "inference",
-    },
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 48, "position_embedding_type": "rope",
         **_MAMBA,
@@ -90,6 +86,13 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "ctrl": {"dff": 128},
     "marian": {"decoder_start_token_id": 0},
     "ministral": {"head_dim": 16},
+    "hunyuan_vl_text": {"head_dim": 16},
+    "blt": {"encoder_hash_byte_group_vocab": 100},
+    "xlstm": {
+        "num_heads": 4, "num_blocks": 3, "num_hidden_layers": 3, "chunk_size": 16, "embedding_dim": 64,
+        "head_dim": None, "v_head_dim": None, "mode": "inference",
+    },
+    "gemma4_assistant_text": {"hidden_size_per_layer_input": 0},
     "reformer": {
         "is_decoder": True, "attention_head_size": 16, "attn_layers": ["local", "lsh"] * 2, "axial_pos_shape": [8, 64],
         "axial_pos_embds_dim": [32, 32], "feed_forward_size": 128, "num_hidden_layers": None,

@@ -104,7 +104,9 @@ class PackedLane(Lane):
             use_cache=True,
             logits_to_keep=self._cache.asked_B,
         )
-        self._logits_BV = out.logits[0]
+        logits_TV = out.logits[0]
+        is_asked_alone = len(logits_TV) == len(self._cache.asked_B)  # some classes make logits of all tokens
+        self._logits_BV = logits_TV if is_asked_alone else logits_TV[self._cache.asked_B]
 
     def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
         self._cache.end_pass()

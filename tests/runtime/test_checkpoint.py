@@ -76,6 +76,13 @@ def test_pickled_weights_are_refused_with_a_warning_before_the_command_that_conv
         open_checkpoint(tmp_path)
 
 
+def test_an_adapter_alone_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"lora_A": torch.ones(3)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"an adapter .*merge it into its base model"):
+        open_checkpoint(tmp_path)
+
+
 def test_an_empty_directory_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"holds neither {SINGLE} nor {INDEX}"):
         open_checkpoint(tmp_path)

@@ -1,0 +1,49 @@
+"""What a stranger's class raises leaves as one line that names it; our own errors and mistakes are not disguised."""
+
+import pytest
+import torch
+
+from runtime.errors import BudgetError, ConfigError
+from runtime.model.layer_lists import layer_lists
+from runtime.model.meta import build_meta_model
+from runtime.model.net import class_refused
+from tests.tiny_configs import tiny_config
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("no\nimage"), KeyError("x"), ZeroDivisionError("by"), RuntimeError("meta")]
+)
+def test_what_a_class_raises_is_a_refusal_that_names_it(error: Exception) -> None:
+    with (
+        pytest.raises(
+            ConfigError, match=f"Strange cannot be run here: its code raised {type(error).__name__}"
+        ) as found,
+        class_refused("Strange"),
+    ):
+        raise error
+    assert "\n" not in str(found.value)
+    assert found.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BudgetError("too much"), AssertionError("ours"), MemoryError(), OSError("disk"), RuntimeError("out of memory")],
+)
+def test_our_own_errors_memory_and_disks_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as found, class_refused("Strange"):
+        raise error
+    assert found.value is error
+
+
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("biogpt", ["biogpt.layers"]),
+        ("openai-gpt", ["transformer.h"]),
+        ("pegasus", ["model.encoder.layers", "model.decoder.layers"]),
+        ("gemma3", ["model.language_model.layers"]),
+        ("modernbert-decoder", ["model.layers"]),
+    ],
+)
+def test_layers_are_found_in_the_decoder_of_any_class(name: str, paths: list[str]) -> None:
+    assert [found.path for found in layer_lists(build_meta_model(tiny_config(name), torch.float32))] == paths

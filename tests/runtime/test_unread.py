@@ -1,0 +1,54 @@
+"""Of composite models the text decoder alone is read; what a class computes itself need be in no checkpoint."""
+
+import pytest
+import torch
+
+from runtime.errors import ConfigError
+from runtime.model.computed import keep_computed
+from runtime.model.meta import build_meta_model
+from runtime.model.unread import UnreadModule, leave_unread
+from tests.tiny_configs import tiny_config
+
+
+def test_of_a_model_that_sees_no_weight_beside_the_decoder_and_its_head_is_asked_for() -> None:
+    model = build_meta_model(tiny_config("llava"), torch.float32)
+    decoder = {name for name, _ in model.named_parameters() if "language_model" in name or name.startswith("lm_head")}
+    assert len(decoder) < len(dict(model.named_parameters()))
+    leave_unread(model)
+    assert set(dict(model.named_parameters())) == decoder
+
+
+def test_a_tower_that_is_asked_for_says_which_and_why_not() -> None:
+    model = build_meta_model(tiny_config("llava"), torch.float32)
+    leave_unread(model)
+    tower = model.get_submodule("model.vision_tower")
+    assert isinstance(tower, UnreadModule)
+    with pytest.raises(ConfigError, match=r"model\.vision_tower .*all prompts are text"):
+        tower(torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_model_of_text_alone_is_left_as_it_is(name: str) -> None:
+    model = build_meta_model(tiny_config(name), torch.float32)
+    before = set(dict(model.named_parameters()))
+    leave_unread(model)
+    assert set(dict(model.named_parameters())) == before
+
+
+def test_sinusoids_that_no_checkpoint_holds_are_those_of_the_class() -> None:
+    model = build_meta_model(tiny_config("marian"), torch.float32)
+    names = {name for name, _ in model.named_parameters()}
+    places = {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
+    assert places <= names
+    keep_computed(model, names - places)
+    table = model.get_submodule("model.encoder.embed_positions")
+    weight = dict(table.named_buffers())["weight"]
+    assert weight.equal(table.create_weight())
+    assert places.isdisjoint(dict(model.named_parameters()))
+
+
+def test_what_the_checkpoint_holds_is_read_and_not_computed() -> None:
+    model = build_meta_model(tiny_config("marian"), torch.float32)
+    names = {name for name, _ in model.named_parameters()}
+    keep_computed(model, names)
+    assert {name for name, _ in model.named_parameters()} == names
