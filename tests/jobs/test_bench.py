@@ -1,10 +1,11 @@
 """Contenders get the same prompts and give the same tokens; the table has a row for each. Speed is not asserted."""
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from jobs.io.bench.contenders import CONTENDERS, Contender, Ours, Peer, Reading,
 from jobs.io.bench.measure import measure
 from jobs.io.bench.report import markdown
 from jobs.io.bench.task import Result, Task, prompts
+from jobs.io.bench.worker import Ended, _why, task_of
 from runtime.config import DType, ModelConfig, Order
 from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint
@@ -88,6 +90,40 @@ def test_attention_is_set_beside_a_link_on_paper() -> None:
     table = markdown({"memory_read": [result], "attention_bfloat16": [result]})
     assert "| attention_bfloat16 | 128 MiB | 4.2 ms | 8.4 ms | 2.00 |" in table
     assert "on paper" not in markdown({"memory_read": [result]})
+
+
+def test_a_model_as_small_as_the_default_has_the_least_memory_that_its_weights_can_stream_in(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A quarter of its weights would not even hold what a run works with."""
+    contenders = (Contender.nvme, Contender.none)
+    config = BenchConfig(num_prompts=5, num_new_tokens=4)
+    tasks = [task_of(config, each, str(find_checkpoint(ModelConfig(), None)), 5) for each in contenders]
+    streamed, resident = (measure(task) for task in tasks)
+    assert streamed.tokens == resident.tokens
+    assert [len(tokens) for tokens in streamed.tokens] == [4] * 5
+    assert "nvme: weight_share=0.25 comes to" in capsys.readouterr().err
+
+
+def test_a_worker_that_cannot_run_says_why_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = replace(task_of(BenchConfig(), Contender.none, str(tmp_path), 5), is_check=True)
+    monkeypatch.setattr(sys, "argv", ["measure", json.dumps(asdict(task))])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("jobs.io.bench.measure", run_name="__main__")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}")
+    assert "Traceback" not in said
+
+
+def test_what_a_refused_worker_says_last_is_told_in_one_line() -> None:
+    said = "WARNING error: of no matter\nerror: the run needs 2 GiB more\nhost memory:\n  total  9 GiB > 7 GiB\n"
+    why = _why(Ended(exit_code=2, stdout="", stderr=said))
+    assert why == "cannot run: the run needs 2 GiB more; host memory:; total  9 GiB > 7 GiB"
+    odd = "an error: of no matter\nValueError: odd\n"
+    assert _why(Ended(exit_code=1, stdout="", stderr=odd)) == "ended with exit code 1: ValueError: odd"
 
 
 def test_every_contender_is_in_the_table_and_finding_out_what_it_is_loads_no_torch() -> None:

@@ -14,6 +14,7 @@ from jobs.io.bench.config import BenchConfig
 from jobs.io.bench.contenders import Contender, Guest
 from jobs.io.bench.gguf_export import export_gguf
 from jobs.io.bench.guests import python_of
+from jobs.io.bench.measure import NOTHING
 from jobs.io.bench.suites import run_suite
 from jobs.io.bench.task import Result, Task
 from runtime.errors import ConfigError, MillraceError
@@ -102,7 +103,7 @@ def test_a_peer_that_cannot_run_is_named_and_stops_nobody() -> None:
     calls: list[str] = []
 
     def measure(task: Task) -> Result:
-        calls.append(task.contender)
+        calls.append(task.contender + " checked" * task.is_check)
         if task.contender == "llama_cpp_f16":
             raise MillraceError("no compiler")
         return Result(
@@ -112,14 +113,44 @@ def test_a_peer_that_cannot_run_is_named_and_stops_nobody() -> None:
     contenders = [Contender.none, Contender.llama_cpp_f16, Contender.transformers]
     config = BenchConfig(contenders=contenders, rounds=2, batch_size=4)
     found = run_suite(config, ["somewhere"], lambda line: None, measure)
-    assert calls == ["none", "llama_cpp_f16", "transformers", "none", "transformers"]
+    assert calls == ["none checked", "none", "llama_cpp_f16", "transformers", "none", "transformers"]
     assert "llama_cpp_f16 is left out: no compiler" in found.table
     assert "| transformers |" in found.table
 
 
+def test_a_contender_whose_plan_does_not_fit_is_named_before_anything_is_measured() -> None:
+    calls: list[str] = []
+
+    def measure(task: Task) -> Result:
+        calls.append(task.contender + " checked" * task.is_check)
+        if task.contender == "none":
+            assert task.is_check
+            raise MillraceError("contender none cannot run: 9 GiB > 8 GiB")
+        return Result(
+            seconds=2.0, prefill_seconds=1.0, rate=1.0, peak_bytes=2, baseline_bytes=1, bytes_read=0, tokens=[[1]]
+        )
+
+    config = BenchConfig(contenders=[Contender.nvme, Contender.none, Contender.transformers], rounds=1, batch_size=4)
+    found = run_suite(config, ["somewhere"], lambda line: None, measure)
+    assert calls == ["nvme checked", "none checked", "nvme", "transformers"]
+    assert "none is left out: contender none cannot run: 9 GiB > 8 GiB" in found.table
+
+
+def test_where_no_contender_can_run_nothing_is_measured() -> None:
+    def measure(task: Task) -> Result:
+        assert task.is_check
+        raise MillraceError(f"{task.contender} does not fit")
+
+    config = BenchConfig(contenders=[Contender.nvme, Contender.none])
+    with pytest.raises(MillraceError, match="no contender can run: nvme does not fit; none does not fit"):
+        run_suite(config, ["somewhere"], lambda line: None, measure)
+
+
 def test_millrace_itself_must_run() -> None:
     def measure(task: Task) -> Result:
-        raise MillraceError("broken")
+        if not task.is_check:
+            raise MillraceError("broken")
+        return NOTHING
 
     with pytest.raises(MillraceError, match="broken"):
         run_suite(BenchConfig(contenders=[Contender.none]), ["somewhere"], lambda line: None, measure)

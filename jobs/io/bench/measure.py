@@ -31,24 +31,27 @@ from runtime.config import (
 )
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
+from runtime.errors import MillraceError
 from runtime.plan.actions import WEIGHT_OPS
 from runtime.plan.extents import slot_layout
+from runtime.plan.planner import plan_run
 from runtime.plan.schedule import make_schedule
 from runtime.plan.usual_sizes import block_size
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, resident_bytes
 from runtime.stream.weights import WeightStream
 from runtime.trace import Trace
-from runtime.units import GIB
+from runtime.units import GIB, format_bytes
 
 from ..trace_file import tracing
 from . import peers
 from .attention import sweep
 from .contenders import Ours, Peer, Reading, Sweep
-from .millrace import prefill_seconds, requests_of
+from .millrace import least_bytes, prefill_seconds, requests_of
 from .reading import read_plainly
-from .task import Result, Task, forget_pages, prompts
+from .task import REFUSED, Result, Task, forget_pages, prompts
 
 READ_PASSES = 4
+NOTHING = Result(seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[])
 
 
 def measure(task: Task) -> Result:
@@ -74,7 +77,7 @@ def _runtime(
     cache_dir: str | None = None,
 ) -> tuple[Runtime, list[Request]]:
     """For nvme the host budget is `weight_share` of the weights plus the KV of the longest requests that have seats,
-    however they are admitted."""
+    however they are admitted; of a model so small that this is less than what a run takes at least, that."""
 
     def make(host_memory_gib: float | None) -> tuple[Runtime, list[Request]]:
         config = RuntimeConfig(
@@ -107,7 +110,11 @@ def _runtime(
     shape = runtime.model.shape
     num_seats = task.num_kv_seats or block_size(runtime.config.policy)
     positions = sum(sorted((request.size.capacity_tokens for request in requests), reverse=True)[:num_seats])
-    budget = task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token
+    budget = int(task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token)
+    if task.policy == PolicyKind.fixed.value and (least := least_bytes(runtime, requests)) > budget:
+        said = f"{task.contender}: weight_share={task.weight_share:g} comes to {format_bytes(budget)} of host memory"
+        sys.stderr.write(f"{said}; it has the least that a run takes, {format_bytes(least)}\n")
+        budget = least
     return make(budget / GIB)
 
 
@@ -122,6 +129,10 @@ def _generated(task: Task, ours: Ours, folder: str) -> Result:
     trace = Trace() if ours.is_traced else None
     cache_dir = folder if task.policy == PolicyKind.hrm.value else None
     runtime, requests = _runtime(task, ours.tier, ours.admission, trace=trace, cache_dir=cache_dir)
+    if task.is_check:
+        sizes = [request.size for request in requests]
+        plan_run(runtime.model.shape, runtime.config, runtime.budgets(), sizes)
+        return NOTHING
     passes: list[PassRecord] = []
     writing_seconds: list[float] = []
     read_before = disk_read_bytes()
@@ -202,4 +213,8 @@ def _sweep(over: Sweep) -> Result:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(measure(Task(**json.loads(sys.argv[1]))))) + "\n")
+    try:
+        sys.stdout.write(json.dumps(asdict(measure(Task(**json.loads(sys.argv[1]))))) + "\n")
+    except MillraceError as error:
+        sys.stderr.write(f"{REFUSED}{error}\n")
+        sys.exit(error.exit_code)

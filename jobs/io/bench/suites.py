@@ -12,7 +12,7 @@ from runtime.errors import MillraceError
 from .batch_size import with_batch_size
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks
 from .config import BenchConfig, Suite
-from .contenders import Contender, Peer
+from .contenders import Contender, Ours, Peer
 from .floor import floors_of, floors_table, product_seconds
 from .gpu.suite import run_gpu
 from .knee import needed_sequences
@@ -40,8 +40,9 @@ class Measured:
 
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
-    """`say` is told how each measurement went. Batch sizes are searched before the first round. A peer that cannot run,
-    or takes too long, is left out, and the table says why. Raises MillraceError where Millrace fails."""
+    """`say` is told how each measurement went. Before the first round budgets are checked and batch sizes searched: of
+    speed and predictions, a contender that cannot run, or a peer that takes too long, is left out, and the table says
+    why. Raises MillraceError where none is left, and where Millrace fails later."""
     if config.suite is Suite.gpu:
         done = run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
         return Measured(table=done.table, rounds=done.rounds, peers=done.peers)
@@ -61,7 +62,10 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         for block in blocks
     }
     rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
-    refusals = _choose_batch_sizes(tasks, say, measure)
+    refusals = _over_budget(tasks, say, measure)
+    if len(refusals) == len(tasks):
+        raise MillraceError("no contender can run: " + "; ".join(refusals.values()))
+    refusals |= _choose_batch_sizes(tasks, say, measure)
     for turn in range(config.rounds):
         left = {case: task for case, task in tasks.items() if case not in refusals}
         refusals |= _measure_all(turn, left, rounds, say, measure)
@@ -81,6 +85,19 @@ def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         again = worth_repeating(rounds) if turn else rounds
         _measure_all(turn, {attempt: attempt.task for attempt in again}, rounds, say, measure)
     return _done(policies_table(rounds), rounds)
+
+
+def _over_budget(tasks: Mapping[Named, Task], say: Say, measure: Measure) -> dict[Named, str]:
+    """Why those of Millrace did not run whose plans do not fit. Nothing is measured."""
+    refusals: dict[Named, str] = {}
+    for name, task in tasks.items():
+        if isinstance(task.entry, Ours):
+            try:
+                measure(replace(task, is_check=True))
+            except MillraceError as error:
+                refusals[name] = str(error)
+                say(f"{name} is left out: {error}")
+    return refusals
 
 
 def _choose_batch_sizes(tasks: dict[Named, Task], say: Say, measure: Measure) -> dict[Named, str]:

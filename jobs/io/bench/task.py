@@ -13,6 +13,7 @@ from runtime.config import Attention, Order, PolicyKind
 
 from .contenders import CONTENDERS, Contender, Entry
 
+REFUSED = "error: "  # begins what a worker says last where Millrace refuses
 FORGET_SECONDS = 0.5  # less than a step of any peer takes
 
 
@@ -38,6 +39,7 @@ class Task:
     attention: str = Attention.device.value
     num_kv_seats: int | None = None
     limit_minutes: float | None = None
+    is_check: bool = False  # of Millrace's budgets alone: nothing is measured
 
     @property
     def entry(self) -> Entry:

@@ -22,7 +22,7 @@ from .config import BenchConfig
 from .contenders import CONTENDERS, Contender, Guest, Ours, Peer
 from .gguf_export import export_gguf
 from .guests import python_of
-from .task import Result, Task
+from .task import REFUSED, Result, Task
 
 ERROR = re.compile(r"(\[\w+\]: )?[\w.]*(Error|Exception)\b")  # the line of a traceback that says what
 
@@ -66,7 +66,7 @@ def measured(task: Task) -> Result:
         environment |= _libraries(task, peer.guest, home.parent.parent / "lib")
         task = _prepared(task, peer.guest)
     worker = [python, "-m", module, json.dumps(asdict(task))]
-    ended = _run(worker, environment, keeps_stderr=peer is not None, task=task)
+    ended = _run(worker, environment, keeps_stderr=peer is not None or task.is_check, task=task)
     if ended.exit_code:
         raise MillraceError(f"contender {task.contender} {_why(ended)}")
     return Result(**json.loads(ended.stdout.splitlines()[-1]))
@@ -124,6 +124,8 @@ def _why(ended: Ended) -> str:
     if ended.exit_code < 0:
         return f"was ended by {signal.Signals(-ended.exit_code).name}"
     lines = ended.stderr.strip().splitlines() or ["see above"]
+    if refused := [place for place, line in enumerate(lines) if line.startswith(REFUSED)]:
+        return f"cannot run: {'; '.join(map(str.strip, lines[refused[-1] :])).removeprefix(REFUSED)}"
     said = next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])
     return f"ended with exit code {ended.exit_code}: {said}"
 
