@@ -76,6 +76,7 @@ class Order(Enum):
     module_batched = "module_batched"
 
 
+MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
 ORDERS_AHEAD = (Order.flexgen, Order.cgopipe)  # weights of two consecutive stages lie side by side
 
 
@@ -145,7 +146,8 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for key in ("device_memory_gib", "host_memory_gib"):
             value = getattr(self, key)
-            require(value is None or value > 0, f"offload.{key} must be above 0 GiB, got {value}")
+            is_sound = value is None or 0 < value <= MAX_MEMORY_GIB
+            require(is_sound, f"offload.{key} must be above 0 and {MAX_MEMORY_GIB:,} GiB at most, got {value}")
         layers = self.resident_layers
         require(layers is None or layers >= 0, f"offload.resident_layers must be 0 or more, got {layers}")
         require(1 <= self.reader_threads <= 64, f"offload.reader_threads must be 1 to 64, got {self.reader_threads}")
@@ -222,7 +224,8 @@ class MachineConfig:
             f"machine.sheet and machine.rates are both given for {self.name}: keep the one, and set the other to null",
         )
         threads = self.num_threads
-        require(threads is None or threads >= 1, f"machine.num_threads must be 1 or more, got {threads}")
+        is_sound = threads is None or 1 <= threads <= MAX_THREADS
+        require(is_sound, f"machine.num_threads must be 1 to {MAX_THREADS:,}, got {threads}")
 
 
 @dataclass(frozen=True, kw_only=True)

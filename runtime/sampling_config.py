@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from .errors import require
 
+MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOverrides:
@@ -58,7 +60,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         least, most = self.min_new_tokens or 0, self.max_new_tokens
         for key in ("max_new_tokens", "min_new_tokens", "min_length"):
-            self._require(key, "0 or more", lambda value: value >= 0)
+            self._require(key, f"0 to {MAX_NEW_TOKENS:,}", lambda value: 0 <= value <= MAX_NEW_TOKENS)
         require(least <= most, f"sampling.min_new_tokens={least} is above sampling.max_new_tokens={most}")
         self._require("temperature", "0 (greedy) or more", lambda value: value >= 0)
         for key in ("top_k", "no_repeat_ngram_size", "logprobs"):
@@ -71,7 +73,7 @@ class SamplingConfig:
         require(all(self.stop or []), "sampling.stop holds an empty string, which would stop every row at once")
         require(all(self.bad_words), "sampling.bad_words holds an empty string")
         self._require_token_lists()
-        require(self.n >= 1, f"sampling.n must be 1 or more samples, got {self.n}")
+        require(1 <= self.n <= MAX_SAMPLES, f"sampling.n must be 1 to {MAX_SAMPLES:,} samples, got {self.n}")
         require(
             self.n == 1 or not self.is_greedy,
             f"sampling.n={self.n} needs sampling.temperature above 0: greedy gives the same text {self.n} times",

@@ -9,9 +9,11 @@ from runtime.batching.balance import Block
 from runtime.engine.requests import Rejected
 from runtime.engine.sequence import Completion, Request
 from runtime.engine.tokens import tokenize_each
+from runtime.errors import require
 
 from .chat import ChatRenderer, TemplateRefusal
 from .dataset import Row
+from .dataset.config import MAX_ROWS
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest
 
@@ -30,7 +32,13 @@ class Asked:
 
 
 def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
-    """Tokenises every row. A row that cannot be generated from is rejected, never raised."""
+    """Tokenises every row. A row that cannot be generated from is rejected, never raised. Raises ConfigError for more
+    completions than a run can have."""
+    num_samples = runtime.config.sampling.n
+    require(
+        len(rows) * num_samples <= MAX_ROWS,
+        f"sampling.n={num_samples:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
+    )
     asked = zip(rows, _requests(runtime, rows), strict=True)
     made = [(row, item) for row, request in asked for item in runtime.samples(request)]
     return Asked(

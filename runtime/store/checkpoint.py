@@ -19,6 +19,7 @@ SINGLE = "model.safetensors"
 ADAPTER = "adapter_config.json"
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 16
+MAX_NAME_BYTES = 255  # of a file, on Linux
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def _sharded(directory: Path, index: Path) -> dict[str, TensorSlice]:
         raise CheckpointError(f"{index}: not a safetensors index: {odd!a:.80} lies in {weight_map[odd]!a:.40}")
     tensors: dict[str, TensorSlice] = {}
     for file in sorted(set(names.values())):
-        if Path(file).name != file or "\0" in file:
+        if Path(file).name != file or "\0" in file or len(file.encode("utf-8", "replace")) > MAX_NAME_BYTES:
             raise CheckpointError(f"{index}: names {file!a:.80}; only plain file names are allowed")
         if not (directory / file).exists():
             raise CheckpointError(f"{directory / file}: missing, but {INDEX} names it")

@@ -43,7 +43,7 @@ _TABLES = {_K.parquet, _K.csv, _K.hub}
 _HELM = {_K.helm_synthetic_reasoning, _K.helm_summarization}
 _PATH = {_K.mtbench, _K.helm_summarization, _K.jsonl, *_TABLES}
 
-MAX_ROWS = 100_000_000  # of a run: each is held in memory
+MAX_ROWS = 50_000_000  # of a run: each is held in memory, in about 1 KiB
 
 OVERRIDE_FIELDS = ("max_new_tokens_field", "temperature_field", "stop_field")  # of what a row may ask for itself
 
@@ -169,7 +169,7 @@ class ShardConfig:
     count: int = 1
 
     def __post_init__(self) -> None:
-        require(self.count >= 1, f"shard.count must be 1 or more, got {self.count}")
+        require(1 <= self.count <= MAX_ROWS, f"shard.count must be 1 to {MAX_ROWS:,}, got {self.count}")
         require(
             0 <= self.index < self.count,
             f"shard.index must be 0 to {self.count - 1} (shard.count={self.count}), got {self.index}",

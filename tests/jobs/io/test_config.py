@@ -1,6 +1,7 @@
 """What a composed config becomes: typed, strict, one line for each failure; and which keys can change the text."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -90,9 +91,9 @@ def test_interpolations_are_resolved() -> None:
         (["kv.device_fraction=1.5"], "kv.device_fraction must be 0 to 1, got 1.5"),
         (["kv.num_slots=0"], "kv.num_slots must be 1 to 64, got 0"),
         (["kv.directory=' '"], "kv.directory is empty"),
-        (["sampling.n=0", "sampling.temperature=1"], "sampling.n must be 1 or more samples, got 0"),
+        (["sampling.n=0", "sampling.temperature=1"], "sampling.n must be 1 to 10,000 samples, got 0"),
         (["sampling.n=4"], "sampling.n=4 needs sampling.temperature above 0"),
-        (["sampling.min_new_tokens=-1"], "sampling.min_new_tokens must be 0 or more, got -1"),
+        (["sampling.min_new_tokens=-1"], "sampling.min_new_tokens must be 0 to 100,000,000, got -1"),
         (["sampling.min_new_tokens=33"], "sampling.min_new_tokens=33 is above sampling.max_new_tokens=32"),
         (["sampling.no_repeat_ngram_size=-1"], "sampling.no_repeat_ngram_size must be 0 (off) or more, got -1"),
         (["sampling.logprobs=-1"], "sampling.logprobs must be 0 (off) or more, got -1"),
@@ -255,3 +256,23 @@ def test_synthesize_refuses_in_one_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         synthesize(override)
     assert str(refused.value).startswith(message)
+
+
+ABSURD = [
+    "machine.num_threads=100000", "dataset.limit=100000000000000000000", "dataset.repeat=1000000000",
+    "sampling.n=1000000", "sampling.max_new_tokens=2000000000", "offload.host_memory_gib=1e30",
+    "offload.device_memory_gib=1e30",
+    "shard.count=10000000000", "dataset.max_row_bytes=1000000000000",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", ABSURD)
+def test_an_absurd_number_is_refused_with_its_key_the_bound_and_itself(override: str) -> None:
+    key, value = override.split("=")
+    with pytest.raises(ConfigError) as error:
+        generate(override, "sampling.temperature=1")
+    text = str(error.value)
+    assert key in text
+    assert f"got {float(value) if 'e' in value else value}" in text
+    assert re.search(r"\d,\d{3}", text), "the bound"
+    assert "\n" not in text

@@ -1,10 +1,12 @@
 """One long row costs that row: its bytes are bounded before they cost memory, and the others go on."""
 
+import copy
 import gzip
 import json
 import os
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.io.dataset import DatasetConfig, DatasetKind, Row, read_rows
+from jobs.io.dataset.config import MAX_ROWS
 from jobs.io.requests import ask
 from runtime import Runtime, RuntimeConfig
 from runtime.config import SamplingConfig
 from runtime.engine import tokens
 from runtime.engine.sequence import Request
-from runtime.errors import DatasetError
+from runtime.errors import ConfigError, DatasetError
 
 MOST = 1000
 LONG = "x" * 5 * MOST
@@ -74,14 +77,14 @@ def test_the_longest_line_that_may_be_is_read(tmp_path: Path) -> None:
 
 def test_the_bytes_of_a_long_line_are_never_held(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"id": "a", "prompt": "' + b"x" * 60_000_000 + b'"}\n' + lines(["b"])))
+    path.write_bytes(gzip.compress(b'{"id": "a", "prompt": "' + b"x" * 25_000_000 + b'"}\n' + lines(["b"])))
     tracemalloc.start()
     rows = read(path, DatasetKind.jsonl, most=1_000_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [row.error is None for row in rows] == [False, True]
     assert rows[1].id == "0"
-    assert peak < 20_000_000
+    assert peak < 10_000_000
 
 
 def test_a_long_document_is_refused_with_what_to_change(tmp_path: Path) -> None:
@@ -164,3 +167,18 @@ def test_a_text_that_the_tokenizer_refuses_costs_its_row(runtime: Runtime, monke
     asked = ask(runtime, [row(0, "one"), row(1, "two"), row(2, "three")])
     assert [type(request) for request in asked.requests] == [Request, Request]
     assert "tokenizer refuses the prompt: called `Option::unwrap()`" in asked.rejected[0].error
+
+
+def test_more_completions_than_a_run_can_have_are_refused_before_they_are_made(runtime: Runtime) -> None:
+    many = [row(0, "one")] * (MAX_ROWS // 10_000 + 1)
+    runtime = copy.copy(runtime)
+    runtime.config = replace(runtime.config, sampling=SamplingConfig(n=10_000, temperature=1.0))
+    with pytest.raises(ConfigError, match=r"sampling\.n=10,000 times 5,001 rows is above the 50,000,000"):
+        ask(runtime, many)
+
+
+def test_more_rows_than_a_run_can_have_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines(["a"] * 3))
+    config = DatasetConfig(kind=DatasetKind.jsonl, path=str(tmp_path / "in.jsonl"), repeat=MAX_ROWS)
+    with pytest.raises(ConfigError, match=r"dataset\.repeat=50,000,000 times 3 rows is above the 50,000,000"):
+        read_rows(config)

@@ -1,0 +1,78 @@
+"""Runs cases of one target, one after the other, and says on stdout what became of each. Ended by who watches it."""
+
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from runtime.errors import MillraceError
+from tests.fuzz import targets
+from tests.fuzz.target import Cases, OutsideError, write
+
+ADDRESS_SPACE = 12 << 30  # on top of what is mapped before the first case
+
+
+def main(name: str, seed: int, first: int, seconds: float, last: int | None) -> None:
+    """A line of JSON for each case that begins, each finding, and counts of the rest."""
+    logging.disable(logging.CRITICAL)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as home:
+        cases = Cases.of(targets.BY_NAME[name], Path(home))
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE,) * 2)
+        say(ready=True)
+        end, number = time.monotonic() + seconds, first
+        while time.monotonic() < end and (last is None or number <= last):
+            run(cases, seed, number, Path(home) / "case")
+            number += 1
+    say(done=True)
+
+
+def run(cases: Cases, seed: int, number: int, directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    write(cases.files(seed, number), directory)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    say(begins=number)
+    try:
+        cases.target.check(directory, random.Random(number))
+        outcome, text = "accepted", ""
+    except MillraceError as error:
+        outcome, text = "refused", str(error)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except OutsideError as error:
+        outcome, text = "outside", str(error)
+    except BaseException:  # which is what is looked for
+        outcome, text = "raised", traceback.format_exc()
+    say(ends=number, outcome=outcome, text=text[-3000:], grown=resident("VmHWM") - before)
+
+
+def resident(key: str) -> int:
+    """Bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), file=REPORT, flush=True)
+
+
+if __name__ == "__main__":
+    REPORT = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints is no report
+    given = dict(word.split("=", 1) for word in sys.argv[1:])
+    main(
+        given["target"],
+        int(given["seed"]),
+        int(given["first"]),
+        float(given["seconds"]),
+        int(given["last"]) if "last" in given else None,
+    )
