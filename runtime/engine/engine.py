@@ -19,6 +19,7 @@ from ..plan.schedule import Schedule, make_schedule
 from ..plan.usual_sizes import chunk_tokens
 from ..plan.walk import Walk
 from ..stream.host_memory import peak_resident_bytes
+from .apart import ApartLane
 from .experts import BatchedExperts
 from .lane import Lane, LaneKit
 from .monitor import PassMonitor
@@ -55,6 +56,7 @@ class Engine:
             pool=self._pages.pool,
             travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
             prefill_chunk_tokens=chunk_tokens(setup.config.policy),
+            has_whole_prompts=loaded.shape.has_whole_prompts,
             rope_lengths=loaded.rope_lengths,
         )
         self._stages = dense_shape(loaded.shape, placement.paged).stages
@@ -97,7 +99,9 @@ class Engine:
         if self._loaded.shape.is_packed:
             return self.packed_lane(sequences, chunk_tokens)
         kit, start = self._kit_for(chunk_tokens), self._loaded.start_token_id
-        return PaddedLane(kit, sequences) if start is None else Seq2SeqLane(kit, sequences, start)
+        if start is not None:
+            return Seq2SeqLane(kit, sequences, start)
+        return (ApartLane if self._loaded.habits.apart else PaddedLane)(kit, sequences)
 
     def _kit_for(self, chunk_tokens: int | None) -> LaneKit:
         return self._kit if chunk_tokens is None else replace(self._kit, prefill_chunk_tokens=chunk_tokens)

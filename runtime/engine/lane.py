@@ -31,6 +31,7 @@ class LaneKit:
     pool: PagePool
     travels: frozenset[int]
     prefill_chunk_tokens: int
+    has_whole_prompts: bool = False  # in padded lanes
     rope_lengths: RopeLengths | None = None
 
 
@@ -80,10 +81,14 @@ class Lane(ABC):
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
         """Starts the forward; returns the first stage that it asks for. `new_tokens`: see `PackedLane`."""
         self._prepare()
-        self._run = LaneRun(self._forward, self.cache, self._lengths())
+        self._run = self.make_run()
         event = self._run.switch()
         assert isinstance(event, NeedStage), f"the lane asked for {event!r} instead of a stage"
         return event
+
+    def make_run(self) -> LaneRun:
+        """The forward of a pass that is prepared."""
+        return LaneRun(self._forward, self.cache, self._lengths())
 
     def advance(self, answer: Weights | torch.Tensor) -> Event | None:
         """Runs on with what was asked for, up to the next question; None when the forward has ended."""
@@ -91,10 +96,15 @@ class Lane(ABC):
         event = self._run.switch(answer)
         return None if self._run.dead else event
 
+    @property
+    def logits(self) -> torch.Tensor:
+        """Of the rows that asked (B, V), until `end_pass`."""
+        assert self._logits_BV is not None, "the pass has not ended"
+        return self._logits_BV
+
     def end_pass(self) -> PassCounts:
         """Samples, drops finished sequences and says what the pass amounted to."""
-        assert self._logits_BV is not None, "the pass has not ended"
-        counts = self._finish(self._logits_BV)
+        counts = self._finish(self.logits)
         self._logits_BV, self._run = None, None
         self._num_passes += 1
         return counts

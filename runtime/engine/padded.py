@@ -10,7 +10,7 @@ import torch
 from transformers import Cache
 
 from ..cache.rectangle import RectangleKV, rectangle_cache
-from ..model.traits import cache_argument
+from ..model.generating import PassInputs
 from ..plan.memory import chunk_columns
 from .lane import LaneKit
 from .records import PassCounts
@@ -23,7 +23,7 @@ class PaddedLane(RectangleLane):
     what others have generated is as wide as their answers were planned."""
 
     def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
-        self._kit, self._cache_argument = kit, cache_argument(kit.model)
+        self._kit = kit
         super().__init__(kit, sequences, *self._empty(sequences), padding_side="left")
 
     def _empty(self, sequences: Rows[Sequence]) -> tuple[Cache, RectangleKV]:
@@ -31,7 +31,9 @@ class PaddedLane(RectangleLane):
         kit = self._kit
         self._num_prompt = {s.request.key: s.num_known for s in sequences}  # with what was generated earlier
         self._width = max(self._num_prompt.values())
-        self._columns = chunk_columns(len(sequences), self._width, kit.prefill_chunk_tokens)
+        self._columns = self._width
+        if not kit.has_whole_prompts:
+            self._columns = chunk_columns(len(sequences), self._width, kit.prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
         cache = rectangle_cache(kit.model.config, capacity, kit.device, kit.travels)
@@ -57,14 +59,13 @@ class PaddedLane(RectangleLane):
         return torch.tensor([self._lengths_of(s, range(self._done - pads, self._end - pads)) for s, pads in columns])
 
     def _forward(self) -> None:
-        out = self._model(
-            input_ids=self._ids_BT,
-            attention_mask=self._mask_BS[:, : self._end],
-            position_ids=self._positions_BT,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_argument: self._cache},
+        inputs = PassInputs(
+            ids_BT=self._ids_BT,
+            positions_BT=self._positions_BT,
+            mask_BS=self._mask_BS[:, : self._end],
+            is_first=self._done < self._width,
         )
+        out = self._model(**inputs.of(self._model, self._cache))
         self._logits_BV = out.logits[:, -1]
 
     def _finish(self, logits_BV: torch.Tensor) -> PassCounts:

@@ -10,12 +10,33 @@ from transformers import PreTrainedModel
 
 from .layer_lists import layer_lists
 
-NUM_LAYERS = 2  # of a copy with values: a matrix is copied when it is multiplied
+NUM_LAYERS = 2  # of a copy with values, of whatever kind
+SMALL_NUMEL = 1 << 20  # matrices that code may want to lie in memory as usual
 
 
 class _NoExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: object) -> torch.Tensor:
-        return torch.empty_like(hidden_states)
+        return hidden_states / 2
+
+
+class _CheapLinear(nn.Module):
+    """A linear map of the same sizes that multiplies no matrix: features are repeated or folded, and scaled. Who asks
+    for the weight gets one."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_in: int, num_out: int, scale: torch.Tensor):
+        super().__init__()
+        self.weight, self.bias, self.scale = weight, bias, scale
+        self.in_features, self.out_features = num_in, num_out
+        self.times = -(-max(num_in, num_out) // min(num_in, num_out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.out_features >= self.in_features:
+            out = x.repeat(*[1] * (x.ndim - 1), self.times)[..., : self.out_features]
+        else:
+            padded = nn.functional.pad(x, (0, self.times * self.out_features - self.in_features))
+            out = padded.unflatten(-1, (self.times, self.out_features)).sum(-2) * self.times**-0.5
+        out = out.roll(1, -1) * self.scale
+        return out if self.bias is None else out + self.bias
 
 
 class Reached(Exception):
@@ -55,17 +76,17 @@ def _leave_out_experts(model: PreTrainedModel) -> None:
         model.set_submodule(name, _NoExperts())
 
 
-def with_values(model: PreTrainedModel, *, num_layers: int = NUM_LAYERS, with_experts: bool = False) -> PreTrainedModel:
+def with_values(
+    model: PreTrainedModel, *, num_layers: int | None = NUM_LAYERS, with_experts: bool = False
+) -> PreTrainedModel:
     """On the CPU, its first layers alone. Element (i, j) of a matrix is number i + j of a vector, so weights take no
     memory, and no two rows or columns are equal. Running it raises `Reached` behind the last layer, if there are more.
     """
     found = copy.deepcopy(model)
     if getattr(found.config.get_text_config(), "_experts_implementation", None) is not None:
         found.set_experts_implementation("eager")  # others would copy all of a layer's experts
-    for part in layer_lists(found):
-        if len(part.layers) > num_layers:
-            part.layers[num_layers] = _End(part.layers[num_layers])
-            del part.layers[num_layers + 1 :]
+    if num_layers is not None:
+        _cut(found, num_layers)
     if not with_experts:
         _leave_out_experts(found)
     generator = torch.Generator().manual_seed(0)
@@ -73,10 +94,27 @@ def with_values(model: PreTrainedModel, *, num_layers: int = NUM_LAYERS, with_ex
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(_numbers(parameter, generator), requires_grad=False)
+    _multiply_cheaply(found, generator)
     return found
+
+
+def _cut(model: PreTrainedModel, num_layers: int) -> None:
+    for part in layer_lists(model):
+        if len(part.layers) > num_layers:
+            part.layers[num_layers] = _End(part.layers[num_layers])
+            del part.layers[num_layers + 1 :]
+
+
+def _multiply_cheaply(model: PreTrainedModel, generator: torch.Generator) -> None:
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            scale = torch.randn(module.out_features, generator=generator).to(module.weight.dtype)
+            sizes = (module.in_features, module.out_features, scale)
+            model.set_submodule(name, _CheapLinear(module.weight, module.bias, *sizes))
 
 
 def _numbers(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     length = sum(like.shape) - like.ndim + 1
     numbers = torch.randn(length, generator=generator).to(like.dtype)
-    return torch.as_strided(numbers, like.shape, [1] * like.ndim)
+    found = torch.as_strided(numbers, like.shape, [1] * like.ndim)
+    return found.clone(memory_format=torch.contiguous_format) if like.numel() <= SMALL_NUMEL else found

@@ -26,6 +26,7 @@ from .layout import map_weights
 from .meta import build_meta_model
 from .net import class_refused, one_line
 from .origin import find_checkpoint, load_tokenizer, read_config
+from .padded_probe import PaddedHabits, padded_habits
 from .quantization import pair_scales, take_quantization
 from .rope_lengths import RopeLengths, follow_lengths
 from .rowwise import join_steps
@@ -54,6 +55,7 @@ class LoadedModel:
     config: Mapping[str, object]
     fingerprint: str
     expands_latents: bool  # see traits.CacheShape
+    habits: PaddedHabits  # of a decoder in padded lanes
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
 
 
@@ -84,10 +86,14 @@ def load_model(
         if excerpt is not None:
             excerpt.cut(model)
         is_packed, reason = choose_lanes(model, config.lanes) if excerpt is None else (excerpt.is_packed, "")
+        tries = not is_packed and not hf_config.is_encoder_decoder
+        habits = padded_habits(model) if tries else PaddedHabits()
         cache = measure_cache(model)
         _register(model, is_packed=is_packed)
     if reason:
         log.info("lanes are padded: %s", reason)
+    for reason in filter(None, (habits.apart, habits.whole)):
+        log.info("padded lanes: %s", reason)
     if checkpoint.gguf is not None:
         weights = map_gguf(model, checkpoint)
     else:
@@ -114,9 +120,11 @@ def load_model(
         shape=replace(
             shape,
             has_decode_kernel=in_kernel,
+            has_whole_prompts=bool(habits.whole),
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
         ),
         expands_latents=cache.is_latent,
+        habits=habits,
         rope_lengths=rope_lengths,
         dtypes=dtypes,
         compute_dtype=dtype,

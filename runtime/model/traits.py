@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..plan.delta_rule import DeltaRule
 from .decoder_config import decoder_config, head_size, largest, num_attention_heads
 from .experts import is_experts
+from .generating import cache_argument
 from .guards import NO_DECODER
 from .hollow import without_values
 from .probe import is_latent, latent_rank, why_not_packed
@@ -177,11 +178,6 @@ def _tensors(layer: object) -> Iterator[torch.Tensor]:
         for tensor in value.values() if isinstance(value, dict) else [value]:
             if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
                 yield tensor
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """What the class calls its cache."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def accepted(forward: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:

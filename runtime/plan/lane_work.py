@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .memory import PAGE_TOKENS, MicroBatch, chunk_columns
+from .memory import PAGE_TOKENS, MicroBatch, prompt_columns
 from .model_shape import ModelShape
 
 
@@ -84,7 +84,7 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
     if shape.has_encoder:
         return [_encoding(lane)]
     if not shape.is_packed:
-        return list(_columns(lane, chunk_tokens))
+        return list(_columns(shape, lane, chunk_tokens))
     return [packed_work(pieces) for pieces in _chunks(lane, chunk_tokens)]
 
 
@@ -124,10 +124,10 @@ def _chunks(lane: MicroBatch, chunk_tokens: int) -> Iterator[list[Piece]]:
         yield pieces
 
 
-def _columns(lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
+def _columns(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
     """Columns of the rectangle, whose every row is computed."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
-    columns = chunk_columns(rows, width, chunk_tokens)
+    columns = prompt_columns(shape, rows, width, chunk_tokens)
     for start in range(0, width, columns):
         end = min(start + columns, width)
         yield LaneWork(

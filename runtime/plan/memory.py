@@ -80,6 +80,11 @@ def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
     return min(width, max(2, chunk_tokens // num_rows))
 
 
+def prompt_columns(shape: ModelShape, num_rows: int, width: int, chunk_tokens: int) -> int:
+    """`chunk_columns`, or all of them where a class takes no chunks."""
+    return width if shape.has_whole_prompts else chunk_columns(num_rows, width, chunk_tokens)
+
+
 def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
     """Most tokens that a lane carries in one pass."""
     if not lane:
@@ -89,7 +94,7 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
     width = _longest(shape, lane) if any(_restarts(shape, size) for size in lane) else _prompt_width(lane)
     if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
         return len(lane) * width
-    return len(lane) * chunk_columns(len(lane), width, prefill_chunk_tokens)
+    return len(lane) * prompt_columns(shape, len(lane), width, prefill_chunk_tokens)
 
 
 def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
@@ -154,7 +159,9 @@ def _delta_rule_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch], 
     rule, size = shape.delta_rule, shape.compute_dtype_bytes
     assert rule is not None, "asked of a model without a delta rule"
     rectangles = [
-        (len(lane), chunk_columns(len(lane), _prompt_width(lane), chunk_tokens)) for lane in micro_batches if lane
+        (len(lane), prompt_columns(shape, len(lane), _prompt_width(lane), chunk_tokens))
+        for lane in micro_batches
+        if lane
     ]
     rows, columns = max(rectangles, key=lambda each: rule.num_bytes(*each, size), default=(0, 0))
     return (

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.model.families import Family
+from runtime.model.families import FAMILIES, Family
 
 SIZES = {
     "vocab_size": 640, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -46,3 +46,36 @@ NOT_PACKED: dict[str, tuple[Family, str]] = {
         ),
     )
 }
+
+
+# What a prompt in chunks would change.
+WHOLE: dict[str, Family] = {
+    family.name: family
+    for family in (
+        _family("mamba", vocab_size=640, hidden_size=64, num_hidden_layers=3, state_size=8),
+        NOT_PACKED["moshi"][0],
+        FAMILIES["jamba"],
+    )
+}
+TROCR = _family(
+    "trocr",
+    vocab_size=640,
+    d_model=64,
+    decoder_layers=3,
+    decoder_attention_heads=4,
+    decoder_ffn_dim=128,
+    max_position_embeddings=512,
+)
+REFUSED = {
+    "rwkv": (
+        {"vocab_size": 640, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 3},
+        "takes no cache",
+    ),
+    "recurrent_gemma": (
+        {
+            "vocab_size": 640, "hidden_size": 64, "lru_width": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "intermediate_size": 128, "attention_window_size": 9,
+        },
+        "in its own modules",
+    ),
+}  # fmt: skip

@@ -5,20 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from runtime import Runtime
 from runtime.config import Lanes
 from runtime.errors import ConfigError
 from runtime.model import traits
-from runtime.model.families import Family
+from runtime.model.families import FAMILIES, Family
 from runtime.model.meta import build_meta_model
+from runtime.model.padded_probe import APART as ROWS_APART
+from runtime.model.padded_probe import WHOLE as PROMPTS_WHOLE
+from runtime.model.padded_probe import PaddedHabits, padded_habits
 from runtime.model.synthesize import config_for
 from runtime.model.traits import choose_lanes
-from tests.runtime.guard_support import NOT_PACKED, SIZES
+from tests.runtime.guard_support import NOT_PACKED, REFUSED, SIZES, TROCR, WHOLE
 from tests.runtime.test_families import config_for as runtime_config
 from tests.runtime.test_families import tokens
-from tests.support import Reference
+from tests.support import Reference, clear_answer
 
 References = Callable[[Family], Reference]
 
@@ -88,5 +91,43 @@ def test_an_encoder_is_refused_as_no_decoder() -> None:
 
 def test_a_config_that_wants_a_padding_token_can_be_looked_at() -> None:
     """ModernBERT's config refuses None, and the look takes padding tokens away."""
-    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    sizes = {**SIZES, "num_key_value_heads": 4, "pad_token_id": 0}
+    del sizes["num_key_value_heads"]
     assert choose_lanes(built(Family(name="", model_type="modernbert-decoder", overrides=sizes)), Lanes.auto)[1] == ""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_prompts_are_not_cut_where_a_class_cannot_go_on(name: str, made: References) -> None:
+    """Chunks would have two columns."""
+    ref = made(WHOLE[name])
+    runtime = Runtime(runtime_config(ref, prefill_chunk_tokens=6))
+    assert tokens(runtime, ref.prompts) == ref.expected
+    assert runtime.model.habits == PaddedHabits(whole=PROMPTS_WHOLE)
+
+
+def test_rows_pass_one_by_one_where_padding_would_move_their_positions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config_for(TROCR.model_type, TROCR.overrides)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.3 if parameter.ndim > 1 else 0.1)
+    theirs.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    clear = [clear_answer(theirs, length, generator) for length in (5, 17, 3, 9, 2)]
+    ref = Reference(directory=tmp_path, prompts=[p for p, _ in clear], expected=[t for _, t in clear], sampled=[])
+    runtime = Runtime(runtime_config(ref, prefill_chunk_tokens=6))
+    assert tokens(runtime, ref.prompts) == ref.expected
+    assert runtime.model.habits == PaddedHabits(apart=ROWS_APART)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_whose_state_no_lane_can_keep_is_refused(name: str) -> None:
+    overrides, why = REFUSED[name]
+    with pytest.raises(ConfigError, match=why):
+        padded_habits(built(Family(name=name, model_type=name, overrides=overrides)))
+
+
+@pytest.mark.parametrize("name", ["bloom", "qwen3-next", "mamba-2", "gpt-neo", "falcon, alibi", "kimi-linear", "lfm-2"])
+def test_what_padding_and_chunks_do_not_change_has_both(name: str) -> None:
+    habits = padded_habits(built(FAMILIES[name]))
+    assert (habits.apart, habits.whole) == ("", "")

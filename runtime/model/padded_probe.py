@@ -1,0 +1,122 @@
+"""What a class makes of padded lanes, found out by running a copy of it with numbers that nobody trained: alone, as
+`generate` runs it; with padding on its left; in chunks of its prompt; and in turns with another sequence.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..errors import ConfigError
+from .generating import PassInputs, cache_argument
+from .hollow import with_values
+from .meta import build_meta_model
+
+log = logging.getLogger(__name__)
+
+NUM_PROMPT, NUM_DECODED, NUM_PADS, NUM_COLUMNS, WINDOW = 7, 3, 3, 4, 3
+APART = "rows pass one by one, as padding changes what they say"
+WHOLE = "prompts are prefilled whole, as the class cannot go on in the middle of one"
+CLOSE = 1e-3  # of what logits deviate by
+UNKNOWING = (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedHabits:
+    """Why rows of a lane pass each by itself, and why prompts are prefilled whole; empty where they need not be."""
+
+    apart: str = ""
+    whole: str = ""
+
+
+def padded_habits(model: PreTrainedModel) -> PaddedHabits:
+    """Of a decoder that padded lanes run. Raises ConfigError for a class that keeps the state of a sequence where lanes
+    cannot. Where its code does not run on such a copy, or gives no numbers, nothing is known."""
+    name = type(model).__name__
+    if not cache_argument(model):
+        raise ConfigError(f"model.path: {name} takes no cache, so lanes cannot keep what it knows of a sequence")
+    try:
+        probe = _copy_of(model)
+        alone = _together(probe)
+        if not bool(alone.isfinite().all()):
+            return PaddedHabits()
+        others = _together(probe, in_turns=True)
+    except UNKNOWING as error:
+        log.debug("%s: nothing is known of its padded lanes (%s)", name, error)
+        return PaddedHabits()
+    if not _are_close(alone, others):
+        raise ConfigError(
+            f"model.path: {name} keeps the state of a sequence in its own modules, where lanes overwrite each other's"
+        )
+    return PaddedHabits(
+        apart=""
+        if _agrees(probe, alone, num_pads=NUM_PADS)
+        else "rows pass one by one, as padding changes what they say",
+        whole=""
+        if _agrees(probe, alone, columns=NUM_COLUMNS)
+        else "prompts are prefilled whole, as the class cannot go on in the middle of one",
+    )
+
+
+def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """In float32, with windows that its few tokens outgrow."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = WINDOW
+    return with_values(build_meta_model(config, torch.float32), num_layers=None)
+
+
+def _agrees(probe: PreTrainedModel, alone: torch.Tensor, *, num_pads: int = 0, columns: int | None = None) -> bool:
+    """Code that fails where it would be right alone does not."""
+    try:
+        return _are_close(alone, _together(probe, num_pads=num_pads, columns=columns))
+    except UNKNOWING as error:
+        log.debug("%s: %d pads, chunks of %s columns: %s", type(probe).__name__, num_pads, columns, error)
+        return False
+
+
+def _are_close(alone: torch.Tensor, others: torch.Tensor) -> bool:
+    return bool((alone - others).abs().max() <= CLOSE * alone.std())
+
+
+@torch.no_grad()
+def _together(
+    probe: PreTrainedModel, *, num_pads: int = 0, columns: int | None = None, in_turns: bool = False
+) -> torch.Tensor:
+    """Logits (passes that ask, V) of one sequence; `in_turns` another one is beside it."""
+    passes = _passes(probe, 0, num_pads, columns)
+    beside = _passes(probe, 1, num_pads, columns)
+    found: list[torch.Tensor] = []
+    for logits_V in passes:
+        found.append(logits_V)
+        if in_turns:
+            next(beside)
+    return torch.stack(found[-1 - NUM_DECODED :])
+
+
+def _passes(probe: PreTrainedModel, first: int, num_pads: int, columns: int | None) -> Iterator[torch.Tensor]:
+    """The last token's logits of each pass."""
+    cache = DynamicCache(config=probe.config)
+    width = num_pads + NUM_PROMPT
+    total = width + NUM_DECODED
+    vocab_size = probe.config.get_text_config().vocab_size
+    ids_1S = (torch.arange(first, first + total) * 7 + 11)[None] % min(vocab_size, 97)
+    mask_1S = (torch.arange(total) >= num_pads).long()[None]
+    positions_1S = (mask_1S.cumsum(-1) - 1).clamp(min=0)
+    # The same tokens behind the padding, whatever it is.
+    ids_1S = torch.cat([torch.zeros(1, num_pads, dtype=torch.long), ids_1S[:, : total - num_pads]], 1)
+    done = 0
+    while done < total:
+        end = min(width, done + (columns or width)) if done < width else done + 1
+        inputs = PassInputs(
+            ids_BT=ids_1S[:, done:end],
+            positions_BT=positions_1S[:, done:end],
+            mask_BS=mask_1S[:, :end],
+            is_first=done < width,
+        )
+        yield probe(**inputs.of(probe, cache)).logits[0, -1]
+        done = end
