@@ -21,6 +21,7 @@ class ApartLane(Lane):
     def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
         super().__init__(kit, sequences)
         self._rows = [PaddedLane(kit, [sequence]) for sequence in sequences]
+        self._at = 0  # the row that runs
 
     @property
     def cache(self) -> None:
@@ -38,6 +39,10 @@ class ApartLane(Lane):
         for row in self._rows:
             row.close()
 
+    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+        """The tokens are those of the row that runs."""
+        return [row == self._at and bool(marks.any()) for row in range(len(self._rows))]
+
     def _prepare(self) -> None:
         for row in self._rows:
             row._prepare()
@@ -47,7 +52,8 @@ class ApartLane(Lane):
         try:
             events = [run.switch() for run in runs]
             while any(event is not None for event in events):
-                events = [_through_stage(run, event) for run, event in zip(runs, events, strict=True)]
+                for self._at, run in enumerate(runs):
+                    events[self._at] = _through_stage(run, events[self._at])
         finally:
             for run in runs:
                 run.throw(GreenletExit)
