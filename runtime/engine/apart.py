@@ -21,6 +21,7 @@ class ApartLane(Lane):
     def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
         super().__init__(kit, sequences)
         self._rows = [PaddedLane(kit, [sequence]) for sequence in sequences]
+        self._runs: list[LaneRun] = []
         self._at = 0  # the row that runs
 
     @property
@@ -39,6 +40,9 @@ class ApartLane(Lane):
         for row in self._rows:
             row.close()
 
+    def is_running(self, run: object) -> bool:
+        return run in self._runs or super().is_running(run)
+
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
         """The tokens are those of the row that runs."""
         return [row == self._at and bool(marks.any()) for row in range(len(self._rows))]
@@ -48,7 +52,7 @@ class ApartLane(Lane):
             row._prepare()
 
     def _forward(self) -> None:
-        runs = [row.make_run() for row in self._rows]
+        runs = self._runs = [row.make_run() for row in self._rows]
         try:
             events = [run.switch() for run in runs]
             while any(event is not None for event in events):
@@ -57,6 +61,7 @@ class ApartLane(Lane):
         finally:
             for run in runs:
                 run.throw(GreenletExit)
+            self._runs = []
         self._logits_BV = torch.cat([row.logits for row in self._rows])
 
     def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
