@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..plan.shapes import StageKind
+from .decoder_config import decoder_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,10 @@ class _Found:
 
 def _lists(model: PreTrainedModel, part: torch.nn.Module) -> list[_Found]:
     """Lists of modules that are made of others, and own weights; outer ones first. Heads and tables are none of
-    these."""
-    inside = set(part.modules())
+    these, nor what lies in a model with a config of another class, which sees or hears."""
+    ours = {type(config) for config in (model.config, decoder_config(model.config), getattr(part, "config", None))}
+    others = [each for each in part.modules() if isinstance(each, PreTrainedModel) and type(each.config) not in ours]
+    inside = set(part.modules()) - {module for other in others for module in other.modules()}
     return [
         _Found(path=path, module=module)
         for path, module in model.named_modules()

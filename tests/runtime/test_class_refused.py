@@ -42,8 +42,12 @@ def test_our_own_errors_memory_and_disks_pass(error: Exception) -> None:
         ("openai-gpt", ["transformer.h"]),
         ("pegasus", ["model.encoder.layers", "model.decoder.layers"]),
         ("gemma3", ["model.language_model.layers"]),
+        ("git", ["git.encoder.layer"]),
         ("modernbert-decoder", ["model.layers"]),
     ],
 )
 def test_layers_are_found_in_the_decoder_of_any_class(name: str, paths: list[str]) -> None:
-    assert [found.path for found in layer_lists(build_meta_model(tiny_config(name), torch.float32))] == paths
+    config = tiny_config(name)
+    if name == "git":
+        config.num_hidden_layers = 1  # fewer weights than its tower has
+    assert [found.path for found in layer_lists(build_meta_model(config, torch.float32))] == paths
