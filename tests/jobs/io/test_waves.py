@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.io.parts import PartStore, is_finished, read_generations
+from jobs.io.parts import PartStore, read_generations
+from jobs.io.success import is_finished
 from runtime.errors import Interrupted, KVFileError, OutputError
 from tests.jobs.io import part_support
 from tests.jobs.io.kill_support import Kills
