@@ -10,7 +10,7 @@ from tests.model_type_verdict import Outcome, judge
 from tests.model_types import main
 from tests.tiny_checkpoints import Answers, answers
 
-EXACT = ("llava", "gemma3", "gemma4", "qwen2_vl", "video_llama_3", "biogpt", "marian")
+EXACT = ("llava", "gemma4", "video_llama_3", "biogpt", "git")
 REFUSED = {"xlm": "spreads its layers over transformer.attentions and transformer.ffns"}
 
 
