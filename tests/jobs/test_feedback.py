@@ -12,13 +12,24 @@ import pytest
 import runtime.api
 from jobs.io.config import GenerateConfig
 from jobs.io.dataset import DatasetConfig
-from jobs.io.feedback import worked
+from jobs.io.feedback import Feedback, worked
+from jobs.io.files import write_json
 from jobs.io.generation import Outcome, generate
 from jobs.io.parts import read_generations
 from jobs.io.run_dir import RunDirectory
 from jobs.io.summary import PassRow
 from runtime.api import Runtime
-from runtime.config import OffloadConfig, Order, PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config import (
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    Order,
+    PolicyConfig,
+    PolicyKind,
+    PrefetchConfig,
+    SamplingConfig,
+    Tier,
+)
 from runtime.engine.sequence import Request
 from runtime.errors import DamagedRunError, Interrupted
 from runtime.plan import planner, policy_grid
@@ -194,6 +205,32 @@ def test_rates_from_elsewhere_are_no_use(
     assert len(another_way) == 1
     assert "another host" in caplog.text
     assert recorded(tmp_path) == values
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"offload": OffloadConfig(tier=Tier.nvme)},
+        {"kv": KVConfig(tier=KVTier.nvme)},
+        {"prefetch": PrefetchConfig(depth=3)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_rates_hold_for_the_roads_that_they_were_learned_on(
+    changed: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As written by a run whose config differs in one group: what is on disk is not touched."""
+    rates = MachineRates(disk_bytes_per_second=1e9, gemm_flops_per_second={1: 1e9})
+    first = Runtime(config(tmp_path).runtime)
+    path = tmp_path / "rates.json"
+    made = Feedback(path=path, runtime=first, requests=[])
+    write_json(
+        path, {**made._circumstances(), "rates": rates.to_plain(), "corrected": None, "policy": None}, exclusive=False
+    )
+    first.config = replace(first.config, **changed)
+    Feedback(path=path, runtime=first, requests=[]).restore()
+    assert first.rates is None, "they hold for others"
+    assert "another host" in caplog.text
 
 
 def test_rates_from_elsewhere_give_way_to_those_of_the_first_block(tmp_path: Path, plans: list[RunPlan]) -> None:
