@@ -82,7 +82,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     for guard in ("unknown_wish", "foreign_mask", "looks_ahead", "changed_keys", "unseen_window"):
         monkeypatch.setattr(guards, guard, lambda *args, **kwargs: "")
     monkeypatch.setattr(loading, "follow_lengths", lambda model: None)
-    monkeypatch.setattr(loading, "fill_buffers", lambda *args: None, raising=False)
+    monkeypatch.setattr(loading, "fill_buffers", lambda *args: None)
 
 
 @pytest.fixture
