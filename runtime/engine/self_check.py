@@ -164,9 +164,10 @@ class _Check:
 
     def _theirs(self, excerpt: Excerpt, told: Dictated) -> dict[str, torch.Tensor]:
         """By the class itself, of each prompt alone."""
+        opened = self._opened(excerpt)
         try:
             with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
-                return heard_from_generate(self._opened(excerpt), excerpt, told)
+                return heard_from_generate(opened, excerpt, told)
         except CheckpointError as error:
             raise _CannotJudge(str(error)) from error
 

@@ -19,6 +19,7 @@ from runtime.model import guards, loading, traits
 from runtime.model.excerpt import num_telling_layers
 from runtime.model.families import FAMILIES, Family
 from runtime.model.meta import auto_class
+from runtime.model.padded_probe import PaddedHabits
 from runtime.model.synthesize import config_for
 from runtime.stream.device import ComputeDevice
 from tests.fake_device import FakeDevice
@@ -83,6 +84,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(guards, guard, lambda *args, **kwargs: "")
     monkeypatch.setattr(loading, "follow_lengths", lambda model: None)
     monkeypatch.setattr(loading, "fill_buffers", lambda *args: None)
+    monkeypatch.setattr(loading, "padded_habits", lambda model: PaddedHabits())
 
 
 @pytest.fixture
