@@ -51,7 +51,7 @@ class Case:
             output_root=str(self.home),
             model=ModelConfig(name="test", path=str(self.home / self.family), dtype=DType.float32),
             offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=1),
-            kv=KVConfig(tier=self.kv),
+            kv=KVConfig(tier=self.kv, device_fraction=None if self.kv is KVTier.auto else 0.0),
             dataset=DatasetConfig(limit=self.num_rows),
             policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=-(-self.num_rows // 3), num_micro_batches=3),
             sampling=SamplingConfig(max_new_tokens=self.num_new_tokens, ignore_eos=True),

@@ -73,7 +73,7 @@ def made(
         RuntimeConfig(
             model=ModelConfig(name="test", path=str(reference.directory), dtype=DType.float32),
             offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=1),
-            kv=KVConfig(tier=kv),
+            kv=KVConfig(tier=kv, device_fraction=None if kv is KVTier.auto else 0.0),
             policy=PolicyConfig(
                 kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=2, prefill_chunk_tokens=CHUNK_TOKENS
             ),
