@@ -51,3 +51,9 @@ def test_layers_are_found_in_the_decoder_of_any_class(name: str, paths: list[str
     if name == "git":
         config.num_hidden_layers = 1  # fewer weights than its tower has
     assert [found.path for found in layer_lists(build_meta_model(config, torch.float32))] == paths
+
+
+def test_layers_that_lie_in_several_lists_are_refused() -> None:
+    model = build_meta_model(tiny_config("xlm"), torch.float32)
+    with pytest.raises(ConfigError, match=r"spreads its layers over transformer\.attentions and transformer\.ffns"):
+        layer_lists(model)
