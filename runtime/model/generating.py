@@ -23,8 +23,8 @@ class PassInputs:
     is_first: bool
 
     def of(self, model: PreTrainedModel, cache: Cache) -> dict[str, object]:
-        """As the class itself prepares them: recurrent classes drop the mask once prompts have passed. Of logits, only
-        the last."""
+        """As the class itself prepares them: recurrent classes drop the mask once prompts have passed. The cache stays
+        the lane's, also where a class would begin another one (Phi-3's LongRoPE). Of logits, only the last."""
         prepared = model.prepare_inputs_for_generation(  # pyright: ignore[reportCallIssue] - a mixin that it does not see
             self.ids_BT,
             attention_mask=self.mask_BS,
@@ -33,4 +33,4 @@ class PassInputs:
             is_first_iteration=self.is_first,
             **{cache_argument(model): cache},
         )
-        return {**prepared, "logits_to_keep": 1}
+        return {**prepared, cache_argument(model): cache, "logits_to_keep": 1}
