@@ -21,6 +21,7 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
+MAX_NAME_BYTES = 256  # of a setting or a tensor; the format allows 64 for the latter
 MAX_ENTRIES, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 17, 1 << 21  # of one header; the last: in all its arrays
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -95,7 +96,7 @@ class _Parser:
             )
         metadata: dict[str, Value] = {}
         for _ in range(num_entries):
-            key = self._string()
+            key = self._string(MAX_NAME_BYTES)
             if key in metadata:
                 raise CheckpointError(f"{self._path}: holds two settings {key!r}")
             metadata[key] = self._value(self._number("I"))
@@ -147,7 +148,7 @@ class _Parser:
 
     def _tensor(self) -> TensorSlice:
         """Its offset counted from the start of the data, which is not known yet."""
-        name, num_dimensions = self._string(), self._number("I")
+        name, num_dimensions = self._string(MAX_NAME_BYTES), self._number("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise CheckpointError(f"{self._path}: tensor {name!r} claims {num_dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]  # the file has rows last
@@ -197,8 +198,12 @@ class _Parser:
     def _number(self, letter: str) -> int:
         return int(self._scalar(letter))
 
-    def _string(self) -> str:
+    def _string(self, most_bytes: int | None = None) -> str:
         length = self._number("Q")
+        if most_bytes is not None and most_bytes < length <= len(self._data):
+            raise CheckpointError(
+                f"{self._path}: a name of {length:,} bytes at {self._at:,}; {most_bytes} are the most"
+            )
         if self._at + length > len(self._data):
             raise CheckpointError(f"{self._path}: truncated: a string of {length:,} bytes at {self._at:,}")
         self._at += length

@@ -131,3 +131,10 @@ def test_a_damaged_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
         read_gguf(path)
     assert str(path) in str(error.value)
+
+
+def test_a_name_without_end_is_not_shown(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf")
+    path.write_bytes(path.read_bytes().replace(struct.pack("<Q", 11) + b"norm.weight", struct.pack("<Q", 300), 1))
+    with pytest.raises(CheckpointError, match=r"a name of 300 bytes at [\d,]+; 256 are the most"):
+        read_gguf(path)
