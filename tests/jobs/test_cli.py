@@ -65,6 +65,25 @@ def end_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.Captur
 
 
 @pytest.mark.parametrize(
+    ("codes", "worst"),
+    [
+        ((0, 0), 0), ((0, 3), 3), ((3, 2), 2), ((2, 4), 4), ((4, 2), 4), ((4, 3), 4), ((2, 70), 70), ((70, 4), 70),
+        ((3, 75), 75), ((2, 75, 4), 75),
+    ],
+)  # fmt: skip
+def test_a_sweep_ends_with_its_worst_code_and_a_stopped_job_stops_it(codes: tuple[int, ...], worst: int) -> None:
+    jobs = [as_job(lambda _, code=code: code) for code in codes]
+
+    def entry() -> None:
+        for job in jobs:
+            job(None)
+
+    with pytest.raises(SystemExit) as ended:
+        run_job(entry, GenerateConfig)
+    assert ended.value.code == worst
+
+
+@pytest.mark.parametrize(
     ("deed", "code", "errors"),
     [
         ("fine", 0, []),

@@ -13,7 +13,7 @@ import pytest
 from jobs.io.files import PARQUET_PROBLEMS, file_sha256, write_parquet
 from jobs.io.manifest import FORMAT_WITHOUT_FACTS
 from jobs.io.parts import PartStore, read_generations
-from jobs.io.row_digest import KEY, values_digest
+from jobs.io.row_digest import KEY, sign, values_digest
 from jobs.io.success import is_finished
 from runtime.errors import DamagedRunError, RunMismatchError
 from tests.jobs.io.part_support import MANIFEST, PASSES, committed_store, parts, quarantined, rows_of, store_at
@@ -197,3 +197,17 @@ def test_a_link_in_the_place_of_a_part_is_put_aside_and_what_it_leads_to_is_left
     assert store.commit(1, rows_of(1), PASSES)
     assert not path.is_symlink()
     assert elsewhere.read_bytes() == path.read_bytes()
+
+
+def test_rows_of_another_plan_under_the_right_footer_are_refused(tmp_path: Path) -> None:
+    store = committed_store(tmp_path)
+    path = store.directory.generations_part(1)
+    table = pq.ParquetFile(path).read()
+    path.unlink()
+    store._publish(path, table, 1, exclusive=True)
+    assert list(store.committed()) == [0, 1, 2]
+    for others in (table.take([1, 0, 2, 3]), table.set_column(0, table.schema.field(0), pa.array(["x"] * 4))):
+        buffer = io.BytesIO()
+        write_parquet(sign(others, store._footer(1)), buffer)
+        with pytest.raises(ValueError, match="its rows are not those of the plan"):
+            store._read(buffer.getvalue(), 1, store._schema)
