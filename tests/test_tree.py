@@ -71,7 +71,7 @@ def read(path: Path) -> dict[str, object]:
 COMMON = {group: set(values) for group, values in read(CONF / "generate.yaml").items() if isinstance(values, dict)}
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
 CODE = tracked("runtime/**/*.py", "jobs/**/*.py", "tests/**/*.py", "conf/*.py")
-TEXTS = tracked("*.md", "slurm/*", "conf/**/*.yaml", "Makefile", ".ci/run")
+TEXTS = tracked("*.md", "docs/*.md", "slurm/*", "conf/**/*.yaml", "Makefile", ".ci/run")
 
 
 @pytest.mark.parametrize("path", CODE, ids=relative)
@@ -163,3 +163,13 @@ def test_texts_name_only_what_is_there(path: Path) -> None:
     modules = re.findall(r"python -m ((?:jobs|runtime)[\w.]*\w)", text)
     missing += [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("path", [ROOT / "docs" / "reliability.md", ROOT / "SECURITY.md"], ids=relative)
+def test_a_promise_names_a_test_that_is_there(path: Path) -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", path.read_text(encoding="utf-8"))
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text("utf-8")]
+    assert missing == []
+    rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    promises = [row for row in rows if "| promise |" not in row] if path.parent.name == "docs" else []
+    assert [row for row in promises if "`tests/" not in row] == []
