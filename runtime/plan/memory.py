@@ -75,9 +75,11 @@ def _prompt_width(lane: MicroBatch) -> int:
 
 
 def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
-    """Columns of a padded rectangle that one pass prefills. At least two: recurrent layers take a single column for a
-    decode step, which has no padding."""
-    return min(width, max(2, chunk_tokens // num_rows))
+    """Columns of a padded rectangle that one pass prefills, of the last chunk perhaps fewer. None has a single one,
+    unless the prompt has: recurrent layers take that for a decode step, which has no padding."""
+    most = min(width, max(2, chunk_tokens // num_rows))
+    fitting = (columns for columns in (*range(most, 1, -1), *range(most + 1, width)) if width % columns != 1)
+    return next(fitting, width)
 
 
 def prompt_columns(shape: ModelShape, num_rows: int, width: int, chunk_tokens: int) -> int:

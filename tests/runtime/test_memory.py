@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.plan.memory import PAGE_TOKENS, SequenceSize, kv_tokens, lane_entries
+from runtime.plan.memory import PAGE_TOKENS, SequenceSize, chunk_columns, kv_tokens, lane_entries
 from runtime.units import MIB
 from tests.toy import HIDDEN, VOCAB, sizes_of, toy_shape
 
@@ -38,3 +38,13 @@ def test_hidden_states_are_those_of_all_lanes_with_a_rotation_for_each_token() -
     lanes = [sizes_of([20, 40]), sizes_of([100])]
     entries = {e.name: e.num_bytes for e in lane_entries(toy_shape(), lanes, 64)}
     assert entries["hidden states"] == (60 + 64) * (HIDDEN + 2 * HEAD_DIM) * NUMBER_BYTES
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 9, 30, 31])
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 4, 6, 8, 14, 60, 1000])
+def test_no_chunk_of_a_longer_prompt_is_a_single_column(width: int, chunk_tokens: int) -> None:
+    columns = chunk_columns(2, width, chunk_tokens)
+    assert 1 <= columns <= width
+    assert width == 1 or width % columns != 1
+    allowed = max(2, chunk_tokens // 2)
+    assert columns <= allowed or all(width % fewer == 1 for fewer in range(2, min(allowed, width) + 1))
