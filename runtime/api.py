@@ -77,7 +77,9 @@ class Runtime:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
-        self.model: LoadedModel = load_model(self.config.model, self.device.torch_device, self.config.offload.cache_dir)
+        self.model: LoadedModel = load_model(
+            self.config.model, self.device.torch_device, self.config.offload.cache_dir, should_stop=should_stop
+        )
         self.config = as_the_model_says(self.config, self.model)
         self._refuse_early()
         self.rates: MachineRates | None = None  # of this run; None: `plan` measures them when it needs them

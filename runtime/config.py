@@ -105,6 +105,13 @@ class SelfCheck(Enum):
     full = "full"
 
 
+class Verify(Enum):
+    """Which bytes of the weight files a run is bound to. `sampled`: headers and some of each file; `full`: all."""
+
+    sampled = "sampled"
+    full = "full"
+
+
 class Products(Enum):
     """How matrices of layers are multiplied. `int8`: both sides rounded to 8-bit integers, where a CPU has units."""
 
@@ -124,6 +131,7 @@ class ModelConfig:
     products: Products = Products.exact
     lanes: Lanes = Lanes.auto
     self_check: SelfCheck = SelfCheck.auto
+    verify: Verify = Verify.sampled
 
     def __post_init__(self) -> None:
         require(bool(self.name), "model.name is empty")

@@ -33,7 +33,10 @@ Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
 SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
 # Of those groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
-FREE_KEYS = frozenset({"policy.schedule", "policy.attention", "dataset.max_row_bytes", "model.self_check"})
+# What model.verify=full finds is among the facts of the manifest.
+FREE_KEYS = frozenset(
+    {"policy.schedule", "policy.attention", "dataset.max_row_bytes", "model.self_check", "model.verify"}
+)
 LATER_KEYS = frozenset[str]()  # of those groups: came after the first names were given, see `run_name`
 
 

@@ -21,7 +21,7 @@ from runtime.model.loading import LoadedModel
 from .config import GenerateConfig, operational, semantic
 from .files import JsonValue, canonical_json, read_json
 from .input_digests import InputDigests
-from .manifest import RunManifest
+from .manifest import DIGEST_OF_WEIGHTS, RunManifest
 
 LOG = logging.getLogger(__name__)
 PATHS = ("model.path", "model.tokenizer", "dataset.path")  # what lies there is known by its digest, wherever it is
@@ -47,7 +47,7 @@ def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests)
         versions=libraries,
         facts={**model_facts(model), **digests.facts},
         defaults=semantic(GenerateConfig()),
-        sources=_sources(config, model.checkpoint.path),
+        sources={**_sources(config, model.checkpoint.path), **_weight_sources(model)},
     )
 
 
@@ -66,12 +66,23 @@ def _sources(config: GenerateConfig, checkpoint: Path) -> dict[str, str]:
     }
 
 
+def _weight_sources(model: LoadedModel) -> dict[str, str]:
+    """Where no digest is, what would give one."""
+    files = dict.fromkeys(model.checkpoint.files, "model.verify=sampled; model.verify=full takes it")
+    return {_digest_key(file): place for file, place in {**files, **{file: file for file in model.digests}}.items()}
+
+
+def _digest_key(file: str) -> str:
+    return f"{Path(file).name}{DIGEST_OF_WEIGHTS}"
+
+
 def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
-    """Of all files beside the weights that can change the text. Of generation_config.json: what is followed whatever
-    `sampling` says; with `sampling.follow_model` the rest is among the settings."""
+    """Of all files that can change the text; of weights only with model.verify=full. Of generation_config.json: what is
+    followed whatever `sampling` says; with `sampling.follow_model` the rest is among the settings."""
     facts = {f"config.json {key}": value for key, value in _flat(model.config, VERSIONS | PLACES)}
     facts |= _generation_facts(model)
     facts |= _adapter_facts(model.checkpoint.path)
+    facts |= {_digest_key(file): digest for file, digest in model.digests.items()}
     if model.tokenizer is not None:
         facts["chat_template"] = _brief(model.tokenizer.chat_template)
         told = {key: value for key, value in model.tokenizer.init_kwargs.items() if not key.endswith("_file")}

@@ -18,6 +18,8 @@ FORMAT_WITHOUT_FACTS = 1
 MAX_DIFF_LINES = 20
 MAX_VALUE_CHARS = 80
 ABSENT = "(absent)"
+DIGEST_OF_WEIGHTS = " sha256"  # behind the name of a file
+WEIGHTS = "SHA-256 of weights"
 
 Values: TypeAlias = Mapping[str, JsonValue]
 
@@ -109,7 +111,9 @@ def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: lis
         LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
     was, values = begun.identity, now.semantic if begun.is_old else now.identity
     by_default = {key for key in now.semantic if key not in was and _same(now.defaults, now.semantic, key)}
-    lines = _diff(was, {key: value for key, value in values.items() if key not in by_default}, now.sources)
+    unrecorded = set() if begun.is_old else _unrecorded_digests(run, was, values)
+    compared = {key: value for key, value in values.items() if key not in by_default | unrecorded}
+    lines = _diff(was, compared, now.sources)
     if any(line.startswith("transformers:") for line in version_lines):
         lines = _without_what_is_said_newly(run, lines)
     if lines:
@@ -123,10 +127,26 @@ def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: lis
         )
 
 
+def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:
+    """Those of weights in `now`, of a run that was begun with none. Logs that there are."""
+    if any(_subject(key) == WEIGHTS for key in was):
+        return set()
+    keys = {key for key in now if _subject(key) == WEIGHTS}
+    if keys:
+        LOG.warning(
+            "%s was begun with model.verify=sampled: whether the other bytes of its weights are still as then cannot "
+            "be checked, in this start and in later ones",
+            run,
+        )
+    return keys
+
+
 def _subject(key: str) -> str:
     """What a person would call the place of a fact."""
     first, _, _ = key.partition(" ")
-    return first if first.endswith(".json") else "input columns" if first == "input" else key
+    if first.endswith(".json") or first == "input":
+        return "input columns" if first == "input" else first
+    return WEIGHTS if key.endswith(DIGEST_OF_WEIGHTS) else key
 
 
 def _without_what_is_said_newly(run: Path, lines: list[str]) -> list[str]:

@@ -1,19 +1,22 @@
 """From a checkpoint to a model that asks for its weights: config, tokenizer, stages and shapes. Reads no weight."""
 
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..config import DType, ModelConfig, Products
+from ..config import DType, ModelConfig, Products, Verify
 from ..errors import ConfigError
 from ..kernels.compiler import has_compiler
 from ..plan.model_shape import ModelShape
+from ..plan.shapes import Parameter
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
+from ..store.file_digests import digest_files
 from . import attention, experts
 from .buffers import fill_buffers
 from .computed import keep_computed
@@ -41,7 +44,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """`dtypes` holds, per full parameter name, the precision that the model computes with; `config` what the
-    checkpoint's config came to, quantisation included."""
+    checkpoint's config came to, quantisation included; `digests`, with model.verify=full, the SHA-256 of each file of
+    weights by its path."""
 
     staged: StagedModel
     shape: ModelShape
@@ -54,6 +58,7 @@ class LoadedModel:
     checkpoint: Checkpoint
     config: Mapping[str, object]
     fingerprint: str
+    digests: Mapping[str, str]
     expands_latents: bool  # see traits.CacheShape
     habits: PaddedHabits  # of a decoder in padded lanes
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
@@ -66,6 +71,7 @@ def load_model(
     *,
     express: bool = True,
     excerpt: Excerpt | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> LoadedModel:
     """Raises CheckpointError or ConfigError with what to change. `express`: see `map_weights`. `excerpt`: of a model
     that was loaded whole before, this alone."""
@@ -98,10 +104,15 @@ def load_model(
         weights = map_gguf(model, checkpoint)
     else:
         weights = map_weights(model, pair_scales(checkpoint.tensors, quantization), express=express)
+    kept, is_verified = cache_root(cache_dir), config.verify is Verify.full
     fingerprint = checkpoint.fingerprint()
+    digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
     parameters = dict(weights.parameters)
     if weights.inexpressible:
-        parameters |= convert_once(model, weights.inexpressible, cache_root(cache_dir), fingerprint)
+        converted = convert_once(model, weights.inexpressible, kept, _identity(fingerprint, digests))
+        parameters |= converted
+        if is_verified:
+            digests |= digest_files(_files_of(converted), kept, should_stop)
     parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
     if config.products is Products.int8:
         parameters |= rounded_parameters(model, parameters, dtype, device)
@@ -135,7 +146,19 @@ def load_model(
         checkpoint=checkpoint,
         config=described,
         fingerprint=fingerprint,
+        digests=digests,
     )
+
+
+def _identity(fingerprint: str, digests: Mapping[str, str]) -> str:
+    """Files that differ outside the sampled places are converted apart, where that is known."""
+    if not digests:
+        return fingerprint
+    return hashlib.sha256("".join([fingerprint, *digests.values()]).encode()).hexdigest()
+
+
+def _files_of(parameters: Mapping[str, Parameter]) -> list[str]:
+    return sorted({piece.file for parameter in parameters.values() for piece in parameter.slices})
 
 
 def _most_tensors(checkpoint: Checkpoint) -> int:

@@ -60,7 +60,9 @@ def test_converted_experts_give_the_tokens_of_the_direct_layout(
     config = config_for(ref)
     config = replace(config, offload=replace(config.offload, cache_dir=str(tmp_path)))
     monkeypatch.setattr(
-        api, "load_model", lambda config, device, cache: loading.load_model(config, device, cache, express=False)
+        api,
+        "load_model",
+        lambda config, device, cache, **options: loading.load_model(config, device, cache, express=False, **options),
     )
     assert tokens(config, ref.prompts) == ref.expected
     (converted,) = tmp_path.glob("*/converted.safetensors")

@@ -161,6 +161,7 @@ def test_what_can_change_the_text_changes_the_run(override: str) -> None:
         "machine={name: cpu, device: cpu, num_threads: 2}",
         "output_root=elsewhere",
         "log_level=debug",
+        "model.verify=full",
     ],
 )
 def test_how_the_work_is_done_leaves_the_run_as_it_is(override: str) -> None:

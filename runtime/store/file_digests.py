@@ -1,0 +1,147 @@
+"""SHA-256 of whole files, each read once.
+
+Digests are kept in the cache directory with what the file system says of the file: a bit that flips by itself under a
+kept digest changes neither size nor dates, and is seen when the kept digests are gone.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError, Interrupted
+from .faults import patiently, read_fault
+
+log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 8 << 20
+NUM_THREADS = 4
+SETTLED_SECONDS = (
+    2.0  # a file that was written just now may be written again within one tick of the file system's clock
+)
+GIB = 1 << 30
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stamp:
+    """What is another after a file was written or replaced."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @property
+    def is_settled(self) -> bool:
+        return time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9 >= SETTLED_SECONDS
+
+    def kept_in(self, cache: Path) -> Path:
+        return cache / "digests" / f"{hashlib.sha256(os.fsencode(self.path)).hexdigest()[:32]}.json"
+
+
+def digest_files(
+    files: Sequence[str], cache: Path, should_stop: Callable[[], bool] = lambda: False
+) -> Mapping[str, str]:
+    """The SHA-256 of each of `files`, in hexadecimal digits: the kept one where the file is as it was then, else of all
+    its bytes, a few files at a time.
+
+    Raises CheckpointError, also for a blob of the Hugging Face cache that is not the one its name says and for a file
+    that is written meanwhile; StorageError for a fault that may pass; Interrupted when `should_stop` says so.
+    """
+    stamps = {file: _stamp(file) for file in files}
+    found = {file: _find(stamp, cache) for file, stamp in stamps.items()}
+    unknown = {file: stamp for file, stamp in stamps.items() if found[file] is None}
+    read = _read_all(unknown, cache, should_stop) if unknown else {}
+    digests = {file: digest or read[file] for file, digest in found.items()}
+    for file, digest in digests.items():
+        _compare_with_name(file, digest)
+    return digests
+
+
+def _read_all(stamps: Mapping[str, _Stamp], cache: Path, should_stop: Callable[[], bool]) -> dict[str, str]:
+    gib = sum(stamp.size for stamp in stamps.values()) / GIB
+    log.info("model.verify=full: reading all bytes of %d weight files, %.2f GiB", len(stamps), gib)
+    started = time.monotonic()
+
+    def read(file: str) -> str:
+        digest = _read(file, should_stop)
+        if _stamp(file) != stamps[file]:
+            raise CheckpointError(f"{file}: was written while its bytes were read for model.verify=full")
+        if stamps[file].is_settled:
+            _keep(stamps[file], digest, cache)
+        return digest
+
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="digest") as threads:
+        digests = dict(zip(stamps, threads.map(read, stamps), strict=True))
+    log.info("model.verify=full: read %.2f GiB in %.1f s", gib, time.monotonic() - started)
+    return digests
+
+
+def _read(file: str, should_stop: Callable[[], bool]) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
+    try:
+        with Path(file).open("rb", buffering=0) as handle:
+            while count := patiently(lambda: handle.readinto(buffer), file, "reading all of it", time.sleep):
+                digest.update(buffer[:count])
+                if should_stop():
+                    raise Interrupted("stopped on request while weights were read for model.verify=full")
+    except OSError as error:
+        raise read_fault(file, "opening it", error) from error
+    return digest.hexdigest()
+
+
+def _stamp(file: str) -> _Stamp:
+    try:
+        path = Path(file).resolve()
+        stat = path.stat()
+    except OSError as error:
+        raise read_fault(file, "asking for its size and dates", error) from error
+    return _Stamp(
+        path=str(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino
+    )
+
+
+def _compare_with_name(file: str, digest: str) -> None:
+    """The Hugging Face cache names a large file by the SHA-256 that the hub has of it."""
+    blob = Path(file).resolve()
+    is_named = Path(file).is_symlink() and blob.parent.name == "blobs" and DIGEST.fullmatch(blob.name) is not None
+    if is_named and blob.name != digest:
+        raise CheckpointError(
+            f"{file}: its bytes are not those of the hub: expected sha256 {blob.name}, as its blob is named, found "
+            f"{digest}. Remove {blob} and the link, and fetch it again"
+        )
+
+
+def _find(stamp: _Stamp, cache: Path) -> str | None:
+    """What cannot be read is named in a warning and counts as nothing."""
+    path = stamp.kept_in(cache)
+    try:
+        kept = json.loads(path.read_text())
+        stored, digest = kept["file"], kept["sha256"]
+        is_sound = isinstance(digest, str) and DIGEST.fullmatch(digest) is not None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be used and is passed over: %s", path, error)
+        return None
+    return digest if is_sound and stored == asdict(stamp) else None
+
+
+def _keep(stamp: _Stamp, digest: str, cache: Path) -> None:
+    path = stamp.kept_in(cache)
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp.write_text(json.dumps({"file": asdict(stamp), "sha256": digest}, indent=1) + "\n")
+        temp.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be written, so the next start reads %s again: %s", path, stamp.path, error)
