@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from jobs.io.bench import measure as measuring
 from jobs.io.bench.config import BenchConfig, Suite
 from jobs.io.bench.measure import measure
 from jobs.io.bench.policies import NUM_AGAIN, attempts
 from jobs.io.bench.suites import run_suite
 from jobs.io.bench.task import Result, Task
 from runtime.config import ModelConfig
+from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint
 
@@ -50,6 +52,16 @@ def test_an_attempt_generates(index: int) -> None:
     result = measure(replace(attempt.task, num_prompts=4, num_kv_seats=4))
     assert [len(tokens) for tokens in result.tokens] == [3] * 4
     assert bool(result.policy) == attempt.is_searched
+
+
+def test_a_rate_counts_the_seconds_of_every_pass_prefill_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[PassRecord] = []
+    prefill_seconds = measuring.prefill_seconds
+    monkeypatch.setattr(measuring, "prefill_seconds", lambda passes: seen.extend(passes) or prefill_seconds(passes))
+    attempt = list(attempts(CONFIG, str(find_checkpoint(ModelConfig(), None))))[2]
+    result = measure(replace(attempt.task, num_prompts=4, num_kv_seats=4))
+    assert 0 < result.prefill_seconds < sum(record.seconds for record in seen) <= result.seconds
+    assert result.rate == pytest.approx(sum(map(len, result.tokens)) / result.seconds)
 
 
 def test_too_few_prompts_are_refused() -> None:

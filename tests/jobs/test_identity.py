@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.io import generation
 from jobs.io.config import GenerateConfig
 from jobs.io.dataset import DatasetConfig, DatasetKind, input_digest, read_rows
 from jobs.io.files import json_digest
@@ -19,7 +20,7 @@ from jobs.io.parts import read_generations
 from jobs.io.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
-from runtime.errors import DamagedRunError, Interrupted, RunMismatchError
+from runtime.errors import DamagedRunError, Interrupted, OutputError, RunMismatchError
 
 NUM_ROWS = 6
 ROWS = [{"id": f"r{i}", "prompt": f"prompt {i}", "answer": i, "tags": ["a", i]} for i in range(NUM_ROWS)]
@@ -185,6 +186,20 @@ def test_a_finished_run_is_not_that_of_a_changed_model(place: Place) -> None:
     place.edit("config.json", rms_norm_eps=0.5)
     with pytest.raises(RunMismatchError, match=r"config\.json rms_norm_eps: 1e-06 -> 0\.5"):
         place.start()
+
+
+def test_a_run_is_finished_only_with_its_summary(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OutputError("no room")
+
+    monkeypatch.setattr(generation, "write_summary", fail)
+    with pytest.raises(OutputError):
+        place.start()
+    assert not place.run.success.exists()
+    monkeypatch.undo()
+    assert not place.start().was_finished
+    assert place.run.summary.exists()
+    assert place.run.success.exists()
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
