@@ -53,10 +53,12 @@ class PackedLane(Lane):
             self.leave(sequence)
 
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
-        """In the last layer only those tokens may be left that are asked for."""
+        """In the last layer only those tokens may be left that are asked for; where none is, one that is nobody's."""
         marked, counts = marks.flatten().cpu(), self._new
         if len(marked) != sum(counts):
             counts = [int(row in self._asking) for row in range(len(self.sequences))]
+        if not any(counts):
+            return [False] * len(counts)
         return [bool(part.any()) for part in marked.split(counts)]
 
     def choose_tokens(self) -> list[int]:

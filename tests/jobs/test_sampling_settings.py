@@ -40,7 +40,7 @@ def test_the_option_leaves_all_that_a_model_can_say_to_it_and_the_command_line_w
         ("sampling.exponential_decay_length_penalty=[5]", r"sampling\.exponential_decay_length_penalty must be like"),
         ("sampling.exponential_decay_length_penalty=[5.5,1]", r"sampling\.exponential_decay_length_penalty must be"),
         ("sampling.bad_words_ids=[[]]", r"sampling\.bad_words_ids holds an empty list"),
-        ("sampling.min_length=-1", r"sampling\.min_length must be 0 or more, got -1"),
+        ("sampling.min_length=-1", r"sampling\.min_length must be 0 to 100,000,000, got -1"),
         ("sampling.top_h=0", r"sampling\.top_h must be in \(0, 1\], got 0"),
         ("sampling.typical_p=2", r"sampling\.typical_p must be in \(0, 1\], got 2"),
         ("sampling.eta_cutoff=1", r"sampling\.eta_cutoff must be in \[0, 1\), got 1"),

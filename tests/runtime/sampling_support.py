@@ -23,13 +23,18 @@ References = Callable[[str], Reference]
 
 
 def runtime_for(
-    reference: Reference, sampling: SamplingConfig, *, kind: PolicyKind = PolicyKind.fixed, eos: int | None = None
+    reference: Reference,
+    sampling: SamplingConfig,
+    *,
+    kind: PolicyKind = PolicyKind.fixed,
+    eos: int | None = None,
+    chunk_tokens: int | None = None,
 ) -> Runtime:
     """Three sequences a lane, two lanes a block. `eos`: instead of the checkpoint's own."""
     config = RuntimeConfig(
         model=ModelConfig(name="test", path=str(reference.directory), dtype=DType.float32),
         offload=OffloadConfig(tier=Tier.nvme, resident_layers=2, host_memory_gib=1),
-        policy=PolicyConfig(kind=kind, micro_batch_size=3, num_micro_batches=2),
+        policy=PolicyConfig(kind=kind, micro_batch_size=3, num_micro_batches=2, prefill_chunk_tokens=chunk_tokens),
         sampling=sampling,
     )
     runtime = Runtime(config)

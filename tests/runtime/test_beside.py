@@ -10,7 +10,7 @@ import torch
 from runtime import PolicyConfig, Runtime
 from runtime.config import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.sequence import Completion, Request
-from runtime.errors import ConfigError
+from runtime.errors import BrokenModelError, ConfigError
 from runtime.plan.extents import pinned_bytes
 from runtime.stream.exchange import HostExchange, Trip
 from tests.fake_device import FakeDevice
@@ -86,7 +86,10 @@ def test_without_the_wait_for_answers_the_tokens_are_wrong(
 
 def is_wrong(reference: Reference, device: FakeDevice) -> bool:
     """Tokens differ, or an answer was no number."""
-    results = Runtime(beside(reference, chunk=7), device=device).generate(reference.prompts)
+    try:
+        results = Runtime(beside(reference, chunk=7), device=device).generate(reference.prompts)
+    except BrokenModelError:
+        return True
     assert all(isinstance(result, Completion) for result in results)
     found = [list(result.token_ids) for result in results if isinstance(result, Completion)]
     return found != reference.expected

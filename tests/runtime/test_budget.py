@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, api
+from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, budgets
 from runtime.config import PolicyKind, Tier
 from runtime.engine.sequence import Request
 from runtime.errors import BudgetError
@@ -23,7 +23,7 @@ def runtime_with(monkeypatch: pytest.MonkeyPatch, kind: PolicyKind, peaks: list[
     )
     runtime = Runtime(config)
     left = iter(peaks)
-    monkeypatch.setattr(api, "peak_resident_bytes", lambda: runtime.baseline_bytes + GIB + next(left))
+    monkeypatch.setattr(budgets, "peak_resident_bytes", lambda: runtime.baseline_bytes + GIB + next(left))
     yield runtime
 
 

@@ -9,6 +9,7 @@ import torch
 
 from runtime import OffloadConfig, PrefetchConfig, RuntimeConfig
 from runtime.config import Order, Prefetch, Tier
+from runtime.errors import BrokenModelError
 from runtime.plan.extents import ALIGNMENT_BYTES
 from runtime.plan.load import Load
 from runtime.plan.model_shape import ModelShape
@@ -44,9 +45,11 @@ def test_tokens_equal_transformers(
 
 def test_without_the_wait_for_copies_the_tokens_are_wrong(reference: References) -> None:
     ref = reference("llama")
-    assert (
-        tokens(config_for(ref, tier=Tier.cpu), ref.prompts, Careless((False, True), forgetful=COMPUTE)) != ref.expected
-    )
+    try:
+        found = tokens(config_for(ref, tier=Tier.cpu), ref.prompts, Careless((False, True), forgetful=COMPUTE))
+    except BrokenModelError:  # no numbers at all
+        return
+    assert found != ref.expected
 
 
 def device_placement(shape: ModelShape, tier: Tier) -> Placement:

@@ -128,6 +128,6 @@ def test_a_file_cut_inside_its_header_is_refused(size: int, tmp_path: Path) -> N
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match="cannot be read") as error:
+        with pytest.raises(CheckpointError, match=r"cannot be read|reading its header failed") as error:
             read_header(path)
         assert str(path) in str(error.value)

@@ -39,6 +39,8 @@ def test_a_model_that_gives_no_finite_number_stops_the_run_and_names_layer_and_t
     ref = spoiled(reference(family), tmp_path / "model", tensor, value, None)
     with pytest.raises(BrokenModelError) as stopped:
         runtime_for(ref, SamplingConfig(max_new_tokens=3)).generate(ref.prompts)
+    with pytest.raises(BrokenModelError):
+        runtime_for(ref, SamplingConfig(max_new_tokens=3), chunk_tokens=7).generate(ref.prompts)
     assert f"the first such number comes out of {module}, whose {tensor} holds NaN" in str(stopped.value)
     assert stopped.value.exit_code == 4
 

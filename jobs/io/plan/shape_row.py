@@ -22,6 +22,7 @@ ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 OF_DTYPE = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequence", "cross_kv_bytes_per_token")
 STRUCTURED = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")
 OF_HOST = ("has_decode_kernel", "has_joined_gates")  # what kernels spare where a model runs, not the model
+RARE = ("restart_tokens", "has_whole_prompts")  # in a line only where a model has them
 SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_HOST)
 
 
@@ -82,7 +83,7 @@ def to_row(shapes: Mapping[DType, ModelShape], architecture: str) -> ShapeRow:
     return ShapeRow(
         name=shape.name,
         architecture=architecture,
-        sizes={name: getattr(shape, name) for name in SIZES},
+        sizes={name: getattr(shape, name) for name in SIZES if name not in RARE or getattr(shape, name)},
         bounded_layers=sorted(shape.bounded_layers),
         delta_rule=None if delta_rule is None else {f.name: getattr(delta_rule, f.name) for f in fields(DeltaRule)},
         dtypes={dtype.value: _dtype_row(of_dtype) for dtype, of_dtype in shapes.items()},
