@@ -4,7 +4,6 @@ A stop or a kill then costs the tokens since it was last written, and no row. It
 it, or with one that is damaged or another run's, requests are generated again from their beginning.
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,6 @@ from runtime.errors import OutputError
 from .files import (
     PARQUET_PROBLEMS,
     canonical_json,
-    json_digest,
     output_error,
     parse_parquet,
     publish,
@@ -32,6 +30,7 @@ from .files import (
 from .manifest import RunManifest
 from .output_rows import COMPLETION_FIELDS, LOGPROB_FIELDS, GenerationRow, clean_text
 from .plan_file import PlannedRequest, plan_digest
+from .row_digest import is_signed, require_intact, sign
 from .run_dir import RunDirectory
 from .summary import PassRow
 
@@ -81,12 +80,11 @@ class RunningFile:
         """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
         rows = [_finished_values(row) for row in running.finished]
         rows += [_unfinished_values(key, unfinished) for key, unfinished in running.unfinished.items()]
-        table = pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA)
-        signed = table.replace_schema_metadata(self._footer(table, running))
+        table = sign(pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA), self._footer(running))
         try:
             return publish(
                 self.path,
-                lambda file: write_parquet(signed, file),
+                lambda file: write_parquet(table, file),
                 exclusive=False,
                 expected_bytes=table.nbytes,
             )
@@ -122,8 +120,9 @@ class RunningFile:
         values = self._read_footer(table.schema.metadata or {})
         if not table.schema.equals(RUNNING_SCHEMA):
             raise ValueError("its columns are not those of a checkpoint")
-        if values.get("rows", _rows_digest(table)) != _rows_digest(table):  # a file of an earlier version has none
-            raise ValueError("its rows were changed after they were written")
+        if not is_signed(table):
+            raise ValueError("it has no digest, as an earlier version of Millrace wrote it")
+        require_intact(table)
         rows: list[RunningRow] = table.to_pylist()
         return Running(
             finished=[_finished_row(row) for row in rows if row["status"] != UNFINISHED],
@@ -139,15 +138,12 @@ class RunningFile:
         plan, block = plan_digest(self.plan), {} if self.block is None else {"block": str(self.block)}
         return {"format": FORMAT, "run": self.manifest.name, "config": self.manifest.digest, "plan": plan, **block}
 
-    def _footer(self, table: pa.Table, running: Running) -> dict[bytes, bytes]:
-        """Parquet has no checksum over its footer nor over the headers of its pages, so this one brings its own."""
+    def _footer(self, running: Running) -> dict[bytes, bytes]:
         values = {
             **self._owner,
             "passes": canonical_json([asdict(row) for row in running.passes]),
             "num_stops": str(running.num_stops),
-            "rows": _rows_digest(table),
         }
-        values["digest"] = json_digest(values)
         return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
 
     def _read_footer(self, metadata: Mapping[bytes, bytes]) -> dict[str, str]:
@@ -155,8 +151,6 @@ class RunningFile:
         wrong = [key for key, value in self._owner.items() if values.get(key) != value]
         if wrong:
             raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")
-        if values.pop("digest", None) != json_digest(values):
-            raise ValueError("its footer was changed after it was written")
         return values
 
     def _set_aside(self, reason: str) -> None:
@@ -173,10 +167,6 @@ def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise output_error(path, error) from error
-
-
-def _rows_digest(table: pa.Table) -> str:
-    return hashlib.sha256(repr(table.to_pylist()).encode()).hexdigest()
 
 
 def _finished_values(row: GenerationRow) -> dict[str, object]:

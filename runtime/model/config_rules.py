@@ -93,6 +93,11 @@ RULES = (
         meaning="a token's number, or a list of them",
         holds=_whole(-1),
     ),
+    Rule(
+        keys=re.compile(r"sliding_window"),
+        meaning="another number of tokens: with a window of 1 the caches of transformers keep every token",
+        holds=lambda value: type(value) is not int or value != 1,
+    ),
     Rule(keys=re.compile(r"(?:torch_)?dtype"), meaning="the name of a torch dtype", holds=_is_dtype),
 )  # fmt: skip
 _LAYERS = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:layers|blocks)|n_layers?|layers|depth|(?:encoder|decoder)_layers")
