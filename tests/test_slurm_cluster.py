@@ -93,7 +93,7 @@ def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_onc
 
 
 def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster, folder: Path) -> None:
-    """The warning comes 50 s before the limit of a minute or, as Slurm looks seldom, earlier: even before Python runs."""
+    """The warning comes 50 s before the limit of a minute, or earlier, even before Python runs: Slurm looks seldom."""
     settings = tuple(setting.replace("dataset.repeat=2", "dataset.repeat=24") for setting in SETTINGS)
     array = submit_array(cluster, folder, "--array=0-0", "--time=1", "--signal=USR1@50", settings=settings)
     task = f"{array}_0"
