@@ -29,11 +29,10 @@ class Experts(Protocol):
 
     has_gate: bool
     has_bias: bool
-    has_post_expert_norm: bool
     is_transposed: bool
     act_fn: Callable[[torch.Tensor], torch.Tensor]
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
-    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
+    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]  # only where `has_post_expert_norm` is there and true
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +102,11 @@ def is_experts(module: torch.nn.Module) -> bool:
     return hasattr(module, "has_gate")  # set by transformers' decorator
 
 
+def _has_norm(experts: Experts) -> bool:
+    """Whether outputs are normalised expert by expert. transformers up to 5.17 knows no such experts."""
+    return getattr(experts, "has_post_expert_norm", False)
+
+
 def _matrix_names(module: torch.nn.Module) -> tuple[str, str]:
     return ("gate_up_proj" if cast("Experts", module).has_gate else "up_proj", "down_proj")
 
@@ -112,7 +116,7 @@ def _output(experts: Experts, matrices: Matrices, expert: int, x: torch.Tensor) 
     inner = _project(experts, matrices, up, expert, x)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     out = _project(experts, matrices, down, expert, inner)
-    return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+    return experts.post_expert_norm(out) if _has_norm(experts) else out
 
 
 def _project(experts: Experts, matrices: Matrices, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:

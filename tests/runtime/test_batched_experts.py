@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from runtime.config import ExpertPaging
+from runtime.model.experts import is_experts
 from runtime.model.loading import LoadedModel
 from runtime.plan.experts import pageable_stages, unpageable_stacks
 from tests.gguf_files import Type, write_gguf
@@ -51,6 +52,16 @@ def test_lanes_that_share_their_experts_get_what_they_get_alone(family: str, tmp
     alone = logits(loaded, ExpertPaging.off, is_batched=False)
     for mine, shared in zip(alone, logits(loaded, ExpertPaging.off, is_batched=True), strict=True):
         torch.testing.assert_close(shared, mine, atol=CLOSE, rtol=CLOSE)
+
+
+def test_experts_of_a_transformers_that_knows_no_norm_behind_them_run_too(tmp_path: Path) -> None:
+    """The decorator of 5.17 sets no `has_post_expert_norm`."""
+    loaded = load(synthesize("mixtral", tmp_path / "model"))
+    expected = logits(loaded, ExpertPaging.off, is_batched=False)
+    for streamed in loaded.staged.modules:
+        for module in filter(is_experts, streamed.inner.modules()):
+            delattr(module, "has_post_expert_norm")
+    assert are_equal(logits(loaded, ExpertPaging.off, is_batched=False), expected)
 
 
 @pytest.mark.parametrize("stored", CHECKPOINTS)
