@@ -1,0 +1,38 @@
+"""Makes the double launch what a device would, where the CPU has kernels of its own."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from runtime.cache.plain_attention import decode_attention_torch
+from runtime.model import attention, loading, multipliers, rowwise, weights
+from runtime.plan.shapes import Parameter
+
+
+@contextmanager
+def operators_of_a_device() -> Iterator[None]:
+    """Within it what looks for a CPU's kernels finds none, so that the double launches what a device would."""
+
+    def plain(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor | None:
+        if tensor.dtype == dtype or not tensor.is_floating_point():
+            return tensor.view(parameter.shape)
+        return plain_argument(tensor, parameter, dtype)
+
+    def decode(*pages: torch.Tensor, num_threads: int | None = None, **rule: Any) -> torch.Tensor:
+        return decode_attention_torch(*pages, **rule)
+
+    plain_argument = weights._plain_argument
+    with ExitStack() as stack:
+        for module, name, value in (
+            (rowwise, "has_compiler", lambda: False),
+            (loading, "has_compiler", lambda: False),
+            (multipliers, "has_compiler", lambda: False),
+            (multipliers, "has_matrix_unit", lambda: False),
+            (weights, "_plain_argument", plain),
+            (attention, "decode_attention", decode),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
