@@ -121,7 +121,8 @@ class Products(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint. `path`: a local directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot."""
+    """Which checkpoint. `path`: a local directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot.
+    `compile`: on an accelerator, steps between products run as kernels that torch.compile makes."""
 
     name: str = "tiny"
     path: str | None = None
@@ -132,6 +133,7 @@ class ModelConfig:
     lanes: Lanes = Lanes.auto
     self_check: SelfCheck = SelfCheck.auto
     verify: Verify = Verify.sampled
+    compile: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.name), "model.name is empty")

@@ -37,7 +37,7 @@ SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
 FREE_KEYS = frozenset(
     {"policy.schedule", "policy.attention", "dataset.max_row_bytes", "model.self_check", "model.verify"}
 )
-LATER_KEYS = frozenset[str]()  # of those groups: came after the first names were given, see `run_name`
+LATER_KEYS = frozenset({"model.compile"})  # of those groups: came after the first names were given, see `run_name`
 
 
 class LogLevel(Enum):

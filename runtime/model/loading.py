@@ -19,6 +19,7 @@ from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
 from . import attention, experts
 from .buffers import fill_buffers
+from .compiled_steps import compile_steps, require_accelerator
 from .computed import keep_computed
 from .converted import convert_once
 from .excerpt import Excerpt
@@ -75,6 +76,8 @@ def load_model(
 ) -> LoadedModel:
     """Raises CheckpointError or ConfigError with what to change. `express`: see `map_weights`. `excerpt`: of a model
     that was loaded whole before, this alone."""
+    if config.compile:
+        require_accelerator(device)
     path = find_checkpoint(config, cache_dir)
     checkpoint = open_checkpoint(path)
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
@@ -117,7 +120,9 @@ def load_model(
     if config.products is Products.int8:
         parameters |= rounded_parameters(model, parameters, dtype, device)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
-    if dtype == torch.float32 and device.type == "cpu":
+    if config.compile:
+        log.info("model.compile: %d steps between products run compiled", compile_steps(model))
+    elif dtype == torch.float32 and device.type == "cpu":
         join_steps(model)
     rope_lengths = follow_lengths(model)
     with class_refused(type(model).__name__):

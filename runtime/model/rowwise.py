@@ -8,7 +8,8 @@ Results are those of the plain code but for the last bits of float32.
 T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from functools import cache
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
@@ -29,17 +30,39 @@ EXPERTS: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
 ROTARY = llama.apply_rotary_pos_emb.__name__
 
 
-def join_steps(model: nn.Module) -> None:
-    """Mutates `model`: where there is a compiler, its modules of that code run ours when tensors allow it."""
-    for module in cast("Iterable[Any]", model.modules() if has_compiler() else ()):
+class Step(Enum):
+    """What a module does by the code of Llama, or of Mixtral."""
+
+    norm = "norm"
+    gated_mlp = "gated MLP"
+    rotary = "rotary"
+    gate = "gate of experts"
+
+
+def steps_of(model: nn.Module) -> Iterator[tuple[Any, Step]]:
+    """Modules of known code, each with what it is known by."""
+    for module in cast("Iterable[Any]", model.modules()):
         forward = type(module).forward
         if is_code_of(forward, llama.LlamaRMSNorm.forward):
-            module.forward = MethodType(_norm, module)
+            yield module, Step.norm
         elif is_code_of(forward, llama.LlamaMLP.forward) and _has_silu(module):
-            module.forward = MethodType(_gated_mlp, module)
+            yield module, Step.gated_mlp
         elif ROTARY in getattr(getattr(forward, "__code__", None), "co_names", ()) and _turns_like_llama(forward):
-            module.forward = MethodType(_with_global(forward, ROTARY, _rotary), module)
+            yield module, Step.rotary
         elif _has_silu(module) and is_code_of(getattr(type(module), "_apply_gate", None), EXPERTS._apply_gate):
+            yield module, Step.gate
+
+
+def join_steps(model: nn.Module) -> None:
+    """Mutates `model`: where there is a compiler, its modules of that code run ours when tensors allow it."""
+    for module, step in steps_of(model) if has_compiler() else ():
+        if step is Step.norm:
+            module.forward = MethodType(_norm, module)
+        elif step is Step.gated_mlp:
+            module.forward = MethodType(_gated_mlp, module)
+        elif step is Step.rotary:
+            module.forward = MethodType(with_global(type(module).forward, ROTARY, _rotary), module)
+        else:
             module._apply_gate = MethodType(_apply_gate, module)
 
 
@@ -72,7 +95,7 @@ def _turns_like_llama(forward: Any) -> bool:
     return is_code_of(turn.__globals__.get("rotate_half"), llama.rotate_half)
 
 
-def _with_global(function: Any, name: str, value: object) -> FunctionType:
+def with_global(function: Any, name: str, value: object) -> FunctionType:
     """The same function, for which a global name stands for something else."""
     other = FunctionType(
         function.__code__,
