@@ -78,7 +78,7 @@ def _argument(
 def _plain_argument(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor | None:
     """None for a matrix that is widened inside the product."""
     is_matrix = tensor.dim() == 2 and tensor.shape == parameter.shape
-    if (tensor.dtype == dtype or not tensor.is_floating_point()) and (tensor.is_cuda or not is_matrix):
+    if (tensor.dtype == dtype or not tensor.is_floating_point()) and (tensor.device.type != "cpu" or not is_matrix):
         return tensor.view(parameter.shape)
     if tensor.dim() == 3 and tensor.shape == parameter.shape:  # experts stored as one stack
         entries = [[expert] for expert in tensor]

@@ -31,24 +31,29 @@ class Work(NamedTuple):
 
 class DeviceClock:
     """One per device. Any thread may begin and end work, the engine's alone resolves. `new_event` makes events with
-    timing; None: a CPU's clock."""
+    timing; None: a CPU's clock. `compute_stream` is where references are recorded: an event without a stream would take
+    one of the current device, which is each thread's own."""
 
-    def __init__(self, new_event: Callable[[], torch.Event] | None = None):
-        self._new_event = new_event
+    def __init__(
+        self,
+        new_event: Callable[[], torch.Event] | None = None,
+        compute_stream: Callable[[], torch.Stream | None] = lambda: None,
+    ):
+        self._new_event, self._compute_stream = new_event, compute_stream
+        self._spare: deque[torch.Event] = deque()  # of work that was told of
         self._reference: Reference | None = None
         self._making_reference = threading.Lock()
         self._running: deque[Work] = deque()  # appending and popping are atomic; exchanging a list would lose work
 
     def begin(self, stream: torch.Stream | None = None) -> Moment:
-        """Before the work is queued on `stream`, and behind what it waits for. Costs an event on an accelerator."""
+        """Before the work is queued on `stream`, and behind what it waits for. Is good for one `end`, which takes the
+        event back."""
         if self._new_event is None:
             return time.monotonic()
         with self._making_reference:
             if self._reference is None:
                 self._reference = self._refer(self._new_event())
-        event = self._new_event()
-        event.record(stream)
-        return event
+        return self._recorded(stream)
 
     def end(self, begin: Moment, then: Then, stream: torch.Stream | None = None) -> None:
         """After the work was queued. `then` is called now on a CPU, and on an accelerator by the first `resolve` that
@@ -58,25 +63,33 @@ class DeviceClock:
             return
         assert self._new_event is not None, "a CPU's moments are seconds"
         assert self._reference is not None, "end before begin"
-        event = self._new_event()
-        event.record(stream)
-        self._running.append(Work(begin, event, then, self._reference))
+        self._running.append(Work(begin, self._recorded(stream), then, self._reference))
 
     def resolve(self) -> None:
         """Tells of the work that is done. Once per pass, when the host has waited for compute anyway: it makes a new
-        reference, which waits for the current stream."""
+        reference, which waits for the compute stream."""
         if self._new_event is None:
             return
         for _ in range(len(self._running)):
             work = self._running.popleft()
             if work.end.query():
                 work.then(_seconds(work.begin, work.reference), _seconds(work.end, work.reference))
+                self._spare += (work.begin, work.end)
             else:
                 self._running.append(work)
         self._reference = self._refer(self._new_event())
 
+    def _recorded(self, stream: torch.Stream | None) -> torch.Event:
+        assert self._new_event is not None, "a CPU's moments are seconds"
+        try:
+            event = self._spare.pop()
+        except IndexError:
+            event = self._new_event()
+        event.record(stream)
+        return event
+
     def _refer(self, event: torch.Event) -> Reference:
-        event.record()
+        event.record(self._compute_stream())
         event.synchronize()
         return Reference(event, time.monotonic())
 

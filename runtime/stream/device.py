@@ -4,15 +4,15 @@
 
 import mmap
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 
-from ..errors import ConfigError
 from ..plan.extents import ALIGNMENT_BYTES
 from ..units import MIB, round_up
 from .clock import DeviceClock, Then
+from .device_choice import choose_device
 
 
 class Event(Protocol):
@@ -48,10 +48,10 @@ class ComputeDevice:
     engine."""
 
     def __init__(self, name: str):
-        self.torch_device = resolve_device(name)
+        self.torch_device = choose_device(name)
         self.is_accelerator = self.torch_device.type != "cpu"
         self.copy_stream = self.new_stream()
-        self.clock = DeviceClock(self._timed_event if self.is_accelerator else None)
+        self.clock = DeviceClock(self._timed_event if self.is_accelerator else None, self.compute_stream)
 
     def new_stream(self) -> torch.Stream | None:
         """For copies that are not to queue behind others; None on a CPU, where a copy is done when the call returns."""
@@ -116,7 +116,7 @@ class ComputeDevice:
         if on is not None:
             self.wait(on, after)
         begin = self.clock.begin(on) if then is not None else 0.0
-        with on or nullcontext():
+        with _entered(on):
             for part in parts:
                 part.target.copy_(part.source, non_blocking=on is not None)
         if then is not None:
@@ -128,7 +128,7 @@ class ComputeDevice:
             target.zero_()
             return
         self.wait(on, after)
-        with on:
+        with _entered(on):
             target.zero_()
 
     def wait(self, stream: torch.Stream, event: Event) -> None:
@@ -166,23 +166,16 @@ class ComputeDevice:
         return torch.accelerator.max_memory_allocated(self.torch_device) if self.is_accelerator else 0
 
 
+def _entered(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """What is queued within goes on the stream. An object of its own for each time: one of torch's keeps what its
+    thread goes back to, and two threads may be within the same stream."""
+    if stream is None:
+        return nullcontext()
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
 def _anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"machine.device={name}: not a device torch knows; use auto, cpu or cuda") from error
-    if device.type != "cpu" and not torch.accelerator.is_available():
-        raise ConfigError(
-            f"machine.device={name}: torch {torch.__version__} finds no accelerator here; use machine=cpu"
-        )
-    return device

@@ -12,7 +12,8 @@ def cap(device: ComputeDevice, num_bytes: int | None) -> None:
     if device.torch_device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device.torch_device).total_memory
-    torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / total))
+    share = 1.0 if num_bytes is None else min(1.0, num_bytes / total)
+    torch.cuda.set_per_process_memory_fraction(share, device.torch_device)
 
 
 def start_anew(device: ComputeDevice) -> None:
