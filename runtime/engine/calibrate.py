@@ -21,7 +21,7 @@ from ..model.net import class_refused
 from ..model.stages import StreamedModule
 from ..model.weights import stage_weights
 from ..plan.anchor import anchored, with_overheads
-from ..plan.extents import slot_layout
+from ..plan.extents import device_layout, slot_layout
 from ..plan.lane_work import packed_work
 from ..plan.memory import GATED_ROWS, PAGE_TOKENS
 from ..plan.model_shape import ModelShape
@@ -112,11 +112,12 @@ class _Bench:
         layout = slot_layout(stage)
         host = self.device.host_buffer(layout.num_bytes)
         self.reader.submit(layout.extents, host.numpy().data).wait()
-        buffer = host
-        if self.device.is_accelerator:
-            buffer = self.device.compute_buffer(layout.num_bytes)
-            buffer.copy_(host[: buffer.numel()])
-        return host, stage_weights(stage, buffer, layout.tensor_offsets, self.loaded.dtypes)
+        if not self.device.is_accelerator:
+            return host, stage_weights(stage, host, layout.tensor_offsets, self.loaded.dtypes)
+        placed, buffer = device_layout([stage], layout), self.device.compute_buffer(layout.num_bytes)
+        for move in placed.moves:
+            buffer[move.target : move.target + move.num_bytes].copy_(host[move.begin : move.end])
+        return host, stage_weights(stage, buffer, placed.tensor_offsets, self.loaded.dtypes)
 
     def disk(self, buffer: torch.Tensor) -> float:
         """Bytes per second of layers one behind the other, as in a run; all into `buffer`, as nobody looks at them.

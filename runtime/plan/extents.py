@@ -5,10 +5,11 @@ file have no such alignment. So a slot holds the aligned *supersets* of the rang
 is a view into it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..units import MIB, round_down, round_up
+from .moves import DeviceLayout, moved
 from .shapes import Stage, TensorSlice
 
 ALIGNMENT_BYTES = 4096
@@ -94,10 +95,17 @@ def resident_groups(stages: Iterable[Stage]) -> list[list[Stage]]:
     return [members for _, members in groups]
 
 
-def group_layout(stages: Iterable[Stage]) -> SlotLayout:
-    """The layout of stages that share one buffer."""
+def group_layout(stages: Sequence[Stage]) -> SlotLayout:
+    """The layout of stages that share one buffer. Its bytes hold them on an accelerator too, where they are moved."""
     slices = {piece.name: piece for stage in stages for p in stage.parameters for piece in p.slices}
-    return layout_of(slices.values())
+    layout = layout_of(slices.values())
+    moved_bytes = round_up(device_layout(stages, layout).num_bytes, ALIGNMENT_BYTES)
+    return layout if moved_bytes <= layout.num_bytes else replace(layout, num_bytes=moved_bytes)
+
+
+def device_layout(stages: Sequence[Stage], layout: SlotLayout) -> DeviceLayout:
+    """Where tensors of stages that share one buffer lie on an accelerator, if `layout` is theirs in host memory."""
+    return moved(stages, layout.tensor_offsets)
 
 
 def slot_layout(stage: Stage) -> SlotLayout:

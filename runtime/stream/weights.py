@@ -15,8 +15,17 @@ import torch
 
 from ..errors import CheckpointError
 from ..plan.experts import dense_shape
-from ..plan.extents import HOST_PIECE_BYTES, LOADING_BYTES, SlotLayout, group_layout, resident_groups, slot_layout
+from ..plan.extents import (
+    HOST_PIECE_BYTES,
+    LOADING_BYTES,
+    SlotLayout,
+    device_layout,
+    group_layout,
+    resident_groups,
+    slot_layout,
+)
 from ..plan.model_shape import ModelShape
+from ..plan.moves import DeviceLayout, Move
 from ..plan.placement import Placement
 from ..store.reader import Reader
 from ..store.transfer import PendingTransfer
@@ -25,6 +34,7 @@ from .counters import StreamCounters
 from .device import ComputeDevice, Part
 from .slot import Slot
 
+NUM_MOVED = 4096  # pieces of stages whose moves are kept
 NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB
 IN_TIME_SECONDS = 50e-6  # between two events of a stream, when what it waits for in between has happened
 
@@ -63,6 +73,8 @@ class WeightStream:
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
         self._trace, self._name_of = trace, name_of
         self._layout = lru_cache(NUM_LAYOUTS)(lambda stage: slot_layout(shape.stages[stage]))
+        self._moved = lru_cache(NUM_LAYOUTS)(lambda stage: device_layout([shape.stages[stage]], self._layout(stage)))
+        self._moves = lru_cache(NUM_MOVED)(lambda stage, *part: tuple(self._moved(stage).within(*part)))
         self._num_pages = placement.walk.num_pages
         self._staged: dict[int, Slot] = {}
         self._present: dict[int, Slot] = {}
@@ -117,9 +129,13 @@ class WeightStream:
         if staged is not None:
             self._settle(stage, staged, page or 0)
         whole = [HostPiece(0, layout.num_bytes, staged.buffer)] if staged is not None else self._in_host[stage]
-        parts = [Part(piece.buffer, target.buffer[piece.begin : piece.end]) for piece in _cut(whole, begin, end)]
+        parts = [
+            _part(piece, move, target.buffer)
+            for piece in _cut(whole, begin, end)
+            for move in self._moves(stage, piece.begin, piece.end)
+        ]
         self._device.copy_ahead(parts, after=target.free, then=partial(self._copied, stage, page or 0))
-        self._counters.bytes_copied += end - begin
+        self._counters.bytes_copied += sum(part.source.numel() for part in parts)
         if page in (None, self._num_pages - 1):
             target.ready.record(self._device.copy_stream)
             if staged is not None:
@@ -134,7 +150,8 @@ class WeightStream:
         if slot.is_fresh:
             slot.is_fresh = False
             self._await(stage, slot)
-        return StageBytes(slot.buffer, self._layout(stage).tensor_offsets, id(slot))
+        placed = self._moved(stage) if self._placement.walk.copies else self._layout(stage)
+        return StageBytes(slot.buffer, placed.tensor_offsets, id(slot))
 
     def free(self, stage: int) -> None:
         slot = self._present.pop(stage)
@@ -215,16 +232,23 @@ class WeightStream:
         for group, layout in groups:
             buffer = self._device.compute_buffer(layout.num_bytes)
             if staging is None:
+                placed = layout
                 self._reader.submit(layout.extents, buffer.numpy().data).wait()
             else:
-                self._load_through(staging, layout, buffer)
+                placed = device_layout(group, layout)
+                self._load_through(staging, layout, placed, buffer)
             for stage in group:
-                self._resident[stage.index] = StageBytes(buffer, layout.tensor_offsets, id(buffer))
+                self._resident[stage.index] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
 
-    def _load_through(self, staging: torch.Tensor, layout: SlotLayout, buffer: torch.Tensor) -> None:
+    def _load_through(
+        self, staging: torch.Tensor, layout: SlotLayout, placed: DeviceLayout, buffer: torch.Tensor
+    ) -> None:
         for window in layout.windows(len(staging)):
             self._reader.submit(window.extents, staging.numpy().data).wait()
-            buffer[window.begin : window.end].copy_(staging[: window.end - window.begin])
+            piece = HostPiece(window.begin, window.end, staging)
+            for move in placed.within(window.begin, window.end):
+                source, target = _part(piece, move, buffer)
+                target.copy_(source)
 
     def _load_host_tier(self) -> None:
         for stage in self._placement.walk.streamed:
@@ -237,6 +261,11 @@ class WeightStream:
             for read in reads:
                 read.wait()
             self._in_host[stage] = [HostPiece(w.begin, w.end, b) for w, b in zip(windows, buffers, strict=True)]
+
+
+def _part(piece: HostPiece, move: Move, target: torch.Tensor) -> Part:
+    first = move.begin - piece.begin
+    return Part(piece.buffer[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])
 
 
 def _cut(pieces: Iterable[HostPiece], begin: int, end: int) -> Iterator[HostPiece]:

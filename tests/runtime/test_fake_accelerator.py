@@ -141,7 +141,7 @@ def test_what_lives_in_pieces_arrives_whole(
     with WeightStream(shape, placement, device, reader) as stream:
         assert all(looks(stream, device, placement, tensors))
         assert stream.take_counters().bytes_copied == 2 * sum(
-            shape.sizes.whole_bytes[i] for i in placement.walk.streamed
+            shape.stages[i].num_bytes for i in placement.walk.streamed
         )
 
 
