@@ -1,92 +1,110 @@
-"""Decode attention over pages by the flash kernels behind torch's `varlen_attn`, where they know what is asked.
+"""Attention of many sequences at once by the flash kernels behind torch's `varlen_attn` (Dao 2023), where they know
+what is asked. All else is plain_attention.py's and `scaled_dot_product_attention`'s.
 
-Those that torch brings along (FlashAttention-2) take pages of whole multiples of 256 positions, so with our pages of
-`PAGE_TOKENS` = 16 they never apply. FlashAttention-3 takes any: it applies where a user's code has called
-`torch.nn.attention.activate_flash_attention_impl("FA3")`. All else is `decode_attention_torch`'s.
+A sink is a score without a value: it takes its share of the weights, so what the kernels return is scaled by the
+logistic function of how far the sum of all other scores lies above it.
 
-Letters as in host_attention.py.
+Letters as in paged.py.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch.nn import attention as kernels
+import torch.nn.functional as F
 
-from .views import Reach
+from .rule import Rule
+from .stretches import Stretches
 
-PAGE_MULTIPLES: dict[str | None, int] = {None: 256, "FA3": 1}  # by the activated kernels; None: torch's own
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
+ALIGNMENT_BYTES = 16  # what kernels load at a time
 
 
-def flash_applies(
-    q_BHD: torch.Tensor,
-    k_NPHD: torch.Tensor,
-    v_NPHD: torch.Tensor,
-    *,
-    reach: Reach,
-    softcap: float | None,
-    has_sinks: bool,
-    activated: str | None,
-) -> bool:
-    """Looks at shapes and dtypes alone. `activated`: the flash kernels in use, see `activated_kernels`."""
-    head_dim = q_BHD.shape[2]
+def flash_applies(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
+    """Looks at head sizes (the last dimension), dtypes and the device alone."""
+    head_dim = like_q.shape[-1]
     return (
-        q_BHD.device.type == "cuda"
-        and q_BHD.dtype in (torch.bfloat16, torch.float16)
-        and q_BHD.dtype == k_NPHD.dtype == v_NPHD.dtype
-        and softcap is None
-        and not has_sinks
-        and reach.chunk is None
-        and k_NPHD.shape[3] == v_NPHD.shape[3] == head_dim
+        like_q.dtype in KERNEL_DTYPES
+        and like_q.dtype == like_k.dtype == like_v.dtype
+        and rule.softcap is None
+        and like_k.shape[-1] == head_dim >= like_v.shape[-1]
         and head_dim <= LARGEST_HEAD
         and head_dim % HEAD_MULTIPLE == 0
-        and activated in PAGE_MULTIPLES
-        and k_NPHD.shape[1] % PAGE_MULTIPLES[activated] == 0
+        and has_flash(like_q.device)
     )
 
 
 @cache
-def takes_pages() -> bool:
-    """Whether this torch's `varlen_attn` knows page tables."""
-    from torch.nn.attention.varlen import varlen_attn  # takes 0.2 s to import
-
-    return {"block_table", "seqused_k"} <= inspect.signature(varlen_attn).parameters.keys()
-
-
-def activated_kernels() -> str | None:
-    return kernels.current_flash_attention_impl()
-
-
-def decode_attention_flash(
-    q_BHD: torch.Tensor,
-    k_NPHD: torch.Tensor,
-    v_NPHD: torch.Tensor,
-    tables_Bn: torch.Tensor,
-    ends_B: torch.Tensor,
-    *,
-    scale: float,
-    reach: Reach,
-    longest: int,
-) -> torch.Tensor:
-    """As `decode_attention` where `flash_applies`; rows begin where `reach` says, `longest` is the largest end."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    counts_B = torch.arange(len(q_BHD) + 1, dtype=torch.int32, device=q_BHD.device)
-    sums_B = torch.nn.functional.pad(ends_B.cumsum(0, dtype=torch.int32), (1, 0))
-    out_BHD = varlen_attn(
-        q_BHD.contiguous(),
-        k_NPHD,
-        v_NPHD,
-        counts_B,
-        sums_B if activated_kernels() is None else None,  # FlashAttention-3 takes them or a page table, not both
-        1,
-        longest,
-        scale=scale,
-        window_size=(-1, -1) if reach.window is None else (reach.window - 1, 0),
-        enable_gqa=q_BHD.shape[1] != k_NPHD.shape[2],
-        seqused_k=ends_B,
-        block_table=tables_Bn,
+def has_flash(device: torch.device) -> bool:
+    """FlashAttention-2 runs from compute capability 8.0 on. ROCm's kernels align a short run of queries with the first
+    keys and not the last."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and torch.backends.cuda.is_flash_attention_available()
+        and knows_windows()
     )
-    assert isinstance(out_BHD, torch.Tensor), "no auxiliary output was asked for"
-    return out_BHD
+
+
+@cache
+def varlen_attn() -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    from torch.nn.attention import varlen  # takes 0.2 s to import
+
+    return varlen.varlen_attn
+
+
+def knows_windows() -> bool:
+    """Whether this torch's `varlen_attn` is told of causality by a window, as from 2.11 on."""
+    return {"window_size", "return_aux"} <= inspect.signature(varlen_attn()).parameters.keys()
+
+
+def flash_attention(
+    q_THD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor, stretches: Stretches, window: int | None, rule: Rule
+) -> torch.Tensor:
+    """(T, H, Dv) of the stretches' tokens, which look at their positions one behind the other (S), at the last `window`
+    of them at most. For what `flash_applies` to."""
+    token_bounds, position_bounds = stretches.bounds
+    is_single = stretches.most_new == 1  # and then what it looks at is all that it is handed
+    found = varlen_attn()(
+        aligned(q_THD),
+        aligned(k_SHD),
+        aligned(F.pad(v_SHD, (0, k_SHD.shape[2] - v_SHD.shape[2]))),
+        token_bounds,
+        position_bounds,
+        stretches.most_new,
+        stretches.most_positions,
+        scale=rule.scale,
+        window_size=(-1, -1) if is_single else (-1 if window is None else window - 1, 0),
+        return_aux=None if rule.sinks is None else _with_sums(),
+        **_grouped(is_grouped=q_THD.shape[1] != k_SHD.shape[1]),
+    )
+    if isinstance(found, torch.Tensor):
+        return found[..., : v_SHD.shape[2]]
+    assert rule.sinks is not None, "sums of scores were not asked for"
+    out_THD, sums_HT = found
+    out_THD *= torch.sigmoid(sums_HT.T - rule.sinks.float())[..., None]
+    return out_THD[..., : v_SHD.shape[2]]
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself or a copy, which begins where kernels can load, as all of its heads do."""
+    steps = (stride * tensor.itemsize % ALIGNMENT_BYTES for stride in tensor.stride()[:-1])
+    if tensor.stride(-1) == 1 and not any(steps) and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _with_sums() -> tuple[bool]:
+    from torch.nn.attention.varlen import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+@cache
+def _grouped(*, is_grouped: bool) -> dict[str, bool]:
+    """Some versions of torch group heads without being told."""
+    is_asked = "enable_gqa" in inspect.signature(varlen_attn()).parameters
+    return {"enable_gqa": is_grouped} if is_asked else {}

@@ -13,6 +13,7 @@ from ..stream.exchange import Copy, HostExchange, Trip
 from .host_attention import decode_attention
 from .layout import LayerKV, PassLayout
 from .pages import KVPages
+from .stretches import Stretches
 from .views import DecodeRows, Reach, Segment
 
 CPU = torch.device("cpu")
@@ -39,6 +40,25 @@ class HostLayerKV(LayerKV):
             row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
         return rows_SHD[0].transpose(0, 1), rows_SHD[1].transpose(0, 1)
 
+    def packed(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that is cached comes up at once."""
+        sources = (self.k_NPHD, self.key[0]), (self.v_NPHD, self.value[0])
+        packed_SHD = [
+            self.exchange.new((stretches.num_positions, pages.shape[2], pages.shape[3]), pages.dtype)
+            for pages, _ in sources
+        ]
+        copies, begin = list[Copy](), 0
+        for part in stretches.parts:
+            middle, end = begin + part.past - part.first, begin + part.num_positions
+            for (pages, new_HTD), packed in zip(sources, packed_SHD, strict=True):
+                flat = pages.flatten(0, 1)
+                for place, at, num in self.layout.runs(part.row, part.first, part.past):
+                    copies.append(Copy(flat[place : place + num], packed[begin + at : begin + at + num]))
+                packed[middle:end] = new_HTD[:, part.start : part.start + part.new].transpose(0, 1)
+            begin = end
+        self.exchange.load(self.index, copies)
+        return packed_SHD[0], packed_SHD[1]
+
     def _cached(self, pages_NPHD: torch.Tensor, row_SHD: torch.Tensor, segment: Segment) -> Iterator[Copy]:
         flat = pages_NPHD.flatten(0, 1)
         for place, at, num in self.layout.runs(segment.row, 0, segment.past):
@@ -57,7 +77,6 @@ class HostVisit:
         q_BHD, k_BHD, v_BHD, *sinks = self._trip.arrived()
         layout, rows = self._kv.layout, self._rows
         self._kv.k_NPHD[layout.new_T], self._kv.v_NPHD[layout.new_T] = k_BHD, v_BHD
-        assert layout.tables_Bn is not None, "rows that decode have page tables"
         answer = decode_attention(
             q_BHD,
             self._kv.k_NPHD,
@@ -91,7 +110,7 @@ class HostLane:
         """`pages` of each row. Of the rows that decode the tokens go down, and are counted from 0 there."""
         self._rows, self._segments = None, segments
         if decoding is not None:
-            self._rows = DecodeRows(decoding.rows, decoding.past, torch.arange(len(decoding.rows)))
+            self._rows = DecodeRows(decoding.rows, decoding.past, tuple(range(len(decoding.rows))), CPU)
         new = [] if decoding is None else zip(decoding.rows, decoding.past, strict=True)
         self._layout = PassLayout(
             pages, [(row, past, past + 1) for row, past in new], self._rows, segments, CPU, expands=False

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from ..plan.memory import PAGE_TOKENS
+from .stretches import Stretches
+from .upload import upload
 from .views import DecodeRows, Segment
+
+Places = tuple[torch.Tensor, torch.Tensor]  # page numbers and positions in them: two indices, pages may lie apart
 
 
 class Run(NamedTuple):
@@ -32,14 +37,51 @@ class PassLayout:
         expands: bool,
     ):
         """`new_places`: (row, first, end) positions of the pass's tokens, in their order."""
-        self._pages, self._device = pages, device
+        self._pages, self._device, self._decoding = pages, device, decoding
+        self._numbers: dict[int, torch.Tensor] = {}
+        self._packed: dict[Stretches, Places] = {}
+        self._padded: dict[Stretches, Places] = {}
         new = [place for row, begin, end in new_places for place in self.places(row, begin, end)]
         self.new_T = self._pairs(new)
-        self.tables_Bn = self._tables(decoding) if decoding is not None else None
         self.cached_S = self._pairs(self._cached(decoding, segments)) if expands else None
 
     def numbers(self, row: int) -> torch.Tensor:
-        return torch.tensor(self._pages[row], device=self._device)
+        if row not in self._numbers:
+            self._numbers[row] = upload(self._pages[row], self._device)
+        return self._numbers[row]
+
+    def packed(self, stretches: Stretches) -> Places:
+        """Of all positions that the stretches look at (S), one stretch behind the other."""
+        if stretches not in self._packed:
+            firsts_B, tables_Bn = self._looked_at(stretches)
+            bounds, total = stretches.bounds[1], stretches.num_positions
+            numbers = torch.arange(len(stretches.parts), device=self._device)
+            which_S = numbers.repeat_interleave(bounds.diff(), output_size=total)
+            position_S = torch.arange(total, device=self._device) + (firsts_B - bounds[:-1])[which_S]
+            self._packed[stretches] = tables_Bn[which_S, position_S // PAGE_TOKENS], position_S % PAGE_TOKENS
+        return self._packed[stretches]
+
+    def padded(self, stretches: Stretches) -> Places:
+        """Of the positions that each looks at (B, S); short ones end in repeats, which are as good as others."""
+        if stretches not in self._padded:
+            firsts_B, tables_Bn = self._looked_at(stretches)
+            lasts_B = stretches.bounds[1].diff() - 1
+            at_BS = torch.arange(stretches.most_positions, device=self._device).minimum(lasts_B[:, None])
+            position_BS = at_BS + firsts_B[:, None]
+            self._padded[stretches] = tables_Bn.gather(1, position_BS // PAGE_TOKENS), position_BS % PAGE_TOKENS
+        return self._padded[stretches]
+
+    def _looked_at(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages that stretches look at (B, n), and the first position in the first of them (B)."""
+        parts = stretches.parts
+        tables = [self._pages[p.row][p.first // PAGE_TOKENS : -(-p.end // PAGE_TOKENS)] for p in parts]
+        width = max(map(len, tables))
+        lines = [
+            [part.first % PAGE_TOKENS, *table, *[0] * (width - len(table))]
+            for part, table in zip(parts, tables, strict=True)
+        ]
+        both = upload(lines, self._device)
+        return both[:, 0], both[:, 1:]
 
     def runs(self, row: int, begin: int, end: int) -> Iterator[Run]:
         places, at = self.places(row, begin, end), 0
@@ -53,11 +95,13 @@ class PassLayout:
         pages = self._pages[row]
         return [pages[i // PAGE_TOKENS] * PAGE_TOKENS + i % PAGE_TOKENS for i in range(begin, end)]
 
-    def _tables(self, decoding: DecodeRows) -> torch.Tensor:
-        """Short rows end in page 0, which they do not look at."""
-        rows = [self._pages[row] for row in decoding.rows]
+    @cached_property
+    def tables_Bn(self) -> torch.Tensor:
+        """Pages of the rows that decode. Short rows end in page 0, which they do not look at."""
+        assert self._decoding is not None, "rows that decode have page tables"
+        rows = [self._pages[row] for row in self._decoding.rows]
         width = max(map(len, rows))
-        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int32, device=self._device)
+        return upload([[*row, *[0] * (width - len(row))] for row in rows], self._device, torch.int32)
 
     def _cached(self, decoding: DecodeRows | None, segments: Sequence[Segment]) -> list[int]:
         """Of all positions of the pass's rows, in the order of `kv_start`; short rows of `decoding` end in repeats."""
@@ -70,9 +114,8 @@ class PassLayout:
             places += self.places(segment.row, 0, segment.end)
         return places
 
-    def _pairs(self, places: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page numbers and positions in them. Two indices, because pages may lie apart."""
-        places_T = torch.tensor(places, device=self._device)
+    def _pairs(self, places: Sequence[int]) -> Places:
+        places_T = upload(places, self._device)
         return places_T // PAGE_TOKENS, places_T % PAGE_TOKENS
 
 
@@ -89,3 +132,13 @@ class LayerKV:
         numbers = self.layout.numbers(segment.row)
         k, v = (pages[numbers].flatten(0, 1)[: segment.end].transpose(0, 1) for pages in (self.k_NPHD, self.v_NPHD))
         return k, v
+
+    def packed(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the stretches look at, (S, H, D) each, one stretch behind the other."""
+        places = self.layout.packed(stretches)
+        return self.k_NPHD[places], self.v_NPHD[places]
+
+    def padded(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each looks at, (B, S, H, D) each; short ones end in repeats."""
+        places = self.layout.padded(stretches)
+        return self.k_NPHD[places], self.v_NPHD[places]

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -21,7 +22,8 @@ from transformers import Cache
 from .host_lane import HostLane, HostVisit
 from .layout import LayerKV, PassLayout
 from .pages import KVPages, num_pages_for, split_pages
-from .views import DecodeRows, Segment
+from .upload import upload
+from .views import DecodeRows, Prompts, Segment
 
 
 @dataclass
@@ -39,9 +41,16 @@ class _PassView:
     past: Sequence[int]
     new: Sequence[int]
     decoding: DecodeRows | None
-    segments: Sequence[Segment]
+    prompts: Prompts
     here: PassLayout
     there: PassLayout | None  # of layers that travel
+
+    @cached_property
+    def offsets_T(self) -> torch.Tensor:
+        """Of each token, its position in its sequence less that in the pass."""
+        starts = accumulate(self.new, initial=0)
+        each = zip(self.past, starts, self.new, strict=False)
+        return upload([past - start for past, start, new in each for _ in range(new)], self.prompts.device)
 
 
 class StoredAlone(Exception):
@@ -74,8 +83,17 @@ class PagedKV(Cache):
         return self._view.decoding
 
     @property
+    def prompts(self) -> Prompts:
+        return self._view.prompts
+
+    @property
     def segments(self) -> Sequence[Segment]:
-        return self._view.segments
+        return self._view.prompts.segments
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether layers compute there, wherever pages are."""
+        return self._pages.device.is_accelerator
 
     @property
     def num_tokens(self) -> int:
@@ -131,7 +149,7 @@ class PagedKV(Cache):
             row.pages += self._pages.pool.take(num_pages_for(row.past + new) - len(row.pages)) if new else []
         self._view = self._look(self.past, self._new)
         ends = list(accumulate(self._new))
-        self.asked_B = torch.tensor([ends[i] - 1 for i in self._asking], device=self._device)
+        self.asked_B = upload([ends[i] - 1 for i in self._asking], self._device)
         if self._host is not None:
             self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments)
 
@@ -162,7 +180,7 @@ class PagedKV(Cache):
         decoding = None
         if single:
             rows, cached, tokens = zip(*single, strict=True)
-            decoding = DecodeRows(rows, cached, torch.tensor(tokens, device=self._device))
+            decoding = DecodeRows(rows, cached, tokens, self._device)
         begin = len(single) * decoding.longest if decoding else 0
         segments = list[Segment]()
         for i, (before, new, start) in sizes:
@@ -182,7 +200,7 @@ class PagedKV(Cache):
             past=past,
             new=new_tokens,
             decoding=decoding,
-            segments=segments,
+            prompts=Prompts(segments, self._device),
             here=layout(pages),
             there=there,
         )
@@ -243,7 +261,4 @@ class PagedKV(Cache):
         """
         if layer_idx is None:
             return 0
-        past, new = self._view.past, self._view.new
-        offsets = [before - start for before, start in zip(past, accumulate(new, initial=0), strict=False)]
-        repeats = torch.tensor(new, device=self._device)
-        return torch.tensor(offsets, device=self._device).repeat_interleave(repeats)
+        return self._view.offsets_T

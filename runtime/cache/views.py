@@ -4,11 +4,14 @@ see.
 Letters as in paged.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+
+from .stretches import Stretch, Stretches
+from .upload import upload
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class View:
     first: int
     end: int
     hidden: torch.Tensor | None
+
+    @cached_property
+    def seen(self) -> torch.Tensor | None:
+        return None if self.hidden is None else ~self.hidden
 
 
 @dataclass(frozen=True)
@@ -74,19 +81,55 @@ class Segment:
             hidden |= places < queries // reach.chunk * reach.chunk
         return View(first, self.end, hidden)
 
+    def stretches(self, reach: Reach) -> Iterator[Stretch]:
+        """One, or one for each chunk that its new tokens lie in."""
+        at = self.past
+        while at < self.end:
+            end = self.end if reach.chunk is None else min(self.end, (at // reach.chunk + 1) * reach.chunk)
+            yield Stretch(self.row, self.start + at - self.past, end - at, reach.first(at), end)
+            at = end
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The segments of a pass."""
+
+    segments: Sequence[Segment]
+    device: torch.device
+    _stretches: dict[Reach, Stretches] = field(default_factory=dict, compare=False)
+
+    def stretches(self, reach: Reach) -> Stretches:
+        if reach not in self._stretches:
+            parts = tuple(part for segment in self.segments for part in segment.stretches(reach))
+            self._stretches[reach] = Stretches(parts, self.device)
+        return self._stretches[reach]
+
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Rows that carry one new token each: token `tokens_B[b]` of the pass, behind `past[b]` cached positions.
+    """Rows that carry one new token each: token `tokens[b]` of the pass, behind `past[b]` cached positions.
 
     In what `update` returns for layers that expand them, their positions come first, `longest` of each.
     """
 
     rows: tuple[int, ...]
     past: tuple[int, ...]
-    tokens_B: torch.Tensor
+    tokens: tuple[int, ...]
+    device: torch.device
     _begins: dict[Reach, torch.Tensor] = field(default_factory=dict, compare=False)
     _hidden: dict[Reach, torch.Tensor | None] = field(default_factory=dict, compare=False)
+    _stretches: dict[Reach, Stretches] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def tokens_B(self) -> torch.Tensor:
+        return upload(self.tokens, self.device)
+
+    def stretches(self, reach: Reach) -> Stretches:
+        if reach not in self._stretches:
+            each = zip(self.rows, self.past, self.tokens, strict=True)
+            parts = tuple(Stretch(row, token, 1, reach.first(past), past + 1) for row, past, token in each)
+            self._stretches[reach] = Stretches(parts, self.device)
+        return self._stretches[reach]
 
     @property
     def longest(self) -> int:
@@ -107,10 +150,11 @@ class DecodeRows:
     def hidden(self, reach: Reach) -> torch.Tensor | None:
         """Which of `longest` positions each row does not see (B, S); None where all see all."""
         if reach not in self._hidden:
-            places = torch.arange(self.longest, device=self.tokens_B.device)[None]
-            hidden = (places >= self.ends[:, None]) | (places < self.begins(reach)[:, None])
-            self._hidden[reach] = hidden if bool(hidden.any()) else None
+            places = torch.arange(self.longest, device=self.device)[None]
+            hides = any(past + 1 < self.longest or reach.first(past) for past in self.past)
+            hidden = (places >= self.ends[:, None]) | (places < self.begins(reach)[:, None]) if hides else None
+            self._hidden[reach] = hidden
         return self._hidden[reach]
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.tokens_B.device)
+        return upload(values, self.device, torch.int32)

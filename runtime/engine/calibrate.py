@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..cache.host_attention import decode_attention
+from ..cache.even_rows import EvenRows, attend_prompt
 from ..cache.pages import KVPages
-from ..cache.plain_attention import decode_attention_torch
 from ..model.events import NeedExperts, Weights
 from ..model.experts import Visits, bound_matrices, is_experts, mixed
 from ..model.loading import LoadedModel
@@ -227,14 +226,13 @@ class _Bench:
         layers = [pages.layer(index, token, token) for index in range(num_layers)]
         for part in (part for layer in layers for part in layer):
             part.fill_(0.5)
-        tables_Bn = torch.arange(num_pages, dtype=torch.int32, device=place).view(num_rows, -1)
-        begins_B, ends_B = (torch.full((num_rows,), end, dtype=torch.int32, device=place) for end in (0, num_positions))
         q_BHD = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=token.dtype, device=place)
-        attend = decode_attention_torch if device.is_accelerator else decode_attention
+        tables = [range(begin, begin + num_row_pages) for begin in range(0, num_pages, num_row_pages)]
+        rows = EvenRows(tables, num_positions, device)
 
         def sweep() -> None:
             for k_NPHD, v_NPHD in layers:
-                attend(q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=1.0)
+                rows.attend(q_BHD, k_NPHD, v_NPHD)
 
         num_bytes = len(layers) * num_rows * num_positions * position_bytes
         return num_bytes / self._seconds(sweep)
@@ -249,11 +247,7 @@ class _Bench:
             )
             for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         )  # fmt: skip
-        seconds = self._seconds(
-            lambda: F.scaled_dot_product_attention(
-                q, k, v, is_causal=num_tokens > 1, enable_gqa=shape.num_heads != shape.num_kv_heads
-            )
-        )
+        seconds = self._seconds(lambda: attend_prompt(q, k, v, self.device))
         return 2.0 * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / seconds
 
     def rehearsed(self, rates: MachineRates) -> MachineRates:

@@ -5,7 +5,7 @@ scaled dot products: sliding windows, chunks, soft-capped scores (Gemma-2) and s
 cache/paged.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
-from ..cache.flash_attention import activated_kernels, decode_attention_flash, flash_applies, takes_pages
+from ..cache.device_attention import decode_on_device, prefill_fused, prefill_in_flash
 from ..cache.host_attention import decode_attention
 from ..cache.host_lane import HostVisit
 from ..cache.layout import LayerKV
 from ..cache.paged import PagedKV
-from ..cache.plain_attention import decode_attention_torch
 from ..cache.rule import Rule
-from ..cache.views import DecodeRows, Reach, Segment
+from ..cache.views import DecodeRows, Prompts, Reach, Segment, View
 from ..errors import ConfigError
 from . import guards
 from .events import LaneRun, NeedAttention, need_tensor
@@ -60,7 +59,10 @@ def ragged_attention(
     num_threads = torch.get_num_threads()  # asked here: a worker has but one
     visit = cache.visit(layer, query, key, value, rule.sinks)
     seen = _Seen(
-        kv=None if cache.expands else cache.layer(layer, key, value), decoding=cache.decoding, segments=cache.segments
+        kv=None if cache.expands else cache.layer(layer, key, value),
+        decoding=cache.decoding,
+        prompts=cache.prompts,
+        is_on_accelerator=cache.is_on_accelerator,
     )
 
     def compute() -> torch.Tensor:
@@ -83,7 +85,12 @@ class _Seen:
 
     kv: LayerKV | None
     decoding: DecodeRows | None
-    segments: Sequence[Segment]
+    prompts: Prompts
+    is_on_accelerator: bool
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        return self.prompts.segments
 
 
 def _attend(
@@ -103,6 +110,8 @@ def _attend(
     def decoded(rows: DecodeRows, q_BHD: torch.Tensor) -> torch.Tensor:
         if kv is None:
             return _decode_expanded(q_BHD, key, value, rows, reach, rule)
+        if seen.is_on_accelerator:
+            return decode_on_device(q_BHD, kv, rows, reach, rule)
         return _decode(q_BHD, kv, rows, reach, rule, num_threads)
 
     if rows is not None and not seen.segments:  # all that is in the pass, in its order
@@ -110,9 +119,8 @@ def _attend(
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     if rows is not None and visit is None:
         out[rows.tokens_B] = decoded(rows, query[0, :, rows.tokens_B].transpose(0, 1))
-    for segment in seen.segments:
-        k, v = _seen_by(segment, kv, key, value)
-        out[segment.start : segment.start + segment.new] = _prefill(query, k, v, segment, reach, rule)
+    for tokens, prefilled in _prefill(seen, qkv, reach, rule):
+        out[tokens] = prefilled
     if visit is not None:  # behind the prompts, which a device computes meanwhile
         visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     return out
@@ -132,20 +140,18 @@ def _decode(
     q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule, num_threads: int
 ) -> torch.Tensor:
     """One new token per row, over pages."""
-    assert kv.layout.tables_Bn is not None, "rows that decode have page tables"
-    held = (q_BHD, kv.k_NPHD, kv.v_NPHD)
-    pages = (*held, kv.layout.tables_Bn, rows.begins(reach), rows.ends)
-    scale, softcap, sinks = rule.scale, rule.softcap, rule.sinks
-    if kv.k_NPHD.device.type != "cpu":
-        is_known = flash_applies(
-            *held, reach=reach, softcap=softcap, has_sinks=sinks is not None, activated=activated_kernels()
-        )
-        if is_known and takes_pages():
-            return decode_attention_flash(
-                *held, kv.layout.tables_Bn, rows.ends, scale=scale, reach=reach, longest=rows.longest
-            )
-        return decode_attention_torch(*pages, scale=scale, softcap=softcap, sinks_H=sinks)
-    return decode_attention(*pages, scale=scale, softcap=softcap, sinks_H=sinks, num_threads=num_threads)
+    return decode_attention(
+        q_BHD,
+        kv.k_NPHD,
+        kv.v_NPHD,
+        kv.layout.tables_Bn,
+        rows.begins(reach),
+        rows.ends,
+        scale=rule.scale,
+        softcap=rule.softcap,
+        sinks_H=rule.sinks,
+        num_threads=num_threads,
+    )
 
 
 def _decode_expanded(
@@ -165,23 +171,45 @@ def _decode_expanded(
 
 
 def _prefill(
-    query: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, segment: Segment, reach: Reach, rule: Rule
+    seen: _Seen, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
+) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
+    """Tokens of the pass and what attention gives for them, (T, H, Dv), until all segments are through."""
+    if seen.is_on_accelerator and seen.segments:
+        found = prefill_in_flash(qkv, seen.kv, seen.prompts, reach, rule)
+        if found is not None:
+            yield from found
+            return
+    query, key, value = qkv
+    for segment in seen.segments:
+        tokens = slice(segment.start, segment.start + segment.new)
+        k, v = _seen_by(segment, seen.kv, key, value)
+        view = segment.view(reach)
+        places = slice(0, segment.end) if view is None else slice(view.first, view.end)
+        qkv_HSD = query[0, :, tokens], k[:, places], v[:, places]
+        if not rule.is_plain:
+            yield tokens, _prefill_by_head(*qkv_HSD, None if view is None else view.hidden, rule)
+        elif seen.is_on_accelerator:
+            yield tokens, prefill_fused(*qkv_HSD, segment, reach, rule.scale)
+        else:
+            yield tokens, _prefill_on_host(*qkv_HSD, segment, view, rule.scale)
+
+
+def _prefill_on_host(
+    q_HTD: torch.Tensor,
+    k_HSD: torch.Tensor,
+    v_HSD: torch.Tensor,
+    segment: Segment,
+    view: View | None,
+    scale: float,
 ) -> torch.Tensor:
-    """A run of one sequence's prompt, behind `past` positions that are cached already."""
-    q = query[:, :, segment.start : segment.start + segment.new]
-    view = segment.view(reach)
-    places = slice(0, segment.end) if view is None else slice(view.first, view.end)
-    k, v, hidden = k_HSD[None, :, places], v_HSD[None, :, places], None if view is None else view.hidden
-    if not rule.is_plain:
-        return _prefill_by_head(q[0], k[0], v[0], hidden, rule)
     out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=None if hidden is None else ~hidden,
+        q_HTD[None],
+        k_HSD[None],
+        v_HSD[None],
+        attn_mask=None if view is None or view.hidden is None else ~view.hidden,
         is_causal=view is None and segment.new > 1,
-        scale=rule.scale,
-        enable_gqa=q.shape[1] != k_HSD.shape[0],
+        scale=scale,
+        enable_gqa=len(q_HTD) != len(k_HSD),
     )
     return out[0].transpose(0, 1)
 

@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import MachineConfig, PrefetchConfig
-from runtime.cache.flash_attention import activated_kernels, decode_attention_flash, flash_applies
-from runtime.cache.plain_attention import decode_attention_torch
-from runtime.cache.views import Reach
+from runtime.cache.paged import PagedKV
+from runtime.cache.pages import KVPages
 from runtime.config import Admission, ExpertPaging, Order, Prefetch, Tier
 from runtime.plan.exchange import ExchangeSize
 from runtime.plan.extents import ALIGNMENT_BYTES
@@ -21,6 +20,7 @@ from runtime.units import MIB
 from tests.runtime.expert_support import lanes_of, load, player
 from tests.runtime.test_beside import beside
 from tests.runtime.test_fidelity import config_for, tokens
+from tests.runtime.test_paged import KINDS, LAYERS, Row, attend
 from tests.support import NUM_NEW_TOKENS, Reference
 
 References = Callable[[str], Reference]
@@ -207,20 +207,25 @@ def test_a_trip_waits_for_nothing_but_itself(device: ComputeDevice) -> None:
         assert bool((trip.receive() == 5).all())
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_flash_attention_over_pages_equals_torch_operators(dtype: torch.dtype, window: int | None) -> None:
-    """With the kernels that torch brings along, on pages that are large enough for them."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    ends = torch.tensor([1, 256, 257, 700], dtype=torch.int32, device="cuda")
-    tables = torch.randperm(12, generator=generator, device="cuda").to(torch.int32).view(4, 3)
-    q, k, v = (
-        torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
-        for shape in ((4, 8, 64), (12, 256, 2, 64), (12, 256, 2, 64))
-    )
-    reach = Reach(window=window)
-    begins = torch.tensor([reach.first(end - 1) for end in ends.tolist()], dtype=torch.int32, device="cuda")
-    assert flash_applies(q, k, v, reach=reach, softcap=None, has_sinks=False, activated=activated_kernels())
-    found = decode_attention_flash(q, k, v, tables, ends, scale=0.125, reach=reach, longest=700)
-    wanted = decode_attention_torch(q, k, v, tables, begins, ends, scale=0.125)
-    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["plain", "window", "chunks", "softcap", "sinks"])
+def test_attention_on_the_device_equals_plain_attention(kind: str, dtype: torch.dtype, device: ComputeDevice) -> None:
+    """Of prompts whole and cut, beside rows that decode: through flash kernels where these apply, else fused."""
+    rows = [Row(num_prompt, 4, (8, 2), (64, 64), num_prompt, KINDS[kind]) for num_prompt in (3, 40, 300)]
+    cache = PagedKV(KVPages(64, device))
+    for _ in rows:
+        cache.add()
+    for new in ([3, 20, 300], [1, 20, 1], [1, 1, 1]):
+        cache.begin_pass(new)
+        for layer in range(LAYERS):
+            runs = list(zip(rows, new, strict=True))
+            q, k, v = (
+                torch.cat([row.qkv[layer][i][:, row.past : row.past + n] for row, n in runs], 1)[None].to("cuda", dtype)
+                for i in range(3)
+            )
+            wanted = torch.cat([row.expected(layer, n) for row, n in runs])
+            found = attend(cache, layer, KINDS[kind], q, k, v).cpu().float()
+            torch.testing.assert_close(found, wanted, atol=3e-2, rtol=3e-2)
+        cache.end_pass()
+        for row, n in runs:
+            row.past += n

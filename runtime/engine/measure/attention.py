@@ -4,11 +4,9 @@ The shape is a layer of Llama-3-8B: 32 query heads over 8 KV heads of 128.
 """
 
 import torch
-import torch.nn.functional as F
 
-from ...cache.host_attention import decode_attention
+from ...cache.even_rows import EvenRows, attend_prompt
 from ...cache.pages import split_pages
-from ...cache.plain_attention import decode_attention_torch
 from ...plan.memory import PAGE_TOKENS
 from ...stream.device import ComputeDevice
 from .products import DTYPES
@@ -43,14 +41,12 @@ def _decode(dtype: str, device: ComputeDevice, num_bytes: int) -> Probe:
     pages.view(number).copy_(torch.rand(page_bytes).to(number).repeat(len(pages) // page_bytes // number.itemsize))
     token = torch.empty(1, NUM_KV_HEADS, 1, HEAD_DIM, dtype=number)
     k_NPHD, v_NPHD = split_pages(pages.view(num_pages, page_bytes), token, token)
-    tables_Bn = torch.randperm(num_pages).view(num_rows, -1).to(torch.int32).to(place)
-    begins_B = torch.zeros(num_rows, dtype=torch.int32, device=place)
-    ends_B = torch.full((num_rows,), NUM_POSITIONS, dtype=torch.int32, device=place)
     q_BHD = torch.randn(num_rows, NUM_HEADS, HEAD_DIM).to(number).to(place)
-    attend = decode_attention_torch if device.is_accelerator else decode_attention
+    tables = torch.randperm(num_pages).view(num_rows, -1).tolist()
+    rows = EvenRows(tables, NUM_POSITIONS, device)
 
     def act() -> None:
-        attend(q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, scale=HEAD_DIM**-0.5)
+        rows.attend(q_BHD, k_NPHD, v_NPHD)
 
     name = attention_name(dtype, is_on_cpu=not device.is_accelerator)
     return Probe(name=name, unit="GB/s", read=Timed(num_pages * page_bytes, act, device.finish))
@@ -66,6 +62,6 @@ def _prefill(dtype: str, device: ComputeDevice) -> Probe:
     flops = 4.0 * num_pairs * NUM_HEADS * HEAD_DIM
 
     def act() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        attend_prompt(q, k, v, device)
 
     return Probe(name=prefill_name(dtype), unit="GFLOP/s", read=Timed(flops, act, device.finish))

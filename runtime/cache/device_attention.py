@@ -1,0 +1,103 @@
+"""Attention where an accelerator computes: few launches, and nothing that the host waits for.
+
+Keys and values are gathered in the precision that they are cached in, once per layer and pass, and then go through
+flash kernels, or through torch's fused attention. That is handed each KV head as a sequence of its own, with its query
+heads beside it: told of grouped heads, it takes a backend that lays scores out in float32 wherever there is a mask, and
+without flash kernels always.
+
+Letters as in paged.py; G query heads of a KV head.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ..plan.attention import GATHERED_BYTES, SCORED_BYTES
+from .flash_attention import flash_applies, flash_attention
+from .layout import LayerKV
+from .rule import Rule
+from .stretches import Stretches
+from .views import DecodeRows, Prompts, Reach, Segment
+
+
+def decode_on_device(q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule) -> torch.Tensor:
+    """One new token per row, over pages: (B, H, Dv)."""
+    stretches = rows.stretches(reach)
+    if flash_applies(q_BHD, kv.k_NPHD, kv.v_NPHD, rule):
+        groups = stretches.groups(_most_positions(kv, GATHERED_BYTES), are_padded=False)
+        outs = [_decode_in_flash(q, kv, group, rule) for q, group in zip(_cut(q_BHD, groups), groups, strict=True)]
+    else:
+        groups = stretches.groups(
+            _most_positions(kv, GATHERED_BYTES if rule.is_plain else SCORED_BYTES), are_padded=True
+        )
+        outs = [_decode_padded(q, kv, group, rule) for q, group in zip(_cut(q_BHD, groups), groups, strict=True)]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def prefill_in_flash(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv: LayerKV | None, prompts: Prompts, reach: Reach, rule: Rule
+) -> list[tuple[slice | torch.Tensor, torch.Tensor]] | None:
+    """Tokens of the pass and what attention gives for them, (T, H, Dv), until all segments are through. None where
+    flash kernels do not apply. Without `kv`, key and value hold all that the segments look at, one behind the other
+    from the first one's `kv_start` on."""
+    query, key, value = (each[0].transpose(0, 1) for each in qkv)
+    if not flash_applies(query, key, value, rule) or (kv is None and reach.chunk is not None):
+        return None
+    if kv is None:
+        stretches = prompts.stretches(Reach())
+        begin = prompts.segments[0].kv_start
+        k_SHD, v_SHD = (each[begin : begin + stretches.num_positions] for each in (key, value))
+        tokens = stretches.tokens
+        return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, stretches, reach.window, rule))]
+    stretches, found = prompts.stretches(reach), []
+    for group in stretches.groups(_most_positions(kv, GATHERED_BYTES), are_padded=False):
+        tokens = group.tokens
+        k_SHD, v_SHD = (key[tokens], value[tokens]) if group.is_fresh else kv.packed(group)
+        found.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))
+    return found
+
+
+def prefill_fused(
+    q_HTD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, segment: Segment, reach: Reach, scale: float
+) -> torch.Tensor:
+    """(T, H, Dv) of one segment's tokens, which look at these positions as its view says."""
+    view, num_kv_heads = segment.view(reach), k_HSD.shape[0]
+    q_HGTD = q_HTD.unflatten(0, (num_kv_heads, -1))
+    k_HGSD, v_HGSD = (each[:, None].expand(-1, q_HGTD.shape[1], -1, -1) for each in (k_HSD, v_HSD))
+    out_HGTD = F.scaled_dot_product_attention(
+        q_HGTD,
+        k_HGSD,
+        v_HGSD,
+        attn_mask=None if view is None else view.seen,
+        is_causal=view is None and segment.new > 1,
+        scale=scale,
+    )
+    return out_HGTD.flatten(0, 1).transpose(0, 1)
+
+
+def _decode_in_flash(q_BHD: torch.Tensor, kv: LayerKV, group: Stretches, rule: Rule) -> torch.Tensor:
+    k_SHD, v_SHD = kv.packed(group)
+    return flash_attention(q_BHD, k_SHD, v_SHD, group, None, rule)
+
+
+def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV, group: Stretches, rule: Rule) -> torch.Tensor:
+    """Query heads of a KV head stand where other tokens would, so that no head is repeated."""
+    k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.padded(group))
+    q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))
+    seen = None if group.seen_BS is None else group.seen_BS[:, None, None]
+    if rule.is_plain:
+        out_BHGD = F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, attn_mask=seen, scale=rule.scale)
+        return out_BHGD.flatten(1, 2)
+    sinks = None if rule.sinks is None else rule.sinks.float().view(k_BHSD.shape[1], -1, 1)
+    scores = (q_BHGD.float() * rule.scale) @ k_BHSD.float().transpose(2, 3)
+    weights = rule.weights(scores, sinks, None if seen is None else ~seen)
+    return (weights @ v_BHSD.float()).flatten(1, 2).to(q_BHD.dtype)
+
+
+def _cut(q_BHD: torch.Tensor, groups: tuple[Stretches, ...]) -> tuple[torch.Tensor, ...]:
+    return q_BHD.split([len(group.parts) for group in groups])
+
+
+def _most_positions(kv: LayerKV, num_bytes: int) -> int:
+    """Whose keys and values take no more than this."""
+    position = kv.k_NPHD[0, 0].nbytes + kv.v_NPHD[0, 0].nbytes
+    return max(1, num_bytes // position)

@@ -1,0 +1,15 @@
+"""Numbers that a pass's layout comes to, from the host's lists to where the model computes."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def upload(
+    values: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Returns at once: what is queued from now on finds the numbers. From pageable memory a device would first finish
+    all that it was given. The pinned memory is torch's own, which keeps it until the copy is done."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,105 @@
+"""Attention on an accelerator equals plain attention of each sequence alone, with flash kernels and with fused ones,
+and costs few launches and no wait."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from runtime.cache import device_attention
+from runtime.cache.paged import PagedKV
+from tests.attention_doubles import FlashCall, install_flash, refuse_groups
+from tests.fake_device import FakeDevice
+from tests.runtime.test_paged import KINDS, LAYERS, PLAIN, Kind, PoisonedPages, Row, run_pass, run_travelling_pass
+
+
+@pytest.fixture(params=["flash", "fused"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    refuse_groups(monkeypatch)
+    if request.param == "flash":
+        install_flash(monkeypatch, (torch.float32,))
+    return request.param
+
+
+def cache_for(rows: list[Row], kind: Kind, travels: frozenset[int] = frozenset()) -> PagedKV:
+    cache = PagedKV(PoisonedPages(64, FakeDevice((False,))), expands=kind.expand is not None, travels=travels)
+    for _ in rows:
+        cache.add()
+    return cache
+
+
+def rows_of(num_rows: int, seed: int, kind: Kind, dims: tuple[int, int] = (8, 8)) -> list[Row]:
+    rng = random.Random(seed)
+    heads = (4, 1) if kind.expand is not None else (4, 2)
+    return [Row(rng.randint(1, 24), rng.randint(1, 12), heads, dims, seed * 100 + n, kind) for n in range(num_rows)]
+
+
+def run_mixed(rows: list[Row], seed: int, once: Callable[[list[int]], None]) -> None:
+    rng = random.Random(seed)
+    while any(row.past < row.capacity for row in rows):
+        new = [min(rng.choice([0, 1, 1, 3, 9]), row.capacity - row.past) for row in rows]
+        if any(new):
+            once(new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_passes_may_mix_prefill_and_decode(way: str, kind: str, seed: int) -> None:
+    rows = rows_of(6, seed, KINDS[kind])
+    cache = cache_for(rows, KINDS[kind])
+    run_mixed(rows, seed, lambda new: run_pass(cache, rows, new, KINDS[kind]))
+
+
+@pytest.mark.parametrize("dims", [(16, 8), (12, 12)], ids=["values narrower", "no multiple of eight"])
+def test_heads_of_other_sizes(way: str, dims: tuple[int, int]) -> None:
+    rows = rows_of(5, 4, PLAIN, dims)
+    cache = cache_for(rows, PLAIN)
+    run_mixed(rows, 4, lambda new: run_pass(cache, rows, new))
+
+
+@pytest.mark.parametrize("kind", ["plain", "chunks", "window, softcap and sinks"])
+def test_what_is_gathered_at_a_time_may_be_less_than_a_lane(
+    way: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_attention, "GATHERED_BYTES", 40 * 2 * 2 * 8 * 4)
+    monkeypatch.setattr(device_attention, "SCORED_BYTES", 1)
+    rows = rows_of(6, 9, KINDS[kind])
+    cache = cache_for(rows, KINDS[kind])
+    run_mixed(rows, 9, lambda new: run_pass(cache, rows, new, KINDS[kind]))
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "latents, window"])
+def test_layers_that_travel(way: str, kind: str) -> None:
+    """Their pages lie apart, and a row's have other numbers."""
+    rows = rows_of(5, 3, KINDS[kind])
+    cache = cache_for(rows, KINDS[kind], travels=frozenset(range(LAYERS)))
+    num_heads = rows[0].qkv[0][1].shape[0]
+    tiers = [torch.zeros(64, 16 * num_heads * 16 * 4, dtype=torch.uint8) for _ in range(LAYERS)]
+    run_mixed(rows, 3, lambda new: run_travelling_pass(cache, rows, new, KINDS[kind], tiers))
+
+
+@pytest.mark.parametrize(
+    ("kind", "new", "calls"),
+    [
+        ("plain", [20, 20, 20], [FlashCall(3, (-1, 0))]),
+        ("window", [20, 20, 20], [FlashCall(3, (4, 0))]),
+        ("chunks", [8, 8, 5], [FlashCall(6, (-1, 0))]),
+        ("plain", [1, 1, 1], [FlashCall(3, (-1, -1))]),
+        ("window", [1, 0, 1], [FlashCall(2, (-1, -1))]),
+        ("plain", [1, 5, 1], [FlashCall(2, (-1, -1)), FlashCall(1, (-1, 0))]),
+        ("sinks", [5, 3, 1], [FlashCall(1, (-1, -1)), FlashCall(2, (-1, 0))]),
+        ("softcap", [5, 3, 1], []),
+    ],
+)
+def test_a_lane_is_one_call_for_its_prompts_and_one_for_rows_that_decode(
+    kind: str, new: list[int], calls: list[FlashCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = install_flash(monkeypatch, (torch.float32,))
+    rows = [Row(24, 4, (4, 2), (8, 8), seed, KINDS[kind]) for seed in range(3)]
+    cache = cache_for(rows, KINDS[kind])
+    for before in [[16, 4, 3]] if 1 in new else []:
+        run_pass(cache, rows, before, KINDS[kind])
+    double.calls.clear()
+    run_pass(cache, rows, new, KINDS[kind])
+    assert double.calls == calls * LAYERS
