@@ -141,9 +141,10 @@ class FakeDevice(ComputeDevice):
         self.wait(on, after)
         on.enqueue(work)
 
-    def clear(self, target: torch.Tensor, *, on: FakeStream, after: FakeEvent) -> None:
+    def clear_all(self, targets: Sequence[torch.Tensor], *, on: FakeStream, after: FakeEvent) -> None:
         self.wait(on, after)
-        on.enqueue(target.zero_)
+        for target in targets:
+            on.enqueue(target.zero_)
 
     def compute_stream(self) -> FakeStream:
         return self._compute_stream

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..stream.exchange import Copy, HostExchange, Trip
+from ..stream.device import Part
+from ..stream.exchange import HostExchange, Trip
 from .host_attention import decode_attention
 from .layout import LayerKV, PassLayout
 from .pages import KVPages
@@ -47,22 +48,22 @@ class HostLayerKV(LayerKV):
             self.exchange.new((stretches.num_positions, pages.shape[2], pages.shape[3]), pages.dtype)
             for pages, _ in sources
         ]
-        copies, begin = list[Copy](), 0
+        copies, begin = list[Part](), 0
         for part in stretches.parts:
             middle, end = begin + part.past - part.first, begin + part.num_positions
             for (pages, new_HTD), packed in zip(sources, packed_SHD, strict=True):
                 flat = pages.flatten(0, 1)
                 for place, at, num in self.layout.runs(part.row, part.first, part.past):
-                    copies.append(Copy(flat[place : place + num], packed[begin + at : begin + at + num]))
+                    copies.append(Part(flat[place : place + num], packed[begin + at : begin + at + num]))
                 packed[middle:end] = new_HTD[:, part.start : part.start + part.new].transpose(0, 1)
             begin = end
         self.exchange.load(self.index, copies)
         return packed_SHD[0], packed_SHD[1]
 
-    def _cached(self, pages_NPHD: torch.Tensor, row_SHD: torch.Tensor, segment: Segment) -> Iterator[Copy]:
+    def _cached(self, pages_NPHD: torch.Tensor, row_SHD: torch.Tensor, segment: Segment) -> Iterator[Part]:
         flat = pages_NPHD.flatten(0, 1)
         for place, at, num in self.layout.runs(segment.row, 0, segment.past):
-            yield Copy(flat[place : place + num], row_SHD[at : at + num])
+            yield Part(flat[place : place + num], row_SHD[at : at + num])
 
 
 class HostVisit:
@@ -127,14 +128,14 @@ class HostLane:
         if copies:
             self._exchange.store(index, copies)
 
-    def _new(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[Copy]:
+    def _new(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[Part]:
         if not self._segments:
             return
         flat, new_THD = pages_NPHD.flatten(0, 1), new_1HTD[0].transpose(0, 1).contiguous()
         for segment in self._segments:
             tokens = new_THD[segment.start : segment.start + segment.new]
             for place, at, num in self._layout.runs(segment.row, segment.past, segment.end):
-                yield Copy(tokens[at : at + num], flat[place : place + num])
+                yield Part(tokens[at : at + num], flat[place : place + num])
 
     def visit(
         self,

@@ -28,14 +28,18 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
-        assert count <= self.num_free, f"{count} KV pages are wanted and {self.num_free} of {self.num_pages} are free"
+    def take(self, count: int, behind: int | None = None) -> list[int]:
+        """`behind`: the page that the lane took last."""
+        self._require(count)
         return [self._free.pop() for _ in range(count)]
 
     def give(self, pages: Iterable[int]) -> None:
         given = list(pages)
         self._free.extend(reversed(given))
         self._given += given
+
+    def _require(self, count: int) -> None:
+        assert count <= self.num_free, f"{count} KV pages are wanted and {self.num_free} of {self.num_pages} are free"
 
     def take_given(self) -> list[int]:
         """Those given back since the last call."""

@@ -122,14 +122,13 @@ class ComputeDevice:
         if then is not None:
             self.clock.end(begin, then, on)
 
-    def clear(self, target: torch.Tensor, *, on: torch.Stream | None, after: Event) -> None:
-        """Queues zeros, as `copy` does."""
-        if on is None:
-            target.zero_()
-            return
-        self.wait(on, after)
+    def clear_all(self, targets: Sequence[torch.Tensor], *, on: torch.Stream | None, after: Event) -> None:
+        """Queues zeros, as `copy_all` does copies."""
+        if on is not None:
+            self.wait(on, after)
         with _entered(on):
-            target.zero_()
+            for target in targets:
+                target.zero_()
 
     def wait(self, stream: torch.Stream, event: Event) -> None:
         """What is queued on the stream from now on begins once `event` has happened."""

@@ -11,7 +11,7 @@ from ..plan.kv import KVLayout, stretches
 from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
 from ..trace import Row
-from .device import ComputeDevice
+from .device import ComputeDevice, Part
 from .kv_slot import Departure, KVSlot
 
 
@@ -39,9 +39,9 @@ class DiskPages:
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
             told = partial(self._told, Row.device_to_host, layer)
-            for run in stretches(places.values()):
-                there = slice(run.start * stride, run.stop * stride)
-                self._device.copy(slot.buffer[there], slot.staging[there], on=self._out, after=slot.free, then=told)
+            runs = [slice(run.start * stride, run.stop * stride) for run in stretches(places.values())]
+            parts = [Part(slot.buffer[there], slot.staging[there]) for there in runs]
+            self._device.copy_all(parts, on=self._out, after=slot.free, then=told)
             slot.free.record(self._out)
         written = self._storing.submit(self._store, slot, layer, places)
         slot.departure = Departure(layer=layer, pages=frozenset(places), written=written)

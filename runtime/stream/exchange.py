@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
@@ -17,12 +16,7 @@ from ..trace import Row, Trace
 from ..units import round_up
 from .clock import Then
 from .counters import StreamCounters
-from .device import ComputeDevice, Event
-
-
-class Copy(NamedTuple):
-    source: torch.Tensor
-    target: torch.Tensor
+from .device import ComputeDevice, Event, Part
 
 
 class TripMemory:
@@ -69,7 +63,7 @@ class Trip:
         """Begins to bring it up into `out`. Comes behind `arrived`, so the last answer has left the same memory:
         compute waited for that one before it made what has arrived."""
         self._answer.copy_(answer)
-        self._exchange.lift(self._layer, Copy(self._answer, self.out), self._memory)
+        self._exchange.lift(self._layer, Part(self._answer, self.out), self._memory)
 
     def receive(self) -> torch.Tensor:
         """The answer, for compute that is queued from now on. The engine's thread calls it, once, behind `answer`."""
@@ -87,7 +81,7 @@ class HostExchange:
         self._down, self._up = device.new_stream(), device.new_stream()
         self._free = [TripMemory(device, size.trip_bytes) for _ in range(size.num_trips)]
         self._begun, self._loaded = device.new_event(), device.new_event()
-        self._stored: deque[tuple[Event, Sequence[Copy]]] = deque()
+        self._stored: deque[tuple[Event, Sequence[Part]]] = deque()
         self._counters = StreamCounters()
 
     def __enter__(self) -> "HostExchange":
@@ -113,12 +107,12 @@ class HostExchange:
         memory = self._free.pop()
         trip = Trip(self, layer, memory, tensors, out)
         memory.begun.record(self._device.compute_stream())
-        copies = [Copy(source, place) for source, place in zip(tensors, memory.parts(tensors), strict=True)]
+        copies = [Part(source, place) for source, place in zip(tensors, memory.parts(tensors), strict=True)]
         self._counters.bytes_returned += self._bring_down("send", layer, copies, memory.begun)
         memory.arrived.record(self._down)
         return trip
 
-    def lift(self, layer: int, answer: Copy, memory: TripMemory) -> None:
+    def lift(self, layer: int, answer: Part, memory: TripMemory) -> None:
         """The thread that attends calls it."""
         self._bring_up("answer", layer, [answer], memory.begun)
         memory.left.record(self._up)
@@ -128,7 +122,7 @@ class HostExchange:
         self._counters.bytes_copied += answer_bytes
         self._free.append(memory)
 
-    def store(self, layer: int, copies: Sequence[Copy]) -> None:
+    def store(self, layer: int, copies: Sequence[Part]) -> None:
         """Begins to bring compute memory down to where it stays. Nobody may change the sources. Of several such calls
         compute waits for the last but one, so that their memory is bounded."""
         while len(self._stored) >= STORES_IN_FLIGHT:
@@ -139,7 +133,7 @@ class HostExchange:
         stored.record(self._down)
         self._stored.append((stored, copies))
 
-    def load(self, layer: int, copies: Iterable[Copy]) -> None:
+    def load(self, layer: int, copies: Iterable[Part]) -> None:
         """Brings up what lies in host memory, behind all that was stored there, for compute that is queued from now
         on."""
         self._begun.record(self._device.compute_stream())
@@ -153,22 +147,17 @@ class HostExchange:
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
-    def _bring_down(self, verb: str, layer: int, copies: Iterable[Copy], after: Event) -> int:
+    def _bring_down(self, verb: str, layer: int, copies: Iterable[Part], after: Event) -> int:
         return self._bring(copies, self._down, after, partial(self._brought, Row.device_to_host, verb, layer))
 
-    def _bring_up(self, verb: str, layer: int, copies: Iterable[Copy], after: Event) -> int:
+    def _bring_up(self, verb: str, layer: int, copies: Iterable[Part], after: Event) -> int:
         return self._bring(copies, self._up, after, partial(self._brought, Row.host_to_device, verb, layer))
 
-    def _bring(self, copies: Iterable[Copy], on: torch.Stream | None, after: Event, then: Then) -> int:
+    def _bring(self, copies: Iterable[Part], on: torch.Stream | None, after: Event, then: Then) -> int:
         """Queues them as one piece of work, whose span is theirs; returns their bytes."""
-        if on is not None:
-            self._device.wait(on, after)
-        begin, num_bytes = self._device.clock.begin(on), 0
-        for copy in copies:
-            self._device.copy(copy.source, copy.target, on=on, after=after)
-            num_bytes += copy.source.nbytes
-        self._device.clock.end(begin, then, on)
-        return num_bytes
+        parts = list(copies)
+        self._device.copy_all(parts, on=on, after=after, then=then)
+        return sum(part.source.nbytes for part in parts)
 
     def _brought(self, row: Row, verb: str, layer: int, begin: float, end: float) -> None:
         stage = self._first_stage + layer

@@ -11,7 +11,7 @@ import torch
 
 from ..plan.kv import KVLayout, stretches
 from ..trace import Row
-from .device import ComputeDevice
+from .device import ComputeDevice, Part
 from .kv_slot import Departure, KVSlot
 
 
@@ -47,13 +47,15 @@ class PinnedPages:
                 self._device.wait(self._into, other.free)
         slot.departure = None
         stride, stored = self._layout.stride_bytes(layer), self._stored[layer]
-        for fresh in stretches(place for place, page in enumerate(pages) if page not in stored):
-            target = slot.buffer[fresh.start * stride : fresh.stop * stride]
-            self._device.clear(target, on=self._into, after=slot.free)
+        fresh = stretches(place for place, page in enumerate(pages) if page not in stored)
+        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in fresh]
+        if targets:
+            self._device.clear_all(targets, on=self._into, after=slot.free)
         known = {page: place for place, page in enumerate(pages) if page in stored}
-        told = partial(self._told, Row.host_to_device, layer)
-        for run in self._runs(layer, known):
-            self._device.copy(self._at(layer, run), run.of(slot, stride), on=self._into, after=slot.free, then=told)
+        parts = [Part(self._at(layer, run), run.of(slot, stride)) for run in self._runs(layer, known)]
+        if parts:
+            told = partial(self._told, Row.host_to_device, layer)
+            self._device.copy_all(parts, on=self._into, after=slot.free, then=told)
         slot.ready.record(self._into)
         return len(known) * stride
 
@@ -62,8 +64,8 @@ class PinnedPages:
         they have left. Returns the bytes to be copied."""
         stride = self._layout.stride_bytes(layer)
         told = partial(self._told, Row.device_to_host, layer)
-        for run in self._runs(layer, places):
-            self._device.copy(run.of(slot, stride), self._at(layer, run), on=self._out, after=slot.free, then=told)
+        parts = [Part(run.of(slot, stride), self._at(layer, run)) for run in self._runs(layer, places)]
+        self._device.copy_all(parts, on=self._out, after=slot.free, then=told)
         slot.free.record(self._out)
         slot.departure = Departure(layer=layer, pages=frozenset(places), written=None)
         self._stored[layer] |= places.keys()

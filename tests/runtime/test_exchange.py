@@ -10,7 +10,8 @@ from runtime.config import KVTier
 from runtime.plan.exchange import STORES_IN_FLIGHT, ExchangeSize, device_entry
 from runtime.plan.kv import kv_layout
 from runtime.plan.load import Load
-from runtime.stream.exchange import Copy, HostExchange
+from runtime.stream.device import Part
+from runtime.stream.exchange import HostExchange
 from runtime.trace import Row, Trace
 from tests.fake_device import Careless, FakeDevice
 from tests.toy import sizes_of, toy_shape
@@ -78,8 +79,8 @@ def stored_and_loaded(device: FakeDevice) -> list[float]:
         for number in range(4):
             made, back = exchange.new((8,), torch.float32), exchange.new((8,), torch.float32)
             device.compute(lambda made=made, number=number: made.fill_(number))
-            exchange.store(0, [Copy(made, home[:8])])
-            exchange.load(0, [Copy(home[:8], back)])
+            exchange.store(0, [Part(made, home[:8])])
+            exchange.load(0, [Part(home[:8], back)])
             device.compute(lambda back=back: seen.append(float(back.mean())))
         device.finish()
     return seen
@@ -91,7 +92,7 @@ def test_stores_that_are_not_done_are_bounded() -> None:
     home = device.host_pages(4096).view(torch.float32)[:8].fill_(-1)
     with HostExchange(SIZE, device) as exchange:
         for number in range(8):
-            exchange.store(0, [Copy(exchange.new((1,), torch.float32).fill_(number), home[number : number + 1])])
+            exchange.store(0, [Part(exchange.new((1,), torch.float32).fill_(number), home[number : number + 1])])
         num_done = 8 - STORES_IN_FLIGHT
         assert home.tolist() == [*range(num_done), *[-1] * STORES_IN_FLIGHT]
     assert home.tolist() == [*range(8)]
@@ -102,8 +103,8 @@ def test_each_copy_is_a_span_on_the_row_of_its_way() -> None:
     home = device.host_pages(4096).view(torch.float32)[:8]
     with HostExchange(SIZE, device, first_stage=5, trace=trace) as exchange:
         made = exchange.new((8,), torch.float32)
-        exchange.store(0, [Copy(made, home)])
-        exchange.load(1, [Copy(home, made)])
+        exchange.store(0, [Part(made, home)])
+        exchange.load(1, [Part(home, made)])
         trip = exchange.send(2, [made, made], exchange.new((4,), torch.float32))
         trip.arrived()
         trip.answer(torch.zeros(4))
@@ -140,7 +141,7 @@ def test_prompts_on_their_way_down_are_counted_with_those_made_meanwhile() -> No
             source = exchange.new((4,), torch.float32)
             refs.append(weakref.ref(source))
             alive.append(sum(ref() is not None for ref in refs))
-            exchange.store(0, [Copy(source, home)])
+            exchange.store(0, [Part(source, home)])
             del source
     shape = toy_shape()
     load = Load.of(shape, [sizes_of([100, 30], max_new_tokens=12)], 64)

@@ -65,12 +65,27 @@ def test_segments_of_pinned_memory_do_not_show(
 
 class CountingCopies(FakeDevice):
     def __init__(self) -> None:
-        self.num_copies = 0
+        self.num_copies = self.num_calls = 0
         super().__init__()
 
     def copy_all(self, parts: Sequence[Part], *, on: FakeStream, after: FakeEvent, then: Then | None = None) -> None:
         self.num_copies += len(parts)
+        self.num_calls += 1
         super().copy_all(parts, on=on, after=after, then=then)
+
+
+@pytest.mark.parametrize(("tier", "num_calls"), [(KVTier.cpu, 3), (KVTier.nvme, 4)])
+def test_pages_that_lie_apart_are_one_piece_of_work_each_way(tier: KVTier, num_calls: int, tmp_path: Path) -> None:
+    """One wait and one pair of timing events, however many copies; what was never stored comes from a disk alone."""
+    device, pages = CountingCopies(), [9, 2, 7, 4]
+    with opened(tier, device, tmp_path) as stream:
+        for expected in (0, 6):
+            stream.fetch(0, 0, pages)
+            assert int(stream.acquire(0, 0).max()) == expected
+            stream.acquire(0, 0).fill_(6)
+            stream.store(0, 0, [0, 2, 3])
+        stream.sync()
+    assert device.num_calls == num_calls
 
 
 @pytest.mark.parametrize(("segment_pages", "num_copies"), [(24, 2), (3, 6)])
