@@ -19,6 +19,7 @@ from itertools import accumulate
 import torch
 from transformers import Cache
 
+from ..plan.memory import PAGE_TOKENS
 from .host_lane import HostLane, HostVisit
 from .layout import LayerKV, PassLayout
 from .pages import KVPages, num_pages_for, split_pages
@@ -74,6 +75,8 @@ class PagedKV(Cache):
         self._new: list[int] = []
         self._asking: list[int] = []
         self._bound: dict[int, torch.Tensor] = {}
+        self._last_page: int | None = None
+        self._place_of: dict[int, int] = {}
         self._view = self._look([], [])
         self._stop_after: int | None = None
         self._given: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
@@ -110,18 +113,17 @@ class PagedKV(Cache):
 
     @property
     def pages(self) -> list[int]:
-        """Of all rows, in row order: what a layer that travels brings along."""
-        return [page for row in self._rows for page in row.pages]
+        """Of all rows, ascending, so that few copies carry them: what a layer that travels brings along."""
+        return list(self._place_of)
 
     @property
     def changed(self) -> list[int]:
-        """Positions in `pages` of those that the pass writes to."""
-        firsts = accumulate((len(row.pages) for row in self._rows), initial=0)
-        return [
-            first + index
-            for first, row, new in zip(firsts, self._rows, self._new, strict=False)
-            for index in range(num_pages_for(row.past + 1) - 1, num_pages_for(row.past + new) if new else 0)
-        ]
+        """Positions in `pages` of those that the pass writes to, ascending."""
+        return sorted(
+            self._place_of[page]
+            for row, new in zip(self._rows, self._new, strict=True)
+            for page in row.pages[num_pages_for(row.past + 1) - 1 : num_pages_for(row.past + new) if new else 0]
+        )
 
     def add(self, past: int = 0) -> None:
         """A row for a new sequence, behind the others; `past` of its positions are taken for cached."""
@@ -145,13 +147,28 @@ class PagedKV(Cache):
         self._new = list(new_tokens)
         in_pass = [i for i, new in enumerate(self._new) if new]
         self._asking = list(in_pass if asking is None else asking) or in_pass[-1:]
-        for row, new in zip(self._rows, self._new, strict=True):
-            row.pages += self._pages.pool.take(num_pages_for(row.past + new) - len(row.pages)) if new else []
+        self._take_pages()
         self._view = self._look(self.past, self._new)
         ends = list(accumulate(self._new))
         self.asked_B = upload([ends[i] - 1 for i in self._asking], self._device)
         if self._host is not None:
             self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments)
+
+    def _take_pages(self) -> None:
+        """Where layers travel, the pages that the pass leaves open lie side by side, behind those that it fills: only
+        open ones are carried back later."""
+        growing = [(row, row.past + new) for row, new in zip(self._rows, self._new, strict=True) if new]
+        if self.travels:
+            for row, end in growing:
+                self._take(row, max(0, end // PAGE_TOKENS - len(row.pages)))
+        for row, end in growing:
+            self._take(row, num_pages_for(end) - len(row.pages))
+        self._place_of = {page: place for place, page in enumerate(sorted(p for row in self._rows for p in row.pages))}
+
+    def _take(self, row: Row, count: int) -> None:
+        if count:
+            row.pages += self._pages.pool.take(count, self._last_page)
+            self._last_page = row.pages[-1]
 
     @contextmanager
     def storing_alone(self, layer: int) -> Iterator[None]:
@@ -194,8 +211,7 @@ class PagedKV(Cache):
 
         pages, there = [row.pages for row in self._rows], None
         if self.travels:
-            firsts = accumulate(map(len, pages), initial=0)
-            there = layout([range(first, first + len(own)) for first, own in zip(firsts, pages, strict=False)])
+            there = layout([[self._place_of[page] for page in own] for own in pages])
         return _PassView(
             past=past,
             new=new_tokens,

@@ -60,9 +60,10 @@ class KVPages:
         device: ComputeDevice,
         host_layers: frozenset[int] = frozenset(),
         exchange: HostExchange | None = None,
+        pool: PagePool | None = None,
     ):
         assert bool(host_layers) == (exchange is not None), f"layers {host_layers} in host memory, {exchange}"
-        self.pool = PagePool(num_pages)
+        self.pool = pool or PagePool(num_pages)
         self.device, self.host_layers, self.exchange = device, host_layers, exchange
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -8,13 +8,16 @@ from functools import lru_cache
 
 import torch
 
+from ..cache.neighbours import NeighbourPool
 from ..cache.paged import PagedKV
-from ..cache.pages import KVPages
+from ..cache.pages import KVPages, PagePool
+from ..config import KVTier
 from ..errors import BrokenModelError
 from ..model.events import Weights
 from ..model.weights import stage_weights
 from ..plan.check import check_schedule
 from ..plan.experts import dense_shape
+from ..plan.kv import KVLayout
 from ..plan.schedule import Schedule, make_schedule
 from ..plan.usual_sizes import chunk_tokens
 from ..plan.walk import Walk
@@ -48,7 +51,9 @@ class Engine:
         loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
-        self._pages = KVPages(placement.kv.num_pages, device, placement.host_layers, streams.exchange)
+        self._pages = KVPages(
+            placement.kv.num_pages, device, placement.host_layers, streams.exchange, _pool(placement.kv)
+        )
         self._kit = LaneKit(
             model=loaded.staged.model,
             sampler=sampler,
@@ -206,3 +211,10 @@ class Engine:
                 self._stages[stage], placed.buffer, placed.tensor_offsets, self._loaded.dtypes
             )
         return self._views[key]
+
+
+def _pool(layout: KVLayout) -> PagePool:
+    """Pages that copies carry lie side by side. Elsewhere memory that was in use is taken again first: it is there
+    already, and in a processor's caches."""
+    are_copied = layout.tier is KVTier.cpu and layout.num_slots > 0
+    return NeighbourPool(layout.num_pages) if are_copied else PagePool(layout.num_pages)

@@ -3,10 +3,11 @@
 All of it is queued on the device, and the host waits for nothing. Without a device copies are done at once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..plan.kv import KVLayout, stretches
@@ -37,7 +38,7 @@ class PinnedPages:
             layer: [device.host_pages(count * layout.stride_bytes(layer)) for count in layout.segment_pages(layer)]
             for layer in layout.page_bytes
         }
-        self._stored: dict[int, set[int]] = {layer: set() for layer in layout.page_bytes}
+        self._is_stored = {layer: np.zeros(layout.num_pages, bool) for layer in layout.page_bytes}
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], behind: Sequence[KVSlot]) -> int:
         """Queues the copies of `pages` into the slot, behind what frees the slots `behind`; zeros for a page that was
@@ -46,13 +47,14 @@ class PinnedPages:
             for other in behind:
                 self._device.wait(self._into, other.free)
         slot.departure = None
-        stride, stored = self._layout.stride_bytes(layer), self._stored[layer]
-        fresh = stretches(place for place, page in enumerate(pages) if page not in stored)
-        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in fresh]
+        stride, numbers = self._layout.stride_bytes(layer), np.array(pages, np.int64)
+        is_stored = self._is_stored[layer][numbers]
+        fresh, known = np.flatnonzero(~is_stored), np.flatnonzero(is_stored)
+        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in stretches(fresh.tolist())]
         if targets:
             self._device.clear_all(targets, on=self._into, after=slot.free)
-        known = {page: place for place, page in enumerate(pages) if page in stored}
-        parts = [Part(self._at(layer, run), run.of(slot, stride)) for run in self._runs(layer, known)]
+        runs = runs_of(numbers[known], known, self._most(layer))
+        parts = [Part(self._at(layer, run), run.of(slot, stride)) for run in runs]
         if parts:
             told = partial(self._told, Row.host_to_device, layer)
             self._device.copy_all(parts, on=self._into, after=slot.free, then=told)
@@ -64,16 +66,18 @@ class PinnedPages:
         they have left. Returns the bytes to be copied."""
         stride = self._layout.stride_bytes(layer)
         told = partial(self._told, Row.device_to_host, layer)
-        parts = [Part(run.of(slot, stride), self._at(layer, run)) for run in self._runs(layer, places)]
+        numbers = np.array([*places], np.int64)
+        runs = runs_of(numbers, np.array([*places.values()], np.int64), self._most(layer))
+        parts = [Part(run.of(slot, stride), self._at(layer, run)) for run in runs]
         self._device.copy_all(parts, on=self._out, after=slot.free, then=told)
         slot.free.record(self._out)
         slot.departure = Departure(layer=layer, pages=frozenset(places), written=None)
-        self._stored[layer] |= places.keys()
+        self._is_stored[layer][numbers] = True
         return len(places) * stride
 
     def forget(self, pages: Sequence[int]) -> None:
-        for stored in self._stored.values():
-            stored.difference_update(pages)
+        for is_stored in self._is_stored.values():
+            is_stored[list(pages)] = False
 
     def close(self) -> None:
         """Waits for copies in flight, whose memory is about to go."""
@@ -90,19 +94,14 @@ class PinnedPages:
         """Pages of each of the layer's segments but the last."""
         return self._layout.segment_pages(layer)[0]
 
-    def _runs(self, layer: int, places: Mapping[int, int]) -> Iterator[Run]:
-        most = self._most(layer)
-        run: Run | None = None
-        for page, place in sorted(places.items()):
-            if (
-                run is not None
-                and page % most
-                and (page, place) == (run.page + run.num_pages, run.place + run.num_pages)
-            ):
-                run = run._replace(num_pages=run.num_pages + 1)
-                continue
-            if run is not None:
-                yield run
-            run = Run(page, place, 1)
-        if run is not None:
-            yield run
+
+def runs_of(pages: np.ndarray, places: np.ndarray, most: int) -> list[Run]:
+    """Of pages at these places, the runs in ascending order. None goes beyond a segment of `most` pages."""
+    if not len(pages):
+        return []
+    order = np.argsort(pages)
+    pages, places = pages[order], places[order]
+    begins = (np.diff(pages) != 1) | (np.diff(places) != 1) | (pages[1:] % most == 0)
+    firsts = np.flatnonzero(np.concatenate([[True], begins]))
+    sizes = np.diff(firsts, append=len(pages))
+    return [Run(*each) for each in zip(pages[firsts].tolist(), places[firsts].tolist(), sizes.tolist(), strict=True)]
