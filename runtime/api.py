@@ -5,11 +5,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from .batching.balance import Block
-from .budgets import budgets_of, require_within
+from .budgets import budgets_of, reclaim, require_within
 from .choices import plan_by_choice, policies_directory, question
 from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
@@ -22,10 +23,11 @@ from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_kernels
 from .engine.streams import open_streams
 from .engine.tokens import tokenize
+from .first_try import opened
 from .machine_cache import Host, find_products, this_host
 from .model.followed import as_the_model_says
 from .model.loading import LoadedModel, load_model
-from .out_of_memory import is_out_of_memory, memory_shortage, out_of_memory
+from .out_of_memory import is_out_of_memory, memory_shortage
 from .plan.advice import advice
 from .plan.facts import PlanFacts
 from .plan.memory import SequenceSize
@@ -127,6 +129,7 @@ class Runtime:
         """`blocks`: of the run that is resumed; otherwise the policy chooses them. See `plan_run`. `known`: what a
         search came to before, which `policy=hrm` goes by as long as it fits. What cannot be is refused (ConfigError,
         BudgetError) before anything is read, also for measuring."""
+        reclaim(self.device)
         sizes, budgets = [request.size for request in requests], self.budgets()
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
         for walk in (first.placement.walk, first.placement.decode_walk):
@@ -165,11 +168,11 @@ class Runtime:
 
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
         """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or
-        its own. Blocks stay what they are."""
-        sizes, budgets = [request.size for request in requests], self.budgets()
+        its own. Blocks stay what they are, and so do budgets: the memory that `plan`'s session holds is taken now."""
+        sizes = [request.size for request in requests]
 
         def planned(config: RuntimeConfig) -> RunPlan:
-            return plan_run(self.model.shape, config, budgets, sizes, rates=rates, blocks=plan.blocks)
+            return plan_run(self.model.shape, config, plan.budgets, sizes, rates=rates, blocks=plan.blocks)
 
         same = planned(replace(self.config, policy=plan.policy, kv=plan.kv))
         found = planned(self.config)
@@ -221,8 +224,7 @@ class Runtime:
         pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more with blocks of
         half the size.
         """
-        kind = self.config.policy.kind
-        may_back_off = blocks is None and kind is not PolicyKind.fixed
+        may_back_off = blocks is None and self.config.policy.kind is not PolicyKind.fixed
         for num_halvings in range(2):
             if num_halvings:
                 gc.collect()  # the engine of the first try refers to itself
@@ -231,25 +233,23 @@ class Runtime:
             self._announce(plan)
             self._check_lanes(plan)
             with ExitStack() as stack:
-                try:
-                    session = stack.enter_context(self.session(plan))
-                    if may_back_off and plan.blocks:
-                        session.probe(requests)
-                        self.require_within_budget(plan)
-                except (MemoryError, OSError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    if num_halvings or not may_back_off:
-                        raise out_of_memory(plan.placement.ledgers) from error
-                    log.warning("policy=%s: %s; once more with blocks of half as many sequences", kind.value, error)
+                confirm = partial(self._try, plan, requests if may_back_off and plan.blocks else None)
+                may_fail = may_back_off and not num_halvings
+                session = opened(stack, self.session(plan), confirm, plan, self.config.policy.kind, may_fail=may_fail)
+                if session is None:
                     continue
                 try:
                     yield plan, session
                 except (MemoryError, OSError, RuntimeError) as error:
                     if is_out_of_memory(error):
-                        raise memory_shortage(plan.placement.ledgers) from error
+                        raise memory_shortage(plan.placement.ledgers, error) from error
                     raise
                 return
+
+    def _try(self, plan: RunPlan, requests: Sequence[Request] | None, session: Session) -> None:
+        if requests is not None:
+            session.probe(requests)
+            self.require_within_budget(plan)
 
     def _check_lanes(self, plan: RunPlan) -> None:
         """Once, while no weights are held."""

@@ -1,5 +1,7 @@
 """How much memory a run may use: as much as was said, or a share of what is free."""
 
+import gc
+
 from .config import OffloadConfig
 from .plan.placement import Budgets, Placement
 from .stream.device import ComputeDevice
@@ -7,6 +9,13 @@ from .stream.host_memory import available_bytes, peak_resident_bytes
 from .units import format_bytes, gib_to_bytes
 
 FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
+
+
+def reclaim(device: ComputeDevice) -> None:
+    """What an earlier session has left of an accelerator's memory, and of memory that is pinned for it."""
+    if device.is_accelerator:
+        gc.collect()  # an engine refers to itself
+        device.give_back()
 
 
 def budgets_of(offload: OffloadConfig, device: ComputeDevice) -> Budgets:

@@ -13,30 +13,40 @@ PHRASES = (
     "std::bad_alloc",
     "can't start new thread",
     "failed to map segment",
+    "OUT_OF_DEVICE_MEMORY",
+    "OUT_OF_HOST_MEMORY",
+    "_STATUS_ALLOC_FAILED",
+    "BLAS_STATUS_NOT_INITIALIZED",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Torch reports a failed host allocation as a plain RuntimeError, the dynamic linker as an ImportError."""
+    """Torch reports a failed host allocation as a plain RuntimeError, the dynamic linker as an ImportError.
+    Accelerators' libraries have names of their own for it; on a full device cuBLAS says that it is not initialised."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     is_of_a_kind = isinstance(error, (RuntimeError, ImportError, OSError))
     return is_of_a_kind and any(phrase in str(error) for phrase in PHRASES)
 
 
-def out_of_memory(ledgers: Sequence[Ledger]) -> BudgetError:
+def out_of_memory(ledgers: Sequence[Ledger], error: BaseException) -> BudgetError:
     """Before the first pass: the plan is at fault, and the next start would end in the same way."""
-    return BudgetError(_shortage(ledgers))
+    return BudgetError(_shortage(ledgers, error))
 
 
-def memory_shortage(ledgers: Sequence[Ledger]) -> MemoryShortage:
+def memory_shortage(ledgers: Sequence[Ledger], error: BaseException) -> MemoryShortage:
     """Of a run that has begun: a later start goes on."""
-    return MemoryShortage(_shortage(ledgers))
+    return MemoryShortage(_shortage(ledgers, error))
 
 
-def _shortage(ledgers: Sequence[Ledger]) -> str:
+def _shortage(ledgers: Sequence[Ledger], error: BaseException) -> str:
     equations = "\n".join(map(str, ledgers))
     return (
-        f"memory ran out although the plan fits its budget:\n{equations}\n"
+        f"memory ran out although the plan fits its budget ({first_line(error)}):\n{equations}\n"
         "lower offload.host_memory_gib / offload.device_memory_gib or policy.micro_batch_size"
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Torch's errors go on with advice for programmers."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -15,6 +15,7 @@ import torch
 
 from runtime.stream.clock import DeviceClock, Then
 from runtime.stream.device import ComputeDevice, Part
+from runtime.stream.device_memory import DeviceMemory
 from runtime.units import GIB
 
 POISON = 0xFF  # four of them are a NaN
@@ -167,8 +168,11 @@ class FakeDevice(ComputeDevice):
         for stream in self._streams:
             stream.synchronize()
 
-    def free_bytes(self) -> int:
-        return GIB
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(unreserved=GIB, reserved=0, allocated=0)
+
+    def give_back(self) -> None:
+        pass
 
     def peak_bytes(self) -> int:
         return 0

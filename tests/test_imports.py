@@ -17,7 +17,7 @@ ALLOWED = {
     "batching": set[str](),
     "trace": set[str](),
     "store": {"plan"},
-    "stream": {"plan", "store", "trace"},
+    "stream": {"plan", "store", "trace", "out_of_memory"},
     "kernels": set[str](),
     "cache": {"plan", "stream", "kernels"},
     "model": {"plan", "store", "stream", "cache", "kernels", "out_of_memory"},

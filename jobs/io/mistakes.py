@@ -33,7 +33,8 @@ def told(error: Exception, path: Path | None = None) -> MillraceError:
         kind = BudgetError if path is None else MemoryShortage  # a run that has begun may go on
         return kind(
             f"this process was given no more memory ({_first_line(error)}): raise what limits it (ulimit -v, a "
-            "container's or a job's memory), or lower offload.host_memory_gib or policy.micro_batch_size"
+            "container's or a job's memory), or lower offload.host_memory_gib, offload.device_memory_gib or "
+            "policy.micro_batch_size"
         )
     return InternalError(
         f"internal error, a mistake of Millrace's and none of yours: {type(error).__name__}: {_first_line(error)}; "

@@ -36,6 +36,7 @@ class RunPlan:
     when no search, neither this one nor an earlier, came to how it goes."""
 
     blocks: tuple[Block, ...]
+    budgets: Budgets
     placement: Placement
     policy: PolicyConfig  # as resolved: hrm has become fixed; tokens of a prefill pass are said
     kv: KVConfig  # as resolved with it
@@ -90,6 +91,7 @@ def plan_run(
     prediction = predict(shape, placement, blocks, sizes, chunk, rates, admission) if rates else None
     return RunPlan(
         blocks=blocks,
+        budgets=budgets,
         placement=placement,
         policy=config.policy,
         kv=config.kv,

@@ -13,6 +13,7 @@ from ..plan.extents import ALIGNMENT_BYTES
 from ..units import MIB, round_up
 from .clock import DeviceClock, Then
 from .device_choice import choose_device
+from .device_memory import DeviceMemory, empty_caches, memory_of, pinned
 
 
 class Event(Protocol):
@@ -67,7 +68,7 @@ class ComputeDevice:
         """uint8 host memory that only the device's copies look at: pinned, and not aligned to the disk's blocks."""
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return pinned(num_bytes)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages
@@ -75,7 +76,7 @@ class ComputeDevice:
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
         if not self.is_accelerator:
             return _anonymous(size, huge=size >= HUGE_PAGE_BYTES)
-        buffer = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+        buffer = pinned(size + ALIGNMENT_BYTES)
         start = -buffer.data_ptr() % ALIGNMENT_BYTES
         return buffer[start : start + size]
 
@@ -155,10 +156,18 @@ class ComputeDevice:
             torch.accelerator.synchronize(self.torch_device)
             self.clock.resolve()
 
-    def free_bytes(self) -> int:
-        """Device memory that nobody uses."""
+    def memory(self) -> DeviceMemory:
         assert self.is_accelerator, "a CPU's memory is the host's"
-        return torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)[0]
+        return memory_of(self.torch_device)
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody uses; what torch keeps for later is that."""
+        return self.memory().free_bytes
+
+    def give_back(self) -> None:
+        """What torch keeps for later, pinned host memory too: the system counts it as taken. Waits for the device."""
+        if self.is_accelerator:
+            empty_caches()
 
     def peak_bytes(self) -> int:
         """Most device memory allocated since the start of the process; 0 on a CPU, whose peak is the process's own."""

@@ -1,0 +1,148 @@
+"""What torch keeps of a device's memory, and of pinned memory, is free for the next plan; and what it says when there
+is none left."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig, budgets
+from runtime.config import PolicyKind, Tier
+from runtime.engine.sequence import Request
+from runtime.errors import BudgetError
+from runtime.out_of_memory import is_out_of_memory
+from runtime.session import Session
+from runtime.stream.device import ComputeDevice
+from runtime.units import MIB
+from tests.caching_device import CachingDevice
+from tests.two_devices import FakeAccelerator
+
+PROMPTS = [[5, 6, 7]] * 8
+CONFIG = RuntimeConfig(
+    offload=OffloadConfig(tier=Tier.cpu, resident_layers=0),
+    policy=PolicyConfig(kind=PolicyKind.auto, micro_batch_size=4, num_micro_batches=2),
+    sampling=SamplingConfig(max_new_tokens=2, ignore_eos=True),
+)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CachingDevice:
+    device = CachingDevice(device_bytes=160 * MIB, host_bytes=160 * MIB)
+    monkeypatch.setattr(budgets, "available_bytes", lambda: device.pinned.unreserved)
+    return device
+
+
+def requests_of(runtime: Runtime) -> list[Request]:
+    made = [runtime.request(str(index), prompt) for index, prompt in enumerate(PROMPTS)]
+    return [request for request in made if isinstance(request, Request)]
+
+
+def test_the_second_plan_of_a_process_has_the_memory_of_the_first(device: CachingDevice) -> None:
+    runtime = Runtime(CONFIG, device=device)
+    requests = requests_of(runtime)
+    first = runtime.plan(requests).budgets
+    runtime.generate(PROMPTS)
+    assert device.own.reserved > 0
+    assert device.pinned.reserved > 0
+    assert runtime.plan(requests).budgets == first
+
+
+def test_a_revised_plan_has_the_memory_that_its_session_holds(device: CachingDevice) -> None:
+    runtime = Runtime(replace(CONFIG, policy=PolicyConfig(kind=PolicyKind.hrm)), device=device)
+    requests = requests_of(runtime)
+    with runtime.confirmed_session(requests) as (plan, _):
+        assert device.own.allocated > 0
+        assert runtime.rates is not None
+        assert runtime.revised(plan, requests, runtime.rates).budgets == plan.budgets
+        assert runtime.budgets() != plan.budgets
+
+
+FAILURES = {
+    "device": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    "pinned": torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ..."),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cublas, full card": RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    "cublasLt": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasLtMatmul with transpose_mat1 1"
+    ),
+    "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "rocm": RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    "xpu": RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_libraries_say_of_a_full_memory_is_understood(failure: str) -> None:
+    assert is_out_of_memory(FAILURES[failure])
+
+
+def test_other_failures_of_libraries_are_not_taken_for_it() -> None:
+    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"))
+    assert not is_out_of_memory(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """The first so many tries of a session fail as a full card does, once all of its memory is taken."""
+    probe = Session.probe
+
+    def fail(num_tries: int) -> None:
+        left = iter(range(num_tries))
+
+        def failing_probe(session: Session, requests: list[Request]) -> None:
+            probe(session, requests)
+            if next(left, None) is not None:
+                raise RuntimeError(*FAILURES["cublas, full card"].args)  # one that keeps no frames of an earlier try
+
+        monkeypatch.setattr(Session, "probe", failing_probe)
+
+    return fail
+
+
+def test_backing_off_plans_with_the_memory_of_the_first_try(
+    device: CachingDevice, failing: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    failing(1)
+    runtime = Runtime(CONFIG, device=device)
+    requests = requests_of(runtime)
+    first = runtime.plan(requests)
+    with caplog.at_level(logging.WARNING), runtime.confirmed_session(requests) as (plan, _):
+        assert plan.num_lanes * plan.lane_size == first.num_lanes * first.lane_size / 2
+        assert plan.budgets == first.budgets
+    assert "once more with blocks of half as many sequences" in caplog.text
+
+
+def test_a_card_that_stays_full_is_a_refusal_that_says_what_was_said_and_the_keys(
+    device: CachingDevice, failing: Callable[[int], None]
+) -> None:
+    failing(2)
+    runtime = Runtime(CONFIG, device=device)
+    said = r"(?s)CUBLAS_STATUS_NOT_INITIALIZED.*device memory:.*offload\.device_memory_gib or policy\.micro_batch_size"
+    with pytest.raises(BudgetError, match=said), runtime.confirmed_session(requests_of(runtime)):
+        pass
+
+
+def test_pinned_memory_that_cannot_be_had_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeAccelerator(monkeypatch)
+    device = ComputeDevice("cuda")
+
+    def refuse(*sizes: int, **options: object) -> torch.Tensor:
+        raise FAILURES["pinned"]
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    for take in (device.host_buffer, device.host_pages):
+        with pytest.raises(MemoryError, match=r"64 MiB.* cannot be pinned \(CUDA error: out of memory\)"):
+            take(64 * MIB)
+
+
+def test_caches_are_emptied_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[str] = []
+    FakeAccelerator(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append("device"))
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: emptied.append("host"))
+    ComputeDevice("cuda").give_back()
+    assert emptied == ["device", "host"]
+    ComputeDevice("cpu").give_back()
+    assert len(emptied) == 2
