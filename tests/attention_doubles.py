@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import AuxRequest
 
 from runtime.cache import flash_attention
+from tests.host_counters import mark, on_device
 
 _SCALED = F.scaled_dot_product_attention
 
@@ -72,6 +73,9 @@ class FlashDouble:
             assert len(q_bounds) == len(k_bounds) > 1, "as many runs of keys as of queries, and one at least"
             self.calls.append(FlashCall(len(q_bounds) - 1, window_size))
             out, sums = torch.empty_like(query), torch.empty(query.shape[1], len(query))
+            if on_device(query):
+                mark(out)
+                mark(sums)
             for (q0, q1), (k0, k1) in zip(pairwise(q_bounds), pairwise(k_bounds), strict=True):
                 tokens = slice(q0, q1)
                 out[tokens], sums[:, tokens] = _one(
@@ -99,7 +103,7 @@ class FlashDouble:
 def _bounds(cumulated: torch.Tensor, total: int, most: int) -> list[int]:
     assert cumulated.dtype == torch.int32, f"bounds are {cumulated.dtype}"
     assert cumulated.is_contiguous(), f"bounds have strides {cumulated.stride()}"
-    found = cumulated.tolist()
+    found = cumulated.clone().tolist()  # which is the double's, and no wait
     lengths = [end - begin for begin, end in pairwise(found)]
     assert (found[0], found[-1]) == (0, total), f"bounds {found} of {total}"
     assert min(lengths) > 0, f"bounds {found}"

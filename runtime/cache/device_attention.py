@@ -83,13 +83,13 @@ def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV, group: Stretches, rule: Rul
     """Query heads of a KV head stand where other tokens would, so that no head is repeated."""
     k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.padded(group))
     q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))
-    seen = None if group.seen_BS is None else group.seen_BS[:, None, None]
     if rule.is_plain:
+        seen = None if group.seen_BS is None else group.seen_BS[:, None, None]
         out_BHGD = F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, attn_mask=seen, scale=rule.scale)
         return out_BHGD.flatten(1, 2)
     sinks = None if rule.sinks is None else rule.sinks.float().view(k_BHSD.shape[1], -1, 1)
     scores = (q_BHGD.float() * rule.scale) @ k_BHSD.float().transpose(2, 3)
-    weights = rule.weights(scores, sinks, None if seen is None else ~seen)
+    weights = rule.weights(scores, sinks, None if group.hidden_BS is None else group.hidden_BS[:, None, None])
     return (weights @ v_BHSD.float()).flatten(1, 2).to(q_BHD.dtype)
 
 

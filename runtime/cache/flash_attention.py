@@ -67,11 +67,12 @@ def flash_attention(
     """(T, H, Dv) of the stretches' tokens, which look at their positions one behind the other (S), at the last `window`
     of them at most. For what `flash_applies` to."""
     token_bounds, position_bounds = stretches.bounds
+    missing = k_SHD.shape[2] - v_SHD.shape[2]
     is_single = stretches.most_new == 1  # and then what it looks at is all that it is handed
     found = varlen_attn()(
         aligned(q_THD),
         aligned(k_SHD),
-        aligned(F.pad(v_SHD, (0, k_SHD.shape[2] - v_SHD.shape[2]))),
+        aligned(v_SHD) if missing == 0 else F.pad(v_SHD, (0, missing)),
         token_bounds,
         position_bounds,
         stretches.most_new,

@@ -84,6 +84,10 @@ class Stretches:
         lengths_B = self.bounds[1].diff()
         return torch.arange(self.most_positions, device=self.device) < lengths_B[:, None]
 
+    @cached_property
+    def hidden_BS(self) -> torch.Tensor | None:
+        return None if self.seen_BS is None else ~self.seen_BS
+
     def groups(self, most_positions: int, *, are_padded: bool) -> tuple["Stretches", ...]:
         """Neighbours that together look at no more positions than this, each of them padded to the longest or not; one
         alone may."""

@@ -10,6 +10,5 @@ def upload(
 ) -> torch.Tensor:
     """Returns at once: what is queued from now on finds the numbers. From pageable memory a device would first finish
     all that it was given. The pinned memory is torch's own, which keeps it until the copy is done."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")
+    return host.to(device, non_blocking=True)

@@ -11,7 +11,19 @@ from runtime.cache import device_attention
 from runtime.cache.paged import PagedKV
 from tests.attention_doubles import FlashCall, install_flash, refuse_groups
 from tests.fake_device import FakeDevice
-from tests.runtime.test_paged import KINDS, LAYERS, PLAIN, Kind, PoisonedPages, Row, run_pass, run_travelling_pass
+from tests.host_counters import CountedDevice, counting, mark
+from tests.host_counts import HostCounts
+from tests.runtime.test_paged import (
+    KINDS,
+    LAYERS,
+    PLAIN,
+    Kind,
+    PoisonedPages,
+    Row,
+    attend,
+    run_pass,
+    run_travelling_pass,
+)
 
 
 @pytest.fixture(params=["flash", "fused"])
@@ -22,8 +34,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-def cache_for(rows: list[Row], kind: Kind, travels: frozenset[int] = frozenset()) -> PagedKV:
-    cache = PagedKV(PoisonedPages(64, FakeDevice((False,))), expands=kind.expand is not None, travels=travels)
+def cache_for(
+    rows: list[Row], kind: Kind, travels: frozenset[int] = frozenset(), device: FakeDevice | None = None
+) -> PagedKV:
+    pages = PoisonedPages(64, device or FakeDevice((False,)))
+    cache = PagedKV(pages, expands=kind.expand is not None, travels=travels)
     for _ in rows:
         cache.add()
     return cache
@@ -103,3 +118,61 @@ def test_a_lane_is_one_call_for_its_prompts_and_one_for_rows_that_decode(
     double.calls.clear()
     run_pass(cache, rows, new, KINDS[kind])
     assert double.calls == calls * LAYERS
+
+
+def counts_of(kind: Kind, before: list[int], new: list[int]) -> list[HostCounts]:
+    """Of a pass over these new tokens: what it takes to begin, and of each layer what is stored and attended to."""
+    with counting() as counter, torch.inference_mode():
+        rows = [Row(24, 4, (4, 2), (8, 8), seed, kind) for seed in range(len(new))]
+        cache = cache_for(rows, kind, device=CountedDevice((False,)))
+        run_pass(cache, rows, before, kind)
+        counter.take()
+        cache.begin_pass(new)
+        found = [counter.take()]
+        for layer in range(LAYERS):
+            q, k, v = (
+                mark(
+                    torch.cat(
+                        [row.qkv[layer][i][:, row.past : row.past + n] for row, n in zip(rows, new, strict=True)], 1
+                    )[None]
+                )
+                for i in range(3)
+            )
+            counter.take()
+            attend(cache, layer, kind, q, k, v)
+            found.append(counter.take())
+        return found
+
+
+MOST_LAUNCHES = {  # of a layer, beside flash kernels, which are one launch each; two store keys and values
+    ("flash", "plain", "decode"): 4,
+    ("flash", "window", "decode"): 4,
+    ("flash", "sinks", "decode"): 7,
+    ("flash", "window", "whole"): 3,
+    ("flash", "window", "cut"): 5,
+    ("flash", "plain", "mixed"): 9,
+    ("fused", "plain", "decode"): 6,
+    ("fused", "window", "decode"): 6,
+    ("fused", "softcap", "decode"): 15,
+}
+PASSES = {
+    "decode": ([9, 5, 20], [1, 1, 1]),
+    "whole": ([0, 0, 2], [9, 9, 0]),
+    "cut": ([9, 4, 2], [3, 4, 2]),
+    "mixed": ([9, 9, 0], [1, 5, 9]),
+}
+
+
+@pytest.mark.parametrize(("asked", "most"), MOST_LAUNCHES.items(), ids=str)
+def test_no_layer_waits_or_uploads_and_few_operators_are_launched(
+    asked: tuple[str, str, str], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way, kind, of_pass = asked
+    if way == "flash":
+        install_flash(monkeypatch, (torch.float32,))
+    begin, *layers = counts_of(KINDS[kind], *PASSES[of_pass])
+    for each in (begin, *layers):
+        assert each.syncs == {}
+    assert len(begin.copies) + len(layers[0].copies) <= 7
+    assert layers[1].copies == []
+    assert layers[1].num_launches <= most
