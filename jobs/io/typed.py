@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from runtime.errors import ConfigError
 
-from .files import JsonValue
+if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
+    from .files import JsonValue
 
 T = TypeVar("T")
 
@@ -51,12 +52,12 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {key}: known here are {', '.join(siblings or [key for key in known if '.' not in key])}"
 
 
-def flatten(config: object) -> dict[str, JsonValue]:
+def flatten(config: object) -> "dict[str, JsonValue]":
     """A dataclass tree as `{"sampling.top_k": 0, ...}` with enums as their values, in the order of the fields."""
     return dict(_flatten(plain(config), ""))
 
 
-def plain(value: object) -> JsonValue:
+def plain(value: object) -> "JsonValue":
     """A dataclass tree as nested dicts, lists and scalars that JSON and YAML can write."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
@@ -89,7 +90,7 @@ def _closest(name: str, known: list[str]) -> list[str]:
     return [by_name[match] for match in get_close_matches(name, by_name, n=1)]
 
 
-def _flatten(value: JsonValue, prefix: str) -> Iterator[tuple[str, JsonValue]]:
+def _flatten(value: "JsonValue", prefix: str) -> "Iterator[tuple[str, JsonValue]]":
     assert isinstance(value, dict)
     for name, item in value.items():
         if isinstance(item, dict) and item:

@@ -6,11 +6,14 @@ takes seconds and is not timed.
 """
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from runtime.api import Runtime
 from runtime.config import (
+    Admission,
     DType,
     MachineConfig,
     ModelConfig,
@@ -19,6 +22,7 @@ from runtime.config import (
     PolicyKind,
     RuntimeConfig,
     SamplingConfig,
+    Tier,
 )
 from runtime.engine.measure.machine import device_name
 from runtime.engine.records import PassRecord
@@ -28,21 +32,23 @@ from runtime.stream.host_memory import available_bytes, peak_resident_bytes
 from runtime.units import GIB, gib_to_bytes
 
 from ..millrace import prefill_seconds, requests_of
-from ..task import Result, prompts
+from ..task import Result, forget_pages, prompts
 from .config import MODEL_TYPE
 from .link import measure_link
 from .memory import cap, reserved_peak_bytes, start_anew
 from .messages import GpuTask, Machine, Measurement
-from .models import DrawnModel, DrawnRuntime, draw_model, size_of
+from .models import DrawnModel, DrawnRuntime, draw_model, parameters_of, size_of
 from .peers import PeerModel, accelerated, model_of, partitioned
-from .ways import MICRO_BATCHES, Way
+from .phases import phases_of
+from .ways import CHUNK_TOKENS, MICRO_BATCHES, Way
 
 PUBLISHED_LAYERS = 32
 NUM_COPIES = 2  # of the weights in host memory
-HOST_SHARE = 0.8  # of free memory, that they may take
+HOST_SHARE = 0.75  # of free memory, that they may take: buffers for what is read from disk come on top
 DEVICE_SHARE = 0.7  # of the device, that the weights of the cut model may take
+DISK_LAYERS, DISK_SHARE = 3, 0.5  # of the model on disk, at most, and of the disk's free bytes that it may take
+MANY_WORDS = 1000  # a vocabulary of any size gives prompts of the same lengths
 MOST_THREADS = 16  # that draw; more are no faster than memory
-CHUNK_TOKENS = 8192  # of prompts per lane and pass: a pass brings all weights, so a lane's prompts go in one
 
 
 class GpuBench:
@@ -56,10 +62,14 @@ class GpuBench:
         most = gpu.num_layers or PUBLISHED_LAYERS
         num_layers = gpu.num_layers or size.layers_within(HOST_SHARE * free_bytes / NUM_COPIES, most)
         cut_layers = size.layers_within(DEVICE_SHARE * self._device_bytes, num_layers)
-        self._models = {is_cut: draw_model(gpu, folder, n) for is_cut, n in ((False, num_layers), (True, cut_layers))}
+        self._whole_model, self._cut_model = (draw_model(gpu, folder, n) for n in (num_layers, cut_layers))
+        disk_bytes = DISK_SHARE * shutil.disk_usage(folder).free
+        self._num_disk_layers = size.layers_within(disk_bytes, min(DISK_LAYERS, num_layers))
+        self._disk_model: DrawnModel | None = None
+        self._folder = folder
         self._weight_bytes = size.of_layers(num_layers)
         self._host_gib = (free_bytes - self._weight_bytes) / GIB  # later, what torch keeps pinned looks taken
-        self._runtimes: dict[Way, DrawnRuntime] = {}
+        self._runtimes: dict[Way, Runtime] = {}
         self._batch_sizes: dict[Way, int] = {}
         self._whole: PeerModel | None = None
 
@@ -68,24 +78,31 @@ class GpuBench:
         return Machine(
             device=device_name(self._device),
             link=measure_link(self._device),
-            num_layers=self._models[False].num_layers,
+            num_layers=self._whole_model.num_layers,
             weight_bytes=self._weight_bytes,
         )
 
     def measure(self, way: Way) -> Measurement:
-        """Raises what a peer raises, or MillraceError."""
+        """Raises what a peer raises, or MillraceError. Nobody gets more of the device than may be used."""
         start_anew(self._device)
-        cap(self._device, self._device_bytes if way.is_peer else None)
+        cap(self._device, self._device_bytes)
         measured = self._peer(way) if way.is_peer else self._millrace(way)
         assert measured.result is not None, "what raises nothing has a result"
         peak_bytes = reserved_peak_bytes(self._device)
         return replace(measured, result=replace(measured.result, peak_device_bytes=peak_bytes))
 
-    def num_layers(self, way: Way) -> int:
-        return self._model(way).num_layers
-
     def _model(self, way: Way) -> DrawnModel:
-        return self._models[way.is_cut]
+        if way.tier is Tier.nvme:
+            return self._on_disk()
+        return self._cut_model if way.is_cut else self._whole_model
+
+    def _on_disk(self) -> DrawnModel:
+        """Written when it is first asked for; none of it stays in the page cache."""
+        if self._disk_model is None:
+            self._disk_model = draw_model(self._task.gpu, self._folder, self._num_disk_layers)
+            self._disk_model.weights.write(self._num_threads)
+            forget_pages(self._disk_model.path)
+        return self._disk_model
 
     def _millrace(self, way: Way) -> Measurement:
         """The first pass is run once before."""
@@ -94,18 +111,28 @@ class GpuBench:
         passes: list[PassRecord] = []
         with runtime.confirmed_session(requests) as (plan, session):
             session.probe(requests)
-            done = [each for block in plan.blocks for each in session.run(block, requests, passes.append)]
+            if way.admission is Admission.continuous:
+                order = [i for block in plan.blocks for i in block.members]
+                done = [each for _, each in session.stream(order, requests, {}, passes.append)]
+            else:
+                done = [each for block in plan.blocks for each in session.run(block, requests, passes.append)]
         return Measurement(
             way=way.name,
-            num_layers=self.num_layers(way),
+            num_layers=self._model(way).num_layers,
             num_sequences=len(requests),
             result=_result(runtime, passes, done),
+            phases=phases_of(passes),
         )
 
-    def _runtime(self, way: Way) -> DrawnRuntime:
+    def _runtime(self, way: Way) -> Runtime:
         """Kept. Rates are measured once for all: they only predict here, and decide nothing."""
         if way not in self._runtimes:
-            self._runtimes[way] = DrawnRuntime(self._config(way), self._device, self._model(way).weights)
+            config, model = self._config(way), self._model(way)
+            is_read = way.tier is Tier.nvme
+            made = (
+                Runtime(config, device=self._device) if is_read else DrawnRuntime(config, self._device, model.weights)
+            )
+            self._runtimes[way] = made
         runtime = self._runtimes[way]
         runtime.rates = next((each.rates for each in self._runtimes.values() if each.rates is not None), None)
         return runtime
@@ -119,6 +146,7 @@ class GpuBench:
                 device_memory_gib=gpu.device_memory_gib,
                 host_memory_gib=self._host_gib,
                 reader_threads=self._num_threads,
+                resident_layers=0 if way.tier is Tier.nvme else None,
             ),
             policy=PolicyConfig(
                 kind=PolicyKind.fixed,
@@ -126,11 +154,19 @@ class GpuBench:
                 num_micro_batches=MICRO_BATCHES,
                 schedule=way.order,
                 attention=way.attention,
-                prefill_chunk_tokens=CHUNK_TOKENS,
+                admission=way.admission,
+                prefill_chunk_tokens=self._chunk_tokens(way),
             ),
             sampling=SamplingConfig(max_new_tokens=gpu.num_new_tokens, ignore_eos=True, temperature=0.0),
             machine=MachineConfig(device=str(self._device.torch_device)),
         )
+
+    def _chunk_tokens(self, way: Way) -> int:
+        if way.num_pieces == 1:
+            return CHUNK_TOKENS
+        gpu = self._task.gpu
+        lengths = [len(ids) for ids in prompts(gpu.num_prompts, MANY_WORDS, self._task.prompt_tokens)]
+        return -(-sum(lengths) // (way.part * MICRO_BATCHES * way.num_pieces))
 
     def _peer(self, way: Way) -> Measurement:
         peer, ids = (self._held if way.is_cut else self._offloaded)(way), self._prompts(way)
@@ -141,14 +177,14 @@ class GpuBench:
         result = peer.measure(ids[:size], self._task.gpu.num_new_tokens)
         if not way.is_cut:
             result = replace(result, bytes_copied=peer.num_forwards * self._weight_bytes)
-        return Measurement(way=way.name, num_layers=self.num_layers(way), num_sequences=size, result=result)
+        return Measurement(way=way.name, num_layers=self._model(way).num_layers, num_sequences=size, result=result)
 
     def _held(self, way: Way) -> PeerModel:
         """One tensor after the other, so that host memory holds no third copy."""
         place, model = self._device.torch_device, self._model(way)
         there = {
             name: tensor.to(place)
-            for parameter in self._runtime(way).parameters
+            for parameter in parameters_of(self._runtime(way))
             for name, tensor in model.weights.tensors([parameter], self._num_threads).items()
         }
         held = model_of(model.path, there)
@@ -158,7 +194,7 @@ class GpuBench:
     def _offloaded(self, way: Way) -> PeerModel:
         """Made once: it is the second copy of the weights."""
         if self._whole is None:
-            tensors = self._model(way).weights.tensors(self._runtime(way).parameters, self._num_threads)
+            tensors = self._model(way).weights.tensors(parameters_of(self._runtime(way)), self._num_threads)
             model = model_of(self._model(way).path, tensors)
             self._whole = (partitioned if self._task.is_alone else accelerated)(model, self._device)
         return self._whole
@@ -168,7 +204,7 @@ class GpuBench:
         return prompts(gpu.num_prompts, vocab_size, self._task.prompt_tokens)[: max(1, gpu.num_prompts // way.part)]
 
 
-def _result(runtime: DrawnRuntime, passes: Sequence[PassRecord], done: Sequence[Completion]) -> Result:
+def _result(runtime: Runtime, passes: Sequence[PassRecord], done: Sequence[Completion]) -> Result:
     tokens = {int(completion.request.id): list(completion.token_ids) for completion in done}
     seconds = sum(record.seconds for record in passes)
     return Result(
@@ -177,7 +213,7 @@ def _result(runtime: DrawnRuntime, passes: Sequence[PassRecord], done: Sequence[
         rate=sum(map(len, tokens.values())) / seconds,
         peak_bytes=peak_resident_bytes(),
         baseline_bytes=runtime.baseline_bytes,
-        bytes_read=0,
+        bytes_read=sum(record.times.bytes_read_disk for record in passes),
         tokens=[tokens[number] for number in sorted(tokens)],
         bytes_copied=sum(record.times.bytes_copied_device for record in passes),
         bytes_returned=sum(record.times.bytes_copied_host for record in passes),

@@ -5,10 +5,12 @@ and in products, which take a device more power than zeros do. The tile's length
 """
 
 import math
+import os
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -65,6 +67,24 @@ class DrawnWeights:
             count = min(len(view) - done, len(source) - begin)
             view[done : done + count] = source[begin : begin + count]
             done += count
+
+    def write(self, num_threads: int) -> None:
+        """Puts them into the outline's own files, for those who read a disk."""
+        with ThreadPoolExecutor(num_threads) as pool:
+            jobs = [
+                pool.submit(self._write, file, tensor.offset + begin, min(CHUNK_BYTES, tensor.num_bytes - begin))
+                for file, tensors in self._files.items()
+                for tensor in tensors
+                for begin in range(0, tensor.num_bytes, CHUNK_BYTES)
+            ]
+        for job in jobs:
+            job.result()
+
+    def _write(self, file: str, offset: int, num_bytes: int) -> None:
+        buffer = bytearray(num_bytes)
+        self.fill(file, offset, memoryview(buffer))
+        with Path(file).open("r+b") as target:
+            os.pwrite(target.fileno(), buffer, offset)
 
     def tensors(self, parameters: Sequence[Parameter], num_threads: int) -> dict[str, torch.Tensor]:
         """Each in memory of its own, as a model of transformers has it."""

@@ -1,4 +1,4 @@
-"""The device's memory as measurements see it: capped for peers, its peak, and given back between them."""
+"""The device's memory as measurements see it: capped for all alike, its peak, and given back between them."""
 
 import gc
 
@@ -7,13 +7,12 @@ import torch
 from runtime.stream.device import ComputeDevice
 
 
-def cap(device: ComputeDevice, num_bytes: int | None) -> None:
-    """Of what torch's allocator may take in this process from now on; None: all of it. Nothing on a CPU."""
+def cap(device: ComputeDevice, num_bytes: int) -> None:
+    """Of what torch's allocator may take in this process from now on. Nothing on a CPU."""
     if device.torch_device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device.torch_device).total_memory
-    share = 1.0 if num_bytes is None else min(1.0, num_bytes / total)
-    torch.cuda.set_per_process_memory_fraction(share, device.torch_device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device.torch_device)
 
 
 def start_anew(device: ComputeDevice) -> None:

@@ -1,11 +1,12 @@
 """What the worker of `suite=gpu` is asked, and the lines of JSON that it answers with."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from ..task import Result
 from .config import GpuConfig
+from .phases import PhaseTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +41,21 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The other lines. `refusal`: why there is no result."""
+    """The other lines. `refusal`: why there is no result; then layers and sequences are 0. `phases`: of
+    Millrace's ways."""
 
     way: str
-    num_layers: int
+    num_layers: int = 0
     num_sequences: int = 0
     result: Result | None = None
     refusal: str = ""
+    phases: Sequence[PhaseTimes] = field(default_factory=list)
 
     @staticmethod
     def parse(line: str) -> "Measurement":
         found = json.loads(line)
-        return Measurement(**{**found, "result": found["result"] and Result(**found["result"])})
+        phases = [PhaseTimes(**each) for each in found["phases"]]
+        return Measurement(**{**found, "result": found["result"] and Result(**found["result"]), "phases": phases})
 
 
 def as_line(message: GpuTask | Machine | Measurement) -> str:

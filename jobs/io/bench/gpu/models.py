@@ -64,7 +64,7 @@ class DrawnRuntime(Runtime):
     def reader(self) -> Reader:
         return DrawnReader(self._weights, self.config.offload.reader_threads)
 
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Of the model; tied ones once."""
-        return list({p.name: p for stage in self.model.shape.stages for p in stage.parameters}.values())
+
+def parameters_of(runtime: Runtime) -> list[Parameter]:
+    """Of its model; tied ones once."""
+    return list({p.name: p for stage in runtime.model.shape.stages for p in stage.parameters}.values())

@@ -8,6 +8,7 @@ from runtime.units import format_bytes
 
 from .link import described, peak_bytes_per_second
 from .messages import Machine, Measurement
+from .phases import HEAD, phase_rows
 
 BASE = "accelerate cpu_offload"  # that ratios are to; where it did not run, the first
 
@@ -31,9 +32,16 @@ def gpu_table(machine: Machine, measured: Sequence[Measurement], device_memory_g
             "| to the device | of the pinned peak | equal |",
             "|---|---|---|---|---|---|---|---|---|---|---|",
             *(_row(name, each, base, machine) + _equal(each[0], rounds) for name, each in rounds.items()),
+            "",
+            *_phases(rounds),
             *(f"\n{refusal}" for refusal in refusals),
         ]
     )
+
+
+def _phases(rounds: Mapping[str, Sequence[Measurement]]) -> list[str]:
+    rows = [row for name, each in rounds.items() for row in phase_rows(name, [one.phases for one in each])]
+    return [HEAD, "|---|---|---|---|---|---|---|---|---|", *rows] if rows else []
 
 
 def _row(name: str, measured: Sequence[Measurement], base: float, machine: Machine) -> str:

@@ -1,6 +1,5 @@
 """`suite=gpu`: its workers, and what they say."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from ..task import Result
 from .config import GpuConfig
 from .link import described
 from .messages import GpuTask, Machine, Measurement, as_line
+from .missing import complaints, vital
 from .report import gpu_table
 from .ways import ALONE, WAYS
 
@@ -39,20 +39,25 @@ class GpuMeasured:
 def run_gpu(
     gpu: GpuConfig, prompt_tokens: int, rounds: int, say: Callable[[str], object], work: Work | None = None
 ) -> GpuMeasured:
-    """`say` is told how each measurement went. Raises MillraceError where nothing could be measured."""
+    """`say` is told what is missing, and how each measurement went. Raises MillraceError where nothing could
+    be measured."""
     work, end = work or lines_of, time.monotonic() + 60 * gpu.minutes
+    for complaint in complaints():
+        say(complaint)
+    if names := vital():
+        raise MillraceError(f"suite=gpu: {', '.join(names)} not installed, see above: nothing can be measured")
     task = GpuTask(gpu=gpu, prompt_tokens=prompt_tokens, rounds=rounds, seconds=60 * gpu.minutes)
     lines = work(task)
     machine = Machine.parse(next(lines))
     say(f"{machine.device}, {machine.num_layers} layers. {described(machine.link)}")
-    found = list(_told("the worker", machine, lines, say))
-    if importlib.util.find_spec("deepspeed") is None:
-        found.append(Measurement(way=ALONE.name, num_layers=machine.num_layers, refusal="it is not installed"))
+    found = list(_told("the worker", lines, say))
+    if ALONE.missing:
+        found.append(Measurement(way=ALONE.name, refusal="it is not installed"))
     elif end < time.monotonic() + LEAST_SECONDS:
-        found.append(Measurement(way=ALONE.name, num_layers=machine.num_layers, refusal="no time is left for it"))
+        found.append(Measurement(way=ALONE.name, refusal="no time is left for it"))
     else:
         lines = work(replace(task, seconds=end - time.monotonic(), is_alone=True))
-        found += _told(ALONE.name, machine, islice(lines, 1, None), say)
+        found += _told(ALONE.name, islice(lines, 1, None), say)
     results: dict[str, list[Result]] = {}
     for each in found:
         if each.result is not None:
@@ -60,7 +65,7 @@ def run_gpu(
     return GpuMeasured(table=gpu_table(machine, found, gpu.device_memory_gib), rounds=results)
 
 
-def _told(name: str, machine: Machine, lines: Iterator[str], say: Callable[[str], object]) -> Iterator[Measurement]:
+def _told(name: str, lines: Iterator[str], say: Callable[[str], object]) -> Iterator[Measurement]:
     """Where the worker fails, what it said before counts, and the table says why there is no more."""
     try:
         for line in lines:
@@ -68,7 +73,7 @@ def _told(name: str, machine: Machine, lines: Iterator[str], say: Callable[[str]
             say(f"{found.way}: " + (f"{found.result.seconds:.1f} s" if found.result else found.refusal))
             yield found
     except MillraceError as error:
-        yield Measurement(way=name, num_layers=machine.num_layers, refusal=str(error))
+        yield Measurement(way=name, refusal=str(error))
 
 
 def lines_of(task: GpuTask) -> Iterator[str]:

@@ -41,11 +41,13 @@ def answers(task: GpuTask, device: ComputeDevice) -> Iterator[Machine | Measurem
 
 def _measured(bench: GpuBench, way: Way) -> Measurement:
     """Whatever it raises stops none of the others: the machine may be lent for these minutes alone."""
+    if way.missing:
+        return Measurement(way=way.name, refusal=f"{', '.join(way.missing)} is not installed")
     try:
         return bench.measure(way)
     except Exception as error:
         log.exception("%s", way.name)
-        return Measurement(way=way.name, num_layers=bench.num_layers(way), refusal=f"{type(error).__name__}: {error}")
+        return Measurement(way=way.name, refusal=f"{type(error).__name__}: {error}")
 
 
 def main() -> None:
