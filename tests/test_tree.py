@@ -161,7 +161,8 @@ def test_texts_name_only_what_is_there(path: Path) -> None:
     named = re.findall(r"(?<![\w./<>*-])((?:conf|jobs|runtime|slurm|tests|\.ci)/[\w./-]*\w)(?![\w*<{/])", text)
     missing += [name for name in named if not (ROOT / name).exists()]
     modules = re.findall(r"python -m ((?:jobs|runtime)[\w.]*\w)", text)
-    missing += [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").exists()]
+    homes = [ROOT / name.replace(".", "/") for name in modules]
+    missing += [f"{at}" for at in homes if not (at.with_suffix(".py").exists() or (at / "__main__.py").exists())]
     assert missing == []
 
 
