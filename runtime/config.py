@@ -88,7 +88,8 @@ class Attention(Enum):
 
 
 class DType(Enum):
-    """Compute precision. `auto`: the checkpoint's own on an accelerator, float32 on a CPU."""
+    """Compute precision. `auto`: float32 on a CPU, on an accelerator the checkpoint's own, or float16 for bfloat16
+    where it has no units for that."""
 
     auto = "auto"
     float32 = "float32"

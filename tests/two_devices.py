@@ -32,6 +32,7 @@ class FakeAccelerator:
         self.capability, self.type = (8, 0), "cuda"
         self.module = SimpleNamespace(
             mem_get_info=lambda device: (GIB * (1 + self.index_of(device)), 4 * GIB),
+            get_device_name=lambda device: "Fake",
             get_device_capability=lambda device: self.capability,
         )
         self._install(monkeypatch)

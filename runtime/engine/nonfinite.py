@@ -17,15 +17,20 @@ from .sequence import Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The first module that a number that is not finite comes out of; `tensors`: its weights that hold one."""
+    """The first module that a number that is not finite comes out of; `tensors`: its weights that hold one. Numbers in
+    float16 may have been too large for it."""
 
     module: str
     stage: int
     tensors: tuple[str, ...]
+    dtype: torch.dtype
 
     def __str__(self) -> str:
         held = f", whose {', '.join(self.tensors)} holds NaN or infinity" if self.tensors else ""
-        return f"the first such number comes out of {self.module}{held}"
+        larger = (
+            "; float16 ends at 65,504: model.dtype=float32 has room for more" if self.dtype == torch.float16 else ""
+        )
+        return f"the first such number comes out of {self.module}{held}{larger}"
 
     @property
     def is_in_weights(self) -> bool:
@@ -67,7 +72,9 @@ class Watch:
         if news:
             tensors = tuple(_broken_weights(self.weights_of(module.stage), f"{module.name}."))
             for sequence in news:
-                self.origins[id(sequence)] = Origin(module=module.name, stage=module.stage, tensors=tensors)
+                self.origins[id(sequence)] = Origin(
+                    module=module.name, stage=module.stage, tensors=tensors, dtype=hidden.dtype
+                )
 
 
 def _broken_weights(weights: Weights, prefix: str) -> Iterator[str]:

@@ -12,11 +12,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ..config import DType, ModelConfig, Products, Verify
 from ..errors import ConfigError
 from ..kernels.compiler import has_compiler
+from ..plan.auto_dtype import auto_dtype
 from ..plan.model_shape import ModelShape
 from ..plan.shapes import Parameter
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
+from ..stream.device_choice import has_bfloat16_units
 from . import attention, experts
 from .buffers import fill_buffers
 from .compiled_steps import compile_steps, require_accelerator
@@ -40,6 +42,8 @@ from .traits import ExpertKind, choose_lanes, expert_kind, measure_cache
 from .unread import leave_unread
 
 log = logging.getLogger(__name__)
+
+STORED_DTYPES = frozenset(dtype.value for dtype in DType if dtype is not DType.auto)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +176,26 @@ def _most_tensors(checkpoint: Checkpoint) -> int:
 
 
 def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """On a CPU `auto` is float32: the exact answer, and on most CPUs the faster one."""
+    """`auto` by the rule of plans. A checkpoint that says none of ours is computed in its own on a device."""
     if wanted is not DType.auto:
         return getattr(torch, wanted.value)
     stored = getattr(config, "dtype", None)
-    return torch.float32 if device.type == "cpu" or not isinstance(stored, torch.dtype) else stored
+    if not isinstance(stored, torch.dtype):
+        return torch.float32
+    has_device, name = device.type != "cpu", str(stored).removeprefix("torch.")
+    if has_device and name not in STORED_DTYPES:
+        return stored
+    known = DType(name) if name in STORED_DTYPES else DType.float32
+    chosen = auto_dtype(known, has_device=has_device, has_bfloat16=not has_device or has_bfloat16_units(device))
+    if has_device and chosen is not known:
+        log.warning(
+            "model.dtype=auto: %s, not the checkpoint's %s, for which %s has no units; a row whose numbers pass 65,504 "
+            "becomes an error: model.dtype=float32 for a model with such numbers",
+            chosen.value,
+            name,
+            torch.get_device_module(device).get_device_name(device),
+        )
+    return getattr(torch, chosen.value)
 
 
 def _register(model: PreTrainedModel, *, is_packed: bool) -> None:

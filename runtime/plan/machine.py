@@ -9,13 +9,14 @@ from .rates import MachineRates
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """`device_bytes` is None where compute happens in host memory. Memories are what a run may use, those of
-    `num_devices` devices together."""
+    `num_devices` devices together. Without `has_bfloat16` units, products of it are made of others."""
 
     name: str
     host_bytes: int
     device_bytes: int | None
     rates: MachineRates
     num_devices: int = 1
+    has_bfloat16: bool = True
 
     @property
     def budgets(self) -> Budgets:

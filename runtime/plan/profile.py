@@ -8,6 +8,7 @@ from ..config import DType, MachineConfig
 from ..errors import ConfigError
 from ..profiles import DataSheet, MeasuredRates
 from ..units import gib_to_bytes
+from .auto_dtype import auto_dtype, has_bfloat16_units
 from .machine import Machine
 from .rates import UNLIMITED, MachineRates
 
@@ -28,13 +29,15 @@ ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
 def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
-    """The machine that the profile describes, for one compute dtype. `auto` as in a run: float32 on a CPU, otherwise
-    bfloat16, or float16 on a device without units for it. Raises ConfigError where the config holds no profile, or
-    not this dtype."""
+    """The machine that the profile describes, for one compute dtype. `auto` as in a run of a checkpoint in bfloat16.
+    Raises ConfigError where the config holds no profile, or not this dtype."""
+    if dtype is DType.auto:
+        has_device = config.rates is None or config.rates.device_memory_gib is not None
+        dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
     if config.sheet is not None:
         return _of_sheet(config.name, config.sheet, dtype)
     if config.rates is not None:
-        return _of_measured(config.name, config.rates, dtype)
+        return _of_measured(config.name, config.rates, dtype, has_bfloat16=has_bfloat16_units(config))
     raise ConfigError(
         f"machine={config.name} says nothing of how fast it is: choose a profile such as machine=l4, "
         "or measure this one: python -m jobs.measure"
@@ -44,8 +47,6 @@ def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
 def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
     """Devices work side by side, each on its own link, as far as the host's memory feeds all of them."""
     count = sheet.num_devices
-    if dtype is DType.auto:
-        dtype = DType.float16 if sheet.bfloat16_tflops is None else DType.bfloat16
     flops = count * _tflops(sheet, dtype) * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
     memory = count * sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
     host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
@@ -53,6 +54,7 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
     return Machine(
         name=name,
         num_devices=count,
+        has_bfloat16=sheet.bfloat16_tflops is not None,
         host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * USABLE_SHARE),
         device_bytes=int(count * gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
         rates=MachineRates(
@@ -95,9 +97,7 @@ def _roofline(flops: float, memory_bytes: float, item_bytes: int) -> dict[int, f
     return {max(1, round(flops * item_bytes / (2 * memory_bytes))): flops}
 
 
-def _of_measured(name: str, rates: MeasuredRates, dtype: DType) -> Machine:
-    if dtype is DType.auto:
-        dtype = DType.float32 if rates.device_memory_gib is None else DType.bfloat16
+def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16: bool) -> Machine:
     found = rates.dtypes.get(dtype.value)
     if found is None:
         known = ", ".join(rates.dtypes) or "none"
@@ -106,6 +106,7 @@ def _of_measured(name: str, rates: MeasuredRates, dtype: DType) -> Machine:
     gemm = zip(rates.gemm_rows, found.gemm_gflops, strict=False)  # the largest may be missing
     return Machine(
         name=name,
+        has_bfloat16=has_bfloat16,
         host_bytes=gib_to_bytes(rates.host_memory_gib),
         device_bytes=None if device is None else gib_to_bytes(device),
         rates=MachineRates(

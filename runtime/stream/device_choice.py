@@ -65,3 +65,11 @@ def _lacking(device: torch.device) -> str | None:
     except RuntimeError:
         return "streams"
     return None
+
+
+def has_bfloat16_units(device: torch.device) -> bool:
+    """NVIDIA's have them from Ampere on, compute capability 8.0; torch computes bfloat16 on earlier ones too, by way of
+    float32."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.get_device_module(device).get_device_capability(device) >= (8, 0)

@@ -29,10 +29,11 @@ def runtime_for(
     kind: PolicyKind = PolicyKind.fixed,
     eos: int | None = None,
     chunk_tokens: int | None = None,
+    dtype: DType = DType.float32,
 ) -> Runtime:
     """Three sequences a lane, two lanes a block. `eos`: instead of the checkpoint's own."""
     config = RuntimeConfig(
-        model=ModelConfig(name="test", path=str(reference.directory), dtype=DType.float32),
+        model=ModelConfig(name="test", path=str(reference.directory), dtype=dtype),
         offload=OffloadConfig(tier=Tier.nvme, resident_layers=2, host_memory_gib=1),
         policy=PolicyConfig(kind=kind, micro_batch_size=3, num_micro_batches=2, prefill_chunk_tokens=chunk_tokens),
         sampling=sampling,

@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from runtime import SamplingConfig
+from runtime.config import DType
 from runtime.engine.sequence import Completion, FinishReason
 from runtime.errors import BrokenModelError
 from tests.runtime.sampling_support import References, runtime_for
@@ -43,6 +44,16 @@ def test_a_model_that_gives_no_finite_number_stops_the_run_and_names_layer_and_t
         runtime_for(ref, SamplingConfig(max_new_tokens=3), chunk_tokens=7).generate(ref.prompts)
     assert f"the first such number comes out of {module}, whose {tensor} holds NaN" in str(stopped.value)
     assert stopped.value.exit_code == 4
+
+
+def test_numbers_too_large_for_float16_are_told_as_such(reference: References, tmp_path: Path) -> None:
+    """As `model.dtype=auto` may come to it, where a checkpoint in bfloat16 meets a device without units for that."""
+    ref = spoiled(reference("llama"), tmp_path / "model", "model.layers.1.mlp.down_proj.weight", 6e4, None)
+    sampling = SamplingConfig(max_new_tokens=2, ignore_eos=True)
+    with pytest.raises(BrokenModelError, match=r"comes out of model\.layers\.1; float16 ends at 65,504: model\.dtype"):
+        runtime_for(ref, sampling, dtype=DType.float16).generate(ref.prompts)
+    results = runtime_for(ref, sampling).generate(ref.prompts)
+    assert all(isinstance(result, Completion) and result.error is None for result in results)
 
 
 def test_one_poisoned_embedding_costs_the_rows_that_use_it_and_their_errors_name_it(

@@ -7,6 +7,7 @@ from runtime.choices import plan_by_choice, policies_directory
 from runtime.config import DType, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig
 from runtime.errors import ConfigError, require
 from runtime.machine_cache import find_latest
+from runtime.plan.auto_dtype import auto_dtype
 from runtime.plan.machine import Machine
 from runtime.plan.memory import SequenceSize
 from runtime.plan.model_shape import ModelShape
@@ -124,10 +125,8 @@ def _compute_dtype(config: PlanConfig, machine: Machine) -> DType:
     """As `machine_of` takes it, where it is auto."""
     if config.model.dtype is not DType.auto:
         return config.model.dtype
-    if machine.device_bytes is None:
-        return DType.float32
-    sheet = config.machine.sheet
-    return DType.float16 if sheet is not None and sheet.bfloat16_tflops is None else DType.bfloat16
+    has_device = machine.device_bytes is not None
+    return auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
 
 
 def _sizes(config: PlanConfig) -> list[SequenceSize]:
