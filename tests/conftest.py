@@ -22,6 +22,7 @@ from runtime.profiles import Multiplier
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import
+from tests.freed_slots import freed_slots_are_spoiled
 from tests.support import MANY_EXPERTS, Reference, always, made_once, synthesize
 
 
@@ -92,6 +93,13 @@ def measured_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "measure_rates", rates_of)
         patch.setattr(loading, "measure_cache", cache_of)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def freed_slots() -> Iterator[None]:
+    """Every device that is a double spoils them."""
+    with freed_slots_are_spoiled():
         yield
 
 

@@ -37,6 +37,7 @@ SHAPES = {  # make views, or nothing that a device would have to do
     "sym_size", "sym_numel", "sym_stride", "resize_",
 }  # fmt: skip
 FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "zeros")
+DOUBLE = ("fake_device.py", "fake_streams.py")
 FOREIGN = ("torch/", "tests/host_counters.py", "unittest/mock.py", "contextlib.py")
 
 
@@ -153,7 +154,7 @@ def _place() -> str | None:
     names: list[str] = []
     while frame is not None and len(names) < 2:
         file = frame.f_code.co_filename
-        if file.endswith("fake_device.py"):
+        if file.endswith(DOUBLE):
             return " < ".join(names) or None
         is_ours = file.startswith(str(ROOT)) and "site-packages" not in file
         name = file[len(str(ROOT)) + 1 :] if is_ours else file.split("site-packages/")[-1]
@@ -234,7 +235,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _waiting(counter: HostCounter, what: str) -> Callable[..., None]:
     def made(original: Callable[..., None], waited: object) -> None:
-        if sys._getframe(2).f_code.co_filename.endswith("fake_device.py"):
+        if sys._getframe(2).f_code.co_filename.endswith(DOUBLE):
             original(waited)  # the double's own way to keep compute behind
             return
         counter.sync(f"{what}.synchronize")

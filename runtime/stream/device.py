@@ -117,7 +117,7 @@ class ComputeDevice:
         if on is not None:
             self.wait(on, after)
         begin = self.clock.begin(on) if then is not None else 0.0
-        with _entered(on):
+        with self.within(on):
             for part in parts:
                 part.target.copy_(part.source, non_blocking=on is not None)
         if then is not None:
@@ -127,9 +127,18 @@ class ComputeDevice:
         """Queues zeros, as `copy_all` does copies."""
         if on is not None:
             self.wait(on, after)
-        with _entered(on):
+        with self.within(on):
             for target in targets:
                 target.zero_()
+
+    def within(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        """What this thread queues within goes on the stream. An object of its own for each time: one of torch's keeps
+        what its thread goes back to, and two threads may be within the same stream."""
+        if stream is None:
+            return nullcontext()
+        return torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
 
     def wait(self, stream: torch.Stream, event: Event) -> None:
         """What is queued on the stream from now on begins once `event` has happened."""
@@ -172,14 +181,6 @@ class ComputeDevice:
     def peak_bytes(self) -> int:
         """Most device memory allocated since the start of the process; 0 on a CPU, whose peak is the process's own."""
         return torch.accelerator.max_memory_allocated(self.torch_device) if self.is_accelerator else 0
-
-
-def _entered(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """What is queued within goes on the stream. An object of its own for each time: one of torch's keeps what its
-    thread goes back to, and two threads may be within the same stream."""
-    if stream is None:
-        return nullcontext()
-    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def _anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:

@@ -115,6 +115,11 @@ class Remembering(FakeDevice):
         self.made.append(weakref.ref(buffer))
         return buffer
 
+    def compute_buffer(self, num_bytes: int) -> torch.Tensor:
+        buffer = super().compute_buffer(num_bytes)
+        self.made.append(weakref.ref(buffer))
+        return buffer
+
 
 @pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
 def test_no_memory_outlives_its_session(tier: Tier, reference: References) -> None:
@@ -173,6 +178,7 @@ def test_a_wait_that_is_missing_shows(
 def test_a_new_slot_waits_for_compute_that_used_its_memory_before(shape: ModelShape, reader: Reader) -> None:
     """Copies are as early as they may be."""
     device = FakeDevice((True, False), defers_compute=True)
+    device.clock.resolve()  # its first reference waits for compute
     device.compute(lambda: None)
     placement = device_placement(shape, Tier.cpu)
     with WeightStream(shape, placement, device, reader) as stream:

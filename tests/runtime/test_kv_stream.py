@@ -220,12 +220,13 @@ def test_counters_count_each_page_once_and_start_again(
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_in_front_of_an_accelerator_both_ways_of_a_page_are_in_the_trace(tier: KVTier, tmp_path: Path) -> None:
-    trace = Trace()
-    with opened(tier, FakeDevice(), tmp_path, trace=trace) as stream:
+    device, trace = FakeDevice(), Trace()
+    with opened(tier, device, tmp_path, trace=trace) as stream:
         for lane in (0, 1):
             stream.fetch(0, lane, [0])
             stream.acquire(0, lane).fill_(lane)
             stream.store(0, lane, [0])
+    device.settle()
     both_ways = {(Row.host_to_device, "fetch 0"), (Row.device_to_host, "store 0")}
     on_disk = {(Row.disk, "fetch 0"), (Row.disk, "store 0")} if tier is KVTier.nvme else set()
     assert {(span.row, span.name) for span in trace.take()} == both_ways | on_disk

@@ -1,0 +1,58 @@
+"""On a double of a device nobody finds what lay in a slot once its last user has let go of it.
+
+It is spoiled as the last work of that user's stream: a copy into the slot that does not wait for it is spoiled too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+
+from runtime.stream.device import ComputeDevice
+from runtime.stream.exchange import TripMemory
+from runtime.stream.kv import KVStream
+from runtime.stream.kv_slot import KVSlot
+from runtime.stream.slot import Slot
+from tests.fake_device import FakeDevice, FakeEvent, FakeStream
+from tests.fake_streams import spoil
+
+
+def when_recorded(event: object, spoiled: torch.Tensor, *, but_on: FakeStream | None = None) -> None:
+    if isinstance(event, FakeEvent):
+        event.spoils, event.keeps_on = spoiled, but_on
+
+
+@contextmanager
+def freed_slots_are_spoiled() -> Iterator[None]:
+    """Of devices that are doubles; others are as they are."""
+    slot_made, kv_slot_made, trip_made, stored = Slot.__init__, KVSlot.__init__, TripMemory.__init__, KVStream.store
+
+    def make_slot(slot: Slot, buffer: torch.Tensor, device: ComputeDevice) -> None:
+        slot_made(slot, buffer, device)
+        when_recorded(slot.free, buffer)
+
+    def make_kv_slot(slot: KVSlot, buffer: torch.Tensor, staging: torch.Tensor, device: ComputeDevice) -> None:
+        kv_slot_made(slot, buffer, staging, device)
+        if isinstance(device, FakeDevice):  # compute lets go first, then what carries the pages away
+            when_recorded(slot.free, buffer, but_on=device.compute_stream())
+
+    def make_trip(trip: TripMemory, device: ComputeDevice, num_bytes: int) -> None:
+        trip_made(trip, device, num_bytes)
+        when_recorded(trip.left, trip.buffer)
+
+    def store(stream: KVStream, layer: int, lane: int, changed: Sequence[int]) -> None:
+        if not changed and isinstance(stream._device, FakeDevice):  # nothing carries any away
+            stream._device.compute(partial(spoil, stream._held[layer, lane].slot.buffer))
+        stored(stream, layer, lane, changed)
+
+    with ExitStack() as stack:
+        for owner, name, made in (
+            (Slot, "__init__", make_slot),
+            (KVSlot, "__init__", make_kv_slot),
+            (TripMemory, "__init__", make_trip),
+            (KVStream, "store", store),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, made))
+        yield
