@@ -186,7 +186,7 @@ class _Bench:
         weights_TK, experts_TK = order.topk(stage.num_experts_per_token)
         hidden_TD = torch.ones(num_tokens, self.shape.hidden_size, dtype=self.loaded.compute_dtype, device=place)
         event = NeedExperts(module, hidden_TD, experts_TK.to(place), weights_TK.to(hidden_TD))
-        batched = BatchedExperts(self.loaded, frozenset(), None)
+        batched = BatchedExperts(self.loaded, frozenset(), None, is_together=self.device.is_accelerator)
         return self._seconds(lambda: batched.run(stage.index, [event]))
 
     def _expert_seconds(self, module: torch.nn.Module, paged: Weights, num_rows: int) -> float:
@@ -195,6 +195,7 @@ class _Bench:
         hidden_TD = torch.ones(num_rows, self.shape.hidden_size, dtype=self.loaded.compute_dtype, device=place)
         visits = Visits(
             tokens_V=torch.arange(num_rows, device=place),
+            experts_V=torch.zeros(num_rows, dtype=torch.int64, device=place),
             weights_V=torch.ones(num_rows, dtype=hidden_TD.dtype, device=place),
             ends=[num_rows],
         )

@@ -73,7 +73,7 @@ class Engine:
         self._crew = Crew(
             weights=streams.weights,
             weights_of=self._weights,
-            experts=BatchedExperts(loaded, placement.paged, streams.experts),
+            experts=BatchedExperts(loaded, placement.paged, streams.experts, is_together=device.is_accelerator),
             monitor=self._monitor,
             should_stop=should_stop,
             workers=streams.workers,

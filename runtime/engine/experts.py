@@ -3,22 +3,25 @@ experts that are brought in one by one.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
 from ..model.events import NeedExperts
-from ..model.experts import Matrices, Visits, bound_matrices, is_experts, mixed
+from ..model.expert_groups import together
+from ..model.experts import Experts, Matrices, Visits, bound_matrices, is_experts, mixed
 from ..model.loading import LoadedModel
 from ..model.weights import stage_weights
 from ..stream.experts import ExpertStream
 
 
 class BatchedExperts:
-    """`stream` is open, and None where no stage is paged. Only the engine calls it."""
+    """`stream` is open, and None where no stage is paged. `is_together`: experts that are there are run at once, as
+    suits an accelerator. Only the engine calls it."""
 
-    def __init__(self, loaded: LoadedModel, paged: frozenset[int], stream: ExpertStream | None):
+    def __init__(self, loaded: LoadedModel, paged: frozenset[int], stream: ExpertStream | None, *, is_together: bool):
         assert not paged or stream is not None, f"nothing brings in the experts of stages {sorted(paged)}"
-        self._dtypes, self._paged, self._stream = loaded.dtypes, paged, stream
+        self._dtypes, self._paged, self._stream, self._is_together = loaded.dtypes, paged, stream, is_together
         self._names = {
             module: f"{streamed.name}.{path}" if path else streamed.name
             for streamed in loaded.staged.modules
@@ -41,11 +44,12 @@ class BatchedExperts:
         """
         module = asked[0].module
         assert all(each.module is module for each in asked), "lanes wait at different experts"
-        visits = Visits.sorted(
-            torch.cat([each.top_k_index_TK for each in asked]), torch.cat([each.top_k_weights_TK for each in asked])
-        )
-        hidden_TD = torch.cat([each.hidden_TD for each in asked])
-        out_TD = mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+        hidden_TD, index_TK, weights_TK = _all_of(asked)
+        is_together = self._is_together and stage not in self._paged
+        out_TD = together(module, hidden_TD, index_TK, weights_TK) if is_together else None
+        if out_TD is None:
+            visits = Visits.sorted(index_TK, weights_TK, cast("Experts", module).num_experts)
+            out_TD = mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
         return list(out_TD.split([len(each.hidden_TD) for each in asked]))
 
     def _hit(self, stage: int, module: torch.nn.Module, hit: Sequence[int]) -> Iterator[tuple[int, Matrices]]:
@@ -58,3 +62,14 @@ class BatchedExperts:
             weights = stage_weights(found.stage, found.placed.buffer, found.placed.tensor_offsets, self._dtypes)
             paged = {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
             yield found.expert, bound_matrices(module, found.expert, instead=paged)
+
+
+def _all_of(asked: Sequence[NeedExperts]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, experts and their weights of all tokens, lane by lane."""
+    if len(asked) == 1:
+        return asked[0].hidden_TD, asked[0].top_k_index_TK, asked[0].top_k_weights_TK
+    return (
+        torch.cat([each.hidden_TD for each in asked]),
+        torch.cat([each.top_k_index_TK for each in asked]),
+        torch.cat([each.top_k_weights_TK for each in asked]),
+    )

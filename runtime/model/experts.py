@@ -9,7 +9,6 @@ Shapes: T tokens of D numbers, each visiting K experts; V = T x K visits.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol, cast
 
 import torch
@@ -27,6 +26,7 @@ Matrices = Mapping[str, torch.Tensor]  # of one expert, by the name of their sta
 class Experts(Protocol):
     """What transformers' decorator promises of an experts module, beside its stacked parameters."""
 
+    num_experts: int
     has_gate: bool
     has_bias: bool
     is_transposed: bool
@@ -41,16 +41,20 @@ class Visits:
     expert e end."""
 
     tokens_V: torch.Tensor
+    experts_V: torch.Tensor
     weights_V: torch.Tensor
     ends: Sequence[int]
 
     @staticmethod
-    def sorted(top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor) -> "Visits":
-        expert_ids, order = torch.sort(top_k_index_TK.reshape(-1), stable=True)
+    def sorted(top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor, num_experts: int) -> "Visits":
+        """In front of a device the host waits for it once, to know the ends."""
+        experts_V, order = torch.sort(top_k_index_TK.reshape(-1), stable=True)
+        every_E = torch.arange(num_experts, device=experts_V.device, dtype=experts_V.dtype)
         return Visits(
             tokens_V=order // top_k_index_TK.shape[-1],
+            experts_V=experts_V,
             weights_V=top_k_weights_TK.reshape(-1)[order],
-            ends=list(accumulate(torch.bincount(expert_ids).tolist())),
+            ends=torch.searchsorted(experts_V, every_E, right=True).tolist(),
         )
 
     @property
@@ -89,25 +93,25 @@ def mixed(
 def bound_matrices(module: torch.nn.Module, expert: int, instead: Matrices | None = None) -> Matrices:
     """Those bound to the module, but for the ones in `instead`."""
     instead = instead or {}
-    return {n: instead[n] if n in instead else getattr(module, n)[expert] for n in _matrix_names(module)}
+    return {n: instead[n] if n in instead else getattr(module, n)[expert] for n in matrix_names(module)}
 
 
 def stacks(model: PreTrainedModel) -> list[str]:
     """Full names of the stacks of matrices of all experts that run through our function."""
     found = [(path, module) for path, module in model.named_modules() if is_experts(module)]
-    return [f"{path}.{name}" for path, module in found for name in _matrix_names(module)]
+    return [f"{path}.{name}" for path, module in found for name in matrix_names(module)]
 
 
 def is_experts(module: torch.nn.Module) -> bool:
     return hasattr(module, "has_gate")  # set by transformers' decorator
 
 
-def _has_norm(experts: Experts) -> bool:
+def has_norm(experts: Experts) -> bool:
     """Whether outputs are normalised expert by expert. transformers up to 5.17 knows no such experts."""
     return getattr(experts, "has_post_expert_norm", False)
 
 
-def _matrix_names(module: torch.nn.Module) -> tuple[str, str]:
+def matrix_names(module: torch.nn.Module) -> tuple[str, str]:
     return ("gate_up_proj" if cast("Experts", module).has_gate else "up_proj", "down_proj")
 
 
@@ -116,13 +120,17 @@ def _output(experts: Experts, matrices: Matrices, expert: int, x: torch.Tensor) 
     inner = _project(experts, matrices, up, expert, x)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     out = _project(experts, matrices, down, expert, inner)
-    return experts.post_expert_norm(out) if _has_norm(experts) else out
+    return experts.post_expert_norm(out) if has_norm(experts) else out
 
 
 def _project(experts: Experts, matrices: Matrices, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    weight = matrices[name]
-    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
-    return F.linear(x, weight.t() if experts.is_transposed else weight, bias)
+    weight, bias = matrices[name], bias_of(experts, name)
+    return F.linear(x, weight.t() if experts.is_transposed else weight, None if bias is None else bias[expert])
+
+
+def bias_of(experts: Experts, name: str) -> torch.Tensor | None:
+    """A row for each expert (E, N), of the stack of that name."""
+    return cast(torch.Tensor, getattr(experts, f"{name}_bias")) if experts.has_bias else None
 
 
 def register() -> None:

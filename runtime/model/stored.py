@@ -19,6 +19,7 @@ from .int8_products import fit_int8, multiply_in_int8
 from .multipliers import multiply
 from .panels import Block, panels, plain_rows
 from .siblings import Siblings
+from .stacks import joined, joined_stacks
 
 
 class StoredWeight(torch.Tensor):
@@ -37,6 +38,7 @@ class StoredWeight(torch.Tensor):
     )
     compute_dtype: torch.dtype
     siblings: tuple[Siblings, str] | None  # and its name among them
+    _stacks: Sequence[torch.Tensor] | None
 
     @staticmethod
     def __new__(
@@ -51,7 +53,7 @@ class StoredWeight(torch.Tensor):
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked, self.is_flipped, self.is_int8 = entries, is_stacked, is_flipped, is_int8
-        self.is_matrix, self.compute_dtype, self.siblings = len(shape) == 2, dtype, None
+        self.is_matrix, self.compute_dtype, self.siblings, self._stacks = len(shape) == 2, dtype, None, None
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -67,6 +69,14 @@ class StoredWeight(torch.Tensor):
     def is_plain(self) -> bool:
         """Products take its blocks as they are."""
         return self.is_matrix and not (self.is_stacked or self.is_flipped or self.is_int8)
+
+    def stacks(self) -> Sequence[torch.Tensor]:
+        """Of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K) views,
+        one below the other for each expert. Otherwise empty. Kept, as the blocks are."""
+        if self._stacks is None:
+            is_whole = self.is_stacked and not (self.is_flipped or self.is_int8)
+            self._stacks = joined_stacks(self.entries, self.compute_dtype) if is_whole else ()
+        return self._stacks
 
     def expert(self, index: int) -> "StoredWeight":
         assert self.is_stacked, "only stacked weights have experts"
@@ -123,6 +133,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         out = _matmul(x, weight.flipped())
         return out if bias is None else out + bias
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
+    if not x.is_cpu and (whole := joined(blocks, x.dtype)) is not None:
+        return F.linear(x, whole, bias)
     if weight.is_int8 and fit_int8(x_MK, blocks):
         out_MN = multiply_in_int8(x_MK, cast(Sequence[torch.Tensor], blocks))
     elif weight.siblings is not None:

@@ -17,6 +17,7 @@ from .walk import Walk
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
 NUM_STAGING_SLOTS = 2
+GROUPED_VISITS = 2048  # that an accelerator's experts take at once, or as many as a lane has tokens
 INDEX_BYTES = 8  # torch numbers experts and tokens in int64
 
 
@@ -156,5 +157,22 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
             name="batched experts",
             num_bytes=num_tokens * running,
             equation=f"{num_tokens:,} tokens of all lanes x {running:,} B",
+        ),
+    )
+
+
+def visit_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
+    """Experts that run at once for so many tokens, in an accelerator's memory: of each visit the input, gate and up,
+    their product twice, and the output, as its token has it and weighted, once in float32."""
+    choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
+    if not choices:
+        return ()
+    num_visits = min(num_tokens * choices, max(num_tokens, GROUPED_VISITS))
+    numbers = 6 * shape.hidden_size + 4 * shape.intermediate_size // choices
+    return (
+        Entry(
+            name="experts at once",
+            num_bytes=num_visits * numbers * shape.compute_dtype_bytes,
+            equation=f"{num_visits:,} visits x {numbers:,} x {shape.compute_dtype_bytes} B",
         ),
     )

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from ..config import RuntimeConfig, Tier
 from .exchange import device_entry, pinned_entry
-from .experts import batch_entries, host_entries, slot_entry
+from .experts import batch_entries, host_entries, slot_entry, visit_entries
 from .extents import LOADING_BYTES, pinned_bytes, pinned_tier_bytes
 from .kv import KVCost, KVLayout, kv_cost
 from .ledger import Entry, Ledger
@@ -71,6 +71,10 @@ class Needs:
             entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
         if placement.walk.routing:
             entries += batch_entries(self.shape, self.load.all_tokens)
+        if self.budgets.has_device:
+            entries += visit_entries(
+                self.shape, self.load.all_tokens if placement.walk.routing else self.load.most_tokens
+            )
         return tuple(entries)
 
     def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config import KVTier, Order, RuntimeConfig, Tier
 from .exchange import STORES_IN_FLIGHT, TRIP_PARTS
-from .experts import NUM_STAGING_SLOTS, batch_entries
+from .experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
 from .extents import ALIGNMENT_BYTES, LOADING_BYTES, pinned_tier_bytes, slot_layout
 from .kv import SEGMENT_BYTES
 from .layer_work import LayerWork
@@ -72,7 +72,8 @@ class _Need:
         kept += is_streamed * (self._slots * self._layer_bytes + paged)
         passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
         weights = np.where(grid.resident == 0, np.minimum(kept, passing), kept)  # where no stage at all need stay
-        return weights + self._kv() + self._lanes() + grid.has_order(Order.module_batched) * self._batched()
+        batched = grid.has_order(Order.module_batched) * self._batched()
+        return weights + self._kv() + self._lanes() + batched + self._has_device * self._visits()
 
     def host(self) -> Floats:
         """Pinned memory is taken in powers of two: the pieces of a layer's weights where those live in host memory, and
@@ -131,6 +132,14 @@ class _Need:
     def _batched(self) -> Floats:
         tokens = self._grid.lanes * self._per_lane(self._tokens)
         return tokens * float(sum(entry.num_bytes for entry in batch_entries(self._shape, 1)))
+
+    def _visits(self) -> Floats:
+        """Of all lanes' tokens where these are batched, of one lane's elsewhere."""
+        lanes = np.where(self._grid.has_order(Order.module_batched), self._grid.lanes, 1)
+        tokens = lanes * self._per_lane(self._tokens)
+        counts, place = np.unique(tokens, return_inverse=True)
+        numbers = [sum(entry.num_bytes for entry in visit_entries(self._shape, int(n))) for n in counts]
+        return np.asarray(numbers, dtype=np.float64)[place]
 
     def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
         """Of the largest lane of each policy."""

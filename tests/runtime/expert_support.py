@@ -66,7 +66,8 @@ class Player:
         found: dict[int, torch.Tensor] = {}
         runs = [LaneRun(self._forward(ids, lane, found), None) for lane, ids in enumerate(lanes)]
         events: dict[int, object] = {lane: run.switch() for lane, run in enumerate(runs)}
-        batched = BatchedExperts(self.loaded, self.placement.paged, self.experts)
+        is_together = self.placement.walk.copies
+        batched = BatchedExperts(self.loaded, self.placement.paged, self.experts, is_together=is_together)
         for stage in self.placement.walk.stages:
             with self._weights(stage) as weights:
                 batched.expect(stage)

@@ -16,6 +16,7 @@ from runtime.config import (
     Tier,
 )
 from runtime.plan.experts import (
+    GROUPED_VISITS,
     ExpertPages,
     Phase,
     batch_entries,
@@ -26,6 +27,7 @@ from runtime.plan.experts import (
     pageable_stages,
     slot_entry,
     unpageable_stacks,
+    visit_entries,
 )
 from runtime.plan.extents import slot_layout
 from runtime.plan.model_shape import ModelShape
@@ -241,3 +243,16 @@ def test_batched_experts_cost_by_the_token_of_all_lanes() -> None:
     one, three = (sum(e.num_bytes for e in batch_entries(shape, n)) for n in (10, 30))
     assert three == 3 * one > 10 * 5 * shape.hidden_size * shape.compute_dtype_bytes
     assert sum(e.num_bytes for e in batch_entries(shape, 0)) == 0
+
+
+def test_experts_that_run_at_once_are_counted_by_the_visit_up_to_as_many_as_there_are_tokens() -> None:
+    shape = shape_with(STAGE)
+    choices, number = STAGE.num_experts_per_token, 6 * shape.hidden_size * shape.compute_dtype_bytes
+
+    def bytes_of(num_tokens: int) -> int:
+        return sum(entry.num_bytes for entry in visit_entries(shape, num_tokens))
+
+    assert bytes_of(8) == 8 * bytes_of(1) >= 8 * choices * number
+    assert bytes_of(GROUPED_VISITS) == bytes_of(GROUPED_VISITS // choices)
+    assert bytes_of(3 * GROUPED_VISITS) == 3 * bytes_of(GROUPED_VISITS)
+    assert visit_entries(toy_shape(), 8) == ()

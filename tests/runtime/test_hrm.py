@@ -186,7 +186,7 @@ def test_the_grid_lets_through_what_host_memory_has_staging_for(paging: ExpertPa
     tight = replace(config(), offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=paging))
     grid = Choices(micro_batches=[8], counts=[1], resident=[0], ways=[(Order.zigzag, Attention.device, 1.0)]).grid(8)
     fixed = grid.policy(0).applied(tight, has_device=True)
-    budgets = Budgets(host_bytes=GIB, device_bytes=128 * MIB)
+    budgets = Budgets(host_bytes=GIB, device_bytes=144 * MIB)
     host = plan_run(shape, fixed, budgets, workload.sizes()).placement.ledgers[1].total_bytes
     need = room(shape, tight, workload, grid, has_device=True, is_paged=paging is ExpertPaging.hit)
     assert need.fits(replace(budgets, host_bytes=host)).all()

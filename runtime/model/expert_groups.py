@@ -1,0 +1,162 @@
+"""All experts of a layer at once in an accelerator's memory, where each one by itself would keep the host busy with a
+dozen launches.
+
+Few visits go through one grouped product for each stack, where torch has a kernel for it, and nothing is asked of the
+device. Otherwise the host is told once how many tokens visit which expert; each then costs a product for each stack,
+and a sum.
+
+Shapes: T tokens of D numbers, each visiting K experts of E; V = T x K visits, sorted by expert. Products take a stack's
+inputs to N outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+
+from ..plan.experts import GROUPED_VISITS
+from .experts import Experts, Visits, bias_of, has_norm, matrix_names
+from .stored import StoredWeight
+
+VECTOR_BYTES = 16  # at which torch's kernel wants every row and every expert to begin
+MOST_GROUPS = 1023  # that it takes
+GROUPING_PROCESSORS = (9, 10)  # major compute capabilities; elsewhere torch asks the device and loops
+
+
+class _Stacks(NamedTuple):
+    """Of each: parts (E, inputs, N) whose outputs lie side by side."""
+
+    up: Sequence[torch.Tensor]
+    down: Sequence[torch.Tensor]
+
+
+Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x (V, inputs), stack (E, inputs, N) -> (V, N)
+
+
+def together(
+    module: torch.nn.Module, hidden_TD: torch.Tensor, top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor
+) -> torch.Tensor | None:
+    """The sum over each token's experts (T, D), or None where the module's stacks are not plain numbers of its dtype at
+    equal distances. Each token's sum is added in the order of experts, as one by one."""
+    stacks = _stacks(module, hidden_TD.dtype)
+    if stacks is None:
+        return None
+    parts = [*stacks.up, *stacks.down]
+    if top_k_index_TK.numel() <= GROUPED_VISITS and takes_groups(parts):
+        return _in_groups(module, stacks, hidden_TD, top_k_index_TK, top_k_weights_TK)
+    visits = Visits.sorted(top_k_index_TK, top_k_weights_TK, len(parts[0]))
+    return _one_by_one(module, stacks, hidden_TD, visits)
+
+
+def takes_groups(stacks: Sequence[torch.Tensor]) -> bool:
+    """Whether torch multiplies with these (E, inputs, N) in one launch without a word to the host: bfloat16, from
+    Hopper on. On a CPU it has the same operator, as a loop."""
+    first = stacks[0]
+    if first.device.type == "cuda":
+        major, _ = torch.cuda.get_device_capability(first.device)
+        if torch.version.cuda is None or major not in GROUPING_PROCESSORS:
+            return False
+    elif not first.is_cpu:
+        return False
+    return first.dtype == torch.bfloat16 and len(first) <= MOST_GROUPS and all(map(_is_aligned, stacks))
+
+
+def _is_aligned(stack: torch.Tensor) -> bool:
+    strides = [stride * stack.element_size() for stride in stack.stride() if stride != 1]
+    return stack.data_ptr() % VECTOR_BYTES == 0 and all(stride % VECTOR_BYTES == 0 for stride in strides)
+
+
+def _stacks(module: torch.nn.Module, dtype: torch.dtype) -> _Stacks | None:
+    up, down = (_parts(getattr(module, name), dtype) for name in matrix_names(module))
+    if not up or not down:
+        return None
+    if cast("Experts", module).is_transposed:
+        return _Stacks(up, down) if len(up) == len(down) == 1 else None  # parts would be runs of inputs
+    return _Stacks([part.mT for part in up], [part.mT for part in down])
+
+
+def _parts(weight: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    if isinstance(weight, StoredWeight):
+        return weight.stacks() if weight.compute_dtype == dtype else ()
+    return [weight] if weight.dim() == 3 and weight.dtype == dtype else []
+
+
+def _in_groups(
+    module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    num_tokens, num_choices = index_TK.shape
+    ascending_TK, ranks_TK = index_TK.sort(dim=1)
+    experts_V, order_V = ascending_TK.view(-1).sort(stable=True)
+    every_E = torch.arange(len(stacks.up[0]), device=index_TK.device, dtype=index_TK.dtype)
+    ends_E = torch.searchsorted(experts_V, every_E, right=True, out_int32=True)
+    out_VD = _outputs(
+        module,
+        stacks,
+        hidden_TD[order_V // num_choices],
+        experts_V,
+        lambda x, stack: F.grouped_mm(x, stack, offs=ends_E),
+    )
+    places_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
+    each_TKD = out_VD[places_V].view(num_tokens, num_choices, -1)
+    each_TKD = (each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype)
+    out_TD = each_TKD[:, 0].clone()
+    for choice in range(1, num_choices):
+        out_TD += each_TKD[:, choice]
+    return out_TD
+
+
+def _one_by_one(module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
+    """Products by expert; all else over as many experts as have no more visits than one could have."""
+    out_TD = torch.zeros_like(hidden_TD)
+    for run in _runs(visits, max(len(hidden_TD), GROUPED_VISITS)):
+        begin, end = visits.of(run[0]).start, visits.of(run[-1]).stop
+        mine = {expert: _behind(visits.of(expert), begin) for expert in run}
+
+        def products(x: torch.Tensor, stack: torch.Tensor, mine: dict[int, slice] = mine) -> torch.Tensor:
+            out = x.new_empty(len(x), stack.shape[2])
+            for expert, rows in mine.items():
+                torch.mm(x[rows], stack[expert], out=out[rows])
+            return out
+
+        tokens = visits.tokens_V[begin:end]
+        found = _outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], products)
+        found = (found * visits.weights_V[begin:end, None]).to(hidden_TD.dtype)
+        for rows in mine.values():
+            out_TD.index_add_(0, tokens[rows], found[rows])
+    return out_TD
+
+
+def _behind(rows: slice, begin: int) -> slice:
+    return slice(rows.start - begin, rows.stop - begin)
+
+
+def _runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:
+    """Experts that are hit, together as long as they have so many visits; one may have more."""
+    runs, count = list[list[int]](), 0
+    for expert in visits.hit:
+        rows = visits.of(expert)
+        count += rows.stop - rows.start
+        if not runs or count > most:
+            runs.append([])
+            count = rows.stop - rows.start
+        runs[-1].append(expert)
+    return runs
+
+
+def _outputs(
+    module: torch.nn.Module, stacks: _Stacks, x_VD: torch.Tensor, experts_V: torch.Tensor, products: Products
+) -> torch.Tensor:
+    """What each visit's expert makes of its token."""
+    experts, (up, down) = cast("Experts", module), matrix_names(module)
+
+    def projected(x: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        found = [products(x, part) for part in parts]
+        out = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        bias = bias_of(experts, name)
+        return out if bias is None else out + bias[experts_V]
+
+    inner = projected(x_VD, stacks.up, up)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    out = projected(inner, stacks.down, down)
+    return experts.post_expert_norm(out) if has_norm(experts) else out

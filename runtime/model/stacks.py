@@ -1,0 +1,62 @@
+"""Row blocks that lie in one piece of memory as one tensor, without a copy, so that one launch takes them all.
+
+E experts, each of blocks of rows (n, K).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .panels import Block
+
+
+def joined(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | None:
+    """The one matrix of rows that lie directly below each other; None where they do not, or are no plain numbers of
+    that dtype."""
+    stacks = joined_stacks([blocks], dtype)
+    return stacks[0][0] if len(stacks) == 1 else None
+
+
+def joined_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """`entries`: of each expert its blocks. Views (E, rows, K), each of neighbouring blocks of all experts, where these
+    lie at equal distances; empty where some do not, or are no plain numbers of that dtype."""
+    stacks = list[torch.Tensor]()
+    for part in zip(*entries, strict=True):
+        stack = _at_equal_distances(part, dtype)
+        if stack is None:
+            return ()
+        before = stacks[-1] if stacks else None
+        both = None if before is None else _below(before, stack)
+        if both is not None:
+            stacks[-1] = both
+        else:
+            stacks.append(stack)
+    return stacks
+
+
+def _at_equal_distances(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | None:
+    first = blocks[0]
+    if not isinstance(first, torch.Tensor):
+        return None
+    memory, begins = first.untyped_storage().data_ptr(), list[int]()
+    for block in blocks:
+        if not isinstance(block, torch.Tensor) or block.dtype != dtype or block.shape != first.shape:
+            return None
+        if not block.is_contiguous() or block.untyped_storage().data_ptr() != memory:
+            return None
+        begins.append(int(block.storage_offset()))
+    distance = begins[1] - begins[0] if len(begins) > 1 else first.numel()
+    if distance < first.numel() or begins != [begins[0] + turn * distance for turn in range(len(begins))]:
+        return None
+    return first.as_strided((len(blocks), *first.shape), (distance, *first.stride()), begins[0])
+
+
+def _below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:
+    """Both as one stack, where each expert's rows of `lower` follow those of `upper` and fit before the next one's."""
+    rows, width = upper.shape[1] + lower.shape[1], upper.shape[2]
+    follows = lower.storage_offset() == upper.storage_offset() + upper.shape[1] * width
+    is_alike = upper.shape[2] == lower.shape[2] and (len(upper) == 1 or upper.stride(0) == lower.stride(0))
+    if not follows or not is_alike or (len(upper) > 1 and rows * width > upper.stride(0)):
+        return None
+    stride = upper.stride(0) if len(upper) > 1 else rows * width
+    return upper.as_strided((len(upper), rows, width), (stride, *upper.stride()[1:]), upper.storage_offset())

@@ -1,0 +1,219 @@
+"""Experts that an accelerator runs at once give what each one by itself gives, in few launches and without waits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import GptOssConfig, MixtralConfig, NemotronHConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+from runtime.config import DType, ExpertPaging, Lanes, ModelConfig
+from runtime.model import expert_groups
+from runtime.model.expert_groups import takes_groups, together
+from runtime.model.experts import Experts, Visits, bound_matrices, mixed
+from runtime.model.loading import load_model
+from runtime.model.stacks import joined, joined_stacks
+from runtime.model.stored import StoredWeight
+from tests.fake_device import FakeDevice
+from tests.host_counters import counting, mark
+from tests.host_counts import HostCounts
+from tests.runtime.expert_support import DEVICE, lanes_of, player
+from tests.runtime.test_moves import shift
+from tests.support import synthesize
+
+D, INNER, K = 32, 16, 4
+Together = Callable[..., torch.Tensor | None]
+
+
+def mixtral(num_experts: int) -> nn.Module:
+    return MixtralExperts(MixtralConfig(hidden_size=D, intermediate_size=INNER, num_local_experts=num_experts))
+
+
+def with_norm(num_experts: int) -> nn.Module:
+    module = mixtral(num_experts)
+    vars(module).update(has_post_expert_norm=True)
+    module.post_expert_norm = nn.RMSNorm(D)
+    return module
+
+
+def gpt_oss(num_experts: int) -> nn.Module:
+    return GptOssExperts(GptOssConfig(hidden_size=D, intermediate_size=INNER, num_local_experts=num_experts))
+
+
+def ungated(num_experts: int) -> nn.Module:
+    return NemotronHExperts(
+        NemotronHConfig(hidden_size=D, moe_intermediate_size=INNER, n_routed_experts=num_experts, moe_latent_size=None)
+    )
+
+
+KINDS = {"mixtral": mixtral, "a norm behind": with_norm, "transposed, biases": gpt_oss, "no gate": ungated}
+
+
+def drawn(make: Callable[[int], nn.Module], dtype: torch.dtype, num_experts: int = 24) -> nn.Module:
+    module, generator = make(num_experts), torch.Generator().manual_seed(3)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return module.to(dtype).requires_grad_(False)
+
+
+def asked(
+    num_tokens: int, dtype: torch.dtype, num_experts: int = 24
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, experts and their weights."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    weights_TK, index_TK = torch.rand(num_tokens, num_experts, generator=generator).topk(K)
+    return torch.randn(num_tokens, D, generator=generator).to(dtype), index_TK, weights_TK.softmax(-1)
+
+
+def plainly(
+    module: nn.Module, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    visits = Visits.sorted(index_TK, weights_TK, cast(Experts, module).num_experts)
+    return mixed(module, hidden_TD, visits, ((expert, bound_matrices(module, expert)) for expert in visits.hit))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 7, 90])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2), (torch.float16, 8e-3)])
+def test_the_sum_over_experts_is_that_of_the_plain_loop(
+    dtype: torch.dtype, close: float, num_tokens: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also cut into runs of experts, of which one may have more visits than fit. Where it adds a bias, a narrow dtype
+    rounds once more."""
+    module, given = drawn(KINDS[kind], dtype), asked(num_tokens, dtype)
+    expected = plainly(module, *given)
+    for most in (expert_groups.GROUPED_VISITS, 60, 0):
+        monkeypatch.setattr(expert_groups, "GROUPED_VISITS", most)
+        found = together(module, *given)
+        assert found is not None
+        torch.testing.assert_close(found, expected, atol=close, rtol=close)
+
+
+def counted(act: Callable[[], object]) -> HostCounts:
+    with counting() as counter, torch.inference_mode():
+        counter.take()
+        act()
+        return counter.take()
+
+
+def counts_of(dtype: torch.dtype, num_experts: int, compute: Together, num_tokens: int = 64) -> HostCounts:
+    module = drawn(mixtral, dtype, num_experts)
+    given = asked(num_tokens, dtype, num_experts)
+    for tensor in (*module.parameters(), *given):
+        mark(tensor)
+    return counted(lambda: compute(module, *given))
+
+
+def test_grouped_experts_take_as_many_launches_however_many_there_are_and_no_wait() -> None:
+    few, many = (counts_of(torch.bfloat16, num_experts, together) for num_experts in (8, 64))
+    assert few.num_launches == many.num_launches <= 24 + K
+    assert few.num_syncs == many.num_syncs == 0
+
+
+def test_experts_without_a_kernel_for_all_take_three_launches_each_and_one_wait() -> None:
+    found, plain = (counts_of(torch.float32, 64, compute) for compute in (together, plainly))
+    assert found.num_launches <= 3 * 64 + 20
+    assert found.num_syncs == plain.num_syncs == 1
+    assert plain.num_launches > 2 * found.num_launches
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names_ascend"), [(DType.float32, True), (DType.bfloat16, True), (DType.bfloat16, False)]
+)
+def test_experts_stored_one_by_one_are_run_at_once_on_a_device(
+    dtype: DType, names_ascend: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = synthesize("qwen3-moe", tmp_path / "model", num_experts=12, moe_intermediate_size=64)
+    if names_ascend:
+        (path,) = directory.glob("*.safetensors")
+        dtype_of_file = getattr(torch, dtype.value)
+        save_file({name: tensor.to(dtype_of_file) for name, tensor in load_file(path).items()}, path)
+    config = ModelConfig(name="test", path=str(shift(directory, 8)), dtype=dtype, lanes=Lanes.padded)
+    loaded, lanes = load_model(config, DEVICE.torch_device, None), lanes_of(2, 2, 5)
+    answers: list[bool] = []
+
+    def watched(module: nn.Module, *args: torch.Tensor) -> torch.Tensor | None:
+        found = together(module, *args)
+        answers.append(found is not None)
+        return found
+
+    monkeypatch.setattr("runtime.engine.experts.together", watched)
+    found = []
+    for device in (DEVICE, FakeDevice()):
+        with player(loaded, ExpertPaging.off, device=device) as played:
+            found.append(played.logits(lanes, is_batched=True))
+    assert answers
+    assert all(answers)
+    close = 2e-5 if dtype is DType.float32 else 5e-2
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other, atol=close, rtol=close)
+
+
+def test_stacks_that_kernels_would_refuse_are_not_given_to_them() -> None:
+    memory = torch.zeros(3 * 64 * 64 + 8, dtype=torch.bfloat16)
+    good = memory[: 3 * 64 * 64].view(3, 64, 64)
+    assert takes_groups([good])
+    assert not takes_groups([good.float()])
+    assert not takes_groups([good.half()])
+    assert not takes_groups([memory[4:][: 3 * 64 * 64].view(3, 64, 64)]), "8 bytes past a multiple of 16"
+    assert not takes_groups([good[:, :, :60].contiguous()[:, :, :57]]), "rows of 120 bytes"
+
+
+@pytest.mark.parametrize(("major", "is_taken"), [(7, False), (8, False), (9, True), (10, True), (12, False)])
+def test_only_processors_with_the_kernel_are_asked(major: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere torch's own operator reads the ends back, once for each product."""
+
+    class OnCuda:
+        device, dtype, is_cpu = torch.device("cuda:1"), torch.bfloat16, False
+        stack = torch.zeros(2, 16, 16, dtype=torch.bfloat16)
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.stack, name)
+
+    asked_of: list[torch.device] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked_of.append(device) or (major, 0))
+    assert takes_groups([OnCuda()]) is is_taken  # pyright: ignore[reportArgumentType]
+    assert asked_of == [torch.device("cuda:1")]
+
+
+def blocks_of(memory: torch.Tensor, begins: list[int], rows: int = 4) -> list[torch.Tensor]:
+    return [memory[begin : begin + rows * 8].view(rows, 8) for begin in begins]
+
+
+def test_blocks_are_joined_only_where_they_lie_so() -> None:
+    memory = torch.arange(1000.0)
+    gates, ups = blocks_of(memory, [0, 100, 200]), blocks_of(memory, [32, 132, 232])
+    (stack,) = joined_stacks(list(zip(gates, ups, strict=True)), torch.float32)
+    for expert, pair in enumerate(zip(gates, ups, strict=True)):
+        assert torch.equal(stack[expert], torch.cat(pair))
+    assert stack.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    assert len(joined_stacks(list(zip(gates, blocks_of(memory, [40, 140, 240]), strict=True)), torch.float32)) == 2
+    assert len(joined_stacks([[block] for block in blocks_of(memory, [0, 100, 300])], torch.float32)) == 0
+    assert len(joined_stacks([[block] for block in blocks_of(memory, [200, 100, 0])], torch.float32)) == 0
+    assert len(joined_stacks([[gates[0]], [torch.zeros(4, 8)]], torch.float32)) == 0
+    assert len(joined_stacks([[block] for block in gates], torch.float64)) == 0
+    whole = joined([gates[0], ups[0]], torch.float32)
+    assert whole is not None
+    assert torch.equal(whole, torch.cat([gates[0], ups[0]]))
+    assert joined([gates[0], gates[1]], torch.float32) is None
+
+
+def test_a_plain_expert_on_a_device_is_one_launch() -> None:
+    """Of neighbouring rows too; products of a CPU are turned for its caches."""
+    memory = torch.zeros(4096, device="meta")
+    entries = [[memory[begin : begin + 128].view(8, 16) for begin in (start, start + 128)] for start in (0, 256)]
+    weight, x, bias = StoredWeight(entries, (2, 16, 16), torch.float32, is_stacked=True), memory[:48].view(3, 16), None
+    for bias in (None, memory[:16]):
+        mark(memory)
+        counts = counted(lambda bias=bias: nn.functional.linear(x, weight[1], bias))
+        assert counts.num_launches == 1
