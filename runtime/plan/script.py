@@ -118,6 +118,7 @@ class Script:
         self._roads = roads
         actions = (*schedule.prologue, *schedule.cycle)
         self._copied = {action.stage for action in actions if action.op is Op.copy}
+        self._staged_before = _staging_before(schedule)
         self.prologue, self.cycle = self._lines(schedule.prologue), self._lines(schedule.cycle)
 
     def _lines(self, actions: Sequence[Action]) -> Lines:
@@ -131,7 +132,8 @@ class Script:
             return [Line(SYNC, NEVER, NEVER, UNSEEN, action, True, op.value)]
         if op is Op.read:
             read = event(stage, "read", action.page) if stage in self._copied else event(stage)
-            return [_line(DISK, action, event=read)]
+            left = event(self._staged_before[stage]) if stage in self._copied else NEVER
+            return [_line(DISK, action, left, read)]
         if op is Op.copy:
             return [_line(LINK_IN, action, event(stage, "read", action.page), event(stage))]
         turn = event(stage, action.lane)
@@ -156,6 +158,23 @@ class Script:
             _line(first[0], action, event=between, price=first[1]),
             _line(second[0], action, between, event, price=second[1]),
         ]
+
+
+def _staging_before(schedule: Schedule) -> dict[int, int]:
+    """Of each stage that is read into staging, the one whose copy must have left that memory. Slots are as many as are
+    ever in use, and go round as the stages do."""
+    actions = (*schedule.prologue, *schedule.cycle)
+    copied_pages = [action.page or 0 for action in actions if action.op is Op.copy]
+    if not copied_pages:
+        return {}
+    last_page = max(copied_pages)
+    num_used = num_slots = 0
+    for action in actions:
+        num_used += action.op is Op.read and not action.page
+        num_used -= action.op is Op.copy and action.page in (None, last_page)
+        num_slots = max(num_slots, num_used)
+    order = [action.its_stage for action in schedule.cycle if action.op is Op.read and not action.page]
+    return {stage: order[place - num_slots] for place, stage in enumerate(order)}
 
 
 def _line(

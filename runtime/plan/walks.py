@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ..config import Attention, Order, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from .kv import KVLayout
 from .model_shape import ModelShape
+from .orders import STYLES
 from .walk import Walk
 
 
@@ -43,7 +44,7 @@ def make_walks(
     *,
     has_device: bool,
 ) -> Walks:
-    """`streamed` stages pass through slots, in pages as many as there are lanes where the order wants that."""
+    """`streamed` stages pass through slots, in pages where the order wants that."""
     prefill, decode = (
         _walk(shape, config, streamed, kv, num_lanes, is_decode=is_decode, has_device=has_device)
         for is_decode in (False, True)
@@ -81,12 +82,20 @@ def _walk(
         copies=copies,
         block=block,
         order=order if is_decode or order is not Order.cgopipe else Order.zigzag,
-        num_pages=max(1, num_lanes) if order in (Order.cgopipe, Order.flexgen) else 1,
+        num_pages=_num_pages(order, num_lanes, len(shape.stages) - first, len(passed)),
         attending=tuple(stage.index for stage in shape.layers) if attends else (),
         routing=_routing(shape) if order is Order.module_batched else (),
         travelling=travelling,
         num_kv_slots=kv.num_slots if travelling else 0,
     )
+
+
+def _num_pages(order: Order, num_lanes: int, num_stages: int, num_streamed: int) -> int:
+    """A page for each turn of a stage; where every turn ends with a barrier, also for those of resident stages: a turn
+    without a page is one in which disk and link do nothing."""
+    style = STYLES[order]
+    stages_each = round(num_stages / max(1, num_streamed)) if style.has_barriers else 1
+    return max(1, num_lanes) * stages_each if style.spreads_pages else 1
 
 
 def _routing(shape: ModelShape) -> tuple[int, ...]:

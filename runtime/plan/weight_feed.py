@@ -26,7 +26,7 @@ def weight_feed(walk: Walk, num_lanes: int) -> Feed:
     if walk.num_slots == 1:
         return _sequential_feed(walk, num_lanes)
     num_steps = len(walk.stages) * num_lanes
-    if walk.block > 1 and walk.num_slots > walk.block:
+    if walk.block > 1 and walk.num_slots > walk.block and not STYLES[walk.order].spreads_pages:
         return _cyclic([], _block_deliveries(walk, num_lanes), num_steps)
     return _cyclic(_stock(walk), _ring_deliveries(walk, num_lanes), num_steps)
 
@@ -84,16 +84,17 @@ def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
 def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
     """Look-ahead: with k+1 slots, weights run k stages ahead.
 
-    Where the order spreads pages, those of a stage come evenly over as many turns as there are lanes, so that what is
-    small and urgent (hidden states, KV) never waits behind a whole stage. With two slots the last page is begun right
-    before cgopipe needs it; a third one hides it.
+    Where the order spreads pages, those of a stage come evenly over the turns until those of the next one do, so that
+    what is small and urgent (hidden states, KV) never waits behind a whole stage, and a barrier behind each turn waits
+    for its share alone. With two slots the last page is begun right before cgopipe needs it; a third one hides it.
     """
     times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
     is_spread = STYLES[walk.order].spreads_pages
     for visit in range(len(walk.streamed)):
         begin, limit = times.leaves(visit - walk.num_slots), times.enters(visit)
+        num_turns = times.leaves(visit + 1 - walk.num_slots) - begin
         for page in range(num_pages):
-            gap = min(begin + page * num_lanes // num_pages, limit) if is_spread else begin
+            gap = min(begin + page * num_turns // num_pages, limit) if is_spread else begin
             yield _Delivery(gap, _ring_unit(walk, visit, page))
 
 
@@ -122,22 +123,16 @@ def _reads_by_page(walk: Walk) -> bool:
 
 
 def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
-    """Groups of `walk.block` streamed stages; a group is brought in while the one before it is computed.
-
-    Reads begin before that group's compute. A copy that must wait for its read is issued after it has been queued, so
-    that waiting for the disk never holds up the device.
-    """
+    """Groups of `walk.block` streamed stages; a group is brought in while the one before it is computed. Not where the
+    order spreads pages: there as many slots serve to look ahead."""
     times, num_streamed = _Timetable(walk, num_lanes), len(walk.streamed)
     starts = range(0, num_streamed, walk.block)
-    first, *others = _hops(walk)
     for group, start in enumerate(starts):
         visits = range(start, min(start + walk.block, num_streamed))
-        ended = start - 1  # the last visit of the group before
-        freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)  # and of the one before that
-        yield _Delivery(times.leaves(freed), [action for v in visits for action in _bring(walk, first, v)])
-        for op in others:
-            gap = min(times.leaves(ended), times.enters(start))
-            yield _Delivery(gap, [action for v in visits for action in _bring(walk, op, v)])
+        freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)  # the last visit of the group before that
+        yield _Delivery(
+            times.leaves(freed), [action for op in _hops(walk) for v in visits for action in _bring(walk, op, v)]
+        )
 
 
 def _hops(walk: Walk) -> list[Op]:

@@ -1,9 +1,23 @@
 """A piece of memory that stages pass through."""
 
+from typing import Protocol
+
 import torch
 
-from ..store.transfer import PendingTransfer
+from ..store.transfer import ChunkTiming
 from .device import ComputeDevice, Event
+
+
+class Transfer(Protocol):
+    """Bytes on their way, for the engine's thread to wait for; `timing` is of one that was waited for."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def timing(self) -> ChunkTiming: ...
+
+    def wait(self) -> None: ...
 
 
 class Slot:
@@ -15,5 +29,5 @@ class Slot:
         self.free: Event = device.new_event()
         self.free.record(device.compute_stream())  # what lay in this memory before may still be in use
         self.ready: Event = device.new_event()
-        self.reads: dict[int, PendingTransfer] = {}
+        self.reads: dict[int, Transfer] = {}
         self.is_fresh = False

@@ -5,7 +5,7 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import TracebackType
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import CheckpointError
 from ..plan.experts import dense_shape
 from ..plan.extents import (
     HOST_PIECE_BYTES,
@@ -28,11 +27,11 @@ from ..plan.model_shape import ModelShape
 from ..plan.moves import DeviceLayout, Move
 from ..plan.placement import Placement
 from ..store.reader import Reader
-from ..store.transfer import PendingTransfer
 from ..trace import Row, Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
-from .slot import Slot
+from .slot import Slot, Transfer
+from .staging import Staging
 
 NUM_MOVED = 4096  # pieces of stages whose moves are kept
 NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB
@@ -76,14 +75,14 @@ class WeightStream:
         self._moved = lru_cache(NUM_LAYOUTS)(lambda stage: device_layout([shape.stages[stage]], self._layout(stage)))
         self._moves = lru_cache(NUM_MOVED)(lambda stage, *part: tuple(self._moved(stage).within(*part)))
         self._num_pages = placement.walk.num_pages
-        self._staged: dict[int, Slot] = {}
         self._present: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
         self._in_host: dict[int, list[HostPiece]] = {}
         self._counters = StreamCounters()
         walk, size = placement.walk, placement.slot_bytes
         self._free_slots = [Slot(device.compute_buffer(size), device) for _ in range(walk.num_slots)]
-        self._free_staging = [Slot(device.host_buffer(size), device) for _ in range(walk.num_staging_slots)]
+        num_staged = walk.num_staging_slots
+        self._staging = Staging(device, reader, num_slots=num_staged, slot_bytes=size) if num_staged else None
 
     def __enter__(self) -> "WeightStream":
         self._load_resident()
@@ -95,52 +94,51 @@ class WeightStream:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Waits for reads in flight: their threads write into buffers that are about to go."""
-        for slot in [*self._staged.values(), *self._present.values()]:
-            for read in slot.reads.values():
-                try:
-                    read.wait()
-                except CheckpointError as error:
-                    if value is None:
-                        raise
-                    if error is not value:
-                        value.add_note(f"and a read in flight failed too: {error}")
+        if self._staging is not None:
+            self._staging.close()
+        for _, _, read in self._in_flight():
+            try:
+                read.wait()
+            except Exception as error:  # also a copy's
+                if value is None:
+                    raise
+                if error is not value:
+                    value.add_note(f"and a read in flight failed too: {error}")
 
     def read(self, stage: int, page: int | None = None) -> None:
-        """Begins disk -> host; of one page, the first of which takes the slot."""
-        copies, layout = self._placement.walk.copies, self._layout(stage)
-        present = self._staged if copies else self._present
-        if not page:
-            present[stage] = (self._free_staging if copies else self._free_slots).pop(0)
-            present[stage].free.synchronize()  # a staging slot is reused only when its copy has left it
-            present[stage].is_fresh = not copies
-        slot = present[stage]
+        """Begins disk -> host; of one page, the first of which takes the slot. Returns at once."""
+        layout = self._layout(stage)
         extents = layout.extents if page is None else layout.page_extents(page, self._num_pages)
-        slot.reads[page or 0] = self._reader.submit(extents, slot.buffer.numpy().data)
-
-    def copy(self, stage: int, page: int | None = None) -> None:
-        """Waits for the read, then queues host -> device behind the device slot's last user; of one page, the first of
-        which takes the device slot, and the last of which leaves the host's."""
+        if self._staging is not None:
+            self._staging.read(stage, page or 0, extents)
+            return
         if not page:
             self._present[stage] = self._free_slots.pop(0)
             self._present[stage].is_fresh = True
-        target, layout = self._present[stage], self._layout(stage)
+        slot = self._present[stage]
+        slot.reads[page or 0] = self._reader.submit(extents, slot.buffer.numpy().data)
+
+    def copy(self, stage: int, page: int | None = None) -> None:
+        """Has host -> device queued behind the device slot's last user, as soon as the read is done; of one page, the
+        first of which takes the device slot. Returns at once."""
+        if not page:
+            self._present[stage] = self._free_slots.pop(0)
+            self._present[stage].is_fresh = True
+        slot, layout = self._present[stage], self._layout(stage)
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
-        staged = self._staged[stage] if self._placement.walk.reads else None
-        if staged is not None:
-            self._settle(stage, staged, page or 0)
-        whole = [HostPiece(0, layout.num_bytes, staged.buffer)] if staged is not None else self._in_host[stage]
+        pieces = self._in_host[stage] if self._staging is None else _pieces(self._staging.buffer(stage))
         parts = [
-            _part(piece, move, target.buffer)
-            for piece in _cut(whole, begin, end)
+            _part(piece, move, slot.buffer)
+            for piece in _cut(pieces, begin, end)
             for move in self._moves(stage, piece.begin, piece.end)
         ]
-        self._device.copy_ahead(parts, after=target.free, then=partial(self._copied, stage, page or 0))
+        is_last = page in (None, self._num_pages - 1)
+        queue = partial(self._queue, stage, page or 0, slot, parts, is_last)
+        if self._staging is None:
+            queue()
+        else:
+            slot.reads[page or 0] = self._staging.copy(stage, page or 0, queue, is_last=is_last)
         self._counters.bytes_copied += sum(part.source.numel() for part in parts)
-        if page in (None, self._num_pages - 1):
-            target.ready.record(self._device.copy_stream)
-            if staged is not None:
-                staged.free.record(self._device.copy_stream)
-                self._free_staging.append(self._staged.pop(stage))
 
     def acquire(self, stage: int) -> StageBytes:
         """The stage's bytes, in compute memory, ready for compute that is queued from now on."""
@@ -163,16 +161,15 @@ class WeightStream:
         """Frees what was brought in ahead, for a pass that begins at another stage. Waits for reads in flight."""
         for stage in list(self._present):
             self.free(stage)
-        for stage, slot in self._staged.items():
-            self._settle(stage, slot)
-            self._free_staging.append(slot)
-        self._staged.clear()
+        if self._staging is not None:
+            for stage, page, read in self._staging.waiting():
+                self._count(stage, page, read)
+            self._staging.drop()
 
     def sync(self) -> None:
         """Waits for all that has begun. Reads stay their slot's, for whoever takes them to find done and to count."""
-        for stage, slot in [*self._staged.items(), *self._present.items()]:
-            for read in slot.reads.values():
-                self._wait(stage, read)
+        for stage, _, read in self._in_flight():
+            self._wait(stage, read)
         if self._device.copy_stream is not None:
             self._device.copy_stream.synchronize()
 
@@ -181,28 +178,45 @@ class WeightStream:
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
+    def _in_flight(self) -> Iterator[tuple[int, int, Transfer]]:
+        """Stage, page and transfer."""
+        if self._staging is not None:
+            yield from self._staging.waiting()
+        for stage, slot in self._present.items():
+            for page, read in slot.reads.items():
+                yield stage, page, read
+
+    def _queue(self, stage: int, page: int, slot: Slot, parts: Sequence[Part], is_last: bool) -> None:
+        self._device.copy_ahead(parts, after=slot.free, then=partial(self._copied, stage, page))
+        if is_last:
+            slot.ready.record(self._device.copy_stream)
+
     def _await(self, stage: int, slot: Slot) -> None:
-        """Before the first lane in: on a CPU the host waits for the read, on an accelerator compute for the copy."""
-        if slot.reads:
+        """Before the first lane in: on a CPU the host waits for the read, on an accelerator until the copy has been
+        queued, and compute for the copy."""
+        if not self._placement.walk.copies:
             self._counters.count_ask(all(read.is_done for read in slot.reads.values()))
             self._settle(stage, slot)
-        else:
-            stream = self._device.compute_stream()
-            begin = self._device.clock.begin(stream)
-            self._device.compute_waits_for(slot.ready)
-            self._device.clock.end(begin, partial(self._awaited, stage), stream)
+            return
+        self._settle(stage, slot)
+        stream = self._device.compute_stream()
+        begin = self._device.clock.begin(stream)
+        self._device.compute_waits_for(slot.ready)
+        self._device.clock.end(begin, partial(self._awaited, stage), stream)
 
-    def _settle(self, stage: int, slot: Slot, page: int | None = None) -> None:
-        """Waits for the slot's reads, or for that of one page, and counts them."""
-        for number in list(slot.reads) if page is None else [page]:
-            read = slot.reads.pop(number)
-            self._wait(stage, read)
-            timing = read.timing
-            self._counters.bytes_read += timing.num_bytes
-            self._counters.reads[self._index(stage)] += timing.end - timing.begin
-            self._span(Row.disk, "read", stage, number, timing.begin, timing.end)
+    def _settle(self, stage: int, slot: Slot) -> None:
+        """Waits for the slot's reads, and counts them."""
+        for page in list(slot.reads):
+            self._count(stage, page, slot.reads.pop(page))
 
-    def _wait(self, stage: int, read: PendingTransfer) -> None:
+    def _count(self, stage: int, page: int, read: Transfer) -> None:
+        self._wait(stage, read)
+        timing = read.timing
+        self._counters.bytes_read += timing.num_bytes
+        self._counters.reads[self._index(stage)] += timing.end - timing.begin
+        self._span(Row.disk, "read", stage, page, timing.begin, timing.end)
+
+    def _wait(self, stage: int, read: Transfer) -> None:
         begin = time.monotonic()
         read.wait()
         self._counters.stalls[self._index(stage)] += time.monotonic() - begin
@@ -266,6 +280,12 @@ class WeightStream:
 def _part(piece: HostPiece, move: Move, target: torch.Tensor) -> Part:
     first = move.begin - piece.begin
     return Part(piece.buffer[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])
+
+
+def _pieces(buffer: torch.Tensor) -> list[HostPiece]:
+    """Between which a small copy that is urgent finds its way on a card with one engine for copies."""
+    parts = zip(range(0, len(buffer), HOST_PIECE_BYTES), buffer.split(HOST_PIECE_BYTES), strict=True)
+    return [HostPiece(begin, begin + len(part), part) for begin, part in parts]
 
 
 def _cut(pieces: Iterable[HostPiece], begin: int, end: int) -> Iterator[HostPiece]:

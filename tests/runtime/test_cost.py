@@ -65,6 +65,23 @@ def test_disk_link_and_device_work_side_by_side(read: float, copy: float, run: f
     assert added == pytest.approx(NUM_STAGES * max(read, copy, run))
 
 
+def test_a_read_begins_when_a_copy_has_left_its_memory() -> None:
+    """Copies of 5 s, from 1 to 6 and from 6 to 11: into memory that the first one leaves stage 2 is read from 6 to 7,
+    and stage 3 from 11 to 12 into that of the second."""
+    walk = Walk(num_stages=NUM_STAGES, streamed=(0, 1, 2, 3), num_slots=2, num_staging_slots=2, copies=True)
+    durations = Durations(read=lambda stage: 1.0, copy=lambda stage: 5.0)
+    [played] = play_passes([(make_schedule(walk, 1), durations)])
+    reads = [(str(span.action), span.begin) for span in played.spans if span.resource is Resource.disk]
+    assert reads[:4] == [("read 0", 0.0), ("read 1", 1.0), ("read 2", 6.0), ("read 3", 11.0)]
+
+
+def test_pages_come_evenly_over_the_turns_of_resident_stages_too() -> None:
+    """Half of the stages are resident, reading a stage takes as long as computing two, and a barrier ends each turn."""
+    walk = Walk(num_stages=8, streamed=(0, 2, 4, 6), num_slots=2, num_pages=4, order=Order.flexgen)
+    added = play(walk, 6, read=4.0, run=2.0).seconds - play(walk, 5, read=4.0, run=2.0).seconds
+    assert added == pytest.approx(8 * 2)
+
+
 def test_resident_stages_are_never_waited_for() -> None:
     result = play(Walk(num_stages=NUM_STAGES, streamed=(), num_slots=0), 5, read=9.0, run=1.0)
     assert (result.seconds, result.stall_seconds) == (pytest.approx(5 * NUM_STAGES), 0.0)

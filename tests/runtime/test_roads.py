@@ -180,7 +180,8 @@ def test_the_schedule_of_a_decode_pass_is_of_the_order_asked_for(
     assert (Op.attend in ops) == (family not in PADDED)
     assert (Op.sync in ops) == (order is Order.flexgen)
     assert (Op.experts in ops) == (order is Order.module_batched and family in MIXTURES)
-    assert walk.num_pages == (plan.num_lanes if order in (Order.cgopipe, Order.flexgen) else 1)
+    assert (walk.num_pages > 1) == (order in (Order.cgopipe, Order.flexgen))
+    assert walk.num_pages == 1 or walk.num_pages % plan.num_lanes == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3"])

@@ -116,13 +116,13 @@ def test_lookahead_runs_its_depth_ahead(slots: str, ahead: int) -> None:
         begun += action.op is Op.read
 
 
-def test_a_block_is_read_while_the_one_before_it_is_computed_and_copied_behind_that() -> None:
+def test_a_block_is_brought_in_while_the_one_before_it_is_computed() -> None:
     walk = Walk(num_stages=4, streamed=(0, 1, 2, 3), num_slots=4, num_staging_slots=2, copies=True, block=2)
     schedule = make_schedule(walk, 1)
-    assert ", ".join(map(str, schedule.prologue)) == "read 0, read 1, copy 0, copy 1, read 2, read 3"
+    assert ", ".join(map(str, schedule.prologue)) == "read 0, read 1, copy 0, copy 1, read 2, read 3, copy 2, copy 3"
     assert lines(schedule) == (
-        "run 0.0, free 0, run 1.0, free 1, copy 2, copy 3, read 0, read 1, "
-        "run 2.0, free 2, run 3.0, free 3, copy 0, copy 1, read 2, read 3"
+        "run 0.0, free 0, run 1.0, free 1, read 0, read 1, copy 0, copy 1, "
+        "run 2.0, free 2, run 3.0, free 3, read 2, read 3, copy 2, copy 3"
     )
 
 

@@ -192,8 +192,9 @@ def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
     with WeightStream(shape, placement, device, reader) as stream:
         for page in pages:
             stream.read(stage, page)
-            pending = list((stream._staged if walk.copies else stream._present)[stage].reads.values())
+            pending = [read for _, _, read in stream._in_flight()]
             stream.sync()
+            assert pending
             assert all(read.is_done for read in pending)
         for page in pages if walk.copies else ():
             stream.copy(stage, page)

@@ -1,0 +1,111 @@
+"""Host memory that stages pass through on their way from a disk to a device.
+
+A read has to wait until the copy before it has left the memory, and a copy until its read is done. Both wait on threads
+of their own, so that the engine's goes on and queues the compute that is due meanwhile.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ..closing import Closing
+from ..plan.extents import Extent
+from ..store.reader import Reader
+from ..store.transfer import ChunkTiming, PendingTransfer
+from .device import ComputeDevice, Event
+
+
+class LaterTransfer:
+    """A transfer that another thread begins, or waits for; to whoever waits for it, as `PendingTransfer`."""
+
+    def __init__(self, begun: Future[PendingTransfer]):
+        self.begun = begun
+
+    @property
+    def is_done(self) -> bool:
+        return self.begun.done() and (self.begun.exception() is not None or self.begun.result().is_done)
+
+    def wait(self) -> None:
+        self.begun.result().wait()
+
+    @property
+    def timing(self) -> ChunkTiming:
+        return self.begun.result().timing
+
+
+class StagingSlot:
+    """`left` is the last copy out of it, done when that has been queued; then `free` says when it has left."""
+
+    def __init__(self, buffer: torch.Tensor, device: ComputeDevice):
+        self.buffer = buffer
+        self.free: Event = device.new_event()
+        self.left: Future[PendingTransfer] | None = None
+        self.reads: dict[int, LaterTransfer] = {}  # by page
+
+
+class Staging(Closing):
+    """Only the engine's thread calls it. Closing waits for all that has begun; what failed is in the transfers."""
+
+    def __init__(self, device: ComputeDevice, reader: Reader, *, num_slots: int, slot_bytes: int):
+        self._device, self._reader = device, reader
+        self._free = [StagingSlot(device.host_buffer(slot_bytes), device) for _ in range(num_slots)]
+        self._staged: dict[int, StagingSlot] = {}  # by stage
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights-read")
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
+
+    def close(self) -> None:
+        self._copying.shutdown(wait=True)
+        self._reading.shutdown(wait=True)
+
+    def read(self, stage: int, page: int, extents: Sequence[Extent]) -> None:
+        """Has them read once their memory is free. Page 0 takes a slot."""
+        if page == 0:
+            self._staged[stage] = self._free.pop(0)
+        slot = self._staged[stage]
+        slot.reads[page] = LaterTransfer(self._reading.submit(self._begin, slot, slot.left, extents))
+
+    def buffer(self, stage: int) -> torch.Tensor:
+        """What it is read into."""
+        return self._staged[stage].buffer
+
+    def copy(self, stage: int, page: int, queue: Callable[[], None], *, is_last: bool) -> LaterTransfer:
+        """Has `queue` called once the page is read, to queue its copy. Returns the read, which counts as done when that
+        has been. The last page gives the slot back."""
+        slot = self._staged[stage]
+        queued = self._copying.submit(self._queue, slot, slot.reads.pop(page), queue, is_last)
+        if is_last:
+            slot.left = queued
+            self._free.append(self._staged.pop(stage))
+        return LaterTransfer(queued)
+
+    def waiting(self) -> Iterator[tuple[int, int, LaterTransfer]]:
+        """Stage, page and transfer of each read that no copy has been asked for."""
+        for stage, slot in self._staged.items():
+            for page, read in slot.reads.items():
+                yield stage, page, read
+
+    def drop(self) -> None:
+        """Nobody will ask for the copies of what `waiting` names, which is done."""
+        for slot in self._staged.values():
+            slot.reads.clear()
+            self._free.append(slot)
+        self._staged.clear()
+
+    def _begin(
+        self, slot: StagingSlot, left: Future[PendingTransfer] | None, extents: Sequence[Extent]
+    ) -> PendingTransfer:
+        if left is not None:
+            left.result()
+        slot.free.synchronize()
+        return self._reader.submit(extents, slot.buffer.numpy().data)
+
+    @torch.inference_mode()
+    def _queue(
+        self, slot: StagingSlot, read: LaterTransfer, queue: Callable[[], None], is_last: bool
+    ) -> PendingTransfer:
+        read.wait()
+        queue()
+        if is_last:
+            slot.free.record(self._device.copy_stream)
+        return read.begun.result()
