@@ -132,7 +132,7 @@ class Script:
             return [Line(SYNC, NEVER, NEVER, UNSEEN, action, True, op.value)]
         if op is Op.read:
             read = event(stage, "read", action.page) if stage in self._copied else event(stage)
-            left = event(self._staged_before[stage]) if stage in self._copied else NEVER
+            left = event(self._staged_before[action.its_stage]) if stage in self._copied else NEVER
             return [_line(DISK, action, left, read)]
         if op is Op.copy:
             return [_line(LINK_IN, action, event(stage, "read", action.page), event(stage))]

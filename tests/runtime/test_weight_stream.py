@@ -188,7 +188,7 @@ def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
 ) -> None:
     placement = placement_of(shape, resident_layers=0, order=Order.flexgen, num_lanes=num_lanes, device=device)
     stage, walk = placement.walk.streamed[0], placement.walk
-    pages = range(num_lanes) if num_lanes > 1 else [None]
+    pages = range(walk.num_pages) if walk.num_pages > 1 else [None]
     with WeightStream(shape, placement, device, reader) as stream:
         for page in pages:
             stream.read(stage, page)
@@ -203,7 +203,7 @@ def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
         stream.free(stage)
         device.settle()
         counters = stream.take_counters()
-    assert shape.stages[stage].num_bytes <= counters.bytes_read <= num_lanes * placement.slot_bytes
+    assert shape.stages[stage].num_bytes <= counters.bytes_read <= walk.num_pages * placement.slot_bytes
     assert (counters.num_hits, counters.num_misses) == (1, 0)
 
 
