@@ -25,6 +25,7 @@ from .engine.streams import open_streams
 from .engine.tokens import tokenize
 from .first_try import opened
 from .machine_cache import Host, find_products, this_host
+from .model.attention_way import placed
 from .model.followed import as_the_model_says
 from .model.loading import LoadedModel, load_model
 from .out_of_memory import is_out_of_memory, memory_shortage
@@ -79,9 +80,10 @@ class Runtime:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
-        self.model: LoadedModel = load_model(
+        loaded = load_model(
             self.config.model, self.device.torch_device, self.config.offload.cache_dir, should_stop=should_stop
         )
+        self.model: LoadedModel = placed(loaded, self.device)
         self.config = as_the_model_says(self.config, self.model)
         self._refuse_early()
         self.rates: MachineRates | None = None  # of this run; None: `plan` measures them when it needs them

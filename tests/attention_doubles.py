@@ -25,10 +25,11 @@ def scaled_without_groups(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` but for what only its plain backend takes on a CUDA device, where it makes
-    scores in float32: grouped heads with a mask, or at all where there are no flash kernels, and heads whose numbers do
-    not lie side by side."""
+    scores in float32: grouped heads with a mask, or at all where there are no flash kernels, heads whose numbers do not
+    lie side by side, and of sizes that kernels do not load."""
     assert not (enable_gqa and attn_mask is not None), "a mask with grouped heads takes the plain backend on a device"
     assert not enable_gqa, "grouped heads take the plain backend on a device without flash kernels"
+    assert all(each.shape[-1] % 8 == 0 for each in (query, key, value)), "heads of no multiple of 8 numbers"
     assert all(each.stride(-1) == 1 for each in (query, key, value)), "numbers of a head lie apart"
     return _SCALED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
@@ -66,13 +67,13 @@ class FlashDouble:
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out, sums = torch.empty_like(query), torch.empty(query.shape[1], len(query))
         with torch.utils._python_dispatch._disable_current_modes():  # it is one launch
             self._check(query, key, value, enable_gqa=enable_gqa)
             q_bounds = _bounds(cu_seq_q, len(query), max_q)
             k_bounds = _bounds(cu_seq_k, len(key), max_k)
             assert len(q_bounds) == len(k_bounds) > 1, "as many runs of keys as of queries, and one at least"
             self.calls.append(FlashCall(len(q_bounds) - 1, window_size))
-            out, sums = torch.empty_like(query), torch.empty(query.shape[1], len(query))
             if on_device(query):
                 mark(out)
                 mark(sums)

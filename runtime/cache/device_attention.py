@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from ..plan.attention import GATHERED_BYTES, SCORED_BYTES
-from .flash_attention import flash_applies, flash_attention
+from .flash_attention import HEAD_MULTIPLE, flash_applies, flash_attention
 from .layout import LayerKV
 from .rule import Rule
 from .stretches import Stretches
 from .views import DecodeRows, Prompts, Reach, Segment
+
+
+def fused_applies(like_q: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
+    """Whether torch's fused attention takes such heads on any device, masked or not."""
+    return rule.is_plain and not any(like.shape[-1] % HEAD_MULTIPLE for like in (like_q, like_v))
 
 
 def decode_on_device(q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule) -> torch.Tensor:
@@ -26,9 +31,8 @@ def decode_on_device(q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: 
         groups = stretches.groups(_most_positions(kv, GATHERED_BYTES), are_padded=False)
         outs = [_decode_in_flash(q, kv, group, rule) for q, group in zip(_cut(q_BHD, groups), groups, strict=True)]
     else:
-        groups = stretches.groups(
-            _most_positions(kv, GATHERED_BYTES if rule.is_plain else SCORED_BYTES), are_padded=True
-        )
+        most_bytes = GATHERED_BYTES if fused_applies(q_BHD, kv.v_NPHD, rule) else SCORED_BYTES
+        groups = stretches.groups(_most_positions(kv, most_bytes), are_padded=True)
         outs = [_decode_padded(q, kv, group, rule) for q, group in zip(_cut(q_BHD, groups), groups, strict=True)]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -83,7 +87,7 @@ def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV, group: Stretches, rule: Rul
     """Query heads of a KV head stand where other tokens would, so that no head is repeated."""
     k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.padded(group))
     q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))
-    if rule.is_plain:
+    if fused_applies(q_BHD, v_BHSD, rule):
         seen = None if group.seen_BS is None else group.seen_BS[:, None, None]
         out_BHGD = F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, attn_mask=seen, scale=rule.scale)
         return out_BHGD.flatten(1, 2)

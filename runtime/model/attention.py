@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
-from ..cache.device_attention import decode_on_device, prefill_fused, prefill_in_flash
+from ..cache.device_attention import decode_on_device, fused_applies, prefill_fused, prefill_in_flash
 from ..cache.host_attention import decode_attention
 from ..cache.host_lane import HostVisit
 from ..cache.layout import LayerKV
@@ -186,7 +186,8 @@ def _prefill(
         view = segment.view(reach)
         places = slice(0, segment.end) if view is None else slice(view.first, view.end)
         qkv_HSD = query[0, :, tokens], k[:, places], v[:, places]
-        if not rule.is_plain:
+        is_fused = not seen.is_on_accelerator or fused_applies(query, value, rule)
+        if not (rule.is_plain and is_fused):
             yield tokens, _prefill_by_head(*qkv_HSD, None if view is None else view.hidden, rule)
         elif seen.is_on_accelerator:
             yield tokens, prefill_fused(*qkv_HSD, segment, reach, rule.scale)

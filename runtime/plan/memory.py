@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ..units import MIB, round_up
+from .attention import AttentionSizes, AttentionWay, device_attention_bytes
 from .delta_rule import CHUNK_COLUMNS
 from .ledger import Entry
 from .model_shape import ModelShape
@@ -200,18 +201,37 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
 
 
 def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
-    """Scores of a decode step over a lane; of a prefill chunk the masks, the scores and what is gathered of its
-    sequence's keys and values; and latents expanded to keys and values."""
+    """Of the lane that takes most. Where the host computes: scores of a decode step over a lane; of a prefill chunk the
+    masks, the scores and what is gathered of its sequence's keys and values; and latents expanded to keys and values.
+    """
     size = shape.compute_dtype_bytes
     worst = 0
     for lane in filter(None, micro_batches):
         longest = max(_longest(shape, lane), _prompt_width(lane) if shape.has_encoder else 0)
-        rows = len(lane) if shape.is_packed else pass_tokens(shape, lane, chunk_tokens)
+        tokens = pass_tokens(shape, lane, chunk_tokens)
+        rows = len(lane) if shape.is_packed else tokens
         decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
         prefill = 0
-        if shape.is_packed:
+        if shape.is_packed and shape.attention_way is not AttentionWay.host:
+            sizes = _attention_sizes(shape, lane, num_tokens=tokens, longest=longest)
+            prefill = device_attention_bytes(shape.attention_way, sizes)
+            decode = decode if shape.expanded_kv_width else 0
+        elif shape.is_packed:
             prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
             prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
         expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size
         worst = max(worst, decode + expanded, prefill + expanded)
     return worst
+
+
+def _attention_sizes(shape: ModelShape, lane: MicroBatch, *, num_tokens: int, longest: int) -> AttentionSizes:
+    return AttentionSizes(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        item_bytes=shape.compute_dtype_bytes,
+        num_rows=len(lane),
+        num_tokens=num_tokens,
+        num_positions=sum(size.capacity_tokens for size in lane),
+        longest=longest,
+    )

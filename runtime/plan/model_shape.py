@@ -5,6 +5,7 @@ these.
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from .attention import AttentionWay
 from .delta_rule import DeltaRule
 from .shapes import Stage, StageKind
 from .stage_sizes import StageSizes
@@ -34,6 +35,7 @@ class ModelShape:
     bounded_layers: frozenset[int] = frozenset()  # of padded lanes: decoder layers that transformers keeps a window of
     restart_tokens: int | None = None  # of a sequence, on which its keys are computed once more (LongRoPE)
     has_decode_kernel: bool = False  # decode attention that keeps its scores in the processor's cache
+    attention_way: AttentionWay = AttentionWay.host  # of packed lanes, where the model computes
     has_joined_gates: bool = False  # feed-forwards take a few tokens at a time and multiply in place
     has_whole_prompts: bool = False  # padded lanes of which no prompt is prefilled in chunks
     delta_rule: DeltaRule | None = None  # of layers with a gated delta net

@@ -1,14 +1,10 @@
 """A gated delta net takes no more than its ledger says, and not much less."""
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -16,44 +12,12 @@ from runtime.config import ModelConfig
 from runtime.model.loading import load_model
 from runtime.plan.delta_rule import DeltaRule
 from runtime.plan.memory import lane_entries
+from tests.live_bytes import LiveBytes
 from tests.support import synthesize
 from tests.toy import sizes_of, toy_shape
 
 RULE = DeltaRule(num_key_heads=2, num_heads=4, key_dim=16, value_dim=8)
 SHAPES = [(2, 4, 16, 16), (2, 4, 128, 128), (4, 4, 64, 128)]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Of tensors that were made inside and are still there."""
-
-    def __init__(self):
-        super().__init__()
-        self._now, self.peak, self._known = 0, 0, set[int]()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            weakref.finalize(storage, self._gone, key, num_bytes)
-            self._now += num_bytes
-            self.peak = max(self.peak, self._now)
-
-    def _gone(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self._now -= num_bytes
 
 
 def test_rows_are_padded_to_whole_chunks() -> None:

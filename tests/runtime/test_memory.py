@@ -1,7 +1,10 @@
 """The terms of the ledger, worked out by hand for a toy shape."""
 
+from dataclasses import replace
+
 import pytest
 
+from runtime.plan.attention import AttentionSizes, AttentionWay, device_attention_bytes
 from runtime.plan.memory import PAGE_TOKENS, SequenceSize, chunk_columns, kv_tokens, lane_entries
 from runtime.units import MIB
 from tests.toy import HIDDEN, VOCAB, sizes_of, toy_shape
@@ -48,3 +51,21 @@ def test_no_chunk_of_a_longer_prompt_is_a_single_column(width: int, chunk_tokens
     assert width == 1 or width % columns != 1
     allowed = max(2, chunk_tokens // 2)
     assert columns <= allowed or all(width % fewer == 1 for fewer in range(2, min(allowed, width) + 1))
+
+
+@pytest.mark.parametrize("way", [way for way in AttentionWay if way is not AttentionWay.host])
+def test_attention_on_an_accelerator_is_counted_by_its_way(way: AttentionWay) -> None:
+    """Not as a host's is. 8 rows of 1016 positions, of pages 1024; chunks of 512 tokens; by the toy's heads."""
+    shape, lanes = replace(toy_shape(), attention_way=way), [sizes_of([1000] * 8)]
+    counted = next(e for e in lane_entries(shape, lanes, 512) if e.name == "activations")
+    sizes = AttentionSizes(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=HEAD_DIM,
+        item_bytes=NUMBER_BYTES,
+        num_rows=8,
+        num_tokens=512,
+        num_positions=8 * 1024,
+        longest=1024,
+    )
+    assert counted.equation.endswith(f"attention {device_attention_bytes(way, sizes):,} B")

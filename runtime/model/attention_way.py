@@ -1,0 +1,33 @@
+"""Which way of attention a loaded model takes where it computes."""
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.device_attention import fused_applies
+from ..cache.flash_attention import flash_applies
+from ..cache.rule import Rule
+from ..plan.attention import AttentionWay
+from ..plan.model_shape import ModelShape
+from ..stream.device import ComputeDevice
+from .decoder_config import decoder_config
+from .loading import LoadedModel
+
+
+def attention_way(model: PreTrainedModel, shape: ModelShape, device: ComputeDevice) -> AttentionWay:
+    """That of its ordinary layers."""
+    if not (device.is_accelerator and shape.is_packed):
+        return AttentionWay.host
+    softcap = getattr(decoder_config(model.config), "attn_logit_softcapping", None)
+    like = torch.empty(0, shape.head_dim, dtype=model.dtype, device=device.torch_device)
+    if flash_applies(like, like, like, Rule(1.0, softcap)):
+        return AttentionWay.flash
+    is_fused = not shape.score_heads and fused_applies(like, like, Rule(1.0))
+    return AttentionWay.fused if is_fused else AttentionWay.scored
+
+
+def placed(loaded: LoadedModel, device: ComputeDevice) -> LoadedModel:
+    """With what its layers take of memory on this device."""
+    way = attention_way(loaded.staged.model, loaded.shape, device)
+    return replace(loaded, shape=replace(loaded.shape, attention_way=way))

@@ -1,0 +1,107 @@
+"""The ledger counts what attention takes on an accelerator, each way, and not many times as much."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import ModelConfig, Runtime, RuntimeConfig
+from runtime.cache import device_attention
+from runtime.cache.paged import PagedKV
+from runtime.cache.pages import KVPages
+from runtime.model.attention_way import placed
+from runtime.plan import attention
+from runtime.plan.attention import AttentionSizes, AttentionWay, device_attention_bytes
+from runtime.plan.memory import PAGE_TOKENS
+from runtime.stream.device import ComputeDevice
+from runtime.units import GIB, KIB, round_up
+from tests.attention_doubles import install_flash, refuse_groups
+from tests.fake_device import FakeDevice
+from tests.live_bytes import LiveBytes
+from tests.runtime.test_paged import Kind, attend
+from tests.support import synthesize
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CHUNK = 16, 2, 64, 256
+LENGTHS = (500, 130, 90, 40, 300)  # of prompts
+KINDS = (Kind(), Kind(sliding_window=100))  # of the model's layers
+CAPPED = tuple(Kind(softcap=9.0, sliding_window=kind.sliding_window) for kind in KINDS)
+
+
+def passes() -> Iterator[list[int]]:
+    """Prompts in chunks, row after row, and then one pass that decodes."""
+    left = list(LENGTHS)
+    while any(left):
+        room, new = CHUNK, []
+        for row, tokens in enumerate(left):
+            new.append(min(room, tokens))
+            room, left[row] = room - new[-1], tokens - new[-1]
+        yield new
+    yield [1] * len(LENGTHS)
+
+
+def most_taken(kinds: tuple[Kind, ...], dtype: torch.dtype) -> int:
+    """By a pass, beside pages and what a layer hands in."""
+    cache, peak = PagedKV(KVPages(80, FakeDevice((False,)))), 0
+    for _ in LENGTHS:
+        cache.add()
+    with torch.inference_mode():
+        for new in passes():
+            given = [
+                torch.randn(1, heads, sum(new), HEAD_DIM).to(dtype) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+            ]
+            pages = [page for layer in range(2) for page in cache._pages.layer(layer, *given[1:])]
+            with LiveBytes([*given, *pages]) as live:
+                cache.begin_pass(new)
+                for layer, kind in enumerate(kinds):
+                    attend(cache, layer, kind, *given)
+                cache.end_pass()
+            peak = max(peak, live.peak)
+    return peak
+
+
+@pytest.mark.parametrize("gathered", [64 * KIB, GIB], ids=["row by row", "a lane at once"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("way", "kinds"), [(AttentionWay.flash, KINDS), (AttentionWay.fused, KINDS), (AttentionWay.scored, CAPPED)]
+)
+def test_no_pass_takes_more_than_counted(
+    way: AttentionWay, kinds: tuple[Kind, ...], dtype: torch.dtype, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_groups(monkeypatch)
+    if way is AttentionWay.flash:
+        install_flash(monkeypatch, (torch.float32,))
+    for module in (device_attention, attention):
+        monkeypatch.setattr(module, "GATHERED_BYTES", gathered)
+        monkeypatch.setattr(module, "SCORED_BYTES", gathered)
+    sizes = AttentionSizes(
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        item_bytes=dtype.itemsize,
+        num_rows=len(LENGTHS),
+        num_tokens=CHUNK,
+        num_positions=sum(round_up(length + 1, PAGE_TOKENS) for length in LENGTHS),
+        longest=round_up(max(LENGTHS) + 1, PAGE_TOKENS),
+    )
+    taken, counted = most_taken(kinds, dtype), device_attention_bytes(way, sizes)
+    assert taken <= counted <= 2.5 * taken
+
+
+@pytest.mark.parametrize(
+    ("family", "fused", "flash"),
+    [
+        ("llama", AttentionWay.fused, AttentionWay.flash),
+        ("gemma-2", AttentionWay.scored, AttentionWay.scored),
+        ("gpt-oss", AttentionWay.scored, AttentionWay.flash),
+    ],
+)
+def test_a_runtime_counts_the_way_that_its_layers_take(
+    family: str, fused: AttentionWay, flash: AttentionWay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RuntimeConfig(model=ModelConfig(path=str(synthesize(family, tmp_path))))
+    loaded = Runtime(config, device=FakeDevice()).model
+    assert loaded.shape.attention_way is fused
+    install_flash(monkeypatch, (torch.float32,))
+    assert placed(loaded, FakeDevice()).shape.attention_way is flash
+    assert placed(loaded, ComputeDevice("cpu")).shape.attention_way is AttentionWay.host
