@@ -9,10 +9,12 @@ import torch
 
 from runtime.cache import device_attention
 from runtime.cache.paged import PagedKV
-from tests.attention_doubles import FlashCall, install_flash, refuse_groups
+from tests.attention_doubles import FlashCall, FlashDouble, install_flash, refuse_groups
 from tests.fake_device import FakeDevice
 from tests.host_counters import CountedDevice, counting, mark
 from tests.host_counts import HostCounts
+from tests.runtime.test_beside import beside
+from tests.runtime.test_fidelity import tokens
 from tests.runtime.test_paged import (
     KINDS,
     LAYERS,
@@ -24,6 +26,7 @@ from tests.runtime.test_paged import (
     run_pass,
     run_travelling_pass,
 )
+from tests.support import Reference
 
 
 @pytest.fixture(params=["flash", "fused"])
@@ -144,7 +147,7 @@ def counts_of(kind: Kind, before: list[int], new: list[int]) -> list[HostCounts]
         return found
 
 
-MOST_LAUNCHES = {  # of a layer, beside flash kernels, which are one launch each; two store keys and values
+MOST_LAUNCHES = {  # of a layer, beside flash kernels, which are one each; two store keys and values, four are the tests' latents
     ("flash", "plain", "decode"): 4,
     ("flash", "window", "decode"): 4,
     ("flash", "sinks", "decode"): 7,
@@ -154,6 +157,7 @@ MOST_LAUNCHES = {  # of a layer, beside flash kernels, which are one launch each
     ("fused", "plain", "decode"): 6,
     ("fused", "window", "decode"): 6,
     ("fused", "softcap", "decode"): 15,
+    ("fused", "latents, window", "decode"): 16,
 }
 PASSES = {
     "decode": ([9, 5, 20], [1, 1, 1]),
@@ -176,3 +180,34 @@ def test_no_layer_waits_or_uploads_and_few_operators_are_launched(
     assert len(begin.copies) + len(layers[0].copies) <= 7
     assert layers[1].copies == []
     assert layers[1].num_launches <= most
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "deepseek-v3"])
+def test_tokens_through_flash_kernels_equal_transformers(
+    family: str, reference: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in pieces beside rows that decode; keys and values of the first two in host memory, where the CPU attends
+    for rows that decode."""
+    double, ref = install_flash(monkeypatch, (torch.float32,)), reference(family)
+    assert tokens(beside(ref, chunk=7), ref.prompts, FakeDevice((False,))) == ref.expected
+    assert double.calls
+
+
+def test_the_double_refuses_what_kernels_do() -> None:
+    """Each of these is an error of the caller's that a device would answer with an error, or with wrong numbers."""
+    double = FlashDouble((torch.bfloat16,))
+    q, k = torch.zeros(6, 4, 16, dtype=torch.bfloat16), torch.zeros(9, 2, 16, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32), torch.tensor([0, 5, 9], dtype=torch.int32)
+    double(q, k, k, *bounds, 4, 5, window_size=(-1, 0), enable_gqa=True)
+    crooked = torch.zeros(6 * 64 + 1, dtype=torch.bfloat16)[1:].view(6, 4, 16)
+    for wrong in (
+        lambda: double(q, k, k, *bounds, 4, 5),  # not told of groups
+        lambda: double(q.float(), k.float(), k.float(), *bounds, 4, 5, enable_gqa=True),
+        lambda: double(q, k, k[..., :8], *bounds, 4, 5, enable_gqa=True),
+        lambda: double(q, k, k, bounds[0].long(), bounds[1], 4, 5, enable_gqa=True),
+        lambda: double(q, k[:8], k[:8], *bounds, 4, 5, enable_gqa=True),
+        lambda: double(q, k, k, *bounds, 4, 4, enable_gqa=True),
+        lambda: double(crooked, k, k, *bounds, 4, 5, enable_gqa=True),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()

@@ -89,7 +89,7 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     """As `make_plan`, for a machine that need not be the one of the config."""
     dtype = _compute_dtype(config, machine)
     shape = read_shape(config.model.name, dtype)
-    shape = replace(shape, attention_way=_attention_way(config, machine, shape, dtype))
+    shape = replace(shape, attention_way=_attention_way(machine, shape, dtype))
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
     require(
@@ -102,15 +102,14 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     return Planned(config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run, doubts=())
 
 
-def _attention_way(config: PlanConfig, machine: Machine, shape: ModelShape, dtype: DType) -> AttentionWay:
-    """Data sheets name bfloat16 where flash kernels run too. Whether a soft cap or sinks make a model's scores its own
+def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionWay:
+    """Devices with units for bfloat16 run flash kernels too. Whether a soft cap or sinks make a model's scores its own
     is not in its row; kernels know only sinks."""
     if machine.device_bytes is None or not shape.is_packed:
         return AttentionWay.host
     if shape.score_heads:
         return AttentionWay.scored
-    has_flash = config.machine.sheet is None or config.machine.sheet.bfloat16_tflops is not None
-    return AttentionWay.flash if has_flash and dtype is not DType.float32 else AttentionWay.fused
+    return AttentionWay.flash if machine.has_bfloat16 and dtype is not DType.float32 else AttentionWay.fused
 
 
 def _run_plan(
