@@ -147,7 +147,7 @@ def counts_of(kind: Kind, before: list[int], new: list[int]) -> list[HostCounts]
         return found
 
 
-MOST_LAUNCHES = {  # of a layer, beside flash kernels, which are one each; two store keys and values, four are the tests' latents
+MOST_LAUNCHES = {  # of a layer, beside flash kernels, one each; two store keys and values, four are the tests' latents
     ("flash", "plain", "decode"): 4,
     ("flash", "window", "decode"): 4,
     ("flash", "sinks", "decode"): 7,
