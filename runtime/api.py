@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from .batching.balance import Block
-from .budgets import budgets_of, reclaim, require_within
+from .budgets import budgets_of, device_limited, reclaim, require_within
 from .choices import plan_by_choice, policies_directory, question
 from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
@@ -210,7 +210,8 @@ class Runtime:
             device=self.device,
             trace=self.trace,
         )
-        with self.reader() as reader, open_streams(setup, reader) as streams:
+        limit = device_limited(self.config.offload, self.device)
+        with limit, self.reader() as reader, open_streams(setup, reader) as streams:
             engine = Engine(setup, streams, self._sampler(), self._should_stop)
             yield Session(self.model, engine, plan, plan.policy)
 

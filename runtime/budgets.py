@@ -1,12 +1,18 @@
 """How much memory a run may use: as much as was said, or a share of what is free."""
 
 import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .config import OffloadConfig
+from .plan.device_slack import KERNELS_BYTES
 from .plan.placement import Budgets, Placement
 from .stream.device import ComputeDevice
 from .stream.host_memory import available_bytes, peak_resident_bytes
 from .units import format_bytes, gib_to_bytes
+
+log = logging.getLogger(__name__)
 
 FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
 
@@ -25,7 +31,26 @@ def budgets_of(offload: OffloadConfig, device: ComputeDevice) -> Budgets:
         return Budgets(host_bytes=host_bytes)
     own = offload.device_memory_gib
     device_bytes = gib_to_bytes(own) if own is not None else int(device.free_bytes() * FREE_SHARE)
-    return Budgets(host_bytes=host_bytes, device_bytes=device_bytes)
+    return Budgets(host_bytes=host_bytes, device_bytes=device_bytes, library_bytes=device.library_bytes)
+
+
+@contextmanager
+def device_limited(offload: OffloadConfig, device: ComputeDevice) -> Iterator[None]:
+    """Holds torch's allocator to `offload.device_memory_gib`, if there is one, less what libraries take past it; what
+    is in tensors already is not the run's. Says in the end what the allocator came to."""
+    if not device.is_accelerator:
+        yield
+        return
+    own, past = offload.device_memory_gib, min(KERNELS_BYTES, device.library_bytes)
+    if own is not None:
+        device.limit(gib_to_bytes(own) - past + device.memory().allocated)
+    try:
+        yield
+    finally:
+        if own is not None:
+            device.limit(None)
+        used, held = format_bytes(device.peak_bytes()), format_bytes(device.peak_reserved_bytes())
+        log.info("device memory: at most %s in tensors, and %s held by torch's allocator for them", used, held)
 
 
 def require_within(placement: Placement, baseline_bytes: int) -> None:

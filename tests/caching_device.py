@@ -17,6 +17,7 @@ class Pool:
     """Of one memory. Bytes that were freed stay reserved, and are handed out again before others are taken."""
 
     total: int
+    limit: int | None = None
     reserved: int = 0
     allocated: int = 0
 
@@ -25,7 +26,7 @@ class Pool:
         return self.total - self.reserved
 
     def take(self, num_bytes: int, error: Exception) -> torch.Tensor:
-        if self.allocated + num_bytes > self.total:
+        if self.allocated + num_bytes > min(self.total, self.limit or self.total):
             raise error
         self.allocated += num_bytes
         self.reserved = max(self.reserved, self.allocated)
@@ -55,6 +56,9 @@ class CachingDevice(FakeDevice):
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(unreserved=self.own.unreserved, reserved=self.own.reserved, allocated=self.own.allocated)
+
+    def limit(self, num_bytes: int | None) -> None:
+        self.own.limit = num_bytes
 
     def give_back(self) -> None:
         self.own.give_back()

@@ -35,7 +35,7 @@ class FakeDevice(ComputeDevice):
         self._paces: Iterator[Pace] = chain(paces, repeat(Pace.late)) if seed is None else repeat(Pace.irregular)
         self._streams: list[FakeStream] = []
         self._defers_compute, self._host = defers_compute, ComputeDevice("cpu")
-        self.torch_device, self.is_accelerator = torch.device("cpu"), True
+        self.torch_device, self.is_accelerator, self.library_bytes = torch.device("cpu"), True, 0
         self._compute_stream = self.new_stream()
         self.copy_stream = self.new_stream()
         self.clock = DeviceClock(self._timed_event, self.compute_stream)
@@ -89,6 +89,12 @@ class FakeDevice(ComputeDevice):
 
     def give_back(self) -> None:
         pass
+
+    def limit(self, num_bytes: int | None) -> None:
+        pass
+
+    def peak_reserved_bytes(self) -> int:
+        return 0
 
     def peak_bytes(self) -> int:
         return 0

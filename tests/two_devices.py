@@ -26,12 +26,15 @@ class FakeAccelerator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._threads, self._lock = threading.local(), threading.Lock()
         self._num_streams, self.now = 0, 0.0
+        self.limits: dict[int, float] = {}  # shares of a device's memory
+        self.settings: list[str] = []  # of the allocator
         self.implied, self.made = set[int](), Counter[str]()
         self.is_within = threading.Event()  # a copy on a stream that was entered
         self._default = [self._stream_of(index) for index in range(NUM_DEVICES)]
         self.capability, self.type = (8, 0), "cuda"
         self.module = SimpleNamespace(
             mem_get_info=lambda device: (GIB * (1 + self.index_of(device)), 4 * GIB),
+            set_per_process_memory_fraction=lambda share, device: self.limits.update({self.index_of(device): share}),
             get_device_name=lambda device: "Fake",
             get_device_capability=lambda device: self.capability,
         )
@@ -93,6 +96,7 @@ class FakeAccelerator:
             self.index_of(device)
             return empty(*sizes, **rest)
 
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.settings.append, raising=False)
         monkeypatch.setattr(torch, "empty", fake_empty)
         monkeypatch.setattr(torch, "Stream", self._new_stream)
         monkeypatch.setattr(torch, "Event", self._new_event)

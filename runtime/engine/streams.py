@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from ..cache.host_attention import prepare_decode_attention
 from ..config import Attention, KVTier, RuntimeConfig
 from ..plan.kv import KVLayout
 from ..store.kv_file import KVFile
@@ -45,6 +46,8 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
     """Reads the resident weights. Raises CheckpointError, KVFileError."""
     shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
     first = shape.layers[0].index
+    if placement.host_layers:
+        prepare_decode_attention(setup.model.compute_dtype)
     with ExitStack() as stack:
         stack.callback(device.settle)  # last, while the streams' memory is still theirs
         experts = None

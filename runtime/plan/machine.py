@@ -16,8 +16,9 @@ class Machine:
     device_bytes: int | None
     rates: MachineRates
     num_devices: int = 1
+    library_bytes: int = 0  # of device_bytes, as in `Budgets`
     has_bfloat16: bool = True
 
     @property
     def budgets(self) -> Budgets:
-        return Budgets(host_bytes=self.host_bytes, device_bytes=self.device_bytes)
+        return Budgets(host_bytes=self.host_bytes, device_bytes=self.device_bytes, library_bytes=self.library_bytes)

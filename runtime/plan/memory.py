@@ -107,7 +107,11 @@ def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: in
 
 
 def lane_entries(
-    shape: ModelShape, micro_batches: Sequence[MicroBatch], prefill_chunk_tokens: int
+    shape: ModelShape,
+    micro_batches: Sequence[MicroBatch],
+    prefill_chunk_tokens: int,
+    *,
+    slack_bytes: int = ALLOCATOR_SLACK_BYTES,
 ) -> tuple[Entry, ...]:
     """States, hidden states, activations and logits of lanes side by side, in the compute device's memory."""
     size = shape.compute_dtype_bytes
@@ -146,8 +150,8 @@ def lane_entries(
         ),
         Entry(
             name="workspace",
-            num_bytes=products + ALLOCATOR_SLACK_BYTES,
-            equation=f"products {products / MIB:.1f} MiB + slack {ALLOCATOR_SLACK_BYTES // MIB} MiB",
+            num_bytes=products + slack_bytes,
+            equation=f"products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB",
         ),
     )
 

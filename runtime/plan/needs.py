@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import RuntimeConfig, Tier
+from .device_slack import library_entry
 from .exchange import device_entry, pinned_entry
 from .experts import batch_entries, host_entries, slot_entry, visit_entries
 from .extents import LOADING_BYTES, pinned_bytes, pinned_tier_bytes
@@ -48,7 +49,11 @@ class Needs:
     @cached_property
     def _fixed(self) -> tuple[Entry, ...]:
         """In compute memory, whichever weights stay there."""
-        return (*self._kv_cost.compute, *lane_entries(self.shape, self.load.lanes, self.load.chunk_tokens))
+        lanes, chunk, libraries = self.load.lanes, self.load.chunk_tokens, self.budgets.library_bytes
+        if not libraries:
+            return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
+        entries = lane_entries(self.shape, lanes, chunk, slack_bytes=0)
+        return (*self._kv_cost.compute, *entries, library_entry(libraries))
 
     @cached_property
     def _kv_cost(self) -> KVCost:

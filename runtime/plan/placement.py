@@ -14,10 +14,12 @@ from .walk import Walk
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that a run may use. `device_bytes` is None where compute happens in host memory."""
+    """Bytes that a run may use. `device_bytes` is None where compute happens in host memory; `library_bytes` of them
+    are what the device's libraries take."""
 
     host_bytes: int
     device_bytes: int | None = None
+    library_bytes: int = 0
 
     @property
     def has_device(self) -> bool:

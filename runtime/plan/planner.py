@@ -123,7 +123,11 @@ def _plan_best(
         return plan_run(shape, fixed, budgets, sizes, rates=rates, blocks=made)
 
     machine = Machine(
-        name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=rates
+        name="this machine",
+        host_bytes=budgets.host_bytes,
+        device_bytes=budgets.device_bytes,
+        library_bytes=budgets.library_bytes,
+        rates=rates,
     )
     choices = Choices.of(shape, config, len(sizes), has_device=budgets.has_device)
     usual = None

@@ -9,6 +9,7 @@ from ..errors import ConfigError
 from ..profiles import DataSheet, MeasuredRates
 from ..units import gib_to_bytes
 from .auto_dtype import auto_dtype, has_bfloat16_units
+from .device_slack import LIBRARY_BYTES
 from .machine import Machine
 from .rates import UNLIMITED, MachineRates
 
@@ -57,6 +58,7 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
         has_bfloat16=sheet.bfloat16_tflops is not None,
         host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * USABLE_SHARE),
         device_bytes=int(count * gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
+        library_bytes=count * LIBRARY_BYTES,
         rates=MachineRates(
             disk_bytes_per_second=sheet.disk_gb_per_second * GIGA * DISK_SHARE,
             gemm_flops_per_second=_roofline(flops * COMPUTE_SHARE, memory, ITEM_BYTES[dtype]),
@@ -109,6 +111,7 @@ def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16:
         has_bfloat16=has_bfloat16,
         host_bytes=gib_to_bytes(rates.host_memory_gib),
         device_bytes=None if device is None else gib_to_bytes(device),
+        library_bytes=0 if device is None else LIBRARY_BYTES,
         rates=MachineRates(
             disk_bytes_per_second=rates.disk_gb_per_second * GIGA,
             gemm_flops_per_second={num_rows: gflops * GIGA for num_rows, gflops in gemm},

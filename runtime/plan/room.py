@@ -15,7 +15,7 @@ from .experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
 from .extents import ALIGNMENT_BYTES, LOADING_BYTES, pinned_tier_bytes, slot_layout
 from .kv import SEGMENT_BYTES
 from .layer_work import LayerWork
-from .memory import SequenceSize, lane_entries, pass_tokens
+from .memory import ALLOCATOR_SLACK_BYTES, SequenceSize, lane_entries, pass_tokens
 from .model_shape import ModelShape
 from .placement import Budgets
 from .policy_grid import Bools, Floats, PolicyGrid
@@ -34,7 +34,8 @@ class Room:
     def fits(self, budgets: Budgets) -> Bools:
         if budgets.device_bytes is None:
             return self.compute_bytes <= budgets.host_bytes
-        return (self.compute_bytes <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
+        beside = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # which is in compute_bytes
+        return (self.compute_bytes + beside <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
 
 
 def room(

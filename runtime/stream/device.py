@@ -9,11 +9,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..plan.device_slack import LIBRARY_BYTES
 from ..plan.extents import ALIGNMENT_BYTES
 from ..units import MIB, round_up
 from .clock import DeviceClock, Then
 from .device_choice import choose_device
-from .device_memory import DeviceMemory, empty_caches, memory_of, pinned
+from .device_memory import DeviceMemory, empty_caches, let_segments_grow, limit_memory, memory_of, pinned
 
 
 class Event(Protocol):
@@ -51,6 +52,9 @@ class ComputeDevice:
     def __init__(self, name: str):
         self.torch_device = choose_device(name)
         self.is_accelerator = self.torch_device.type != "cpu"
+        self.library_bytes = LIBRARY_BYTES if self.is_accelerator else 0  # that plans leave to them
+        if self.is_accelerator:
+            let_segments_grow(self.torch_device)
         self.copy_stream = self.new_stream()
         self.clock = DeviceClock(self._timed_event if self.is_accelerator else None, self.compute_stream)
 
@@ -173,10 +177,19 @@ class ComputeDevice:
         """Device memory that nobody uses; what torch keeps for later is that."""
         return self.memory().free_bytes
 
+    def limit(self, num_bytes: int | None) -> None:
+        """Of what torch's allocator may hold in this process from now on; None: all of it."""
+        if self.is_accelerator:
+            limit_memory(self.torch_device, num_bytes)
+
     def give_back(self) -> None:
         """What torch keeps for later, pinned host memory too: the system counts it as taken. Waits for the device."""
         if self.is_accelerator:
             empty_caches()
+
+    def peak_reserved_bytes(self) -> int:
+        """Most that torch's allocator held since the start of the process, in tensors or not; 0 on a CPU."""
+        return torch.accelerator.max_memory_reserved(self.torch_device) if self.is_accelerator else 0
 
     def peak_bytes(self) -> int:
         """Most device memory allocated since the start of the process; 0 on a CPU, whose peak is the process's own."""

@@ -14,6 +14,7 @@ from runtime.errors import BrokenModelError, ConfigError
 from runtime.plan.extents import pinned_bytes
 from runtime.stream.exchange import HostExchange, Trip
 from tests.fake_device import FakeDevice
+from tests.runtime.test_correct import RATES
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference
 
@@ -66,6 +67,20 @@ def test_tokens_equal_transformers(
 def test_tokens_do_not_depend_on_which_way_is_late(late: tuple[bool, bool], reference: References) -> None:
     ref = reference("llama")
     assert tokens(beside(ref, chunk=7), ref.prompts, FakeDevice((False, True, *late))) == ref.expected
+
+
+def test_its_kernel_is_ready_before_the_first_pass(reference: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rates that are known nothing else would compile it: its first use takes seconds."""
+    ref, prepared = reference("llama"), list[torch.dtype]()
+    monkeypatch.setattr("runtime.engine.streams.prepare_decode_attention", prepared.append)
+    for attention, expected in ((Attention.device, []), (Attention.cpu, [torch.float32])):
+        config = beside(ref)
+        runtime = Runtime(replace(config, policy=replace(config.policy, attention=attention)), device=FakeDevice())
+        requests = [runtime.request("0", ref.prompts[0])]
+        runtime.rates = RATES
+        plan = runtime.plan([request for request in requests if isinstance(request, Request)])
+        with runtime.session(plan):
+            assert prepared == expected
 
 
 def test_without_the_wait_for_what_goes_down_the_tokens_are_wrong(

@@ -14,10 +14,19 @@ from runtime.config import PolicyKind, Tier
 from runtime.engine.sequence import Request
 from runtime.errors import BudgetError
 from runtime.out_of_memory import is_out_of_memory
+from runtime.plan.device_slack import LIBRARY_BYTES
+from runtime.plan.load import Load
+from runtime.plan.memory import ALLOCATOR_SLACK_BYTES
+from runtime.plan.placement import Budgets
+from runtime.plan.placer import place
+from runtime.plan.profile import machine_of
 from runtime.session import Session
 from runtime.stream.device import ComputeDevice
-from runtime.units import MIB
+from runtime.stream.device_memory import ALLOCATOR_VARIABLES
+from runtime.units import GIB, MIB, gib_to_bytes
 from tests.caching_device import CachingDevice
+from tests.runtime.test_profile import profile
+from tests.toy import toy_shape
 from tests.two_devices import FakeAccelerator
 
 PROMPTS = [[5, 6, 7]] * 8
@@ -124,6 +133,80 @@ def test_a_card_that_stays_full_is_a_refusal_that_says_what_was_said_and_the_key
     said = r"(?s)CUBLAS_STATUS_NOT_INITIALIZED.*device memory:.*offload\.device_memory_gib or policy\.micro_batch_size"
     with pytest.raises(BudgetError, match=said), runtime.confirmed_session(requests_of(runtime)):
         pass
+
+
+def test_a_device_budget_holds_for_torchs_allocator_while_a_session_is_open(device: CachingDevice) -> None:
+    """Above what was in tensors before."""
+    runtime = Runtime(replace(CONFIG, offload=replace(CONFIG.offload, device_memory_gib=0.1)), device=device)
+    requests, before = requests_of(runtime), device.compute_buffer(MIB)
+    with runtime.confirmed_session(requests):
+        room = gib_to_bytes(0.1) + len(before) - device.own.allocated
+        device.compute_buffer(room)
+        with pytest.raises(torch.OutOfMemoryError):
+            device.compute_buffer(room + 1)
+    device.compute_buffer(room + 1)
+
+
+def test_a_limit_is_a_share_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = FakeAccelerator(monkeypatch)
+    device = ComputeDevice("cuda:1")
+    device.limit(GIB)
+    assert accelerator.limits == {1: 0.25}
+    device.limit(None)
+    assert accelerator.limits == {1: 1.0}
+    device.limit(5 * GIB)
+    assert accelerator.limits == {1: 1.0}
+
+
+def test_segments_grow_unless_the_user_configures_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = FakeAccelerator(monkeypatch)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    ComputeDevice("cuda")
+    assert accelerator.settings == ["expandable_segments:True"]
+    for name in ALLOCATOR_VARIABLES:
+        with monkeypatch.context() as context:
+            context.setenv(name, "max_split_size_mb:512")
+            ComputeDevice("cuda")
+    assert len(accelerator.settings) == 1
+
+
+def test_a_device_that_maps_no_pages_has_whole_segments(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = FakeAccelerator(monkeypatch)
+
+    def refuse(*sizes: int, **options: object) -> torch.Tensor:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    ComputeDevice("cuda")
+    assert accelerator.settings == ["expandable_segments:True", "expandable_segments:False"]
+    assert "memory of cuda:0 is allocated in whole segments" in caplog.text
+
+
+def test_what_libraries_take_is_a_term_of_the_devices_ledger_and_a_heaps_slack_is_none() -> None:
+    """And of every device, where a machine has several."""
+    shape, load = toy_shape(), Load.of(toy_shape(), [], 512)
+    totals: dict[int, int] = {}
+    for count in (0, 1, 4):
+        budgets = Budgets(host_bytes=GIB, device_bytes=4 * GIB, library_bytes=count * LIBRARY_BYTES)
+        ledger = place(shape, CONFIG, budgets, load).ledgers[0]
+        entries = {entry.name: entry for entry in ledger.entries}
+        assert ("libraries" in entries) == (count > 0)
+        assert ("slack 48 MiB" in entries["workspace"].equation) == (count == 0)
+        totals[count] = ledger.total_bytes
+    assert totals[1] - totals[0] == LIBRARY_BYTES - ALLOCATOR_SLACK_BYTES
+    assert totals[4] - totals[1] == 3 * LIBRARY_BYTES
+
+
+def test_a_run_and_a_plan_leave_a_device_the_same_for_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeAccelerator(monkeypatch)
+    offload = OffloadConfig(device_memory_gib=2.0)
+    found = budgets.budgets_of(offload, ComputeDevice("cuda"))
+    assert found.library_bytes == LIBRARY_BYTES == machine_of(profile("t4")).budgets.library_bytes
+    assert budgets.budgets_of(offload, ComputeDevice("cpu")).library_bytes == 0
+    assert machine_of(profile("4xt4")).budgets.library_bytes == 4 * LIBRARY_BYTES
 
 
 def test_pinned_memory_that_cannot_be_had_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,4 +162,5 @@ def _budgets(offload: OffloadConfig, machine: Machine) -> Budgets:
     return Budgets(
         host_bytes=machine.host_bytes if host is None else gib_to_bytes(host),
         device_bytes=machine.device_bytes if device is None or not has_own_memory else gib_to_bytes(device),
+        library_bytes=machine.library_bytes,
     )
