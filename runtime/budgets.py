@@ -18,8 +18,9 @@ FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is g
 
 
 def reclaim(device: ComputeDevice) -> None:
-    """What an earlier session has left of an accelerator's memory, and of memory that is pinned for it."""
-    if device.is_accelerator:
+    """What an earlier session has left of an accelerator's memory, and of memory that is pinned for it. Where none was
+    taken nothing is looked for, which takes a tenth of a second."""
+    if device.is_accelerator and device.memory().reserved:
         gc.collect()  # an engine refers to itself
         device.give_back()
 

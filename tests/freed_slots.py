@@ -15,6 +15,7 @@ from runtime.stream.exchange import TripMemory
 from runtime.stream.kv import KVStream
 from runtime.stream.kv_slot import KVSlot
 from runtime.stream.slot import Slot
+from runtime.stream.staging import StagingSlot
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.fake_streams import spoil
 
@@ -27,10 +28,15 @@ def when_recorded(event: object, spoiled: torch.Tensor, *, but_on: FakeStream | 
 @contextmanager
 def freed_slots_are_spoiled() -> Iterator[None]:
     """Of devices that are doubles; others are as they are."""
-    slot_made, kv_slot_made, trip_made, stored = Slot.__init__, KVSlot.__init__, TripMemory.__init__, KVStream.store
+    slot_made, staging_made = Slot.__init__, StagingSlot.__init__
+    kv_slot_made, trip_made, stored = KVSlot.__init__, TripMemory.__init__, KVStream.store
 
     def make_slot(slot: Slot, buffer: torch.Tensor, device: ComputeDevice) -> None:
         slot_made(slot, buffer, device)
+        when_recorded(slot.free, buffer)
+
+    def make_staging(slot: StagingSlot, buffer: torch.Tensor, device: ComputeDevice) -> None:
+        staging_made(slot, buffer, device)
         when_recorded(slot.free, buffer)
 
     def make_kv_slot(slot: KVSlot, buffer: torch.Tensor, staging: torch.Tensor, device: ComputeDevice) -> None:
@@ -50,6 +56,7 @@ def freed_slots_are_spoiled() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, made in (
             (Slot, "__init__", make_slot),
+            (StagingSlot, "__init__", make_staging),
             (KVSlot, "__init__", make_kv_slot),
             (TripMemory, "__init__", make_trip),
             (KVStream, "store", store),

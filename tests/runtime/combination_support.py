@@ -93,7 +93,13 @@ class Combination:
         """Raises ConfigError."""
         return RuntimeConfig(
             model=ModelConfig(name="test", path=str(directory), dtype=DType.float32),
-            offload=OffloadConfig(tier=self.tier, resident_layers=1, expert_paging=self.paging, read_chunk_mib=1),
+            offload=OffloadConfig(
+                tier=self.tier,
+                resident_layers=1,
+                expert_paging=self.paging,
+                read_chunk_mib=1,
+                host_memory_gib=4.0,  # nobody asks the kernel
+            ),
             kv=self.kv,
             prefetch=self.prefetch,
             policy=PolicyConfig(

@@ -4,7 +4,7 @@ reason that is written down here; and they are counted, so that none disappears 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,7 @@ from runtime.plan.planner import RunPlan
 from runtime.plan.policy_grid import Choices
 from runtime.plan.rates import MachineRates
 from tests.fake_device import FakeDevice
+from tests.late_reads import files_are_read
 from tests.runtime.combination_support import (
     BESIDE,
     CGOPIPE,
@@ -53,7 +54,12 @@ RATES = MachineRates(
     gemm_flops_per_second={1: 1e9}, attention_bytes_per_second=1e10, cpu_attention_bytes_per_second=1e10,
     prefill_attention_flops_per_second=1e10,
 )  # fmt: skip
-LATE, EARLY = (False, True, True, True, True), (False,) * 5  # streams of a device, compute first
+DEVICES: Sequence[Callable[[int], FakeDevice]] = (  # of a combination by its number; streams late, compute first
+    lambda _: FakeDevice((True,) * 5),
+    lambda _: FakeDevice((False,) * 5),
+    lambda _: FakeDevice((True, False, False, False, False)),
+    lambda number: FakeDevice(seed=number),
+)
 
 
 class Bench:
@@ -79,10 +85,10 @@ class Bench:
         self.runtime.config = combination.config(self.directory)
         return self.runtime.plan(self._requests)
 
-    def is_exact(self, plan: RunPlan, late: tuple[bool, ...]) -> bool:
-        """Of the combination that was planned last."""
-        self.runtime.device = FakeDevice(late)
-        with self.runtime.session(plan) as session:
+    def is_exact(self, plan: RunPlan, number: int) -> bool:
+        """Of the combination that was planned last, on a device whose streams run as `number` has it, and files too."""
+        self.runtime.device = DEVICES[number % len(DEVICES)](number)
+        with files_are_read(is_late=number % len(DEVICES) != 1), self.runtime.session(plan) as session:
             if plan.policy.admission is Admission.continuous:
                 order = [index for block in plan.blocks for index in block.members]
                 found = dict(session.stream(order, self._requests, {}))
@@ -211,7 +217,7 @@ def test_every_combination_gives_transformers_tokens_or_is_refused(
         is_new = (way := what_is_done(plan)) not in done
         if is_new:
             done.add(way)
-            assert bench(kind).is_exact(plan, (LATE, EARLY)[len(done) % 2]), combination
+            assert bench(kind).is_exact(plan, len(done)), combination
         is_depth_open = combination.prefetch.kind is Prefetch.cost_aware  # which one it is, rates say
         counts["cost_aware" if is_depth_open else "exact" if is_new else "as another"] += 1
     assert tuple(counts[what] for what in ("exact", "as another", "cost_aware", "refused")) == expected

@@ -10,8 +10,10 @@ import torch
 from runtime.config import Admission, KVConfig, KVTier, Order, Tier
 from runtime.errors import BrokenModelError
 from runtime.stream.device import Part
+from runtime.stream.staging import LaterTransfer
 from tests.fake_device import Careless, FakeDevice, FakeEvent, FakeStream
 from tests.fake_streams import Within
+from tests.late_reads import files_are_read
 from tests.runtime.test_beside import beside
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference
@@ -103,3 +105,12 @@ def test_memory_of_inference_is_written_in_inference_alone() -> None:
     assert parts[0].target.tolist() == [1.0] * 4
     with pytest.raises(RuntimeError, match="outside InferenceMode"):
         device.copy_all(parts, on=device.copy_stream, after=device.new_event())
+
+
+def test_reads_that_nobody_waits_for_show_in_the_tokens(reference: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread would mostly have read by then."""
+    ref = reference("llama")
+    with files_are_read(is_late=True):
+        assert are_right(ref, FakeDevice(), tier=Tier.nvme)
+        monkeypatch.setattr(LaterTransfer, "wait", lambda read: read.begun.result())
+        assert not are_right(ref, FakeDevice(), tier=Tier.nvme)
