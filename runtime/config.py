@@ -197,14 +197,15 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences; for None: `usual_sizes.py`.
+    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences; for None: `usual_sizes.py`,
+    and `usual_order.py` for a `schedule` of None.
     `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
 
     kind: PolicyKind = PolicyKind.auto
     micro_batch_size: int | None = None
     num_micro_batches: int | None = None
     admission: Admission = Admission.wave
-    schedule: Order = Order.zigzag
+    schedule: Order | None = None
     attention: Attention = Attention.device
     prefill_chunk_tokens: int | None = None
     pin: str | None = None
@@ -257,9 +258,10 @@ class RuntimeConfig:
 
 def require_groups_agree(policy: PolicyConfig, prefetch: PrefetchConfig, offload: OffloadConfig) -> None:
     """Raises ConfigError where the groups contradict each other, whatever the model and the machine."""
-    order, is_off = policy.schedule, prefetch.kind is Prefetch.off
-    require(
-        not (order in ORDERS_AHEAD and is_off and offload.tier is Tier.nvme),
-        f"policy.schedule={order.value} reads a stage while the one before it is computed, which prefetch=off forbids: "
-        "prefetch=lookahead, or policy.schedule=zigzag",
-    )
+    is_off = prefetch.kind is Prefetch.off and offload.tier is Tier.nvme
+    for order in ORDERS_AHEAD:
+        require(
+            policy.schedule is not order or not is_off,
+            f"policy.schedule={order.value} reads a stage while the one before it is computed, which prefetch=off "
+            "forbids: prefetch=lookahead, or policy.schedule=zigzag",
+        )

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Rows
 import torch
 
 from ..cache.paged import PagedKV
+from ..cache.upload import upload
 from ..model.events import NeedStage
 from .lane import Lane, LaneKit
 from .records import PassCounts
@@ -86,8 +87,8 @@ class PackedLane(Lane):
         tokens = [token for s, new in zip(self.sequences, self._new, strict=True) for token in _next_tokens(s, new)]
         pasts = zip(self._cache.past, self._new, strict=True)
         places = [place for past, new in pasts for place in range(past, past + new)]
-        self._ids_1T = torch.tensor([tokens], device=self._device)
-        self._positions_1T = torch.tensor([places], device=self._device)
+        self._ids_1T = upload([tokens], self._device)
+        self._positions_1T = upload([places], self._device)
         pairs = enumerate(zip(self.sequences, self._new, strict=True))
         self._asking = [row for row, (s, new) in pairs if new and s.num_cached + new == s.num_known]
         self._cache.begin_pass(self._new, self._asking)

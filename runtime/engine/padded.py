@@ -10,6 +10,7 @@ import torch
 from transformers import Cache
 
 from ..cache.rectangle import RectangleKV, rectangle_cache
+from ..cache.upload import upload
 from ..model.generating import PassInputs
 from ..plan.memory import chunk_columns
 from .lane import LaneKit
@@ -45,7 +46,7 @@ class PaddedLane(RectangleLane):
 
     def _prepare(self) -> None:
         if self._done >= self._width:
-            self._ids_BT = torch.tensor([s.generated[-1] for s in self.sequences], device=self._device)[:, None]
+            self._ids_BT = upload([[s.generated[-1]] for s in self.sequences], self._device)
             self._mask_BS = torch.cat([self._mask_BS, torch.ones_like(self._ids_BT)], 1)
         else:
             self._ids_BT = self._prompts_BS[:, self._done : self._done + self._columns]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ..config import ExpertPaging
 from .extents import pinned_bytes
 from .ledger import Entry
+from .memory import LANE_INNER
 from .model_shape import ModelShape
 from .shapes import Stage
 from .stage_sizes import ExpertSizes
@@ -18,6 +19,7 @@ from .walk import Walk
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
 NUM_STAGING_SLOTS = 2
 GROUPED_VISITS = 2048  # that an accelerator's experts take at once, or as many as a lane has tokens
+RUNNING_HIDDEN, RUNNING_INNER = 5, 4  # vectors of a token at experts that run for all lanes
 INDEX_BYTES = 8  # torch numbers experts and tokens in int64
 
 
@@ -146,7 +148,8 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     waiting = (3 * shape.hidden_size + num_experts) * size + choices * (size + INDEX_BYTES)
-    running = (5 * shape.hidden_size + 4 * shape.intermediate_size) * size + choices * 3 * (size + INDEX_BYTES)
+    vectors = RUNNING_HIDDEN * shape.hidden_size + RUNNING_INNER * shape.intermediate_size
+    running = vectors * size + choices * 3 * (size + INDEX_BYTES)
     return (
         Entry(
             name="lanes at their experts",
@@ -161,18 +164,26 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     )
 
 
-def visit_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
-    """Experts that run at once for so many tokens, in an accelerator's memory: of each visit the input, gate and up,
-    their product twice, and the output, as its token has it and weighted, once in float32."""
+def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tuple[Entry, ...]:
+    """What experts that run at once for so many tokens take in an accelerator's memory beyond what a lane's activations
+    count for its feed-forward, or module batching for one expert that all tokens visit.
+
+    Of each visit the input, gate and up, their product twice, and the output, as its token has it and weighted, once in
+    float32.
+    """
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if not choices:
         return ()
+    size = shape.compute_dtype_bytes
     num_visits = min(num_tokens * choices, max(num_tokens, GROUPED_VISITS))
     numbers = 6 * shape.hidden_size + 4 * shape.intermediate_size // choices
+    counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
+    if not is_batched and not shape.has_joined_gates:
+        counted = LANE_INNER * shape.intermediate_size
     return (
         Entry(
             name="experts at once",
-            num_bytes=num_visits * numbers * shape.compute_dtype_bytes,
-            equation=f"{num_visits:,} visits x {numbers:,} x {shape.compute_dtype_bytes} B",
+            num_bytes=max(0, num_visits * numbers - num_tokens * counted) * size,
+            equation=f"({num_visits:,} visits x {numbers:,} - {num_tokens:,} tokens x {counted:,} counted) x {size} B",
         ),
     )

@@ -16,6 +16,7 @@ from .model_shape import ModelShape
 
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
 PANEL_BYTES = 16 * MIB  # of widened weights, at most
+LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
 GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/rowwise.py
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
 SAMPLING_BYTES = 24 * MIB  # that choosing tokens makes of the few logits it takes at a time, see engine/sampling.py
@@ -118,8 +119,8 @@ def lane_entries(
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest = max(tokens, default=0)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    inner = (2 * min(largest, GATED_ROWS) if shape.has_joined_gates else 3 * largest) * shape.intermediate_size
-    widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice; gate, up and their product
+    inner = (2 * min(largest, GATED_ROWS) if shape.has_joined_gates else LANE_INNER * largest) * shape.intermediate_size
+    widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice
     numbers = 4 * largest * shape.hidden_size + widest_step
     lane_rows = max((len(lane) for lane in micro_batches), default=0)
     logits = lane_rows * shape.vocab_size * 4

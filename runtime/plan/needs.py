@@ -74,12 +74,12 @@ class Needs:
         entries += self._fixed
         if placement.host_layers:
             entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
-        if placement.walk.routing:
+        is_batched = bool(placement.walk.routing)
+        if is_batched:
             entries += batch_entries(self.shape, self.load.all_tokens)
         if self.budgets.has_device:
-            entries += visit_entries(
-                self.shape, self.load.all_tokens if placement.walk.routing else self.load.most_tokens
-            )
+            num_tokens = self.load.all_tokens if is_batched else self.load.most_tokens
+            entries += visit_entries(self.shape, num_tokens, is_batched=is_batched)
         return tuple(entries)
 
     def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..batching.balance import Block, plan_blocks
-from ..config import KVConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..config import KVConfig, Order, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..errors import BudgetError
 from .choice import Choice
 from .hrm import search
 from .load import Load
@@ -24,6 +25,7 @@ from .policy_grid import Choices
 from .predict import Prediction, decode_pass_seconds, predict
 from .rates import MachineRates
 from .run_load import bare, run_load
+from .usual_order import usual_orders
 from .usual_sizes import block_size, chunk_sizes, is_whole, micro_batch_sizes
 from .workload import Workload
 
@@ -73,6 +75,31 @@ def plan_run(
     """
     if config.policy.kind is PolicyKind.hrm and rates is not None and sizes:
         return _plan_best(shape, config, budgets, sizes, rates, blocks, num_halvings)
+    if config.policy.schedule is not None:
+        return _plan_in_order(shape, config, budgets, sizes, rates, blocks, num_halvings)
+    *better, last = usual_orders(shape, has_device=budgets.has_device)
+    for order in better:
+        try:
+            return _plan_in_order(shape, _in_order(config, order), budgets, sizes, rates, blocks, num_halvings)
+        except BudgetError:
+            continue
+    return _plan_in_order(shape, _in_order(config, last), budgets, sizes, rates, blocks, num_halvings)
+
+
+def _in_order(config: RuntimeConfig, order: Order) -> RuntimeConfig:
+    return replace(config, policy=replace(config.policy, schedule=order))
+
+
+def _plan_in_order(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    sizes: Sequence[SequenceSize],
+    rates: MachineRates | None,
+    blocks: tuple[Block, ...] | None,
+    num_halvings: int,
+) -> RunPlan:
+    """As `plan_run`, where the order is said and nothing is searched."""
     if blocks is None:
         chunk, blocks = _choose_blocks(shape, config, budgets, sizes, num_halvings)
     else:
@@ -141,13 +168,15 @@ def _plan_best(
 
 
 def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
+    order = plan.policy.schedule
+    assert order is not None, "a plan says it"
     num_travelling, num_fixed = len(plan.placement.kv.page_bytes), len(shape.bounded_layers)
     num_layers = sum(1 for size in shape.kv_layer_bytes if size) - num_fixed
     return Policy(
         micro_batch_size=plan.lane_size,
         num_micro_batches=plan.num_lanes,
         attention=plan.policy.attention,
-        schedule=plan.policy.schedule,
+        schedule=order,
         resident_layers=sum(stage.index in plan.placement.resident for stage in shape.layers),
         kv_fraction=1 - num_travelling / num_layers if num_layers > 0 else 1.0,
     )

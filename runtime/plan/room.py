@@ -136,11 +136,14 @@ class _Need:
 
     def _visits(self) -> Floats:
         """Of all lanes' tokens where these are batched, of one lane's elsewhere."""
-        lanes = np.where(self._grid.has_order(Order.module_batched), self._grid.lanes, 1)
-        tokens = lanes * self._per_lane(self._tokens)
+        alone = self._per_lane(self._tokens)
+        batched = self._grid.has_order(Order.module_batched)
+        return np.where(batched, self._visit_bytes(self._grid.lanes * alone, True), self._visit_bytes(alone, False))
+
+    def _visit_bytes(self, tokens: Floats, is_batched: bool) -> Floats:
         counts, place = np.unique(tokens, return_inverse=True)
-        numbers = [sum(entry.num_bytes for entry in visit_entries(self._shape, int(n))) for n in counts]
-        return np.asarray(numbers, dtype=np.float64)[place]
+        entries = [visit_entries(self._shape, int(count), is_batched=is_batched) for count in counts]
+        return np.asarray([sum(entry.num_bytes for entry in each) for each in entries], dtype=np.float64)[place]
 
     def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
         """Of the largest lane of each policy."""

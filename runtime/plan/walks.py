@@ -63,7 +63,7 @@ def _walk(
     has_device: bool,
 ) -> Walk:
     """A walk that begins later needs no more slots of either kind than the whole one."""
-    prefetch, order = config.prefetch, config.policy.schedule
+    prefetch, order = config.prefetch, config.policy.schedule or Order.zigzag
     first = shape.first_decode_stage if is_decode else 0
     passed = tuple(stage for stage in streamed if stage >= first)
     block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(passed) > prefetch.block_layers else 1

@@ -9,12 +9,13 @@ import torch
 
 from runtime.cache import device_attention
 from runtime.cache.paged import PagedKV
+from runtime.config import Tier
 from tests.attention_doubles import FlashCall, FlashDouble, install_flash, refuse_groups
 from tests.fake_device import FakeDevice
 from tests.host_counters import CountedDevice, counting, mark
 from tests.host_counts import HostCounts
 from tests.runtime.test_beside import beside
-from tests.runtime.test_fidelity import tokens
+from tests.runtime.test_fidelity import config_for, tokens
 from tests.runtime.test_paged import (
     KINDS,
     LAYERS,
@@ -211,3 +212,15 @@ def test_the_double_refuses_what_kernels_do() -> None:
     ):
         with pytest.raises(AssertionError):
             wrong()
+
+
+def test_a_run_waits_for_the_device_neither_to_attend_nor_to_begin_a_pass(
+    reference: Callable[[str], Reference],
+) -> None:
+    ref = reference("llama")
+    with counting() as counter:
+        assert tokens(config_for(ref, tier=Tier.cpu), ref.prompts, CountedDevice((False, True))) == ref.expected
+    ours = ("runtime/cache/", "runtime/model/attention.py", "runtime/engine/packed.py")
+    waits = [what for what in counter.take().syncs if "runtime/cache/host_" not in what]  # a host's own, as measured
+    assert [what for what in waits if any(name in what for name in ours)] == []
+    assert waits  # the sampler's

@@ -245,14 +245,13 @@ def test_batched_experts_cost_by_the_token_of_all_lanes() -> None:
     assert sum(e.num_bytes for e in batch_entries(shape, 0)) == 0
 
 
-def test_experts_that_run_at_once_are_counted_by_the_visit_up_to_as_many_as_there_are_tokens() -> None:
-    shape = shape_with(STAGE)
-    choices, number = STAGE.num_experts_per_token, 6 * shape.hidden_size * shape.compute_dtype_bytes
-
-    def bytes_of(num_tokens: int) -> int:
-        return sum(entry.num_bytes for entry in visit_entries(shape, num_tokens))
-
-    assert bytes_of(8) == 8 * bytes_of(1) >= 8 * choices * number
-    assert bytes_of(GROUPED_VISITS) == bytes_of(GROUPED_VISITS // choices)
-    assert bytes_of(3 * GROUPED_VISITS) == 3 * bytes_of(GROUPED_VISITS)
-    assert visit_entries(toy_shape(), 8) == ()
+@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 8, GROUPED_VISITS // 2, GROUPED_VISITS, 3 * GROUPED_VISITS])
+def test_experts_that_run_at_once_are_counted_beyond_what_is_counted_anyway(num_tokens: int, is_batched: bool) -> None:
+    shape, choices = shape_with(STAGE), STAGE.num_experts_per_token
+    num_visits = min(num_tokens * choices, max(num_tokens, GROUPED_VISITS))
+    needed = num_visits * (6 * shape.hidden_size + 4 * shape.intermediate_size // choices)
+    counted = (5 * shape.hidden_size if is_batched else 0) + (4 if is_batched else 3) * shape.intermediate_size
+    (entry,) = visit_entries(shape, num_tokens, is_batched=is_batched)
+    assert entry.num_bytes == max(0, needed - num_tokens * counted) * shape.compute_dtype_bytes
+    assert visit_entries(toy_shape(), num_tokens, is_batched=is_batched) == ()
