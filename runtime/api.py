@@ -12,7 +12,7 @@ import torch
 from .batching.balance import Block
 from .budgets import budgets_of, device_limited, reclaim, require_within
 from .choices import plan_by_choice, policies_directory, question
-from .config import Admission, PolicyKind, RuntimeConfig, SamplingOverrides
+from .config import Admission, Attention, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.calibrate import measure_rates
 from .engine.engine import Engine
 from .engine.measure.machine import device_name
@@ -20,7 +20,7 @@ from .engine.requests import Rejected, make_request
 from .engine.sampling import Sampler, sampler_for
 from .engine.self_check import check_lanes, is_due
 from .engine.sequence import Completion, Request
-from .engine.setup import Setup, prepare_kernels
+from .engine.setup import Setup, prepare_attention, prepare_kernels
 from .engine.streams import open_streams
 from .engine.tokens import tokenize
 from .first_try import opened
@@ -44,11 +44,7 @@ from .plan.usual_sizes import chunk_tokens
 from .session import Session
 from .store.reader import Reader
 from .stream.device import ComputeDevice
-from .stream.host_memory import (
-    reset_peak,
-    resident_bytes,
-    set_allocator,
-)
+from .stream.host_memory import reset_peak, resident_bytes, set_allocator
 from .trace import Trace
 from .units import MIB
 
@@ -91,6 +87,8 @@ class Runtime:
         self._is_checked = False
         if not self.device.is_accelerator:
             prepare_kernels(self.model, find_products(self.host))
+        elif self.config.policy.attention is Attention.cpu:
+            prepare_attention(self.model)
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 

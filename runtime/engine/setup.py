@@ -28,11 +28,16 @@ class Setup:
     trace: Trace | None
 
 
+def prepare_attention(model: LoadedModel) -> None:
+    """Decode attention on the CPU, beside an accelerator too; the second time at no cost."""
+    if model.shape.is_packed:
+        prepare_decode_attention(model.compute_dtype)
+
+
 def prepare_kernels(model: LoadedModel, products: ProductTable | None) -> None:
     """Those that a model on the CPU computes with; its products go by `products` from now on."""
     choose_multipliers(products)
-    if model.shape.is_packed:
-        prepare_decode_attention(model.compute_dtype)
+    prepare_attention(model)
     if model.compute_dtype == torch.float32:
         slices = [piece for stage in model.shape.stages for p in stage.parameters for piece in p.slices]
         stored = {piece.dtype for piece in slices if len(piece.shape) >= 2}

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from ..cache.host_attention import prepare_decode_attention
 from ..config import Attention, KVTier, RuntimeConfig
 from ..plan.kv import KVLayout
 from ..store.kv_file import KVFile
@@ -15,7 +14,7 @@ from ..stream.experts import ExpertStream
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
 from ..units import MIB
-from .setup import Setup
+from .setup import Setup, prepare_attention
 from .workers import AttentionWorkers
 
 
@@ -47,7 +46,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
     shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
     first = shape.layers[0].index
     if placement.host_layers:
-        prepare_decode_attention(setup.model.compute_dtype)
+        prepare_attention(setup.model)  # a search may have come to it
     with ExitStack() as stack:
         stack.callback(device.settle)  # last, while the streams' memory is still theirs
         experts = None
