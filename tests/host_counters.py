@@ -110,6 +110,8 @@ class HostCounter(TorchDispatchMode):
         times = WAITS.get(name, 0)
         if name in ("index", "index_put_", "_index_put_impl_"):
             times = _num_masks(*args)
+            if from_host := sum(index is not None and not on_device(index) for index in args[1]):
+                self.sync("index from host", from_host)
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             times = 1
         if times:
@@ -190,15 +192,20 @@ def counting() -> Iterator[HostCounter]:
         yield counter
 
 
+def _names_device(device: object) -> bool:
+    """The double's is called cpu too; whoever means the host's memory writes the word."""
+    return isinstance(device, torch.device) and device.type != "meta"
+
+
 def _placed(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     made = original(*args, **kwargs)
-    return mark(made) if kwargs.get("device") is not None else made
+    return mark(made) if _names_device(kwargs.get("device")) else made
 
 
 def _uploading(counter: HostCounter) -> Callable[..., torch.Tensor]:
     def made(original: Callable[..., torch.Tensor], *args: Any, device: object = None, **kwargs: Any) -> torch.Tensor:
         found = original(*args, device=device, **kwargs)
-        if device is not None and not on_device(found):
+        if _names_device(device) and not on_device(found):
             counter.crossing(found, is_down=False, is_blocking=True)
             mark(found)
         return found
@@ -210,7 +217,7 @@ def _moving(counter: HostCounter) -> Callable[..., torch.Tensor]:
     def made(original: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         target = kwargs.get("device", args[0] if args else None)
         found = original(tensor, *args, **kwargs)
-        if isinstance(target, str | torch.device) and str(target) != "meta" and not on_device(found):
+        if _names_device(target) and not on_device(found):
             counter.crossing(found, is_down=False, is_blocking=not kwargs.get("non_blocking", False))
             return mark(found.clone() if found.untyped_storage() is tensor.untyped_storage() else found)
         return found

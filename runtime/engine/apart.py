@@ -62,10 +62,17 @@ class ApartLane(Lane):
             for run in runs:
                 run.throw(GreenletExit)
             self._runs = []
-        self._logits_BV = torch.cat([row.logits for row in self._rows])
 
-    def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
-        counts = PassCounts.total([row.end_pass() for row in self._rows])
+    def draw(self) -> torch.Tensor:
+        return torch.cat([row.draw() for row in self._rows])
+
+    def _asking_sequences(self) -> list[Sequence]:
+        """Each row draws by itself."""
+        return []
+
+    def _finish(self, drawn: torch.Tensor) -> PassCounts:
+        parts = drawn.split([row.num_drawn for row in self._rows])
+        counts = PassCounts.total([row.end_pass(part) for row, part in zip(self._rows, parts, strict=True)])
         for row in self._rows:
             if row.is_done:
                 row.close()

@@ -17,10 +17,15 @@ class Dictation(Sampler):
         self._tokens = tokens
         self.heard: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
-    def step(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, step: int) -> None:
-        for row, sequence in enumerate(sequences):  # where nobody asks, the head has seen a token all the same
+    def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+        return (
+            logits_BV[: len(sequences)].float().view(torch.int32)
+        )  # where nobody asks, the head sees one all the same
+
+    def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
+        for sequence, logits_V in zip(sequences, drawn.view(torch.float32), strict=True):
             told, heard = self._tokens[sequence.request.id], self.heard[sequence.request.id]
             sequence.generated.append(told[len(heard)])
-            heard.append(logits_BV[row].float().cpu().clone())
+            heard.append(logits_V.clone())
             if len(heard) == len(told):
                 sequence.finish = FinishReason.length

@@ -174,8 +174,8 @@ class Engine:
             for lane in lanes:
                 lane.abandon()
             raise
-        counts = PassCounts.total([lane.end_pass() for lane in lanes])
-        self._device.finish()
+        drawn = self._device.brought([lane.draw() for lane in lanes])
+        counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(lanes, drawn, strict=True)])
         times = self._monitor.take(self._streams.counters)
         return PassRecord(
             block=block,

@@ -55,7 +55,8 @@ class TravellingKV(Protocol):
 
 
 class Lane(ABC):
-    """`begin_pass`, then `advance` until it returns None, then `end_pass`; `sequences` holds those still unfinished."""
+    """`begin_pass`, then `advance` until it returns None, then `draw` and `end_pass`; `sequences` holds those still
+    unfinished."""
 
     def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
         self._model, self._sampler, self._device = kit.model, kit.sampler, kit.device.torch_device
@@ -63,6 +64,7 @@ class Lane(ABC):
         self._rope_lengths = kit.rope_lengths
         self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None
+        self._drawing: list[Sequence] = []
         self._num_passes = 0
 
     @property
@@ -96,18 +98,25 @@ class Lane(ABC):
         event = self._run.switch(answer)
         return None if self._run.dead else event
 
-    @property
-    def logits(self) -> torch.Tensor:
-        """Of the rows that asked (B, V), until `end_pass`."""
+    def draw(self) -> torch.Tensor:
+        """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for
+        each sequence that asks."""
         assert self._logits_BV is not None, "the pass has not ended"
-        return self._logits_BV
+        self._drawing, logits_BV = self._asking_sequences(), self._logits_BV
+        self._logits_BV = None
+        return self._sampler.draw(self._drawing, logits_BV)
 
-    def end_pass(self) -> PassCounts:
-        """Samples, drops finished sequences and says what the pass amounted to."""
-        counts = self._finish(self.logits)
-        self._logits_BV, self._run = None, None
+    def end_pass(self, drawn: torch.Tensor) -> PassCounts:
+        """Hands out the tokens, drops finished sequences and says what the pass amounted to."""
+        counts = self._finish(drawn)
+        self._drawing, self._run = [], None
         self._num_passes += 1
         return counts
+
+    @property
+    def num_drawn(self) -> int:
+        """Rows of what `draw` gave."""
+        return len(self._drawing)
 
     def is_running(self, run: object) -> bool:
         """Whether it is this lane's pass that `run` is."""
@@ -131,9 +140,10 @@ class Lane(ABC):
             return False
         return lengths.is_restart(num_cached=sequence.num_cached, num_known=sequence.num_known)
 
-    def _sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> int:
-        self._sampler.step(sequences, logits_BV, self._num_passes)
-        return sum(sequence.finish is not FinishReason.error for sequence in sequences)
+    def _tell(self, drawn: torch.Tensor) -> int:
+        """Those who asked; returns how many got a token."""
+        self._sampler.tell(self._drawing, drawn, self._num_passes)
+        return sum(sequence.finish is not FinishReason.error for sequence in self._drawing)
 
     @abstractmethod
     def close(self) -> None:
@@ -164,4 +174,8 @@ class Lane(ABC):
     def _forward(self) -> None: ...
 
     @abstractmethod
-    def _finish(self, logits_BV: torch.Tensor) -> PassCounts: ...
+    def _asking_sequences(self) -> list[Sequence]:
+        """Whose next token the logits of the pass give, row by row."""
+
+    @abstractmethod
+    def _finish(self, drawn: torch.Tensor) -> PassCounts: ...

@@ -2,7 +2,6 @@
 as they leave the head, before any processor, temperature or cut. transformers calls these logits `output_logits`.
 """
 
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +16,21 @@ class TokenLogprobs:
     top: tuple[float, ...]
 
 
-def token_logprobs(logits_BV: torch.Tensor, tokens: Rows[int], num_top: int) -> list[TokenLogprobs]:
-    """One for each row, whose chosen token is in `tokens`. `logits_BV` is float32."""
+def written_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
+    """Of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B, 1 + 2 num_top), so
+    that one transfer brings them to the host. `logits_BV` is float32."""
     logprobs_BV = torch.log_softmax(logits_BV, -1)
-    chosen_B1 = torch.tensor(tokens, device=logits_BV.device)[:, None]
-    own = logprobs_BV.gather(-1, chosen_B1)[:, 0].tolist()
+    own_B1 = logprobs_BV.gather(-1, tokens_B[:, None])
     top = logprobs_BV.topk(num_top, -1)
+    return torch.cat([own_B1.view(torch.int32), top.indices.int(), top.values.view(torch.int32)], 1)
+
+
+def read_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
+    """One for each row."""
+    num_top = numbers.shape[1] // 2
+    values = numbers.contiguous().view(torch.float32)
+    own, top_ids, top = values[:, 0], numbers[:, 1 : 1 + num_top], values[:, 1 + num_top :]
     return [
-        TokenLogprobs(own=o, top_ids=tuple(ids), top=tuple(values))
-        for o, ids, values in zip(own, top.indices.tolist(), top.values.tolist(), strict=True)
+        TokenLogprobs(own=o, top_ids=tuple(ids), top=tuple(likely))
+        for o, ids, likely in zip(own.tolist(), top_ids.tolist(), top.tolist(), strict=True)
     ]

@@ -111,19 +111,22 @@ class PackedLane(Lane):
         is_asked_alone = len(logits_TV) == len(self._cache.asked_B)  # some classes make logits of all tokens
         self._logits_BV = logits_TV if is_asked_alone else logits_TV[self._cache.asked_B]
 
-    def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
+    def _asking_sequences(self) -> list[Sequence]:
+        return [self.sequences[row] for row in self._asking]
+
+    def _finish(self, drawn: torch.Tensor) -> PassCounts:
         self._cache.end_pass()
         num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
         for sequence, new in zip(self.sequences, self._new, strict=True):
             sequence.num_cached += new
-        asking = [self.sequences[row] for row in self._asking]
+        asking = self._drawing
         counts = PassCounts(
             num_sequences=sum(1 for new in self._new if new),
             real_tokens=sum(self._new),
             padded_tokens=sum(self._new),
             prompt_tokens=sum(self._new) - num_decoded,
             issued_tokens=len(asking),
-            useful_tokens=self._sample(asking, logits_BV),
+            useful_tokens=self._tell(drawn),
         )
         for sequence in [s for s in self.sequences if s.finish is not None]:
             self.leave(sequence)

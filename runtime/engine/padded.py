@@ -69,21 +69,25 @@ class PaddedLane(RectangleLane):
         out = self._model(**inputs.of(self._model, self._cache))
         self._logits_BV = out.logits[:, -1]
 
-    def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
-        real = int(self._mask_BS[:, self._done : self._end].sum())
+    def _asking_sequences(self) -> list[Sequence]:
+        return self.sequences if self._end >= self._width else []
+
+    def _finish(self, drawn: torch.Tensor) -> PassCounts:
+        real = 0
         is_prefill = self._done < self._width
         for sequence in self.sequences:
             num_pads = self._width - self._num_prompt[sequence.request.key]
+            real += max(0, self._end - max(self._done, num_pads))
             sequence.num_cached = max(0, self._end - num_pads)
         self._done = self._end
-        asking = self.sequences if self._done >= self._width else []
+        asking = self._drawing
         counts = PassCounts(
             num_sequences=len(self.sequences),
             real_tokens=real,
             padded_tokens=self._ids_BT.numel(),
             prompt_tokens=real if is_prefill else 0,
             issued_tokens=len(asking),
-            useful_tokens=self._sample(asking, logits_BV),
+            useful_tokens=self._tell(drawn),
         )
         self._drop_finished_rows()
         if any(self._begins_again(s) for s in asking):

@@ -5,6 +5,7 @@ history.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from ..cache.upload import upload
 from ..config import SamplingConfig
 from .sequence import Sequence
 
@@ -54,7 +56,8 @@ class LengthStep:
             return scores_BV
         made_BV = scores_BV.clone()
         for length, rows in rows_of.items():
-            made_BV[rows] = process(LogitsProcessorList([self.processor]), unread(len(rows), length), scores_BV[rows])
+            rows_R, processors = upload(rows, scores_BV.device), LogitsProcessorList([self.processor])
+            made_BV[rows_R] = process(processors, unread(len(rows), length), scores_BV[rows_R])
         return made_BV
 
 
@@ -73,18 +76,25 @@ class Processors:
         start_token_id: int | None,
         device: torch.device,
     ):
+        """`device`: of the logits; what a processor looks up lies there before the first pass."""
         self._start_token_id = start_token_id
+        self._device: Any = device  # torch takes it where transformers asks for a str
         eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
         self._by_history = _history_steps(config, bad_words, eos)
         ending = [] if eos is None else [*self._least_lengths(config, eos)]
         growing = [] if eos is None else [*_growing_penalty(config, eos)]
-        self._by_length = [*ending, *self._forced_tokens(config), *growing, *self._suppressed_tokens(config)]
+        self._by_length = [
+            *ending,
+            *self._forced_tokens(config),
+            *growing,
+            *self._suppressed_tokens(config),
+        ]
 
     def __call__(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Scores, a tensor of their own where anything is applied: `logits_BV` is left as it is."""
         scores_BV = logits_BV
         if self._by_history:
-            ids_BT = self._history(sequences, pad=logits_BV.shape[-1]).to(logits_BV.device)
+            ids_BT = upload(self._history(sequences, pad=logits_BV.shape[-1]), logits_BV.device)
             scores_BV = process(self._by_history, ids_BT, F.pad(scores_BV, (0, 1)))[:, :-1]  # the pad has a column too
         for step in self._by_length:
             scores_BV = step(sequences, scores_BV)
@@ -111,17 +121,19 @@ class Processors:
             )
         if config.forced_eos_token_id is not None:
             yield LengthStep(
-                processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id),
+                processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id, self._device),
                 length=lambda row: 0 if _num_new(row) == row.request.max_new_tokens - 1 else None,
             )
 
     def _suppressed_tokens(self, config: SamplingConfig) -> Iterator[LengthStep]:
         is_forced = config.forced_bos_token_id is not None
         if config.suppress_tokens:
-            yield LengthStep(processor=SuppressTokensLogitsProcessor(config.suppress_tokens), length=lambda _: 0)
+            yield LengthStep(
+                processor=SuppressTokensLogitsProcessor(config.suppress_tokens, self._device), length=lambda _: 0
+            )
         if config.begin_suppress_tokens:
             yield LengthStep(
-                processor=SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, 0),
+                processor=SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, 0, self._device),
                 length=lambda row: 0 if _num_new(row) == self._num_before_begin(row, is_forced) else None,
             )
 
@@ -133,13 +145,13 @@ class Processors:
         """What generate calls the length: the prompt's tokens, or a decoder's one start token, and new ones."""
         return row.num_known if self._start_token_id is None else 1 + _num_new(row)
 
-    def _history(self, sequences: Rows[Sequence], pad: int) -> torch.Tensor:
+    def _history(self, sequences: Rows[Sequence], pad: int) -> list[list[int]]:
         """What each row's decoder has seen and generated, padded on the left with `pad`, which no row contains. Behind
         an encoder the prompt is not among it."""
         start = self._start_token_id
         rows = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
         width = max(map(len, rows))
-        return torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+        return [[pad] * (width - len(row)) + row for row in rows]
 
 
 def _num_new(row: Sequence) -> int:
@@ -164,7 +176,7 @@ def _growing_penalty(config: SamplingConfig, eos: torch.Tensor) -> Iterator[Leng
     if config.exponential_decay_length_penalty is not None:
         begin, factor = int(config.exponential_decay_length_penalty[0]), config.exponential_decay_length_penalty[1]
         yield LengthStep(
-            processor=ExponentialDecayLengthPenalty((begin, factor), eos.tolist(), 0),
+            processor=ExponentialDecayLengthPenalty((begin, factor), eos, 0),
             length=lambda row: _num_new(row) if _num_new(row) > begin else None,
         )
 

@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from ..cache.rectangle import RectangleKV
+from ..cache.upload import upload
 from .lane import Lane, LaneKit
 from .sequence import Sequence
 
@@ -56,7 +57,7 @@ class RectangleLane(Lane):
     def _drop_finished_rows(self) -> None:
         kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
         if kept and len(kept) < len(self.sequences):
-            self._keep(torch.tensor(kept, device=self._device))
+            self._keep(upload(kept, self._device))
         self.sequences = [self.sequences[row] for row in kept]
 
     def _keep(self, rows_B: torch.Tensor) -> None:

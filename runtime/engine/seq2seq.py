@@ -7,6 +7,7 @@ from collections.abc import Sequence as Rows
 import torch
 
 from ..cache.rectangle import RectangleKV, cross_rectangle_cache
+from ..cache.upload import upload
 from .lane import LaneKit
 from .records import PassCounts
 from .rectangle import RectangleLane
@@ -45,7 +46,7 @@ class Seq2SeqLane(RectangleLane):
         """Of the start token and all that was generated, the next columns: nearly always the last one alone."""
         begin, end = max(0, self._done - 1), self._done + self._columns - 1
         start = [] if self._done else [self._start_token_id]
-        self._ids_BT = torch.tensor([start + s.generated[begin:end] for s in self.sequences], device=self._device)
+        self._ids_BT = upload([start + s.generated[begin:end] for s in self.sequences], self._device)
 
     def _forward(self) -> None:
         encoded = self._encoded_BSD
@@ -60,22 +61,25 @@ class Seq2SeqLane(RectangleLane):
         self._encoded_BSD = out.encoder_last_hidden_state
         self._logits_BV = out.logits[:, -1].contiguous()  # the others' memory is given back
 
-    def _finish(self, logits_BV: torch.Tensor) -> PassCounts:
+    def _asking_sequences(self) -> list[Sequence]:
+        end = self._done + self._ids_BT.shape[1] - 1
+        return [s for s in self.sequences if len(s.request.prompt_ids) + end == s.num_known]
+
+    def _finish(self, drawn: torch.Tensor) -> PassCounts:
         num_rows, num_columns = self._ids_BT.shape
         is_first, is_behind = self._done == 0, not all(s.is_prefilled for s in self.sequences)
         self._done += num_columns
         for sequence in self.sequences:
             sequence.num_cached = len(sequence.request.prompt_ids) + self._done - 1
-        asking = [s for s in self.sequences if s.num_cached == s.num_known]
         num_decoder = num_rows * (num_columns - is_first)  # the start token counts as none
-        real = num_decoder + (int(self._mask_BS.sum()) if is_first else 0)
+        real = num_decoder + (sum(len(s.request.prompt_ids) for s in self.sequences) if is_first else 0)
         counts = PassCounts(
             num_sequences=num_rows,
             real_tokens=real,
             padded_tokens=num_decoder + (self._prompts_BS.numel() if is_first else 0),
             prompt_tokens=real if is_behind else 0,
-            issued_tokens=len(asking),
-            useful_tokens=self._sample(asking, logits_BV),
+            issued_tokens=self.num_drawn,
+            useful_tokens=self._tell(drawn),
         )
         self._drop_finished_rows()
         return counts

@@ -65,9 +65,15 @@ class DeviceClock:
         assert self._reference is not None, "end before begin"
         self._running.append(Work(begin, self._recorded(stream), then, self._reference))
 
+    def wait(self, compute_stream: torch.Stream) -> None:
+        """Waits for all that is queued there, once per pass: with timing, by an event that is a new reference."""
+        if self._new_event is None:
+            compute_stream.synchronize()
+        else:
+            self._reference = self._refer(self._new_event())
+
     def resolve(self) -> None:
-        """Tells of the work that is done. Once per pass, when the host has waited for compute anyway: it makes a new
-        reference, which waits for the compute stream."""
+        """Tells of the work that is done: once per pass, behind `wait`."""
         if self._new_event is None:
             return
         for _ in range(len(self._running)):
@@ -77,7 +83,6 @@ class DeviceClock:
                 self._spare += (work.begin, work.end)
             else:
                 self._running.append(work)
-        self._reference = self._refer(self._new_event())
 
     def _recorded(self, stream: torch.Stream | None) -> torch.Event:
         assert self._new_event is not None, "a CPU's moments are seconds"

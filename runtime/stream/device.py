@@ -156,11 +156,23 @@ class ComputeDevice:
         if stream is not None:
             self.wait(stream, event)
 
+    def brought(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """These, all of one dtype, in host memory, once all queued compute is done: the one time in a pass that the
+        host waits for it, and the one transfer."""
+        if not self.is_accelerator:
+            return list(tensors)
+        whole = torch.cat([tensor.flatten() for tensor in tensors])
+        there = self.host_pages(max(1, whole.nbytes))[: whole.nbytes].view(whole.dtype)
+        there.copy_(whole, non_blocking=True)
+        self.finish()
+        parts = there.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
     def finish(self) -> None:
         """Host waits for all queued compute: once per pass, when its tokens are needed anyway."""
         stream = self.compute_stream()
         if stream is not None:
-            stream.synchronize()
+            self.clock.wait(stream)
 
     def settle(self) -> None:
         """Host waits for all that is queued on any stream, copies for a pass that never comes included: before their

@@ -128,12 +128,12 @@ class KVStream:
         self._tier.forget(pages)
 
     def sync(self) -> None:
-        """Waits for all that has begun."""
+        """Waits for a disk's reads and writes that have begun, and has compute wait for copies."""
         for (layer, _), held in self._held.items():
             self._settle(held.slot, layer)
         for slot in self._slots:
-            slot.ready.synchronize()
-            slot.free.synchronize()
+            self._device.compute_waits_for(slot.ready)
+            self._device.compute_waits_for(slot.free)
             if slot.departure is not None and slot.departure.written is not None:
                 self._wait(slot.departure.written, slot.departure.layer)
 

@@ -78,7 +78,7 @@ class WeightStream:
         self._present: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
         self._in_host: dict[int, list[HostPiece]] = {}
-        self._counters = StreamCounters()
+        self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
         self._free_slots = [Slot(device.compute_buffer(size), device) for _ in range(walk.num_slots)]
         num_staged = walk.num_staging_slots
@@ -167,11 +167,13 @@ class WeightStream:
             self._staging.drop()
 
     def sync(self) -> None:
-        """Waits for all that has begun. Reads stay their slot's, for whoever takes them to find done and to count."""
+        """Waits for reads that have begun, and has compute wait for copies. Reads stay their slot's, for whoever takes
+        them to find done and to count."""
         for stage, _, read in self._in_flight():
             self._wait(stage, read)
         if self._device.copy_stream is not None:
-            self._device.copy_stream.synchronize()
+            self._barrier.record(self._device.copy_stream)
+            self._device.compute_waits_for(self._barrier)
 
     def take_counters(self) -> StreamCounters:
         """Since the last call. What an accelerator did is in it once the device's clock has told of it."""

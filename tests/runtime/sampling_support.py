@@ -15,6 +15,7 @@ from runtime import (
     SamplingOverrides,
 )
 from runtime.config import DType, PolicyKind, Tier
+from runtime.engine.sampling import Sampler
 from runtime.engine.sequence import Completion, Request
 from runtime.engine.sequence import Sequence as Running
 from tests.support import Reference
@@ -108,3 +109,8 @@ def running(
 def logits_for(*tokens: int, size: int = 300) -> torch.Tensor:
     """Rows in which these tokens are the likeliest."""
     return torch.stack([torch.zeros(size).index_fill_(0, torch.tensor(token), 9.0) for token in tokens])
+
+
+def step(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor, number: int) -> None:
+    """What a pass does with them."""
+    sampler.tell(sequences, sampler.draw(sequences, logits_BV), number)

@@ -32,6 +32,8 @@ WAITS: dict[str, Act] = {
     "where": lambda x: torch.where(x > 1),
     "boolean mask": lambda x: x[x > 1],
     "boolean mask that is written to": lambda x: x.index_put_((x > 1,), x[:2] * 2),
+    "list of rows": lambda x: x[[0, 2]],
+    "list of rows that is written to": lambda x: x.__setitem__([0, 2], x[:2] * 2),
     "masked_select": lambda x: x.masked_select(x > 1),
     "unique": lambda x: x.unique(),
     "repeat_interleave": lambda x: x.repeat_interleave(x.long()),

@@ -17,6 +17,7 @@ from tests.runtime.sampling_support import (
     request_of,
     running,
     runtime_for,
+    step,
     transformers_answer,
 )
 from tests.support import Reference
@@ -149,7 +150,7 @@ def test_a_row_of_broken_logits_becomes_an_error_row_and_the_others_go_on(value:
     rows = [running(id=str(n), temperature=temperature) for n in range(3)]
     logits = logits_for(7, 8, 9) * 10
     logits[1, 4] = value
-    sampler.step(rows, logits, 5)
+    step(sampler, rows, logits, 5)
     assert [row.finish for row in rows] == [None, FinishReason.error, None]
     assert [row.generated for row in rows] == [[7], [], [9]]
     assert [len(row.logprobs) for row in rows] == [1, 0, 1]
@@ -160,7 +161,7 @@ def test_a_row_of_broken_logits_becomes_an_error_row_and_the_others_go_on(value:
 def test_a_row_with_every_token_banned_becomes_an_error_row(temperature: float) -> None:
     sampler = Sampler(SamplingConfig(no_repeat_ngram_size=1), vocab_size=4)
     rows = [running((0, 1, 2, 3), temperature=temperature), running((0, 1, 2), temperature=temperature)]
-    sampler.step(rows, torch.zeros(2, 4), 0)
+    step(sampler, rows, torch.zeros(2, 4), 0)
     assert (rows[0].finish, rows[1].generated) == (FinishReason.error, [3])
     assert rows[0].error is not None
     assert "no_repeat_ngram_size" in rows[0].error
@@ -173,7 +174,7 @@ def test_a_row_with_every_token_banned_becomes_an_error_row(temperature: float) 
 def test_eos_ends_a_sequence_unless_ignored(ignore_eos: bool, limit: int, finish: FinishReason | None) -> None:
     sampler = Sampler(SamplingConfig(ignore_eos=ignore_eos), vocab_size=300, eos_token_ids=frozenset([3, 4]))
     row = running(max_new_tokens=limit)
-    sampler.step([row], logits_for(4), 0)
+    step(sampler, [row], logits_for(4), 0)
     assert (row.generated, row.finish) == ([4], finish)
 
 

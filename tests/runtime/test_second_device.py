@@ -82,6 +82,7 @@ def test_a_pass_like_the_last_makes_no_event_but_its_reference(accelerator: Fake
         for _ in range(3):
             begin = device.clock.begin(device.copy_stream)
             device.clock.end(begin, lambda began, ended: seconds.append(ended - began), device.copy_stream)
+        device.finish()
         device.clock.resolve()
         return seconds
 

@@ -21,6 +21,7 @@ from tests.runtime.sampling_support import (
     request_of,
     running,
     runtime_for,
+    step,
     transformers_answer,
 )
 from tests.support import NUM_NEW_TOKENS
@@ -45,7 +46,7 @@ def fed(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequence[s
     row = running(ids_of(tokenizer, prompt), max_new_tokens=1000, stop=stop)
     for token in ids:
         if row.finish is None:
-            sampler.step([row], logits_for(token, size=VOCAB_SIZE), 0)
+            step(sampler, [row], logits_for(token, size=VOCAB_SIZE), 0)
     return row
 
 
