@@ -105,6 +105,24 @@ def test_what_a_trial_pass_drew_is_not_missing_from_the_run(reference: Reference
     assert chosen == [fixed] * 2
 
 
+@pytest.mark.parametrize("vocab_size", [2, 37, 32003])
+def test_a_draw_is_that_of_torch_multinomial_and_leaves_its_generator_where_that_does(vocab_size: int) -> None:
+    """Which a device would have to wait for, three times a row."""
+    sampler = Sampler(SamplingConfig(temperature=1.0), vocab_size=vocab_size)
+    rows = [running(id=str(n), temperature=1.0) for n in range(3)]
+    for turn in range(8):
+        logits = 4 * torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(turn))
+        before = [None if row.generator is None else row.generator.get_state() for row in rows]
+        step(sampler, rows, logits, turn)
+        for row, state, row_logits in zip(rows, before, logits, strict=True):
+            generator = torch.Generator().manual_seed(row.request.seed(0))
+            if state is not None:
+                generator.set_state(state)
+            assert row.generated[-1] == int(torch.multinomial(torch.softmax(row_logits, -1), 1, generator=generator))
+            assert row.generator is not None
+            assert torch.equal(row.generator.get_state(), generator.get_state())
+
+
 def test_a_request_may_have_its_own_limit(reference: References) -> None:
     ref = reference("llama")
     runtime = runtime_for(ref, SamplingConfig(max_new_tokens=4, ignore_eos=True))
