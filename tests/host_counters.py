@@ -150,11 +150,11 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _place() -> str | None:
-    """The innermost line outside of torch and of this module, with its caller's where it is the device's own; None
-    where the double works in the device's place."""
+    """The innermost line outside of torch and of this module, with those that called it where it is the device's own;
+    None where the double works in the device's place."""
     frame: FrameType | None = sys._getframe(1)
     names: list[str] = []
-    while frame is not None and len(names) < 2:
+    while frame is not None and len(names) < 8:
         file = frame.f_code.co_filename
         if file.endswith(DOUBLE):
             return " < ".join(names) or None
@@ -162,7 +162,7 @@ def _place() -> str | None:
         name = file[len(str(ROOT)) + 1 :] if is_ours else file.split("site-packages/")[-1]
         if not name.startswith(FOREIGN) and not name.endswith(FOREIGN):
             names.append(f"{name}:{frame.f_lineno}")
-            if "runtime/stream/device.py" not in name:
+            if not file.endswith(("stream/device.py", "stream/clock.py")):
                 break
         frame = frame.f_back
     return " < ".join(names) or "?"

@@ -86,7 +86,9 @@ def test_the_host_waits_for_events_and_streams_by_name() -> None:
         assert counter.take().syncs == {}
         event.synchronize()
         device.finish()
-        assert [what.split()[0] for what in counter.take().syncs] == ["Event.synchronize", "Stream.synchronize"]
+        device.copy_stream.synchronize()
+        waits = ["Event.synchronize", "Event.synchronize", "Stream.synchronize"]
+        assert [what.split()[0] for what in counter.take().syncs] == waits
 
 
 def test_copies_are_known_with_their_sizes_and_the_call_that_holds_them() -> None:
