@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from ..stream.device import ComputeDevice
-from .device_attention import decode_on_device, prefill_fused
+from .device_attention import decode_on_device, prefill_fused, prefill_in_flash
 from .host_attention import decode_attention
 from .layout import LayerKV, PassLayout
 from .rule import Rule
-from .views import DecodeRows, Reach, Segment
+from .views import DecodeRows, Prompts, Reach, Segment
 
 EVERYTHING = Reach()
 
@@ -40,8 +40,13 @@ def attend_prompt(
     """Of one prompt that nothing is cached of: (T, H, D)."""
     num_tokens = q_1HTD.shape[2]
     if device.is_accelerator:
-        prompt = Segment(0, 0, num_tokens, 0, 0, device.torch_device)
-        return prefill_fused(q_1HTD[0], k_1HTD[0], v_1HTD[0], prompt, EVERYTHING, q_1HTD.shape[3] ** -0.5)
+        place, scale = device.torch_device, q_1HTD.shape[3] ** -0.5
+        prompt = Segment(0, 0, num_tokens, 0, 0, place)
+        qkv = q_1HTD, k_1HTD, v_1HTD
+        found = prefill_in_flash(qkv, None, Prompts([prompt], place), EVERYTHING, Rule(scale))
+        if found is not None:
+            return found[0][1]
+        return prefill_fused(q_1HTD[0], k_1HTD[0], v_1HTD[0], prompt, EVERYTHING, scale)
     is_grouped = q_1HTD.shape[1] != k_1HTD.shape[1]
     out = F.scaled_dot_product_attention(q_1HTD, k_1HTD, v_1HTD, is_causal=num_tokens > 1, enable_gqa=is_grouped)
     return out[0].transpose(0, 1)

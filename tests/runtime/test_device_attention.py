@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from runtime.cache import device_attention
+from runtime.cache.even_rows import EvenRows, attend_prompt
 from runtime.cache.paged import PagedKV
 from runtime.config import Tier
+from runtime.stream.device import ComputeDevice
 from tests.attention_doubles import FlashCall, FlashDouble, install_flash, refuse_groups
 from tests.fake_device import FakeDevice
 from tests.host_counters import CountedDevice, counting, mark
@@ -192,6 +194,17 @@ def test_tokens_through_flash_kernels_equal_transformers(
     double, ref = install_flash(monkeypatch, (torch.float32,)), reference(family)
     assert tokens(beside(ref, chunk=7), ref.prompts, FakeDevice((False,))) == ref.expected
     assert double.calls
+
+
+def test_what_is_measured_is_what_a_run_computes(way: str) -> None:
+    """By `jobs.measure` and before a run: rows of one length over pages in any order, and one prompt."""
+    q, k, v = (torch.randn(3, heads, 20, 8) for heads in (4, 2, 2))
+    pages = torch.randn(2, 6, 16, 2, 8)
+    tables = [[4, 0], [1, 5], [2, 3]]
+    found = EvenRows(tables, 20, FakeDevice()).attend(q[:, :, 0], *pages)
+    assert torch.allclose(found, EvenRows(tables, 20, ComputeDevice("cpu")).attend(q[:, :, 0], *pages), atol=1e-5)
+    prompt = attend_prompt(q[:1], k[:1], v[:1], FakeDevice())
+    assert torch.allclose(prompt[None], PLAIN.plain(q[0], k[0], v[0]), atol=1e-5)
 
 
 def test_the_double_refuses_what_kernels_do() -> None:
