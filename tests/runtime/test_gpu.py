@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from runtime import MachineConfig, PrefetchConfig
+from runtime import PrefetchConfig
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
 from runtime.config import Admission, ExpertPaging, Order, Prefetch, Tier
@@ -18,42 +17,15 @@ from runtime.stream.device import ComputeDevice, Part
 from runtime.stream.exchange import HostExchange
 from runtime.units import MIB
 from tests.runtime.expert_support import lanes_of, load, player
+from tests.runtime.gpu_support import CUDA, ON_GPU, on_the_device
 from tests.runtime.test_beside import beside
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.runtime.test_paged import KINDS, LAYERS, Row, attend
-from tests.support import NUM_NEW_TOKENS, Reference
+from tests.support import Reference
 
 References = Callable[[str], Reference]
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPU
 FAMILIES = ("llama", "mixtral")
-
-
-@pytest.fixture(scope="module")
-def expected(reference: References) -> Callable[[str], list[list[int]]]:
-    """transformers' greedy tokens on the device itself: its products round otherwise than a CPU's."""
-    made: dict[str, list[list[int]]] = {}
-
-    def get(family: str) -> list[list[int]]:
-        if family not in made:
-            ref = reference(family)
-            model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.float32).eval().cuda()
-            made[family] = [generate(model, prompt) for prompt in ref.prompts]
-        return made[family]
-
-    return get
-
-
-def generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt], device="cuda")
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NUM_NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("resident_layers", [0, 1, None])
@@ -66,13 +38,12 @@ def test_tokens_equal_transformers_on_the_device(
     kind: Prefetch,
     resident_layers: int | None,
     reference: References,
-    expected: Callable[[str], list[list[int]]],
 ) -> None:
     ref = reference(family)
     prefetch = PrefetchConfig(kind=kind, depth=2, block_layers=2)
     config = config_for(ref, tier=tier, prefetch=prefetch, resident_layers=resident_layers)
-    config = replace(config, machine=MachineConfig(device="cuda"))
-    assert tokens(config, ref.prompts) == expected(family)
+    config = replace(config, machine=CUDA)
+    assert tokens(config, ref.prompts) == on_the_device(ref)
 
 
 @pytest.fixture
@@ -185,12 +156,11 @@ def test_attention_beside_pinned_pages_does_not_change_tokens(
     admission: Admission,
     schedule: Order,
     reference: References,
-    expected: Callable[[str], list[list[int]]],
 ) -> None:
     """Prompts in pieces, so that some rows decode beside others that are prefilled."""
     ref = reference(family)
-    config = replace(beside(ref, schedule=schedule, admission=admission, chunk=7), machine=MachineConfig(device="cuda"))
-    assert tokens(config, ref.prompts) == expected(family)
+    config = replace(beside(ref, schedule=schedule, admission=admission, chunk=7), machine=CUDA)
+    assert tokens(config, ref.prompts) == on_the_device(ref)
 
 
 def test_a_trip_waits_for_nothing_but_itself(device: ComputeDevice) -> None:
