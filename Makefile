@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check
+.PHONY: help run test floors check
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\): .*## /make \1 \t/p' $(MAKEFILE_LIST)
@@ -20,6 +20,12 @@ run: $(STAMP) ## generate for the bundled prompts with a tiny model
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+
+floors: ## the tests with the oldest versions that pyproject.toml names, in .venv-floors
+	$(PYTHON) -m venv .venv-floors
+	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		-c floors.txt -e '.[dev,sentencepiece,gguf,bench,slurm]'
+	.venv-floors/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """The tree tells one story: short modules, YAML that mirrors the dataclasses, documents that name what is there."""
 
 import re
+import tomllib
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -174,3 +175,12 @@ def test_a_promise_names_a_test_that_is_there(path: Path) -> None:
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     promises = [row for row in rows if "| promise |" not in row] if path.parent.name == "docs" else []
     assert [row for row in promises if "`tests/" not in row] == []
+
+
+def test_the_oldest_versions_that_are_tested_are_those_that_may_work() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = dict(re.findall(r"([a-z-]+)>=([\d.]+)", str(project["dependencies"])))
+    tested = dict(re.findall(r"^([a-z-]+)==([\d.]+)$", (ROOT / "floors.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named.keys() == tested.keys()
+    for name, version in named.items():
+        assert re.fullmatch(rf"{re.escape(version)}(\.0)*", tested[name]), name

@@ -40,6 +40,7 @@ GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults w
 }
 TOKENIZER_KEY = "model.tokenizer"
 FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
+GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
 
 
 def find_checkpoint(config: ModelConfig, cache_dir: str | None) -> Path:
@@ -109,6 +110,11 @@ def _require_model_type(file: Path, values: JsonObject) -> None:
 def _read_gguf_config(path: Path) -> PreTrainedConfig:
     if find_spec("gguf") is None:
         raise ConfigError(f"model.path={path} is a GGUF file, which needs the extra: pip install 'millrace[gguf]'")
+    if find_spec(GGUF_READER) is None:
+        raise ConfigError(
+            f"model.path={path} is a GGUF file, which transformers {__version__} reads in a way of its own: install "
+            "transformers 5.18 or newer, or name a directory of safetensors"
+        )
     with one_line(f"{path}: transformers makes no config of its metadata"):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     header = read_gguf(path)

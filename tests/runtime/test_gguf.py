@@ -19,6 +19,8 @@ from tests.gguf_files import write_gguf
 from tests.runtime.test_fidelity import config_for, tokens_of
 from tests.support import NUM_NEW_TOKENS, PROMPT_LENGTHS, Reference, greedy
 
+pytest.importorskip("transformers.integrations.gguf", reason="transformers 5.18 or newer reads GGUF files as we do")
+
 WIDE = {"hidden_size": 256, "intermediate_size": 512}  # K blocks are 256 columns wide
 PLAIN = {"": Type.F32}
 QWEN35 = Family(
@@ -144,12 +146,16 @@ def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path
         load(path, tmp_path)
 
 
-def test_without_the_package_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [("gguf", r"pip install 'millrace\[gguf\]'"), (origin.GGUF_READER, "transformers 5.18 or newer")],
+)
+def test_without_what_reads_it_a_file_is_refused_with_what_to_install(
+    missing: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make("llama F32", tmp_path)
-    monkeypatch.setattr(origin, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'millrace\[gguf\]'"):
+    monkeypatch.setattr(origin, "find_spec", lambda name: None if name == missing else name)
+    with pytest.raises(ConfigError, match=said):
         load(path, tmp_path)
 
 
