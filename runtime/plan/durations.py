@@ -185,7 +185,7 @@ class _Bill:
         read = work.expert_bytes / rates.disk_bytes_per_second if walk.reads else 0.0
         copy = work.expert_bytes / rates.link_in_bytes_per_second if walk.copies else 0.0
         dense = 0.0 if action.lane is None else self._before_experts(action, work)
-        num_ahead = NUM_STAGING_SLOTS if walk.reads and walk.copies else self.placement.num_expert_slots
+        num_ahead = self.placement.num_expert_slots + (NUM_STAGING_SLOTS if walk.reads and walk.copies else 0)
         return ExpertReads(
             num_experts=round(count),
             read_seconds=count * read,

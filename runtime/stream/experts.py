@@ -56,9 +56,9 @@ class ExpertStream:
         self._pages = ExpertPages.of(shape, placement.paged)
         self.slot_bytes = max(slot_layout(page).num_bytes for page in self._pages.pages)
         walk = self._pages.walk(placement.walk, num_slots)
-        self._starts_with_copy, self._ends_with_copy = not walk.reads, walk.reads and walk.copies
-        self._num_ahead = walk.num_staging_slots or walk.num_slots
+        self._walk, self._num_ahead = walk, walk.num_slots + walk.num_staging_slots
         self._started: deque[int] = deque()  # pages on their way, in order
+        self._num_copied = 0  # the first of them, which have left staging
         inner = Placement(
             resident=frozenset(),
             walk=walk,
@@ -104,8 +104,7 @@ class ExpertStream:
         for turn, page in enumerate(brought):
             self._start(brought[turn : turn + self._num_ahead])
             self._started.popleft()
-            if self._ends_with_copy:
-                self._stream.copy(page)
+            self._num_copied -= self._is_staged
             try:
                 if page in experts:
                     yield ExpertBytes(experts[page], self._pages.pages[page], self._stream.acquire(page))
@@ -124,13 +123,26 @@ class ExpertStream:
         return taken
 
     def _start(self, pages: Sequence[int]) -> None:
-        """Sees to it that these pages, and no others, are on their way. Called while no page is in use."""
+        """Sees to it that these pages, and no others, are on their way, as far as there are slots. Called while no page
+        is in use."""
         if list(self._started) != list(pages[: len(self._started)]):
             self._stream.drop()
             self._started.clear()
-        for page in pages[len(self._started) :]:
-            (self._stream.copy if self._starts_with_copy else self._stream.read)(page)
-            self._started.append(page)
+            self._num_copied = 0
+        waiting = deque(pages[len(self._started) :])
+        while True:
+            if self._is_staged and self._num_copied < min(len(self._started), self._walk.num_slots):
+                self._stream.copy(self._started[self._num_copied])
+                self._num_copied += 1
+            elif waiting and len(self._started) - self._num_copied < (self._walk.num_staging_slots or len(pages)):
+                self._started.append(waiting.popleft())
+                (self._stream.read if self._walk.reads else self._stream.copy)(self._started[-1])
+            else:
+                return
+
+    @property
+    def _is_staged(self) -> bool:
+        return self._walk.num_staging_slots > 0
 
     def _all_pages(self, stage: int) -> Sequence[int]:
         first = self._pages.first_page[stage]
