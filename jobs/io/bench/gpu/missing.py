@@ -30,7 +30,6 @@ NEEDS = (
     Need(name="numba", module="numba", cost="'millrace, attention=cpu' is left out, as torch operators would run"),
     Need(name="accelerate", module="accelerate", cost="'accelerate cpu_offload' is left out"),
     Need(name="deepspeed", module="deepspeed", cost="'deepspeed ZeRO-Inference' is left out"),
-    Need(name="llama-cpp-python", module="llama_cpp", cost="'llama.cpp, layers offloaded' is left out"),
 )
 
 
