@@ -26,6 +26,12 @@ from tests.freed_slots import freed_slots_are_spoiled
 from tests.support import MANY_EXPERTS, Reference, always, made_once, synthesize
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--product", action="store_true", help="run every combination of settings, not only every pair of them"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The built-in tiny model and converted weights go here, also for subprocesses."""

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from runtime.config import (
     Admission,
@@ -79,6 +80,9 @@ KINDS = {
 }
 
 
+Pair: TypeAlias = tuple[object, object]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Combination:
     order: Order
@@ -113,6 +117,11 @@ class Combination:
             ),
             sampling=SamplingConfig(max_new_tokens=max(NUM_NEW_TOKENS), ignore_eos=True),
         )
+
+    @property
+    def pairs(self) -> set[Pair]:
+        """Of settings of one order and attention."""
+        return set(itertools.combinations((self.tier, self.paging, self.kv, self.prefetch, self.admission), 2))
 
     @property
     def refusal(self) -> str | None:
