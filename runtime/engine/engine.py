@@ -66,6 +66,8 @@ class Engine:
         )
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
+        misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
+        self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._played: Schedule | None = None
         self._has_lost_a_pass = False
         self._num_explained = 0
@@ -203,10 +205,13 @@ class Engine:
         return self._played is not None and self._played.prologue == schedule.prologue
 
     def _weights(self, stage: int) -> Weights:
-        """Views are made once per place: a slot holds the same stages' bytes at the same offsets every time."""
+        """Views are made once per place: a slot holds the same stages' bytes at the same offsets every time. Those that
+        would hold copies of misaligned tensors are kept while their stage is computed."""
         placed = self._streams.weights.acquire(stage)
         key = (stage, placed.key)
         if key not in self._views:
+            for other in [other for other in self._views if other[0] in self._copied]:
+                del self._views[other]
             self._views[key] = stage_weights(
                 self._stages[stage], placed.buffer, placed.tensor_offsets, self._loaded.dtypes
             )

@@ -86,6 +86,17 @@ def moved(stages: Iterable[Stage], tensor_offsets: Mapping[str, int]) -> DeviceL
     return DeviceLayout(moves=tuple(sorted(moves, key=lambda move: move.end)), tensor_offsets=offsets, num_bytes=used)
 
 
+def misaligned_bytes(stage: Stage) -> int:
+    """Of tensors that begin between two of their elements, as they lie in files and in host memory: a CPU computes with
+    copies of them."""
+    pieces = {piece.name: piece for parameter in stage.parameters for piece in parameter.slices}
+    return sum(piece.num_bytes for piece in pieces.values() if piece.offset % _element_bytes(piece))
+
+
+def _element_bytes(piece: TensorSlice) -> int:
+    return NUMBER_BYTES.get(piece.dtype, OTHER_BYTES.get(piece.dtype, BLOCK_BYTES))
+
+
 def _goes_on(last: Move, begin: int, alignment: int) -> bool:
     """Whether a tensor can be copied with the one before."""
     return last.begin <= begin <= last.end + MOST_GAP_BYTES and not (last.target + begin - last.begin) % alignment
@@ -96,7 +107,7 @@ def _alignments(parameters: Iterable[Parameter]) -> dict[str, int]:
     found: dict[str, int] = {}
     for parameter in parameters:
         for piece in parameter.slices:
-            found[piece.name] = NUMBER_BYTES.get(piece.dtype, OTHER_BYTES.get(piece.dtype, BLOCK_BYTES))
+            found[piece.name] = _element_bytes(piece)
         found.update((piece.name, VECTOR_BYTES) for piece in _plain(parameter))
     return found
 

@@ -72,6 +72,9 @@ class Needs:
         if placement.paged:
             entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
         entries += self._fixed
+        copied = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
+        if copied:
+            entries.append(Entry(name="aligned copy", num_bytes=copied, equation="of the stage that is computed"))
         if placement.host_layers:
             entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
         is_batched = bool(placement.walk.routing)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .extents import group_layout, pinned_tier_bytes, resident_groups, slot_layout
+from .moves import misaligned_bytes
 from .shapes import Stage
 
 
@@ -51,6 +52,11 @@ class StageSizes:
             return self.whole_bytes
         pairs = zip(self.dense_bytes, self.whole_bytes, strict=True)
         return [dense if index in paged else whole for index, (dense, whole) in enumerate(pairs)]
+
+    @cached_property
+    def misaligned_bytes(self) -> tuple[int, ...]:
+        """Of each, what a CPU computes with a copy of."""
+        return tuple(map(misaligned_bytes, self.stages))
 
     @cached_property
     def experts(self) -> dict[int, ExpertSizes]:
