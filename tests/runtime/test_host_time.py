@@ -95,13 +95,16 @@ def test_keys_and_values_take_two_batches_of_copies_a_layer_and_lane(
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
-    "draws": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-4},
-    "log-probabilities": {"temperature": 0.0, "logprobs": 3},
-    "penalties": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "sequence_bias": [[[7], 2.0]]},
-    "bans": {"suppress_tokens": [5, 6], "bad_words_ids": [[8, 9]], "begin_suppress_tokens": [4]},
-    "lengths": {"min_new_tokens": 3, "min_length": 30, "exponential_decay_length_penalty": [2, 1.1]},
-    "forced": {"forced_eos_token_id": 3, "renormalize_logits": True},
-}
+    "draws": {
+        "temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-4,
+        "logprobs": 3, "renormalize_logits": True,
+    },
+    "penalties and bans": {
+        "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "sequence_bias": [[[7], 2.0]], "suppress_tokens": [5, 6],
+        "bad_words_ids": [[8, 9]], "begin_suppress_tokens": [4], "min_new_tokens": 3, "min_length": 30,
+        "exponential_decay_length_penalty": [2, 1.1], "forced_eos_token_id": 3,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SAMPLING)
