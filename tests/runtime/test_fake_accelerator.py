@@ -178,7 +178,7 @@ def test_a_wait_that_is_missing_shows(
 def test_a_new_slot_waits_for_compute_that_used_its_memory_before(shape: ModelShape, reader: Reader) -> None:
     """Copies are as early as they may be."""
     device = FakeDevice((True, False), defers_compute=True)
-    device.clock.resolve()  # its first reference waits for compute
+    device.clock.wait(device.compute_stream())  # its first reference waits for compute
     device.compute(lambda: None)
     placement = device_placement(shape, Tier.cpu)
     with WeightStream(shape, placement, device, reader) as stream:
