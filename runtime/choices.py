@@ -26,7 +26,7 @@ from .store.cache_root import cache_root
 
 log = logging.getLogger(__name__)
 
-EDITION = 1  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
+EDITION = 2  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
 
 Planner = Callable[[RuntimeConfig], RunPlan]  # of `policy=hrm` it searches
 

@@ -36,7 +36,10 @@ from tests.moe_shapes import MIXTRAL
 from tests.published import MTBENCH, machine
 
 NUM_PASSES = 3
-CONFIG = RuntimeConfig(offload=OffloadConfig(tier=Tier.cpu), policy=PolicyConfig(kind=PolicyKind.hrm))
+CONFIG = RuntimeConfig(
+    offload=OffloadConfig(tier=Tier.cpu),
+    policy=PolicyConfig(kind=PolicyKind.hrm, prefill_chunk_tokens=512),  # of each the same: decode passes are compared
+)
 NO_OVERLAP = replace(CONFIG, prefetch=PrefetchConfig(kind=Prefetch.off))
 WORKLOAD = Workload.from_mean(6000, **MTBENCH, max_new_tokens=128)
 

@@ -250,7 +250,7 @@ class _Bill:
             return 0.0
         hits, visits = work.hits(num_tokens), num_tokens * work.num_experts_per_token
         rate = self.rates.expert_rate(visits / hits)
-        seconds = 2.0 * visits * work.expert_weights / rate
+        seconds = 2.0 * visits * work.expert_weights / rate + work.is_paged * hits * self.rates.hit_seconds
         return seconds if self.rates.has_expert_rates else seconds + self._streamed(visits * work.visit_bytes)
 
     def _prompt_attention(self, lane: LaneWork) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ..config import Attention, KVTier, RuntimeConfig
 from .model_shape import ModelShape
 from .planner import RunPlan
+from .usual_sizes import chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class PlanFacts:
     num_blocks: int
     num_lanes: int
     lane_size: int  # most sequences of a micro-batch
+    prefill_chunk_tokens: int  # of a micro-batch in one pass, at most
 
     @staticmethod
     def of(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, dtype: str) -> "PlanFacts":
@@ -57,6 +59,7 @@ class PlanFacts:
             num_blocks=len(plan.blocks),
             num_lanes=plan.num_lanes,
             lane_size=plan.lane_size,
+            prefill_chunk_tokens=chunk_tokens(plan.policy),
         )
 
     def __str__(self) -> str:
@@ -65,6 +68,7 @@ class PlanFacts:
                 "plan:",
                 f"  blocks    {self.num_blocks} of up to {self.num_lanes} micro-batches of {self.lane_size} sequences, "
                 f"admission={self.admission}, {self.dtype}",
+                f"  prompts   up to {self.prefill_chunk_tokens:,} tokens of a micro-batch in one pass",
                 f"  schedule  {self.schedule}, decode attention={self.attention}",
                 f"  weights   {self.weights}{self._streaming}",
                 f"  experts   paging={self.expert_paging}{self._paging}",

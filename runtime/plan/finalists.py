@@ -61,8 +61,8 @@ class Finalists:
         found += self._usual(found)
         best = min(found, key=_seconds).policy
         more = self._that_fit(ways.get(best.way, [])[: NUM_BLOCKS + NUM_TRIES])
-        known = {each.policy for each in found}
-        found += islice((each for each in more if each.policy not in known), NUM_BLOCKS)
+        known = {_as_asked(each.policy) for each in found}
+        found += islice((each for each in more if _as_asked(each.policy) not in known), NUM_BLOCKS)
         return tuple(sorted(found, key=_seconds))
 
     def _ways(self) -> dict[tuple[object, ...], list[int]]:
@@ -79,9 +79,7 @@ class Finalists:
 
     def _usual(self, found: list[Candidate]) -> list[Candidate]:
         """Nothing where it was found already, or does not fit."""
-        if self.usual is None or any(
-            replace(self.usual, resident_layers=e.policy.resident_layers) == e.policy for e in found
-        ):
+        if self.usual is None or _as_asked(self.usual) in {_as_asked(each.policy) for each in found}:
             return []
         try:
             return [self._candidate(self.usual, float(self.roofline(self.grid.only(self.usual))[0]))]
@@ -117,7 +115,7 @@ class Finalists:
         fullest = max(plan.placement.ledgers, key=lambda ledger: ledger.total_bytes / ledger.budget_bytes)
         num_resident = sum(stage.index in plan.placement.resident for stage in self.shape.layers)
         return Candidate(
-            policy=replace(policy, resident_layers=num_resident),
+            policy=replace(policy, resident_layers=num_resident, prefill_chunk_tokens=plan.policy.prefill_chunk_tokens),
             roofline_seconds=roofline_seconds,
             seconds=seconds,
             binding=_binding(plan.prediction),
@@ -125,6 +123,11 @@ class Finalists:
             full_memory=fullest.memory,
             full_share=fullest.total_bytes / fullest.budget_bytes,
         )
+
+
+def _as_asked(policy: Policy) -> Policy:
+    """Without what its plan came to."""
+    return replace(policy, resident_layers=0, prefill_chunk_tokens=None)
 
 
 def _binding(prediction: Prediction) -> Resource:

@@ -1,7 +1,8 @@
 """Searches for the policy with the highest throughput: MoE-Lightning's (N, mu, A, F, r_w, r_c), and the order.
 
-First the whole grid by the hierarchical roofline, at once; then the best few as plans, with the ledger's word on
-whether they fit and the simulator's on how long they take.
+First the whole grid by the hierarchical roofline, at once, with the smallest chunks of prompts; then the best few as
+plans in the chunks that are best for each, with the ledger's word on whether they fit and the simulator's on how long
+they take.
 """
 
 from dataclasses import replace

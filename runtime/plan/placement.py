@@ -49,6 +49,11 @@ class Placement:
         return frozenset(self.kv.page_bytes) if self.kv.stays_in_host else frozenset()
 
     @property
+    def stays_whole(self) -> bool:
+        """Neither weights nor keys and values travel."""
+        return not (self.walk.streamed or self.kv.page_bytes)
+
+    @property
     def has_device(self) -> bool:
         """Compute has a memory of its own."""
         return any(ledger.memory == "device" for ledger in self.ledgers)

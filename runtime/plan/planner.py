@@ -1,8 +1,8 @@
 """From requests and budgets to a plan: the blocks, the placement of the weights, and how long it should take. Pure.
 
 The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run
-keeps the blocks it began with; the placement may differ each time it is resumed, and so may the chunks of prompts in
-micro-batches of 256 where no `policy.prefill_chunk_tokens` is given and memory has become less or more.
+keeps the blocks it began with, and where they still fit the chunks of its prompts; the placement may differ each time
+it is resumed.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..batching.balance import Block, plan_blocks
-from ..config import KVConfig, Order, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ..config import KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
 from ..errors import BudgetError
 from .choice import Choice
+from .chunks import balanced
 from .hrm import search
-from .load import Load
 from .machine import Machine
 from .memory import SequenceSize
 from .model_shape import ModelShape
@@ -22,14 +22,15 @@ from .placement import Budgets, Placement
 from .placer import kv_tiers, place
 from .policy import Policy
 from .policy_grid import Choices
-from .predict import Prediction, decode_pass_seconds, predict
+from .predict import Prediction
 from .rates import MachineRates
 from .run_load import bare, run_load
 from .usual_order import usual_orders
-from .usual_sizes import block_size, chunk_sizes, is_whole, micro_batch_sizes
+from .usual_sizes import block_size, chunk_sizes, in_chunks, is_whole, micro_batch_sizes
+from .way import Road, Way
 from .workload import Workload
 
-MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
+WORTHWHILE = 0.02  # of a run's time, to be won by another size of micro-batches than the rule's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ def plan_run(
     num_halvings: int = 0,
 ) -> RunPlan:
     """`blocks` are those of a run that is resumed. `num_halvings`: how often memory has run out with a policy that is
-    chosen here. Without `rates` there is nothing to search by, and `policy=hrm` plans as `auto` does.
+    chosen here; chunks then are as small as they should be. Without `rates` there is nothing to search by, and
+    `policy=hrm` plans as `auto` does.
 
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
@@ -100,31 +102,56 @@ def _plan_in_order(
     num_halvings: int,
 ) -> RunPlan:
     """As `plan_run`, where the order is said and nothing is searched."""
+    road = Road(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=rates)
     if blocks is None:
-        chunk, blocks = _choose_blocks(shape, config, budgets, sizes, num_halvings)
+        starts = _starts(road, num_halvings)
     else:
         *better, chunk = chunk_sizes(shape, config.policy, blocks)
         if better:
             chunk = _fitting_chunk(shape, bare(config), budgets, sizes, blocks, wholly=True) or chunk
-    config = _in_chunks(config, chunk)
-    load = run_load(shape, config, budgets, blocks, sizes)
-    if config.prefetch.kind is Prefetch.cost_aware and rates is not None:
-        prefetch, placement = _cost_aware(shape, config, budgets, load, rates)
-    else:
-        prefetch = bare(config).prefetch
-        placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
-    placement.require_fit()
-    admission = config.policy.admission
-    prediction = predict(shape, placement, blocks, sizes, chunk, rates, admission) if rates else None
+        starts = [road.way(blocks, chunk)]
+    starts[0].placement.require_fit()
+    if config.policy.prefill_chunk_tokens is None and not num_halvings:
+        starts = [balanced(road, way) for way in starts]
+    way, prediction = _fastest(road, starts)
     return RunPlan(
-        blocks=blocks,
+        blocks=way.blocks,
         budgets=budgets,
-        placement=placement,
-        policy=config.policy,
+        placement=way.placement,
+        policy=way.config.policy,
         kv=config.kv,
-        prefetch=prefetch,
+        prefetch=way.prefetch,
         prediction=prediction,
     )
+
+
+def _fastest(road: Road, ways: Sequence[Way]) -> tuple[Way, Prediction | None]:
+    """The first, unless another one is clearly faster."""
+    best, shortest = ways[0], road.predicted(ways[0])
+    for way in ways[1:]:
+        found = road.predicted(way)
+        if found is not None and shortest is not None and found.seconds < (1 - WORTHWHILE) * shortest.seconds:
+            best, shortest = way, found
+    return best, shortest
+
+
+def _starts(road: Road, num_halvings: int) -> list[Way]:
+    """Ways in the smallest chunks, the best by rule first. In front of an accelerator one large micro-batch is launched
+    once, and four small ones prefill as many tokens per sweep of the weights in less memory: rates tell which is
+    faster, and without them it is the large one where nothing travels."""
+
+    def way(widths: tuple[int, ...]) -> Way:
+        chunk, blocks = _choose_blocks(road.shape, road.config, road.budgets, road.sizes, widths, num_halvings)
+        return road.way(blocks, chunk)
+
+    widths = micro_batch_sizes(road.shape, road.config, road.budgets)[-1 if num_halvings else 0 :]
+    found = way(widths)
+    if not road.budgets.has_device or len(widths) == 1:
+        return [found]
+    usual = way(widths[-1:])
+    if usual.blocks == found.blocks or not usual.placement.fits:
+        return [found]
+    return [found, usual] if found.placement.stays_whole else [usual, found]
 
 
 def _plan_best(
@@ -183,12 +210,16 @@ def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
 
 
 def _choose_blocks(
-    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], num_halvings: int
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    sizes: Sequence[SequenceSize],
+    widths: Sequence[int],
+    num_halvings: int,
 ) -> tuple[int, tuple[Block, ...]]:
     """Tokens of their chunks, and the blocks. `fixed`: as configured. `auto`: the most sequences, up to what is
-    configured, whose block fits with no more resident layers than `offload.resident_layers` asks for. Where the size
-    of micro-batches is left open, the largest that cost no room which something else needs."""
-    widths = micro_batch_sizes(shape, config.policy, budgets)[-1 if num_halvings else 0 :]
+    configured, whose block fits with no more resident layers than `offload.resident_layers` asks for. Of the `widths`
+    of micro-batches the first that costs no room which something else needs, or the last."""
 
     def counts(num_sequences: int) -> list[int]:
         return list(dict.fromkeys(-(-num_sequences // width) for width in widths))
@@ -227,16 +258,12 @@ def _fitting_chunk(
 ) -> int | None:
     """Tokens of the best chunks with which these blocks fit."""
     for chunk in chunk_sizes(shape, config.policy, blocks):
-        chunked = _in_chunks(config, chunk)
+        chunked = in_chunks(config, chunk)
         load = run_load(shape, chunked, budgets, blocks, sizes)
         placement = place(shape, chunked, budgets, load) if load.is_roomy else None
         if placement is not None and placement.fits and (not wholly or is_whole(placement)):
             return chunk
     return None
-
-
-def _in_chunks(config: RuntimeConfig, num_tokens: int) -> RuntimeConfig:
-    return replace(config, policy=replace(config.policy, prefill_chunk_tokens=num_tokens))
 
 
 def _blocks(
@@ -256,18 +283,3 @@ def _ladder(most: int) -> list[int]:
         3 * most >> turn + 2 for turn in range(most.bit_length())
     }
     return sorted(steps - {0}, reverse=True)
-
-
-def _cost_aware(
-    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load, rates: MachineRates
-) -> tuple[PrefetchConfig, Placement]:
-    """Of each depth, with as many resident layers as then fit, the one whose simulated decode pass is the shortest."""
-    best: tuple[float, PrefetchConfig, Placement] | None = None
-    for depth in range(1, MAX_DEPTH + 1):
-        prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
-        placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
-        seconds = decode_pass_seconds(shape, placement, load.lanes, rates)
-        if best is None or (placement.fits and seconds < 0.99 * best[0]):
-            best = (seconds, prefetch, placement)
-    assert best is not None
-    return best[1], best[2]

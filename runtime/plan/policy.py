@@ -24,6 +24,7 @@ class Policy:
     schedule: Order
     resident_layers: int
     kv_fraction: float
+    prefill_chunk_tokens: int | None = None  # of a micro-batch in one pass; None: left to the plan
 
     @property
     def num_sequences(self) -> int:
@@ -42,11 +43,17 @@ class Policy:
         return (
             f"{self.num_micro_batches} x {self.micro_batch_size} sequences, {self.schedule.value}, "
             f"attention on {self.attention.value}, {counted(self.resident_layers, 'resident layer')}, "
-            f"KV of {self.kv_fraction:.0%} of the layers in compute memory"
+            f"KV of {self.kv_fraction:.0%} of the layers in compute memory{self._chunks}"
         )
 
+    @property
+    def _chunks(self) -> str:
+        return "" if self.prefill_chunk_tokens is None else f", prompts by {self.prefill_chunk_tokens:,} tokens"
+
     def to_plain(self) -> dict[str, object]:
-        return {key: value.value if isinstance(value, Enum) else value for key, value in asdict(self).items()}
+        """What is left to the plan is not said, so that policies from before it could be chosen keep their names."""
+        values = {key: value.value if isinstance(value, Enum) else value for key, value in asdict(self).items()}
+        return {key: value for key, value in values.items() if value is not None}
 
     @staticmethod
     def from_plain(values: Mapping[str, object]) -> "Policy":
@@ -58,6 +65,7 @@ class Policy:
             schedule=Order(values["schedule"]),
             resident_layers=int(str(values["resident_layers"])),
             kv_fraction=float(str(values["kv_fraction"])),
+            prefill_chunk_tokens=int(str(chunk)) if (chunk := values.get("prefill_chunk_tokens")) is not None else None,
         )
 
     def applied(self, config: RuntimeConfig, *, has_device: bool) -> RuntimeConfig:
@@ -70,6 +78,7 @@ class Policy:
             num_micro_batches=self.num_micro_batches,
             attention=self.attention,
             schedule=self.schedule,
+            prefill_chunk_tokens=config.policy.prefill_chunk_tokens or self.prefill_chunk_tokens,
             pin=None,
         )
         return replace(config, policy=policy, kv=self._kv(config.kv, has_device=has_device))
@@ -83,8 +92,9 @@ class Policy:
         return replace(kv, tier=tier, device_fraction=self.kv_fraction)
 
     def halved(self, num_halvings: int) -> "Policy":
-        """After memory ran out so many times: fewer micro-batches, then smaller ones."""
-        lanes = self.num_micro_batches >> num_halvings
+        """After memory ran out so many times: fewer micro-batches, then smaller ones, and as much smaller chunks."""
+        lanes, chunk = self.num_micro_batches >> num_halvings, self.prefill_chunk_tokens
+        fewer = replace(self, prefill_chunk_tokens=None if chunk is None else max(1, chunk >> num_halvings))
         if lanes:
-            return replace(self, num_micro_batches=lanes)
-        return replace(self, num_micro_batches=1, micro_batch_size=max(1, self.micro_batch_size >> num_halvings))
+            return replace(fewer, num_micro_batches=lanes)
+        return replace(fewer, num_micro_batches=1, micro_batch_size=max(1, self.micro_batch_size >> num_halvings))

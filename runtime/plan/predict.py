@@ -120,7 +120,7 @@ def predict(
         return Prediction(prefill=PhaseTime(), decode=PhaseTime())
     if admission is Admission.continuous and shape.is_packed:
         return clock.added(mixed_stretches(placement, blocks, sizes, chunk_tokens))
-    chosen = _evenly(blocks, MAX_BLOCKS)
+    chosen = evenly(blocks, MAX_BLOCKS)
     lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in chosen]
     stretches = [stretch for block in lanes for stretch in block_stretches(shape, block, chunk_tokens)]
     found, times = clock.added(stretches, num_blocks=len(chosen)), len(blocks) / len(chosen)
@@ -138,9 +138,24 @@ def decode_pass_seconds(
     return clock.steady(Stretch(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
 
 
-def block_stretches(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> Iterator[Stretch]:
-    """Prefill passes, from which lanes drop out as they have no prompts left; then decode passes, from which they drop
-    out as their sequences end."""
+def predict_roughly(
+    shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], chunk_tokens: int, rates: MachineRates
+) -> Prediction:
+    """Of one block, by few of its passes."""
+    stretches = list(block_stretches(shape, lanes, chunk_tokens, max_prefills=3, max_decodes=1))
+    return _Clock(shape=shape, placement=placement, rates=rates).added(stretches)
+
+
+def block_stretches(
+    shape: ModelShape,
+    lanes: Sequence[MicroBatch],
+    chunk_tokens: int,
+    *,
+    max_prefills: int = MAX_STRETCHES,
+    max_decodes: int = MAX_STRETCHES,
+) -> Iterator[Stretch]:
+    """Prefill passes, from which lanes drop out as they have no prompts left, the last with what is left of them; then
+    decode passes, from which they drop out as their sequences end."""
     prompts = [prefill_works(shape, lane, chunk_tokens) for lane in lanes]
     ends = {size.max_new_tokens - 1 for lane in lanes for size in lane}
 
@@ -150,9 +165,10 @@ def block_stretches(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens
     def decoding(turn: int) -> list[LaneWork]:
         return [work for lane in lanes if (work := decode_work(shape, lane, turn)) is not None]
 
-    for part in _cut(set(map(len, prompts)), MAX_STRETCHES):
+    counts = set(map(len, prompts))
+    for part in _cut({*counts, max(counts, default=1) - 1}, max_prefills):
         yield Stretch(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
-    for part in _cut(ends, MAX_STRETCHES):
+    for part in _cut(ends, max_decodes):
         yield Stretch(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
 
 
@@ -183,8 +199,8 @@ def _generating(block: Block, sizes: Sequence[SequenceSize]) -> Block:
     return Block(index=block.index, micro_batches=tuple(group for group in groups if group))
 
 
-def _evenly(blocks: Sequence[Block], count: int) -> list[Block]:
-    return [blocks[part[len(part) // 2]] for part in _parts(len(blocks), count)]
+def evenly(blocks: Sequence[Block], count: int) -> tuple[Block, ...]:
+    return tuple(blocks[part[len(part) // 2]] for part in _parts(len(blocks), count))
 
 
 def _cut(ends: Collection[int], most: int) -> list[range]:

@@ -23,7 +23,9 @@ PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts atte
 DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
 CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
 CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
-TURN_SECONDS = 1e-3  # Python and launches of one decoder layer
+LAUNCH_SECONDS = 7e-6  # of the host for one operator; an estimate until a device is measured
+TURN_SECONDS = 1e-3  # of one decoder layer: 84 launches of a dense one, as counted on a double, and Python around them
+HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
 PASS_SECONDS = 5e-3
 HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
@@ -72,6 +74,7 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
             collective_bytes_per_second=_ring(count, link / count, host),
             collective_seconds=2 * (count - 1) * HOP_SECONDS,
             turn_seconds=TURN_SECONDS,
+            hit_seconds=HIT_SECONDS,
             pass_seconds=PASS_SECONDS,
         ),
     )
@@ -122,6 +125,7 @@ def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16:
             cpu_attention_bytes_per_second=found.cpu_attention_gb_per_second * GIGA,
             prefill_attention_flops_per_second=found.prefill_attention_gflops * GIGA,
             turn_seconds=rates.turn_seconds,
+            hit_seconds=0.0 if device is None else HIT_SECONDS,
             pass_seconds=rates.pass_seconds,
         ),
     )

@@ -18,8 +18,8 @@ class MachineRates:
     what became of them; empty where it was not measured apart. `collective`: an all-reduce over all devices, by bytes
     of the vectors that are added, and what it takes beside. `attention` is decode attention, by bytes of keys and
     values, where the model computes and on the CPU's workers; `prefill_attention` by FLOPs of the pairs that are
-    looked at. `turn_seconds` is what a lane's pass through a stage takes beside all that, `pass_seconds` a pass beside
-    its turns.
+    looked at. `turn_seconds` is what a lane's pass through a stage takes beside all that, as launching its operators
+    does, `hit_seconds` as much of each expert that is read by itself, `pass_seconds` a pass beside its turns.
     """
 
     disk_bytes_per_second: float
@@ -35,6 +35,7 @@ class MachineRates:
     collective_bytes_per_second: float = UNLIMITED
     collective_seconds: float = 0.0
     turn_seconds: float = 0.0
+    hit_seconds: float = 0.0
     pass_seconds: float = 0.0
 
     def all_reduce_seconds(self, num_bytes: float) -> float:
@@ -59,7 +60,8 @@ class MachineRates:
                 return {int(rows): float(each) for rows, each in value.items()}
             return None if value is None else float(str(value))
 
-        found = {each.name: rate(values[each.name]) for each in fields(MachineRates)}
+        known = {"hit_seconds": 0.0, **values}  # not kept by older versions
+        found = {each.name: rate(known[each.name]) for each in fields(MachineRates)}
         return MachineRates(**found)  # pyright: ignore[reportArgumentType] - names and types are checked above
 
     @property

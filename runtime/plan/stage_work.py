@@ -35,6 +35,7 @@ class StageWork:
     kv_bytes: int  # of one position
     token_bytes: float  # that a token's operators read and write, those of experts excluded
     visit_bytes: float  # and those of one of its experts
+    is_paged: bool  # its experts are read one by one
     is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/last_layer.py`)
 
     def hits(self, num_tokens: float) -> float:
@@ -67,6 +68,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         num_experts_per_token=stage.num_experts_per_token,
         kv_bytes=shape.kv_layer_bytes[layer] if stage.kind is StageKind.layer else 0,
         token_bytes=float(size * (token if stage.kind.is_layer else 2 * shape.hidden_size)),
+        is_paged=is_paged,
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
         visit_bytes=float(size * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size)),
     )

@@ -71,6 +71,18 @@ def test_a_turn_is_products_attention_and_its_own_time() -> None:
     assert found.read(LAYER) == pytest.approx(4 * MIB / 1e6)
 
 
+@pytest.mark.parametrize("paging", [ExpertPaging.off, ExpertPaging.hit])
+def test_experts_that_are_read_by_themselves_are_launched_by_themselves(paging: ExpertPaging) -> None:
+    shape = toy_mixture()
+    offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=paging)
+    placement = placed(config_of(offload=offload), shape)
+    free, launched = (
+        priced(placement, shape, [LANE], replace(RATES, hit_seconds=seconds)).run(LAYER, 0) for seconds in (0.0, 0.5)
+    )
+    hits = 8 * (1 - (6 / 8) ** 4) if paging is ExpertPaging.hit else 0
+    assert launched - free == pytest.approx(hits * 0.5)
+
+
 def test_prompts_attend_by_pairs_and_only_asking_rows_have_logits() -> None:
     shape = toy_shape()
     prompt = LaneWork(num_tokens=4, num_rows=1, prefill_pairs=10)

@@ -41,7 +41,8 @@ def facts(config: RuntimeConfig, shape: ModelShape | None = None, *, has_device:
 
 def test_blocks_and_stages_are_counted() -> None:
     found = facts(NVME)
-    assert (found.num_blocks, found.num_lanes, found.lane_size) == (2, 2, 3)
+    assert (found.num_blocks, found.num_lanes, found.lane_size, found.prefill_chunk_tokens) == (2, 2, 3, 512)
+    assert "up to 512 tokens of a micro-batch" in str(found)
     assert (found.num_resident_stages, found.num_stages, found.num_slots) == (4, 10, 2)
 
 

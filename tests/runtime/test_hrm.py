@@ -32,6 +32,7 @@ from runtime.plan.policy import Policy
 from runtime.plan.policy_grid import Choices
 from runtime.plan.rates import MachineRates
 from runtime.plan.room import room
+from runtime.plan.usual_sizes import in_chunks
 from runtime.plan.workload import Workload
 from runtime.units import GIB, MIB
 from tests.moe_shapes import MIXTRAL, Moe
@@ -129,12 +130,13 @@ def test_a_faster_road_never_gives_a_slower_choice(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("has_device", [True, False])
-def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool) -> None:
+@pytest.mark.parametrize(("has_device", "chunk"), [(True, 512), (False, 512), (True, 2048)])
+def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int) -> None:
     """Of sequences that are all alike, to a twentieth: alignment, and tables that grow with neither layers nor rows."""
     shape, workload = SHAPES[name], Workload.from_mean(192, mean=64, longest=64, max_new_tokens=32)
     huge = Machine(name="huge", host_bytes=64 * GIB, device_bytes=64 * GIB if has_device else None, rates=RATES)
-    asked = replace(config(), offload=OffloadConfig(tier=Tier.cpu if has_device else Tier.nvme, resident_layers=2))
+    asked = in_chunks(config(), chunk)
+    asked = replace(asked, offload=OffloadConfig(tier=Tier.cpu if has_device else Tier.nvme, resident_layers=2))
     plan, _ = planner(shape, huge, workload)
     choices = Choices(
         micro_batches=[8, 32],

@@ -8,10 +8,20 @@ import pytest
 from jobs.io.bench.millrace import requests_of
 from runtime.api import Runtime
 from runtime.batching.balance import Block
-from runtime.config import MachineConfig, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config import (
+    Attention,
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    Tier,
+)
 from runtime.plan.memory import SequenceSize
 from runtime.plan.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.rates import MachineRates
 from runtime.plan.usual_sizes import chunk_sizes, micro_batch_sizes
 from runtime.units import GIB, MIB
 from tests.support import synthesize
@@ -28,11 +38,13 @@ def planned(
     host_bytes: int = GIB,
     device_bytes: int | None = None,
     blocks: tuple[Block, ...] | None = None,
+    resident_layers: int | None = None,
+    rates: MachineRates | None = None,
 ) -> RunPlan:
-    config = RuntimeConfig(policy=policy, offload=OffloadConfig(tier=Tier.nvme))
+    config = RuntimeConfig(policy=policy, offload=OffloadConfig(tier=Tier.nvme, resident_layers=resident_layers))
     sizes = [SequenceSize(num_prompt_tokens=20, max_new_tokens=4)] * num_requests
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes)
-    return plan_run(toy_shape(is_packed=is_packed), config, budgets, sizes, blocks=blocks)
+    return plan_run(toy_shape(is_packed=is_packed), config, budgets, sizes, blocks=blocks, rates=rates)
 
 
 def way(plan: RunPlan) -> tuple[int, int, int | None]:
@@ -44,7 +56,26 @@ def test_one_packed_lane_carries_a_block_where_the_cpu_computes(kind: PolicyKind
     policy = PolicyConfig(kind=kind)
     assert way(planned(policy)) == (256, 1, 2048)
     assert way(planned(policy, is_packed=False)) == (64, 4, 512)
-    assert way(planned(policy, device_bytes=GIB)) == (64, 4, 512)
+    assert way(planned(policy, device_bytes=GIB, resident_layers=0)) == (64, 4, 512)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_lane_is_launched_on_a_device_where_nothing_travels(kind: PolicyKind) -> None:
+    policy = PolicyConfig(kind=kind)
+    assert way(planned(policy, device_bytes=GIB)) == (256, 1, 2048)
+    assert way(planned(policy, device_bytes=GIB, is_packed=False)) == (64, 4, 512)
+    beside = replace(policy, attention=Attention.cpu)  # for one lane, while another is computed
+    assert way(planned(beside, device_bytes=GIB)) == (64, 4, 512)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rates_tell_whether_lanes_are_launched_one_by_one(kind: PolicyKind) -> None:
+    """Of weights that are streamed: where launches take longer than bringing them, or not."""
+    rates = MachineRates(disk_bytes_per_second=1e9, gemm_flops_per_second={1: 1e10, 64: 1e13})
+    policy = PolicyConfig(kind=kind)
+    for turn_seconds, width in ((0.1, 256), (1e-6, 64)):
+        plan = planned(policy, device_bytes=GIB, resident_layers=0, rates=replace(rates, turn_seconds=turn_seconds))
+        assert plan.lane_size == width
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,8 +105,8 @@ def test_a_mixture_reads_its_experts_no_more_often_for_larger_micro_batches() ->
     layers = [replace(stage, num_experts=8) if stage.kind.is_layer else stage for stage in shape.stages]
     mixture = replace(shape, stages=tuple(layers))
     policy, budgets, blocks = PolicyConfig(), Budgets(host_bytes=GIB), planned(PolicyConfig()).blocks
-    assert micro_batch_sizes(shape, policy, budgets) == (256, 128, 64)
-    assert micro_batch_sizes(mixture, policy, budgets) == (256, 64)
+    assert micro_batch_sizes(shape, RuntimeConfig(), budgets) == (256, 128, 64)
+    assert micro_batch_sizes(mixture, RuntimeConfig(), budgets) == (256, 64)
     assert chunk_sizes(shape, policy, blocks) == (2048, 1024)
     assert chunk_sizes(mixture, policy, blocks) == (2048,)
 

@@ -125,7 +125,7 @@ def test_totals_are_in_the_picture_where_nothing_decodes(tmp_path: Path, monkeyp
 
 def test_a_timeline_reads_back_like_the_trace_of_a_run(tmp_path: Path) -> None:
     which = write_timeline(plan(*SMALL, "offload.resident_layers=0"), tmp_path)
-    assert which == "prefill pass 1 of 2 and decode passes 1 to 3 of 31 of the first block"
+    assert which == "prefill pass 1 of 1 and decode passes 1 to 3 of 31 of the first block"
     spans = read_trace(tmp_path / "timeline.json")
     assert {"copy 1", "run 1.0"} <= {span.name for span in spans}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
