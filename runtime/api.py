@@ -140,14 +140,9 @@ class Runtime:
                 self.rates = measure_rates(self.model, reader, self.device, usual, first.placement.paged)
         if self.config.policy.kind is PolicyKind.hrm and requests:
             return self._plan_by_choice(sizes, budgets, blocks, known, num_halvings)
+        kept, rates = blocks if budgets.has_device else first.blocks, self.rates
         return plan_run(
-            self.model.shape,
-            self.config,
-            budgets,
-            sizes,
-            rates=self.rates,
-            blocks=blocks if budgets.has_device else first.blocks,
-            num_halvings=num_halvings,
+            self.model.shape, self.config, budgets, sizes, rates=rates, blocks=kept, num_halvings=num_halvings
         )
 
     def _plan_by_choice(
