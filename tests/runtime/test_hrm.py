@@ -135,8 +135,8 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
     """Of sequences that are all alike, to a twentieth: alignment, and tables that grow with neither layers nor rows."""
     shape, workload = SHAPES[name], Workload.from_mean(192, mean=64, longest=64, max_new_tokens=32)
     huge = Machine(name="huge", host_bytes=64 * GIB, device_bytes=64 * GIB if has_device else None, rates=RATES)
-    asked = in_chunks(config(), chunk)
-    asked = replace(asked, offload=OffloadConfig(tier=Tier.cpu if has_device else Tier.nvme, resident_layers=2))
+    tier = Tier.cpu if has_device else Tier.nvme
+    asked = replace(in_chunks(config(), chunk), offload=OffloadConfig(tier=tier, resident_layers=2))
     plan, _ = planner(shape, huge, workload)
     choices = Choices(
         micro_batches=[8, 32],
@@ -264,13 +264,9 @@ def test_a_slow_disk_binds_until_compute_does() -> None:
 @pytest.mark.parametrize("num_halvings", range(8))
 def test_a_halved_policy_has_half_the_sequences(num_halvings: int) -> None:
     policy = Policy(
-        micro_batch_size=16,
-        num_micro_batches=4,
-        attention=Attention.device,
-        schedule=Order.zigzag,
-        resident_layers=0,
+        micro_batch_size=16, num_micro_batches=4, attention=Attention.device, schedule=Order.zigzag, resident_layers=0,
         kv_fraction=1.0,
-    )
+    )  # fmt: skip
     assert policy.halved(num_halvings).num_sequences == max(1, 64 >> num_halvings) or num_halvings > 2
     assert policy.halved(num_halvings).num_sequences <= max(1, 64 >> num_halvings)
 
