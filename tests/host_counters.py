@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from runtime.model import panels
 from runtime.stream.device import Part
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.host_counts import HostCounts, LinkCopy
@@ -188,6 +189,7 @@ def counting() -> Iterator[HostCounter]:
         for kind in (FakeStream, FakeEvent):
             patch(kind, "synchronize", _waiting(counter, kind.__name__.removeprefix("Fake")))
         stack.enter_context(mock.patch.object(CountedDevice, "counter", counter))
+        stack.enter_context(mock.patch.object(panels, "_buffers", panels._Buffers()))  # none from before the marks
         stack.enter_context(counter)
         yield counter
 
