@@ -2,8 +2,9 @@
 dozen launches.
 
 Few visits go through one grouped product for each stack, where torch has a kernel for it, and nothing is asked of the
-device. Otherwise the host is told once how many tokens visit which expert; each then costs a product for each stack,
-and a sum.
+device. Elsewhere few tokens are multiplied by all experts, as bringing those from the device's memory takes the time
+anyway, and each token takes what its own experts made. Otherwise the host is told once how many tokens visit which
+expert; each then costs a product for each stack, and a sum.
 
 Shapes: T tokens of D numbers, each visiting K experts of E; V = T x K visits, sorted by expert. Products take a stack's
 inputs to N outputs.
@@ -15,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
-from ..plan.experts import GROUPED_VISITS
+from ..plan.experts import GROUPED_VISITS, suits_all
 from .experts import Experts, Visits, bias_of, has_norm, matrix_names
 from .stored import StoredWeight
 
@@ -45,6 +46,8 @@ def together(
     parts = [*stacks.up, *stacks.down]
     if top_k_index_TK.numel() <= GROUPED_VISITS and takes_groups(parts):
         return _in_groups(module, stacks, hidden_TD, top_k_index_TK, top_k_weights_TK)
+    if suits_all(len(hidden_TD), top_k_index_TK.shape[1], len(parts[0])):
+        return _by_all(module, stacks, hidden_TD, top_k_index_TK, top_k_weights_TK)
     visits = Visits.sorted(top_k_index_TK, top_k_weights_TK, len(parts[0]))
     return _one_by_one(module, stacks, hidden_TD, visits)
 
@@ -99,9 +102,31 @@ def _in_groups(
     )
     places_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
     each_TKD = out_VD[places_V].view(num_tokens, num_choices, -1)
-    each_TKD = (each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype)
+    return _summed((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
+
+
+def _by_all(
+    module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """All tokens through every expert; of experts that a token does not visit nothing is taken, whatever it is."""
+    (num_tokens, _), num_experts = index_TK.shape, len(stacks.up[0])
+    ascending_TK, ranks_TK = index_TK.sort(dim=1)
+    every_E = torch.arange(num_experts, device=index_TK.device)
+
+    def products(x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
+        x_ETn = x.expand(num_experts, num_tokens, -1) if len(x) == num_tokens else x.view(num_experts, num_tokens, -1)
+        return torch.bmm(x_ETn, stack).flatten(0, 1)
+
+    out_VD = _outputs(module, stacks, hidden_TD, every_E.repeat_interleave(num_tokens), products)
+    tokens_T = torch.arange(num_tokens, device=index_TK.device)
+    each_TKD = out_VD[ascending_TK * num_tokens + tokens_T[:, None]]
+    return _summed((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
+
+
+def _summed(each_TKD: torch.Tensor) -> torch.Tensor:
+    """Choice by choice."""
     out_TD = each_TKD[:, 0].clone()
-    for choice in range(1, num_choices):
+    for choice in range(1, each_TKD.shape[1]):
         out_TD += each_TKD[:, choice]
     return out_TD
 

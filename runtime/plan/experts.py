@@ -18,6 +18,7 @@ from .walk import Walk
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
 NUM_STAGING_SLOTS = 2
+FULL_TOKENS = 64  # by all experts: fewer operations for a byte of weights than accelerators have time for
 GROUPED_VISITS = 2048  # that an accelerator's experts take at once, or as many as a lane has tokens
 RUNNING_HIDDEN, RUNNING_INNER = 5, 4  # vectors of a token at experts that run for all lanes
 INDEX_BYTES = 8  # torch numbers experts and tokens in int64
@@ -164,6 +165,16 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     )
 
 
+def suits_all(num_tokens: int, num_choices: int, num_experts: int) -> bool:
+    """Whether an accelerator multiplies tokens by all experts where it has no kernel for groups: most are hit, and the
+    rest costs less than to wait for which."""
+    return (
+        num_tokens <= FULL_TOKENS
+        and num_tokens * num_choices >= num_experts
+        and num_tokens * num_experts <= GROUPED_VISITS
+    )
+
+
 def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tuple[Entry, ...]:
     """What experts that run at once for so many tokens take in an accelerator's memory beyond what a lane's activations
     count for its feed-forward, or module batching for one expert that all tokens visit.
@@ -175,7 +186,10 @@ def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tu
     if not choices:
         return ()
     size = shape.compute_dtype_bytes
-    num_visits = min(num_tokens * choices, max(num_tokens, GROUPED_VISITS))
+    experts = max(stage.num_experts for stage in shape.stages)
+    most = min(num_tokens, FULL_TOKENS, GROUPED_VISITS // experts)  # tokens, by all experts
+    by_all = most * experts if suits_all(most, choices, experts) else 0
+    num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), by_all)
     numbers = 6 * shape.hidden_size + 4 * shape.intermediate_size // choices
     counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
     if not is_batched and not shape.has_joined_gates:

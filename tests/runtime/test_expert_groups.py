@@ -88,11 +88,25 @@ def test_the_sum_over_experts_is_that_of_the_plain_loop(
     rounds once more."""
     module, given = drawn(KINDS[kind], dtype), asked(num_tokens, dtype)
     expected = plainly(module, *given)
-    for most in (expert_groups.GROUPED_VISITS, 60, 0):
+    for most, is_by_all in ((expert_groups.GROUPED_VISITS, False), (0, True), (60, False), (0, False)):
         monkeypatch.setattr(expert_groups, "GROUPED_VISITS", most)
+        monkeypatch.setattr(expert_groups, "suits_all", lambda *sizes, answer=is_by_all: answer)
         found = together(module, *given)
         assert found is not None
         torch.testing.assert_close(found, expected, atol=close, rtol=close)
+
+
+def test_what_an_expert_makes_of_tokens_that_do_not_visit_it_does_not_matter() -> None:
+    """Such as numbers too large for float16."""
+    module, (hidden_TD, _, weights_TK) = drawn(mixtral, torch.float32, 8), asked(8, torch.float32, 8)
+    module.down_proj[0] = torch.inf
+    index_TK = torch.arange(8)[:, None].expand(8, K) % 4 + torch.arange(K)
+    index_TK[index_TK == 0] = 7
+    expected = plainly(module, hidden_TD, index_TK, weights_TK)
+    found = together(module, hidden_TD, index_TK, weights_TK)
+    assert found is not None
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected)
 
 
 def counted(act: Callable[[], object]) -> HostCounts:
@@ -116,8 +130,14 @@ def test_grouped_experts_take_as_many_launches_however_many_there_are_and_no_wai
     assert few.num_syncs == many.num_syncs == 0
 
 
+def test_few_tokens_that_hit_most_experts_take_as_many_launches_and_no_wait_without_a_kernel() -> None:
+    few, many = (counts_of(torch.float32, num_experts, together, num_tokens=16) for num_experts in (8, 64))
+    assert few.num_launches == many.num_launches <= 20 + K
+    assert few.num_syncs == many.num_syncs == 0
+
+
 def test_experts_without_a_kernel_for_all_take_three_launches_each_and_one_wait() -> None:
-    found, plain = (counts_of(torch.float32, 64, compute) for compute in (together, plainly))
+    found, plain = (counts_of(torch.float32, 64, compute, num_tokens=65) for compute in (together, plainly))
     assert found.num_launches <= 3 * 64 + 20
     assert found.num_syncs == plain.num_syncs == 1
     assert plain.num_launches > 2 * found.num_launches

@@ -26,6 +26,7 @@ from runtime.plan.experts import (
     host_entries,
     pageable_stages,
     slot_entry,
+    suits_all,
     unpageable_stacks,
     visit_entries,
 )
@@ -250,6 +251,9 @@ def test_batched_experts_cost_by_the_token_of_all_lanes() -> None:
 def test_experts_that_run_at_once_are_counted_beyond_what_is_counted_anyway(num_tokens: int, is_batched: bool) -> None:
     shape, choices = shape_with(STAGE), STAGE.num_experts_per_token
     num_visits = min(num_tokens * choices, max(num_tokens, GROUPED_VISITS))
+    for few in range(1, num_tokens + 1):
+        if suits_all(few, choices, max(stage.num_experts for stage in shape.stages)):
+            num_visits = max(num_visits, few * max(stage.num_experts for stage in shape.stages))
     needed = num_visits * (6 * shape.hidden_size + 4 * shape.intermediate_size // choices)
     counted = (5 * shape.hidden_size if is_batched else 0) + (4 if is_batched else 3) * shape.intermediate_size
     (entry,) = visit_entries(shape, num_tokens, is_batched=is_batched)
