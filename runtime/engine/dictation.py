@@ -18,9 +18,8 @@ class Dictation(Sampler):
         self.heard: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
     def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        return (
-            logits_BV[: len(sequences)].float().view(torch.int32)
-        )  # where nobody asks, the head sees one all the same
+        """Where nobody asks, the head sees one all the same."""
+        return logits_BV[: len(sequences)].float().view(torch.int32)
 
     def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         for sequence, logits_V in zip(sequences, drawn.view(torch.float32), strict=True):

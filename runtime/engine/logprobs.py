@@ -17,12 +17,17 @@ class TokenLogprobs:
 
 
 def written_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B, 1 + 2 num_top), so
+    """Of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B, num_written(num_top)), so
     that one transfer brings them to the host. `logits_BV` is float32."""
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     own_B1 = logprobs_BV.gather(-1, tokens_B[:, None])
     top = logprobs_BV.topk(num_top, -1)
     return torch.cat([own_B1.view(torch.int32), top.indices.int(), top.values.view(torch.int32)], 1)
+
+
+def num_written(num_top: int) -> int:
+    """Numbers of a row."""
+    return 1 + 2 * num_top
 
 
 def read_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:

@@ -13,7 +13,7 @@ from ..cache.upload import upload
 from ..config import SamplingConfig, require
 from ..model.loading import LoadedModel
 from ..units import MIB
-from .logprobs import read_logprobs, written_logprobs
+from .logprobs import num_written, read_logprobs, written_logprobs
 from .processors import Processors, no_history, process, warpers
 from .sequence import FinishReason, Sequence
 from .stopping import StopStrings
@@ -23,6 +23,7 @@ BANS = (
     "bad_words", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias", "min_length", "min_new_tokens",
     "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
+NUM_OF_TOKEN = 3  # its number, whether the logits are finite, whether a token was left
 SLICE_BYTES = 4 * MIB  # of float32 logits processed at once: sorting and its like take several times as much
 
 
@@ -64,7 +65,7 @@ class Sampler:
         num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
         parts = [self._drawn(sequences[rows], logits_BV[rows].float()) for rows in slices]
-        return torch.cat(parts) if parts else logits_BV.new_empty(0, 1, dtype=torch.int32)
+        return torch.cat(parts) if parts else logits_BV.new_empty(0, self._num_numbers, dtype=torch.int32)
 
     def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         """Appends a token to each sequence and marks those that are finished. Mutates the sequences. `drawn`, in host
@@ -72,8 +73,8 @@ class Sampler:
 
         A row that nothing can be chosen for becomes an error row: argmax would hide it.
         """
-        logprobs = read_logprobs(drawn[:, 3:]) if self._config.logprobs else None
-        for row, (token, is_finite, is_open) in enumerate(drawn[:, :3].tolist()):
+        logprobs = read_logprobs(drawn[:, NUM_OF_TOKEN:]) if self._config.logprobs else None
+        for row, (token, is_finite, is_open) in enumerate(drawn[:, :NUM_OF_TOKEN].tolist()):
             sequence = sequences[row]
             place = f"at new token {len(sequence.generated)} (pass {step})"
             if not is_finite:
@@ -85,6 +86,12 @@ class Sampler:
                 sequence.generated.append(token)
                 sequence.logprobs += [logprobs[row]] if logprobs else []
                 self._mark_finished(sequence)
+
+    @property
+    def _num_numbers(self) -> int:
+        """That `draw` gives of a row."""
+        num_top = self._config.logprobs
+        return NUM_OF_TOKEN + (num_written(num_top) if num_top else 0)
 
     def _drawn(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Of each row its token, whether its logits are finite, whether a token was left, and log-probabilities."""

@@ -126,12 +126,16 @@ def test_logits_in_bfloat16_are_those_of_transformers(
         theirs = torch.stack([model(torch.tensor([prompt])).logits[0, -1].float() for prompt in ref.prompts])
     ours: dict[str, torch.Tensor] = {}
 
-    def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor, step: int) -> None:
+    def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor) -> torch.Tensor:
         ours.update({s.request.id: row.float() for s, row in zip(sequences, logits_BV, strict=True)})
+        return torch.zeros(len(sequences), 1, dtype=torch.int32)
+
+    def end(sampler: Sampler, sequences: Sequence[Running], drawn: torch.Tensor, step: int) -> None:
         for sequence in sequences:
             sequence.finish = FinishReason.length
 
-    monkeypatch.setattr(Sampler, "step", keep)
+    monkeypatch.setattr(Sampler, "draw", keep)
+    monkeypatch.setattr(Sampler, "tell", end)
     Runtime(config_for(ref, dtype=DType.bfloat16)).generate(ref.prompts)
     found = torch.stack([ours[str(index)] for index in range(len(ref.prompts))])
     assert (found - theirs).norm() <= 0.03 * theirs.norm()

@@ -27,14 +27,14 @@ def test_logits_are_those_of_all_tokens_together(
     family: str, chunk: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref, found, narrowed = reference(family), list[dict[str, torch.Tensor]](), list[int]()
-    step, narrow = Sampler.step, PagedKV.asked_alone
+    draw, narrow = Sampler.draw, PagedKV.asked_alone
     monkeypatch.setattr(PagedKV, "asked_alone", lambda cache: narrowed.append(len(found)) or narrow(cache))
 
-    def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor, number: int) -> None:
+    def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor) -> torch.Tensor:
         found[-1] |= {f"{s.request.id} {len(s.generated)}": row for s, row in zip(sequences, logits_BV, strict=False)}
-        step(sampler, sequences, logits_BV, number)
+        return draw(sampler, sequences, logits_BV)
 
-    monkeypatch.setattr(Sampler, "step", keep)
+    monkeypatch.setattr(Sampler, "draw", keep)
     for forward in (forward_asked, lambda layer, args, kwargs: layer(*args, **kwargs)):
         monkeypatch.setattr(stages, "forward_asked", forward)
         found.append({})
