@@ -71,9 +71,9 @@ def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_onc
     for index in (0, 1):
         wait_for_part(folder, index)
     cluster.ask("scancel", f"{array}_1")
+    urgent = cluster.submit(folder, "--partition=urgent", "--nodes=2", "--mem=3500M", "--wrap=sleep 1")
     cluster.wait(f"{array}_1", "CANCELLED", seconds=60)
     assert not (shard(folder, 1) / "_SUCCESS.json").exists()
-    urgent = cluster.submit(folder, "--partition=urgent", "--nodes=2", "--mem=3500M", "--wrap=sleep 1")
     cluster.wait(urgent, "COMPLETED", seconds=120)
 
     again = submit_array(cluster, folder, "--array=1", MILLRACE_SHARDS="2")

@@ -17,8 +17,8 @@ class TokenLogprobs:
 
 
 def written_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B, num_written(num_top)), so
-    that one transfer brings them to the host. `logits_BV` is float32."""
+    """Of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B,
+    num_written(num_top)), so that one transfer brings them to the host. `logits_BV` is float32."""
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     own_B1 = logprobs_BV.gather(-1, tokens_B[:, None])
     top = logprobs_BV.topk(num_top, -1)
