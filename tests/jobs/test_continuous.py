@@ -18,7 +18,7 @@ from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
 from tests.jobs.killing import run_and_kill, start_job
 
-NUM_KILLS = 5
+NUM_KILLS = 3
 SAMPLED = SamplingConfig(max_new_tokens=10, temperature=0.9, seed=5, logprobs=2)
 
 
@@ -112,7 +112,7 @@ def test_a_stopped_run_goes_on_and_no_token_is_sampled_twice(tmp_path: Path, num
     assert sorted(indices) == list(range(len(indices)))
 
 
-def test_killed_five_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_killed_three_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
     def long(name: str) -> GenerateConfig:
         sampling = SamplingConfig(max_new_tokens=24, ignore_eos=True)
         return config(tmp_path, name=name, sampling=sampling, num_rows=24, checkpoint_seconds=0.05)

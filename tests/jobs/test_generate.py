@@ -33,7 +33,7 @@ from tests.jobs.killing import run_and_kill
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2)
-NUM_KILLS = 5
+NUM_KILLS = 3
 
 
 def config(output_root: Path, **changes: object) -> GenerateConfig:
@@ -67,7 +67,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
     return rows(output_root)
 
 
-def test_killed_five_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_killed_three_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
     long = {"dataset": DatasetConfig(limit=24), "sampling": SamplingConfig(max_new_tokens=24, ignore_eos=True)}
     run(tmp_path, **long, run="whole")
     folder, moments = tmp_path / "generate" / "killed" / "generations", random.Random(7)
