@@ -1,8 +1,8 @@
 """From requests and budgets to a plan: the blocks, the placement of the weights, and how long it should take. Pure.
 
 The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run
-keeps the blocks it began with, and where they still fit the chunks of its prompts; the placement may differ each time
-it is resumed.
+keeps the blocks it began with; the placement may differ each time it is resumed, and so may the chunks of its prompts,
+which go by measured rates where neither the settings nor a search's recorded policy say them.
 """
 
 from collections.abc import Sequence
