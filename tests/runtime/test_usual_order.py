@@ -6,6 +6,7 @@ import pytest
 
 from runtime.config import Order, PolicyConfig, RuntimeConfig
 from runtime.errors import BudgetError
+from runtime.plan.device_slack import LIBRARY_BYTES
 from runtime.plan.model_shape import ModelShape
 from runtime.plan.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
@@ -47,7 +48,7 @@ def test_what_fits_only_with_each_micro_batch_by_itself_is_not_refused() -> None
     """Lanes that wait at their experts take memory."""
     shape, found = replace(MANY, hidden_size=64 * MANY.hidden_size), list[tuple[bool, Order | None]]()
     for mib in range(160, 480, 40):
-        budgets = Budgets(host_bytes=GIB, device_bytes=mib * MIB)
+        budgets = Budgets(host_bytes=GIB, device_bytes=LIBRARY_BYTES + mib * MIB)
         try:
             planned(shape, budgets, Order.module_batched)
             fits = True
