@@ -49,6 +49,11 @@ class RunPlan:
     searched: Policy | None = None
 
     @property
+    def block_size(self) -> int:
+        """Most sequences of a block."""
+        return max((len(block.members) for block in self.blocks), default=0)
+
+    @property
     def num_lanes(self) -> int:
         """Most micro-batches side by side."""
         return max((len(block.micro_batches) for block in self.blocks), default=1)
@@ -79,13 +84,23 @@ def plan_run(
         return _plan_best(shape, config, budgets, sizes, rates, blocks, num_halvings)
     if config.policy.schedule is not None:
         return _plan_in_order(shape, config, budgets, sizes, rates, blocks, num_halvings)
-    *better, last = usual_orders(shape, has_device=budgets.has_device)
-    for order in better:
+    best, refusal = None, None
+    for order in usual_orders(shape, has_device=budgets.has_device):
         try:
-            return _plan_in_order(shape, _in_order(config, order), budgets, sizes, rates, blocks, num_halvings)
-        except BudgetError:
-            continue
-    return _plan_in_order(shape, _in_order(config, last), budgets, sizes, rates, blocks, num_halvings)
+            plan = _plan_in_order(shape, _in_order(config, order), budgets, sizes, rates, blocks, num_halvings)
+            best = plan if best is None or _is_better(plan, best) else best
+        except BudgetError as error:
+            refusal = error
+    if best is None:
+        raise refusal or AssertionError("there is a usual order")
+    return best
+
+
+def _is_better(plan: RunPlan, usual: RunPlan) -> bool:
+    """By predicted time; without rates, by how many sequences share each sweep of the weights."""
+    if plan.prediction is not None and usual.prediction is not None:
+        return plan.prediction.seconds < (1 - WORTHWHILE) * usual.prediction.seconds
+    return plan.block_size > usual.block_size
 
 
 def _in_order(config: RuntimeConfig, order: Order) -> RuntimeConfig:

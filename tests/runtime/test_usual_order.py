@@ -47,7 +47,7 @@ def test_many_experts_in_front_of_a_device_are_asked_once_for_all(
 def test_what_fits_only_with_each_micro_batch_by_itself_is_not_refused() -> None:
     """Lanes that wait at their experts take memory."""
     shape, found = replace(MANY, hidden_size=64 * MANY.hidden_size), list[tuple[bool, Order | None]]()
-    for mib in range(160, 480, 40):
+    for mib in range(112, 124, 2):
         budgets = Budgets(host_bytes=GIB, device_bytes=LIBRARY_BYTES + mib * MIB)
         try:
             planned(shape, budgets, Order.module_batched)
@@ -61,3 +61,10 @@ def test_what_fits_only_with_each_micro_batch_by_itself_is_not_refused() -> None
     assert (False, Order.zigzag) in found
     assert (True, Order.module_batched) in found
     assert (True, Order.zigzag) not in found
+
+
+def test_where_it_lets_in_fewer_sequences_each_micro_batch_is_by_itself() -> None:
+    shape, budgets = replace(MANY, hidden_size=64 * MANY.hidden_size), WITH_DEVICE
+    together, apart, usual = (planned(shape, budgets, order) for order in (Order.module_batched, Order.zigzag, None))
+    assert together.block_size < apart.block_size == usual.block_size
+    assert usual.policy.schedule is Order.zigzag
