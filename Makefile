@@ -7,8 +7,6 @@ TORCH_INDEX ?=
 ARGS ?=
 
 BIN := .venv/bin
-# One more than there are processors, as some tests wait: for Slurm, for a process that is killed.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min(1 + (os.cpu_count() or 1), 4))')
 STAMP := .venv/.set-up
 
 .DEFAULT_GOAL := help
@@ -21,7 +19,7 @@ run: $(STAMP) ## generate for the bundled prompts with a tiny model
 	$(BIN)/python -m jobs.generate $(ARGS)
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 floors: ## the tests with the oldest versions that pyproject.toml names, in .venv-floors
 	$(PYTHON) -m venv .venv-floors
