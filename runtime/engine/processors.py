@@ -83,12 +83,7 @@ class Processors:
         self._by_history = _history_steps(config, bad_words, eos)
         ending = [] if eos is None else [*self._least_lengths(config, eos)]
         growing = [] if eos is None else [*_growing_penalty(config, eos)]
-        self._by_length = [
-            *ending,
-            *self._forced_tokens(config),
-            *growing,
-            *self._suppressed_tokens(config),
-        ]
+        self._by_length = [*ending, *self._forced_tokens(config), *growing, *self._suppressed_tokens(config)]
 
     def __call__(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Scores, a tensor of their own where anything is applied: `logits_BV` is left as it is."""

@@ -8,7 +8,6 @@ rounds to the dtype of the tensors.
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
 from ..errors import ConfigError
-from .rowwise import ROTARY, Step, steps_of, with_global
+from .rowwise import Step, replace_steps
 
 BACKEND = "inductor"
 
@@ -38,17 +37,9 @@ def require_accelerator(device: torch.device) -> None:
 def compile_steps(model: nn.Module) -> int:
     """Mutates `model`: its modules of known code run compiled steps from now on. Returns how many. The first pass
     compiles: some seconds for each kind of step, again where a pass has one token alone."""
-    found = list(steps_of(model))
-    for module, step in found:
-        if step is Step.norm:
-            module.forward = MethodType(_norm, module)
-        elif step is Step.gated_mlp:
-            module.forward = MethodType(_gated_mlp, module)
-        elif step is Step.rotary:
-            module.forward = MethodType(with_global(type(module).forward, ROTARY, _rotary), module)
-        else:
-            module._apply_gate = MethodType(_apply_gate, module)
-    return len(found)
+    return replace_steps(
+        model, {Step.norm: _norm, Step.gated_mlp: _gated_mlp, Step.rotary: _rotary, Step.gate: _apply_gate}
+    )
 
 
 @cache

@@ -8,7 +8,7 @@ Results are those of the plain code but for the last bits of float32.
 T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -55,15 +55,25 @@ def steps_of(model: nn.Module) -> Iterator[tuple[Any, Step]]:
 
 def join_steps(model: nn.Module) -> None:
     """Mutates `model`: where there is a compiler, its modules of that code run ours when tensors allow it."""
-    for module, step in steps_of(model) if has_compiler() else ():
-        if step is Step.norm:
-            module.forward = MethodType(_norm, module)
-        elif step is Step.gated_mlp:
-            module.forward = MethodType(_gated_mlp, module)
+    if has_compiler():
+        replace_steps(
+            model,
+            {Step.norm: _norm, Step.gated_mlp: _gated_mlp, Step.rotary: _rotary, Step.gate: _apply_gate},
+        )
+
+
+def replace_steps(model: nn.Module, by_step: Mapping[Step, Callable[..., object]]) -> int:
+    """Mutates `model`: its modules of known code run these instead; that of `Step.rotary` stands for the function of
+    that name. Returns how many."""
+    found = list(steps_of(model))
+    for module, step in found:
+        if step is Step.gate:
+            module._apply_gate = MethodType(by_step[step], module)
         elif step is Step.rotary:
-            module.forward = MethodType(with_global(type(module).forward, ROTARY, _rotary), module)
+            module.forward = MethodType(_with_global(type(module).forward, ROTARY, by_step[step]), module)
         else:
-            module._apply_gate = MethodType(_apply_gate, module)
+            module.forward = MethodType(by_step[step], module)
+    return len(found)
 
 
 def joins_gates(layer: nn.Module) -> bool:
@@ -95,7 +105,7 @@ def _turns_like_llama(forward: Any) -> bool:
     return is_code_of(turn.__globals__.get("rotate_half"), llama.rotate_half)
 
 
-def with_global(function: Any, name: str, value: object) -> FunctionType:
+def _with_global(function: Any, name: str, value: object) -> FunctionType:
     """The same function, for which a global name stands for something else."""
     other = FunctionType(
         function.__code__,
