@@ -30,9 +30,8 @@ def main(composed: Composed) -> int:
         log.warning("%s", sentence)
     log.debug("config:\n%s", to_yaml(config))
 
-    from jobs.io.generation import (
-        generate,
-    )  # torch and transformers are loaded only once the config is known to be good
+    # torch and transformers are loaded only once the config is known to be good
+    from jobs.io.generation import generate
     from jobs.io.signals import StopFlag
     from jobs.io.summary_table import format_table
 

@@ -30,17 +30,17 @@ from .model.followed import as_the_model_says
 from .model.loading import LoadedModel, load_model
 from .out_of_memory import is_out_of_memory, memory_shortage
 from .plan.advice import advice
+from .plan.cost.rates import MachineRates
+from .plan.cost.typical_load import Usual
 from .plan.facts import PlanFacts
-from .plan.memory import SequenceSize
-from .plan.placement import Budgets
-from .plan.placer import kv_tiers
+from .plan.placement.memory import SequenceSize
+from .plan.placement.placement import Budgets
+from .plan.placement.placer import kv_tiers
+from .plan.placement.run_load import micro_batches_of
+from .plan.placement.usual_sizes import chunk_tokens
 from .plan.planner import RunPlan, plan_run
-from .plan.policy import Policy
-from .plan.rates import MachineRates
-from .plan.run_load import micro_batches_of
-from .plan.schedule import require_slots
-from .plan.usual import Usual
-from .plan.usual_sizes import chunk_tokens
+from .plan.schedule.schedule import require_slots
+from .plan.search.policy import Policy
 from .session import Session
 from .store.reader import Reader
 from .stream.device import ComputeDevice

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .config import OffloadConfig
-from .plan.device_slack import KERNELS_BYTES
-from .plan.placement import Budgets, Placement
+from .plan.placement.device_slack import KERNELS_BYTES
+from .plan.placement.placement import Budgets, Placement
 from .stream.device import ComputeDevice
 from .stream.host_memory import available_bytes, peak_resident_bytes
 from .units import format_bytes, gib_to_bytes

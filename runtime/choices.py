@@ -14,14 +14,14 @@ from pathlib import Path
 
 from .config import PolicyKind, RuntimeConfig
 from .errors import BudgetError, ConfigError
-from .plan.choice import Choice
-from .plan.memory import SequenceSize
-from .plan.model_shape import ModelShape
-from .plan.placement import Budgets
+from .plan.placement.memory import SequenceSize
+from .plan.placement.placement import Budgets
+from .plan.placement.usual_sizes import chunk_tokens
 from .plan.planner import RunPlan
-from .plan.policy import Policy
-from .plan.usual_sizes import chunk_tokens
-from .plan.workload import Workload
+from .plan.search.choice import Choice
+from .plan.search.policy import Policy
+from .plan.search.workload import Workload
+from .plan.shape.model import ModelShape
 from .store.cache_root import cache_root
 
 log = logging.getLogger(__name__)

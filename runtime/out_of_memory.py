@@ -4,7 +4,7 @@ import errno
 from collections.abc import Sequence
 
 from .errors import BudgetError, MemoryShortage
-from .plan.ledger import Ledger
+from .plan.placement.ledger import Ledger
 
 PHRASES = (
     "annot allocate memory",

@@ -13,8 +13,9 @@ from .errors import require
 @dataclass(frozen=True, kw_only=True)
 class DataSheet:
     """Peaks that vendors print: of one device, and of the host around `num_devices` of it. What a run attains of them
-    is for `runtime/plan/profile.py` to say. `bfloat16_tflops` None: no units for it, float32's are used. Of the two
-    clocks the peaks are at the boost one, and a power limit under load holds no more than the base one for certain."""
+    is for `runtime/plan/cost/profile.py` to say. `bfloat16_tflops` None: no units for it, float32's are used. Of the
+    two clocks the peaks are at the boost one, and a power limit under load holds no more than the base one for
+    certain."""
 
     num_devices: int = 1
     memory_gib: float

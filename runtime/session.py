@@ -14,10 +14,10 @@ from .engine.sequence import Sequence as Running
 from .engine.stopping import decode_text
 from .engine.wave import run_block
 from .model.loading import LoadedModel
-from .plan.memory import PAGE_TOKENS
+from .plan.placement.memory import PAGE_TOKENS
+from .plan.placement.resumed import resumed_chunks
+from .plan.placement.usual_sizes import chunk_tokens
 from .plan.planner import RunPlan
-from .plan.resumed import resumed_chunks
-from .plan.usual_sizes import chunk_tokens
 
 OnPass = Callable[[PassRecord], None]
 

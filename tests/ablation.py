@@ -21,17 +21,17 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )
-from runtime.plan.cost import Resource, simulate
-from runtime.plan.hrm import fitting, roofline_of
-from runtime.plan.machine import Machine
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.pass_times import Roofline
+from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.script import Durations
+from runtime.plan.cost.simulator import Resource, simulate
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.policy import Policy
-from runtime.plan.policy_grid import Choices, PolicyGrid
-from runtime.plan.schedule import make_schedule
-from runtime.plan.script import Durations
-from runtime.plan.workload import Workload
+from runtime.plan.schedule.schedule import make_schedule
+from runtime.plan.search.grid import Choices, PolicyGrid
+from runtime.plan.search.hrm import fitting, roofline_of
+from runtime.plan.search.pass_times import Roofline
+from runtime.plan.search.policy import Policy
+from runtime.plan.search.workload import Workload
+from runtime.plan.shape.model import ModelShape
 from tests.moe_shapes import MIXTRAL
 from tests.published import MTBENCH, machine
 

@@ -16,8 +16,8 @@ from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
 from runtime.model.multipliers import choose_multipliers
 from runtime.model.traits import CacheShape
-from runtime.plan.rates import MachineRates
-from runtime.plan.usual import Usual
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.typical_load import Usual
 from runtime.profiles import Multiplier
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice

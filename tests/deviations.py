@@ -13,9 +13,9 @@ from functools import cache
 from itertools import combinations
 
 from runtime.config import Attention, Order
-from runtime.plan.layer_work import LayerWork
-from runtime.plan.policy import Policy
-from runtime.plan.rates import UNLIMITED, MachineRates
+from runtime.plan.cost.layer_work import LayerWork
+from runtime.plan.cost.rates import UNLIMITED, MachineRates
+from runtime.plan.search.policy import Policy
 from tests.published import Setting, choose, machine_for, predicted, published_policy, settings
 
 LARGE = 1.5

@@ -9,7 +9,7 @@ import torch
 
 from runtime.cache.plain_attention import decode_attention_torch
 from runtime.model import attention, loading, multipliers, rowwise, weights
-from runtime.plan.shapes import Parameter
+from runtime.plan.shape.shapes import Parameter
 
 
 @contextmanager

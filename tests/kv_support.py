@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from runtime.config import KVTier
-from runtime.plan.kv import KVLayout
+from runtime.plan.placement.kv import KVLayout
 from runtime.store.kv_file import KVFile
 from runtime.stream.device import ComputeDevice
 from runtime.stream.kv import KVStream

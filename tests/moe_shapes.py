@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 
 ITEM = 2  # bytes of a number in bfloat16 or float16
 

@@ -37,16 +37,16 @@ from runtime.engine.lane import Lane
 from runtime.engine.monitor import PassMonitor
 from runtime.engine.player import Crew, PassPlayer
 from runtime.engine.workers import AttentionWorkers
-from runtime.plan.cost import simulate_each
-from runtime.plan.extents import ALIGNMENT_BYTES
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets, Placement
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.script import Durations, Script
+from runtime.plan.cost.simulator import simulate_each
+from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.planner import plan_run
-from runtime.plan.rates import MachineRates
-from runtime.plan.schedule import Schedule, make_schedule
-from runtime.plan.script import Durations, Script
-from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
-from runtime.plan.walk import Walk
+from runtime.plan.schedule.schedule import Schedule, make_schedule
+from runtime.plan.schedule.walk import Walk
+from runtime.plan.shape.extents import ALIGNMENT_BYTES
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.units import GIB
 from tests.scripted_crew import PromptStream, ScriptedExperts, ScriptedLane, ScriptedWorkers
 from tests.timed_device import TimedDevice, TimedReader

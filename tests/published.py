@@ -21,16 +21,16 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )
-from runtime.plan.choice import Choice
-from runtime.plan.hrm import search
-from runtime.plan.machine import Machine
-from runtime.plan.model_shape import ModelShape
+from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.predict import Prediction
+from runtime.plan.cost.profile import USABLE_SHARE, machine_of
+from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.policy import Policy
-from runtime.plan.predict import Prediction
-from runtime.plan.profile import USABLE_SHARE, machine_of
-from runtime.plan.rates import MachineRates
-from runtime.plan.workload import Workload
+from runtime.plan.search.choice import Choice
+from runtime.plan.search.hrm import search
+from runtime.plan.search.policy import Policy
+from runtime.plan.search.workload import Workload
+from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB
 from tests.moe_shapes import DBRX, MIXTRAL, MIXTRAL_8X22B, Moe
 

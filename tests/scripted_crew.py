@@ -8,8 +8,8 @@ from typing import cast
 import torch
 
 from runtime.model.events import Event, NeedAttention, NeedExperts, NeedStage
-from runtime.plan.script import Durations
-from runtime.plan.walk import Walk
+from runtime.plan.cost.script import Durations
+from runtime.plan.schedule.walk import Walk
 from runtime.stream.weights import WeightStream
 from tests.timed_device import TimedDevice
 from tests.virtual_time import VirtualFuture, VirtualPool, VirtualTime

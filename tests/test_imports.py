@@ -25,6 +25,9 @@ ALLOWED = {
 }
 FOR_ALL = {"closing", "config", "errors", "profiles", "sampling_config", "shared_work", "units"}
 PURE = ("plan", "batching")
+
+# The rooms of `runtime/plan`: each may import of those before it; the modules beside them compose all.
+PLAN = ("shape", "schedule", "placement", "cost", "search")
 HEAVY = {"torch", "transformers", "datasets", "safetensors", "greenlet"}
 
 
@@ -113,6 +116,18 @@ def test_what_all_may_import_imports_nothing_but_its_like(module: str) -> None:
     names = imports(module)
     assert {name for name in names if name.startswith("runtime")} <= {f"runtime.{name}" for name in FOR_ALL}
     assert top_level(names) - {"runtime"} <= set(sys.stdlib_module_names)
+
+
+def plan_floor(module: str) -> int:
+    """0 for the lowest room of the plan; above all rooms for what composes them."""
+    room = module.split(".")[2:3]
+    return PLAN.index(room[0]) if room and room[0] in PLAN else len(PLAN)
+
+
+@pytest.mark.parametrize("module", [module for module in RUNTIME if module.startswith("runtime.plan.")])
+def test_a_room_of_the_plan_imports_only_rooms_before_it(module: str) -> None:
+    above = {name for name in imports(module) if name.startswith("runtime.plan.")}
+    assert not {name for name in above if plan_floor(name) > plan_floor(module)}
 
 
 @pytest.mark.parametrize("part", PURE)

@@ -4,9 +4,9 @@ decoder behind an encoder begins with the same embeddings."""
 from collections.abc import Sequence
 from dataclasses import replace
 
-from runtime.plan.memory import SequenceSize
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
+from runtime.plan.placement.memory import SequenceSize
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.units import MIB
 
 HIDDEN, VOCAB = 256, 8192  # embeddings and head: 8 MiB each in float32

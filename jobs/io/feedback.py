@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from runtime.api import Runtime
 from runtime.engine.sequence import Request
 from runtime.errors import DamagedRunError
-from runtime.plan.correct import corrected
-from runtime.plan.cost import Resource
+from runtime.plan.cost.correct import corrected
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.simulator import Resource
 from runtime.plan.planner import RunPlan
-from runtime.plan.policy import Policy
-from runtime.plan.rates import MachineRates
+from runtime.plan.search.policy import Policy
 
 from .files import JsonValue, read_json, write_json
 from .summary import PassRow

@@ -10,9 +10,9 @@ from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.config import Admission, PolicyKind
 from runtime.errors import RunMismatchError
+from runtime.plan.cost.predict import Prediction
 from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
-from runtime.plan.predict import Prediction
 from runtime.session import Session
 from runtime.trace import Trace
 

@@ -13,7 +13,7 @@ from runtime.batching.balance import Block
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request, Unfinished
 from runtime.errors import MillraceError
-from runtime.plan.predict import Prediction
+from runtime.plan.cost.predict import Prediction
 
 from .open_parts import OpenParts
 from .parts import PartStore

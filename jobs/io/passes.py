@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from runtime.engine.records import PassRecord
-from runtime.plan.predict import Prediction
+from runtime.plan.cost.predict import Prediction
 
 from .phase_times import mean_pass
 from .summary import PassRow

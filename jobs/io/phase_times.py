@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from runtime.plan.cost import Resource
-from runtime.plan.predict import PhaseTime, Prediction
+from runtime.plan.cost.predict import PhaseTime, Prediction
+from runtime.plan.cost.simulator import Resource
 
 
 @dataclass(frozen=True, kw_only=True)

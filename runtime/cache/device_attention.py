@@ -11,7 +11,7 @@ Letters as in paged.py; G query heads of a KV head.
 import torch
 import torch.nn.functional as F
 
-from ..plan.attention import GATHERED_BYTES, SCORED_BYTES
+from ..plan.shape.attention import GATHERED_BYTES, SCORED_BYTES
 from .flash_attention import HEAD_MULTIPLE, flash_applies, flash_attention
 from .layout import LayerKV
 from .rule import Rule

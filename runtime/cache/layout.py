@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan.memory import PAGE_TOKENS
+from ..plan.placement.memory import PAGE_TOKENS
 from .stretches import Stretches
 from .upload import upload
 from .views import DecodeRows, Segment

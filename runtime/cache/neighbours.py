@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from ..plan.kv import stretches
+from ..plan.placement.kv import stretches
 from .pages import PagePool
 
 

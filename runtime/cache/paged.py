@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from transformers import Cache
 
-from ..plan.memory import PAGE_TOKENS
+from ..plan.placement.memory import PAGE_TOKENS
 from .host_lane import HostLane, HostVisit
 from .layout import LayerKV, PassLayout
 from .pages import KVPages, num_pages_for, split_pages

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from ..plan.memory import PAGE_TOKENS
+from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 

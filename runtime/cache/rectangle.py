@@ -10,7 +10,7 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ..plan.memory import PAGE_TOKENS
+from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from ..units import round_up
 from .pages import PagePool, num_pages_for

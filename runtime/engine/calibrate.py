@@ -19,15 +19,15 @@ from ..model.loading import LoadedModel
 from ..model.net import class_refused
 from ..model.stages import StreamedModule
 from ..model.weights import stage_weights
-from ..plan.anchor import anchored, with_overheads
-from ..plan.extents import device_layout, slot_layout
-from ..plan.lane_work import packed_work
-from ..plan.memory import GATED_ROWS, PAGE_TOKENS
-from ..plan.model_shape import ModelShape
-from ..plan.rates import UNLIMITED, MachineRates
-from ..plan.shapes import Stage
-from ..plan.stage_work import INNER_TRIPS, stage_works
-from ..plan.usual import Usual
+from ..plan.cost.anchor import anchored, with_overheads
+from ..plan.cost.lane_work import packed_work
+from ..plan.cost.rates import UNLIMITED, MachineRates
+from ..plan.cost.stage_work import INNER_TRIPS, stage_works
+from ..plan.cost.typical_load import Usual
+from ..plan.placement.memory import GATED_ROWS, PAGE_TOKENS
+from ..plan.shape.extents import device_layout, slot_layout
+from ..plan.shape.model import ModelShape
+from ..plan.shape.shapes import Stage
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..units import MIB

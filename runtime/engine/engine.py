@@ -15,12 +15,12 @@ from ..config import KVTier
 from ..errors import BrokenModelError
 from ..model.events import Weights
 from ..model.weights import stage_weights
-from ..plan.check import check_schedule
-from ..plan.experts import dense_shape
-from ..plan.kv import KVLayout
-from ..plan.schedule import Schedule, make_schedule
-from ..plan.usual_sizes import chunk_tokens
-from ..plan.walk import Walk
+from ..plan.placement.experts import dense_shape
+from ..plan.placement.kv import KVLayout
+from ..plan.placement.usual_sizes import chunk_tokens
+from ..plan.schedule.check import check_schedule
+from ..plan.schedule.schedule import Schedule, make_schedule
+from ..plan.schedule.walk import Walk
 from ..stream.host_memory import peak_resident_bytes
 from .apart import ApartLane
 from .experts import BatchedExperts

@@ -12,7 +12,7 @@ from transformers import Cache
 from ..cache.rectangle import RectangleKV, rectangle_cache
 from ..cache.upload import upload
 from ..model.generating import PassInputs
-from ..plan.memory import chunk_columns
+from ..plan.placement.memory import chunk_columns
 from .lane import LaneKit
 from .records import PassCounts
 from .rectangle import RectangleLane

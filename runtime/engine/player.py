@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError, Interrupted
 from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
-from ..plan.actions import Action, Op
+from ..plan.schedule.actions import Action, Op
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
 from .experts import BatchedExperts

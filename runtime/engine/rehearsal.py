@@ -13,8 +13,8 @@ from ..config import SamplingConfig
 from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..model.loading import LoadedModel
 from ..model.stages import hollow_weights
-from ..plan.anchor import LayerSeconds
-from ..plan.lane_work import Piece
+from ..plan.cost.anchor import LayerSeconds
+from ..plan.cost.lane_work import Piece
 from ..stream.device import ComputeDevice
 from .lane import Lane, LaneKit
 from .packed import PackedLane

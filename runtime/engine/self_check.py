@@ -30,7 +30,7 @@ from ..model.excerpt import Excerpt, dense_bytes, num_telling_layers
 from ..model.families import FAMILIES
 from ..model.loading import LoadedModel, load_model
 from ..model.net import one_line, reason_of
-from ..plan.placement import Budgets
+from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan, plan_run
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice

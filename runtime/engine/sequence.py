@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from ..plan.memory import SequenceSize
+from ..plan.placement.memory import SequenceSize
 from .logprobs import TokenLogprobs
 
 

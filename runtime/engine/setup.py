@@ -11,7 +11,7 @@ from ..model.loading import LoadedModel
 from ..model.multipliers import choose_multipliers, prepare_products
 from ..model.rowwise import prepare_rows
 from ..model.weights import TORCH_DTYPES
-from ..plan.placement import Placement
+from ..plan.placement.placement import Placement
 from ..profiles import ProductTable
 from ..stream.device import ComputeDevice
 from ..trace import Trace

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from ..config import Attention, KVTier, RuntimeConfig
-from ..plan.kv import KVLayout
+from ..plan.placement.kv import KVLayout
 from ..store.kv_file import KVFile
 from ..store.reader import Reader
 from ..stream.counters import StreamCounters

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from ..cache.device_attention import fused_applies
 from ..cache.flash_attention import flash_applies
 from ..cache.rule import Rule
-from ..plan.attention import AttentionWay
-from ..plan.model_shape import ModelShape
+from ..plan.shape.attention import AttentionWay
+from ..plan.shape.model import ModelShape
 from ..stream.device import ComputeDevice
 from .decoder_config import decoder_config
 from .loading import LoadedModel

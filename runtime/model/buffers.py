@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..plan.shapes import Parameter
+from ..plan.shape.shapes import Parameter
 from .stages import StagedModel
 from .weights import load_tensor
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
-from ..plan.shapes import TensorSlice
+from ..plan.shape.shapes import TensorSlice
 from .weights import TORCH_DTYPES, is_plain, load_tensor
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..plan.shapes import Parameter
+from ..plan.shape.shapes import Parameter
 from ..store.header import read_header
 from ..store.writer import TensorSpec, write_safetensors
 from .conversions import Conversion

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from ..plan.model_shape import ModelShape
-from ..plan.shapes import Parameter, Stage, StageKind
+from ..plan.shape.model import ModelShape
+from ..plan.shape.shapes import Parameter, Stage, StageKind
 from ..store.checkpoint import Checkpoint
 from .layer_lists import layer_lists
 from .layout import match

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
-from ..plan.experts import GROUPED_VISITS, suits_all
+from ..plan.placement.experts import GROUPED_VISITS, suits_all
 from .experts import Experts, Visits, bias_of, has_norm, matrix_names
 from .stored import StoredWeight
 

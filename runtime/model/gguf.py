@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..plan.shapes import TensorSlice
+from ..plan.shape.shapes import TensorSlice
 from ..store.checkpoint import Checkpoint
 from .gguf_processing import processing_of
 from .layout import Pieces, WeightMap, make_map

@@ -15,7 +15,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from ..errors import CheckpointError
-from ..plan.shapes import TensorSlice
+from ..plan.shape.shapes import TensorSlice
 from ..store.checkpoint import Checkpoint
 from .conversions import Conversion, ConverterUse
 from .layout import match

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..plan.shapes import Parameter
+from ..plan.shape.shapes import Parameter
 from .experts import stacks
 from .int8_products import fits_inputs, has_int8_unit
 from .layer_lists import layer_lists

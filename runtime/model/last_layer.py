@@ -12,7 +12,7 @@ import torch
 from greenlet import getcurrent
 
 from ..cache.paged import PagedKV, StoredAlone
-from ..plan.lane_work import is_narrow
+from ..plan.cost.lane_work import is_narrow
 from .events import LaneRun
 
 Narrow = Callable[[torch.Tensor], torch.Tensor]

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..plan.shapes import StageKind
+from ..plan.shape.shapes import StageKind
 from .decoder_config import decoder_config
 
 

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from ..errors import CheckpointError
-from ..plan.shapes import Parameter, TensorSlice
+from ..plan.shape.shapes import Parameter, TensorSlice
 from .conversions import Conversion, ConverterUse
 from .weights import is_plain
 

@@ -12,9 +12,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ..config import DType, ModelConfig, Products, Verify
 from ..errors import ConfigError
 from ..kernels.compiler import has_compiler
-from ..plan.auto_dtype import auto_dtype
-from ..plan.model_shape import ModelShape
-from ..plan.shapes import Parameter
+from ..plan.shape.auto_dtype import auto_dtype
+from ..plan.shape.model import ModelShape
+from ..plan.shape.shapes import Parameter
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files

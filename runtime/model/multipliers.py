@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from ..kernels.compiler import has_compiler, has_matrix_unit
-from ..plan.memory import PANEL_BYTES as MOST_PANEL_BYTES
+from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
 from ..profiles import Multiplier, ProductTable
 from .panels import Block, panels
 from .tile_products import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import DType, Lanes
-from ..plan.model_shape import ModelShape
-from ..plan.shapes import Parameter, TensorSlice
+from ..plan.shape.model import ModelShape
+from ..plan.shape.shapes import Parameter, TensorSlice
 from ..store.writer import DTYPE_NAMES, TensorSpec
 from . import experts
 from .conversions import Conversion

@@ -12,7 +12,7 @@ import torch
 
 from ..cache.host_work import BITS
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_ROWS, aligned_zeros
-from ..plan.memory import LAID_OUT_BYTES
+from ..plan.placement.memory import LAID_OUT_BYTES
 from ..shared_work import share
 from ..units import round_down, round_up
 

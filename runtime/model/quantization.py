@@ -11,7 +11,7 @@ from math import prod
 from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError
-from ..plan.shapes import Scales, TensorSlice
+from ..plan.shape.shapes import Scales, TensorSlice
 
 READABLE = ("fp8", "mxfp4")
 FP8, FP8_SCALES = ("F8_E4M3", "F8_E5M2"), "_scale_inv"

@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from ..kernels.compiler import has_compiler
-from ..plan.memory import GATED_ROWS
+from ..plan.placement.memory import GATED_ROWS
 from .experts import is_experts
 from .pieces import share_groups
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig
 
-from ..plan.model_shape import ModelShape
-from ..plan.shapes import Parameter, Stage, StageKind
+from ..plan.shape.model import ModelShape
+from ..plan.shape.shapes import Parameter, Stage, StageKind
 from .decoder_config import decoder_config, head_size, largest, num_attention_heads
 from .rowwise import joins_gates
 from .stages import StagedModel

@@ -10,7 +10,7 @@ from greenlet import GreenletExit, greenlet
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..plan.shapes import StageKind
+from ..plan.shape.shapes import StageKind
 from .binding import Binding
 from .decoder_config import encoder_config
 from .events import NeedStage, Weights, need_stage

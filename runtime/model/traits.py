@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from ..config import Lanes
 from ..errors import ConfigError
-from ..plan.delta_rule import DeltaRule
+from ..plan.shape.delta_rule import DeltaRule
 from .decoder_config import decoder_config, head_size, largest, num_attention_heads
 from .experts import is_experts
 from .generating import cache_argument

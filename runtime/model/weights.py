@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..plan.shapes import Parameter, Stage, TensorSlice
+from ..plan.shape.shapes import Parameter, Stage, TensorSlice
 from .gguf_blocks import GgufRows
 from .panels import Block, plain_rows
 from .rows import ScaledRows

@@ -20,11 +20,11 @@ from ..config import (
     RuntimeConfig,
     Tier,
 )
-from .experts import pageable_stages
-from .model_shape import ModelShape
-from .placement import Placement
+from .placement.experts import pageable_stages
+from .placement.placement import Placement
+from .placement.walks import cpu_attends
 from .planner import RunPlan
-from .walks import cpu_attends
+from .shape.model import ModelShape
 
 ROOM_FOR_ALL = "there is room for all keys and values where compute happens"
 

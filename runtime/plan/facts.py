@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from ..config import Attention, KVTier, RuntimeConfig
-from .model_shape import ModelShape
+from .placement.usual_sizes import chunk_tokens
 from .planner import RunPlan
-from .usual_sizes import chunk_tokens
+from .shape.model import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from .actions import Action
 from .planner import RunPlan
-from .schedule import make_schedule
+from .schedule.actions import Action
+from .schedule.schedule import make_schedule
 
 MAX_ACTIONS = 20_000  # some 200 KB; 80 layers and 16 lanes make about 3,000
 

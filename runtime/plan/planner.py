@@ -12,23 +12,23 @@ from functools import cache
 from ..batching.balance import Block, plan_blocks
 from ..config import KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
 from ..errors import BudgetError
-from .choice import Choice
-from .chunks import balanced
-from .hrm import search
-from .machine import Machine
-from .memory import SequenceSize
-from .model_shape import ModelShape
-from .placement import Budgets, Placement
-from .placer import kv_tiers, place
-from .policy import Policy
-from .policy_grid import Choices
-from .predict import Prediction
-from .rates import MachineRates
-from .run_load import bare, run_load
-from .usual_order import usual_orders
-from .usual_sizes import block_size, chunk_sizes, in_chunks, is_whole, micro_batch_sizes
-from .way import Road, Way
-from .workload import Workload
+from .cost.machine import Machine
+from .cost.predict import Prediction
+from .cost.rates import MachineRates
+from .placement.memory import SequenceSize
+from .placement.placement import Budgets, Placement
+from .placement.placer import kv_tiers, place
+from .placement.run_load import bare, run_load
+from .placement.usual_order import usual_orders
+from .placement.usual_sizes import block_size, chunk_sizes, in_chunks, is_whole, micro_batch_sizes
+from .search.candidate import Road, Way
+from .search.choice import Choice
+from .search.chunks import balanced
+from .search.grid import Choices
+from .search.hrm import search
+from .search.policy import Policy
+from .search.workload import Workload
+from .shape.model import ModelShape
 
 WORTHWHILE = 0.02  # of a run's time, to be won by another size of micro-batches than the rule's
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from math import inf
 
 from ..config import Order, Tier
-from .layer_work import LayerWork
-from .machine import Machine
-from .model_shape import ModelShape
+from .cost.layer_work import LayerWork
+from .cost.machine import Machine
+from .cost.roofline import Level
 from .planner import RunPlan
-from .roofline import Level
-from .turning import Standing, compute_level, hit_share, host_level, road_bytes_per_second, standing
+from .search.ridge_points import Standing, compute_level, hit_share, host_level, road_bytes_per_second, standing
+from .shape.model import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Admission
-from .cost import PlayedPass, Span, play_passes
-from .durations import durations
-from .lane_work import LaneWork, decode_work, prefill_works
-from .memory import MicroBatch, SequenceSize
-from .model_shape import ModelShape
-from .placement import Placement
+from .cost.durations import durations
+from .cost.lane_work import LaneWork, decode_work, prefill_works
+from .cost.predict import Stretch, mixed_stretches
+from .cost.rates import MachineRates
+from .cost.script import Durations
+from .cost.simulator import PlayedPass, Span, play_passes
+from .placement.memory import MicroBatch, SequenceSize
+from .placement.placement import Placement
+from .placement.usual_sizes import chunk_tokens
 from .planner import RunPlan
-from .predict import Stretch, mixed_stretches
-from .rates import MachineRates
-from .schedule import Schedule, make_schedule
-from .script import Durations
-from .usual_sizes import chunk_tokens
+from .schedule.schedule import Schedule, make_schedule
+from .shape.model import ModelShape
 
 NUM_DECODE_PASSES = 3
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..plan.shapes import TensorSlice
+from ..plan.shape.shapes import TensorSlice
 from .faults import read_fault
 from .gguf import GgufHeader, read_gguf
 from .header import read_header

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CheckpointError
-from ..plan.shapes import TensorSlice
+from ..plan.shape.shapes import TensorSlice
 from ..units import round_up
 from .faults import read_fault
 from .json_object import require_regular

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..plan.shapes import TensorSlice
+from ..plan.shape.shapes import TensorSlice
 from ..units import MIB, format_bytes
 from .faults import read_fault
 from .json_object import require_regular

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..closing import Closing
 from ..errors import BudgetError, KVFileError
-from ..plan.kv import KVLayout, stretches
+from ..plan.placement.kv import KVLayout, stretches
 from ..units import MIB, format_bytes
 from .transfer import ChunkTiming, PendingTransfer, TransferThreads, transfer
 from .unnamed_file import free_bytes, make_direct, open_unnamed

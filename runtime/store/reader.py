@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..closing import Closing
 from ..errors import CheckpointError
-from ..plan.extents import Extent
+from ..plan.shape.extents import Extent
 from ..units import MIB
 from .faults import passes, patiently
 from .transfer import Chunk, ChunkTiming, PendingTransfer, TransferThreads, transfer

@@ -7,7 +7,7 @@ from threading import Lock, Thread
 from typing import NamedTuple
 
 from ..closing import Closing
-from ..plan.extents import ALIGNMENT_BYTES
+from ..plan.shape.extents import ALIGNMENT_BYTES
 from ..units import round_down
 
 

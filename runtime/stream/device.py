@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..plan.device_slack import LIBRARY_BYTES
-from ..plan.extents import ALIGNMENT_BYTES
+from ..plan.placement.device_slack import LIBRARY_BYTES
+from ..plan.shape.extents import ALIGNMENT_BYTES
 from ..units import MIB, round_up
 from .clock import DeviceClock, Then
 from .device_choice import choose_device

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from ..plan.kv import KVLayout, stretches
+from ..plan.placement.kv import KVLayout, stretches
 from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
 from ..trace import Row

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from ..plan.exchange import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, ExchangeSize
+from ..plan.placement.exchange import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, ExchangeSize
 from ..trace import Row, Trace
 from ..units import round_up
 from .clock import Then

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from ..config import ExpertPaging
-from ..plan.experts import ExpertPages
-from ..plan.extents import slot_layout
-from ..plan.model_shape import ModelShape
-from ..plan.placement import Placement
-from ..plan.shapes import Stage
+from ..plan.placement.experts import ExpertPages
+from ..plan.placement.placement import Placement
+from ..plan.shape.extents import slot_layout
+from ..plan.shape.model import ModelShape
+from ..plan.shape.shapes import Stage
 from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters

@@ -12,7 +12,7 @@ import torch
 
 from ..config import KVTier
 from ..errors import KVFileError
-from ..plan.kv import KVLayout
+from ..plan.placement.kv import KVLayout
 from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
 from ..trace import Row, Trace

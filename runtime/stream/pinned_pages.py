@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..plan.kv import KVLayout, stretches
+from ..plan.placement.kv import KVLayout, stretches
 from ..trace import Row
 from .device import ComputeDevice, Part
 from .kv_slot import Departure, KVSlot

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from ..closing import Closing
-from ..plan.extents import Extent
+from ..plan.shape.extents import Extent
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from .device import ComputeDevice, Event

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan.experts import dense_shape
-from ..plan.extents import (
+from ..plan.placement.experts import dense_shape
+from ..plan.placement.placement import Placement
+from ..plan.shape.extents import (
     HOST_PIECE_BYTES,
     LOADING_BYTES,
     SlotLayout,
@@ -23,9 +24,8 @@ from ..plan.extents import (
     resident_groups,
     slot_layout,
 )
-from ..plan.model_shape import ModelShape
-from ..plan.moves import DeviceLayout, Move
-from ..plan.placement import Placement
+from ..plan.shape.model import ModelShape
+from ..plan.shape.moves import DeviceLayout, Move
 from ..store.reader import Reader
 from ..trace import Row, Trace
 from .counters import StreamCounters

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from runtime.plan.shapes import TensorSlice
+from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.checkpoint import INDEX, SINGLE, open_checkpoint
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target

@@ -24,7 +24,7 @@ from runtime import ModelConfig, RuntimeConfig
 from runtime.config import DType, Tier
 from runtime.engine.measure.memory import LINK_IN
 from runtime.errors import ConfigError, MillraceError
-from runtime.plan.extents import slot_layout
+from runtime.plan.shape.extents import slot_layout
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB, MIB
 from tests.fake_device import FakeDevice

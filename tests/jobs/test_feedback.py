@@ -32,10 +32,11 @@ from runtime.config import (
 )
 from runtime.engine.sequence import Request
 from runtime.errors import DamagedRunError, Interrupted
-from runtime.plan import planner, policy_grid
-from runtime.plan.cost import Resource
+from runtime.plan import planner
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.simulator import Resource
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.rates import MachineRates
+from runtime.plan.search import grid as policy_grid
 from runtime.session import Session
 
 NUM_ROWS = 12

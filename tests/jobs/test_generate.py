@@ -28,7 +28,7 @@ from runtime.config import (
     Tier,
 )
 from runtime.errors import Interrupted, RunMismatchError
-from runtime.plan.actions import Op, parse_action
+from runtime.plan.schedule.actions import Op, parse_action
 from tests.jobs.killing import run_and_kill
 
 ROOT = Path(__file__).resolve().parents[2]

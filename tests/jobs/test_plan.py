@@ -15,7 +15,7 @@ from jobs.io.plan.report import report
 from runtime.choices import KeptPolicy
 from runtime.config import Attention, DType, MachineConfig, Order
 from runtime.errors import BudgetError, ConfigError
-from runtime.plan.policy import Policy
+from runtime.plan.search.policy import Policy
 from runtime.profiles import DTypeRates, MeasuredRates
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,10 +21,10 @@ from runtime.engine.experts import BatchedExperts
 from runtime.model.events import LaneRun, NeedExperts, NeedStage
 from runtime.model.loading import LoadedModel, load_model
 from runtime.model.weights import stage_weights
-from runtime.plan.experts import dense_shape
-from runtime.plan.load import Load
-from runtime.plan.placement import Budgets, Placement
-from runtime.plan.placer import place
+from runtime.plan.placement.experts import dense_shape
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.placement import Budgets, Placement
+from runtime.plan.placement.placer import place
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from runtime.stream.experts import ExpertStream

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.plan.actions import Action, Op, parse_action
+from runtime.plan.schedule.actions import Action, Op, parse_action
 
 LINES = {
     "read 0": Action(Op.read, 0),

@@ -23,9 +23,9 @@ from runtime.config import (
 )
 from runtime.errors import CheckpointError
 from runtime.plan.advice import advice, ignored_by_plan, slow_by_plan
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
+from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.shape.model import ModelShape
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_mixture, toy_shape

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.plan.anchor import LayerSeconds, anchored, with_overheads
-from runtime.plan.lane_work import LaneWork
-from runtime.plan.rates import UNLIMITED, MachineRates
-from runtime.plan.stage_work import stage_works
+from runtime.plan.cost.anchor import LayerSeconds, anchored, with_overheads
+from runtime.plan.cost.lane_work import LaneWork
+from runtime.plan.cost.rates import UNLIMITED, MachineRates
+from runtime.plan.cost.stage_work import stage_works
 from tests.toy import toy_shape
 
 SHAPE = toy_shape()

@@ -11,9 +11,9 @@ from runtime.cache import device_attention
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
 from runtime.model.attention_way import placed
-from runtime.plan import attention
-from runtime.plan.attention import AttentionSizes, AttentionWay, device_attention_bytes
-from runtime.plan.memory import PAGE_TOKENS
+from runtime.plan.placement.memory import PAGE_TOKENS
+from runtime.plan.shape import attention
+from runtime.plan.shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB, KIB, round_up
 from tests.attention_doubles import install_flash, refuse_groups

@@ -11,7 +11,7 @@ from runtime.config import ExpertPaging
 from runtime.model.experts import is_experts
 from runtime.model.loading import LoadedModel
 from runtime.model.origin import GGUF_READER
-from runtime.plan.experts import pageable_stages, unpageable_stacks
+from runtime.plan.placement.experts import pageable_stages, unpageable_stacks
 from tests.gguf_files import Type, write_gguf
 from tests.quantized import write_fp8, write_mxfp4
 from tests.runtime.expert_support import lanes_of, load, player

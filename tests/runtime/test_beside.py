@@ -11,7 +11,7 @@ from runtime import PolicyConfig, Runtime
 from runtime.config import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.sequence import Completion, Request
 from runtime.errors import BrokenModelError, ConfigError
-from runtime.plan.extents import pinned_bytes
+from runtime.plan.shape.extents import pinned_bytes
 from runtime.stream.exchange import HostExchange, Trip
 from tests.fake_device import FakeDevice
 from tests.runtime.test_correct import RATES

@@ -11,10 +11,10 @@ from runtime.config import ModelConfig
 from runtime.engine import calibrate
 from runtime.engine.calibrate import measure_rates
 from runtime.model.loading import load_model
-from runtime.plan.experts import pageable_stages
-from runtime.plan.extents import slot_layout
-from runtime.plan.rates import UNLIMITED
-from runtime.plan.usual import Usual
+from runtime.plan.cost.rates import UNLIMITED
+from runtime.plan.cost.typical_load import Usual
+from runtime.plan.placement.experts import pageable_stages
+from runtime.plan.shape.extents import slot_layout
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests.support import synthesize

@@ -12,9 +12,9 @@ from runtime.engine import calibrate
 from runtime.engine.calibrate import _Bench, measure_rates
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel, load_model
-from runtime.plan.extents import slot_layout
-from runtime.plan.rates import MachineRates
-from runtime.plan.usual import Usual
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.typical_load import Usual
+from runtime.plan.shape.extents import slot_layout
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests.fake_device import FakeDevice

@@ -6,10 +6,10 @@ from statistics import median
 import pytest
 
 from runtime.config import Order
-from runtime.plan.actions import parse_action
-from runtime.plan.check import check_schedule
-from runtime.plan.schedule import Schedule, make_schedule
-from runtime.plan.walk import Walk
+from runtime.plan.schedule.actions import parse_action
+from runtime.plan.schedule.check import check_schedule
+from runtime.plan.schedule.schedule import Schedule, make_schedule
+from runtime.plan.schedule.walk import Walk
 
 PLAIN = Walk(num_stages=3, streamed=(1,), num_slots=1)
 RING = Walk(num_stages=3, streamed=(0, 1, 2), num_slots=2)

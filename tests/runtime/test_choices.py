@@ -9,9 +9,9 @@ import pytest
 from runtime.choices import plan_by_choice, question
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError, ConfigError
-from runtime.plan.placement import Budgets
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.rates import MachineRates
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 

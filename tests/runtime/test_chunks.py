@@ -6,13 +6,13 @@ from itertools import product
 import pytest
 
 from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.plan.memory import pass_tokens
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement.memory import pass_tokens
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.usual_sizes import CHUNK_TOKENS
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.policy import Policy
-from runtime.plan.rates import MachineRates
-from runtime.plan.usual_sizes import CHUNK_TOKENS
+from runtime.plan.search.policy import Policy
+from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 

@@ -33,11 +33,11 @@ from runtime.config import (
 from runtime.engine.sequence import Request
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
-from runtime.plan import placer
-from runtime.plan.kv import travelling_layers
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement import placer
+from runtime.plan.placement.kv import travelling_layers
 from runtime.plan.planner import RunPlan
-from runtime.plan.policy_grid import Choices
-from runtime.plan.rates import MachineRates
+from runtime.plan.search.grid import Choices
 from tests.fake_device import FakeDevice
 from tests.late_reads import files_are_read
 from tests.runtime.combination_support import (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from runtime.plan.correct import MOST, corrected
-from runtime.plan.cost import Resource
-from runtime.plan.rates import UNLIMITED, MachineRates
+from runtime.plan.cost.correct import MOST, corrected
+from runtime.plan.cost.rates import UNLIMITED, MachineRates
+from runtime.plan.cost.simulator import Resource
 
 RATES = MachineRates(
     disk_bytes_per_second=100.0, gemm_flops_per_second={1: 10.0, 64: 50.0}, expert_flops_per_second={1: 4.0},

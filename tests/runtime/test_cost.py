@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 
 from runtime.config import Order
-from runtime.plan.check import check_schedule
-from runtime.plan.cost import Resource, SimulatedPasses, Span, play_passes, simulate
-from runtime.plan.rates import MachineRates
-from runtime.plan.schedule import make_schedule
-from runtime.plan.script import Durations, ExpertReads, Roads
-from runtime.plan.walk import Walk
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.script import Durations, ExpertReads, Roads
+from runtime.plan.cost.simulator import Resource, SimulatedPasses, Span, play_passes, simulate
+from runtime.plan.schedule.check import check_schedule
+from runtime.plan.schedule.schedule import make_schedule
+from runtime.plan.schedule.walk import Walk
 from runtime.trace import Row
 
 NUM_STAGES = 4

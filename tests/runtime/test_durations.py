@@ -15,15 +15,15 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )  # fmt: skip
-from runtime.plan.actions import Action, Op
-from runtime.plan.durations import durations
-from runtime.plan.lane_work import LaneWork
-from runtime.plan.load import Load
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets, Placement
-from runtime.plan.placer import place
-from runtime.plan.rates import MachineRates
-from runtime.plan.script import Durations
+from runtime.plan.cost.durations import durations
+from runtime.plan.cost.lane_work import LaneWork
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.script import Durations
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.placement import Budgets, Placement
+from runtime.plan.placement.placer import place
+from runtime.plan.schedule.actions import Action, Op
+from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.toy import HIDDEN, LAYER_ROWS, sizes_of, toy_mixture, toy_shape
 

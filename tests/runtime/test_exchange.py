@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from runtime.config import KVTier
-from runtime.plan.exchange import STORES_IN_FLIGHT, ExchangeSize, device_entry
-from runtime.plan.kv import kv_layout
-from runtime.plan.load import Load
+from runtime.plan.placement.exchange import STORES_IN_FLIGHT, ExchangeSize, device_entry
+from runtime.plan.placement.kv import kv_layout
+from runtime.plan.placement.load import Load
 from runtime.stream.device import Part
 from runtime.stream.exchange import HostExchange
 from runtime.trace import Row, Trace

@@ -3,13 +3,13 @@
 import pytest
 
 from runtime.config import ExpertPaging, OffloadConfig, RuntimeConfig, Tier
-from runtime.plan.cost import simulate
-from runtime.plan.load import Load
-from runtime.plan.placement import Budgets
-from runtime.plan.placer import place
-from runtime.plan.schedule import make_schedule
-from runtime.plan.script import Durations, ExpertReads
-from runtime.plan.walk import Walk
+from runtime.plan.cost.script import Durations, ExpertReads
+from runtime.plan.cost.simulator import simulate
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.placer import place
+from runtime.plan.schedule.schedule import make_schedule
+from runtime.plan.schedule.walk import Walk
 from runtime.stream.experts import ExpertStream
 from runtime.units import GIB
 from tests.overlap import RATIOS, Seconds, virtual_time

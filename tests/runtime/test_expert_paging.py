@@ -13,10 +13,10 @@ from runtime.config import Admission, Attention, DType, ExpertPaging, MachineCon
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.requests import Rejected
 from runtime.engine.sequence import Completion, Request
-from runtime.plan.experts import ExpertPages, dense_shape, expected_hits
-from runtime.plan.extents import slot_layout
+from runtime.plan.placement.experts import ExpertPages, dense_shape, expected_hits
 from runtime.plan.planner import RunPlan
-from runtime.plan.shapes import Stage
+from runtime.plan.shape.extents import slot_layout
+from runtime.plan.shape.shapes import Stage
 from runtime.stream.experts import ExpertStream
 from runtime.units import GIB
 from tests.support import MANY_EXPERTS, Reference, clear_answer, transformers_model

@@ -15,7 +15,7 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )
-from runtime.plan.experts import (
+from runtime.plan.placement.experts import (
     GROUPED_VISITS,
     ExpertPages,
     Phase,
@@ -30,13 +30,13 @@ from runtime.plan.experts import (
     unpageable_stacks,
     visit_entries,
 )
-from runtime.plan.extents import slot_layout
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
+from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
-from runtime.plan.shapes import Parameter, Scales, Stage, StageKind, TensorSlice
-from runtime.plan.stage_sizes import ExpertSizes
-from runtime.plan.walk import Walk
+from runtime.plan.schedule.walk import Walk
+from runtime.plan.shape.extents import slot_layout
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Parameter, Scales, Stage, StageKind, TensorSlice
+from runtime.plan.shape.stage_sizes import ExpertSizes
 from runtime.units import GIB, KIB
 from tests.toy import sizes_of, toy_shape
 

@@ -9,7 +9,7 @@ import torch
 from runtime.config import ExpertPaging
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel
-from runtime.plan.extents import Extent, slot_layout
+from runtime.plan.shape.extents import Extent, slot_layout
 from runtime.store.reader import Reader
 from runtime.store.transfer import PendingTransfer
 from runtime.stream.experts import ExpertStream

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from runtime.plan.extents import (
+from runtime.plan.shape.extents import (
     ALIGNMENT_BYTES,
     HOST_PIECE_BYTES,
     MERGE_GAP_BYTES,
@@ -13,7 +13,7 @@ from runtime.plan.extents import (
     pinned_tier_bytes,
     slot_layout,
 )
-from runtime.plan.shapes import TensorSlice
+from runtime.plan.shape.shapes import TensorSlice
 from tests.toy import toy_shape
 
 

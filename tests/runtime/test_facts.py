@@ -18,11 +18,11 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )
+from runtime.plan.cost.rates import MachineRates
 from runtime.plan.facts import PlanFacts
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
+from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
-from runtime.plan.rates import MachineRates
+from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB
 from tests.toy import sizes_of, toy_mixture, toy_shape
 

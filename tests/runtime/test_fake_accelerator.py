@@ -10,11 +10,11 @@ import torch
 from runtime import OffloadConfig, PrefetchConfig, RuntimeConfig
 from runtime.config import Order, Prefetch, Tier
 from runtime.errors import BrokenModelError
-from runtime.plan.extents import ALIGNMENT_BYTES
-from runtime.plan.load import Load
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets, Placement
-from runtime.plan.placer import place
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.placement import Budgets, Placement
+from runtime.plan.placement.placer import place
+from runtime.plan.shape.extents import ALIGNMENT_BYTES
+from runtime.plan.shape.model import ModelShape
 from runtime.store.reader import Reader
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB

@@ -11,8 +11,8 @@ from runtime import PrefetchConfig
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
 from runtime.config import Admission, ExpertPaging, Order, Prefetch, Tier
-from runtime.plan.exchange import ExchangeSize
-from runtime.plan.extents import ALIGNMENT_BYTES
+from runtime.plan.placement.exchange import ExchangeSize
+from runtime.plan.shape.extents import ALIGNMENT_BYTES
 from runtime.stream.device import ComputeDevice, Part
 from runtime.stream.exchange import HostExchange
 from runtime.units import MIB

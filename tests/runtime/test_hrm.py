@@ -21,19 +21,19 @@ from runtime.config import (
     Tier,
 )
 from runtime.errors import BudgetError
-from runtime.plan.choice import Choice
-from runtime.plan.cost import Resource
-from runtime.plan.hrm import fitting, roofline_of, search
-from runtime.plan.machine import Machine
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
+from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.simulator import Resource
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.usual_sizes import in_chunks
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.policy import Policy
-from runtime.plan.policy_grid import Choices
-from runtime.plan.rates import MachineRates
-from runtime.plan.room import room
-from runtime.plan.usual_sizes import in_chunks
-from runtime.plan.workload import Workload
+from runtime.plan.search.choice import Choice
+from runtime.plan.search.grid import Choices
+from runtime.plan.search.hrm import fitting, roofline_of, search
+from runtime.plan.search.policy import Policy
+from runtime.plan.search.room import room
+from runtime.plan.search.workload import Workload
+from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.moe_shapes import MIXTRAL, Moe
 from tests.toy import toy_shape

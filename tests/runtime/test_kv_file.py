@@ -16,7 +16,7 @@ import torch
 
 from runtime.config import KVTier
 from runtime.errors import BudgetError, ConfigError, KVFileError
-from runtime.plan.kv import KVLayout
+from runtime.plan.placement.kv import KVLayout
 from runtime.store import kv_file, unnamed_file
 from runtime.store.kv_file import KVFile
 from runtime.stream.device import ComputeDevice

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from runtime.config import KVTier
-from runtime.plan.extents import ALIGNMENT_BYTES
-from runtime.plan.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, travelling_layers
-from runtime.plan.memory import PAGE_TOKENS
-from runtime.plan.model_shape import ModelShape
+from runtime.plan.placement.kv import SEGMENT_BYTES, KVCost, KVLayout, kv_cost, kv_layout, travelling_layers
+from runtime.plan.placement.memory import PAGE_TOKENS
+from runtime.plan.shape.extents import ALIGNMENT_BYTES
+from runtime.plan.shape.model import ModelShape
 from runtime.store.kv_file import KVFile
 from runtime.units import KIB
 from tests.toy import toy_shape

@@ -10,7 +10,7 @@ import torch
 
 from runtime.config import KVTier
 from runtime.errors import KVFileError
-from runtime.plan import kv as kv_plan
+from runtime.plan.placement import kv as kv_plan
 from runtime.stream.clock import Then
 from runtime.stream.counters import StreamCounters
 from runtime.stream.device import ComputeDevice, Part

@@ -1,7 +1,7 @@
 """Copies of keys and values count for their stage, and each way has its row in the trace."""
 
 from runtime.config import KVTier
-from runtime.plan.kv import KVLayout
+from runtime.plan.placement.kv import KVLayout
 from runtime.stream.device import ComputeDevice
 from runtime.stream.kv import KVStream
 from runtime.trace import Row, Trace

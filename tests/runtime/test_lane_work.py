@@ -1,6 +1,6 @@
 """Work is counted as lanes do it: the same tokens, rows and passes as the engine's, from sizes alone."""
 
-from runtime.plan.lane_work import Piece, decode_work, packed_work, prefill_works
+from runtime.plan.cost.lane_work import Piece, decode_work, packed_work, prefill_works
 from tests.toy import sizes_of, toy_shape
 
 PACKED, PADDED, BEHIND = toy_shape(), toy_shape(is_packed=False), toy_shape(is_packed=False, num_encoder_layers=2)

@@ -16,7 +16,7 @@ from runtime.model.layout import map_weights
 from runtime.model.meta import build_meta_model
 from runtime.model.stored import StoredWeight
 from runtime.model.weights import TORCH_DTYPES, stage_weights
-from runtime.plan.extents import slot_layout
+from runtime.plan.shape.extents import slot_layout
 from runtime.store.checkpoint import open_checkpoint
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice

@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.errors import BudgetError
-from runtime.plan.ledger import Entry, Ledger
+from runtime.plan.placement.ledger import Entry, Ledger
 from runtime.units import GIB, MIB
 
 

@@ -23,7 +23,7 @@ from runtime.engine.measure.products import (
 from runtime.engine.measure.row import Row, row_of
 from runtime.engine.measure.timing import READING_SECONDS, Figure, Probe, Timed, figure_of, measure
 from runtime.errors import ConfigError
-from runtime.plan.profile import machine_of
+from runtime.plan.cost.profile import machine_of
 from runtime.profiles import MeasureConfig
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB

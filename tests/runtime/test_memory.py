@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.plan.attention import AttentionSizes, AttentionWay, device_attention_bytes
-from runtime.plan.memory import PAGE_TOKENS, SequenceSize, chunk_columns, kv_tokens, lane_entries
+from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize, chunk_columns, kv_tokens, lane_entries
+from runtime.plan.shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
 from runtime.units import MIB
 from tests.toy import HIDDEN, VOCAB, sizes_of, toy_shape
 

@@ -12,9 +12,9 @@ from runtime.config import ExpertPaging, Tier
 from runtime.model.loading import LoadedModel
 from runtime.model.stored import StoredWeight
 from runtime.model.weights import stage_weights
-from runtime.plan.extents import ALIGNMENT_BYTES, device_layout, slot_layout
-from runtime.plan.moves import VECTOR_BYTES
-from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
+from runtime.plan.shape.extents import ALIGNMENT_BYTES, device_layout, slot_layout
+from runtime.plan.shape.moves import VECTOR_BYTES
+from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests.fake_device import FakeDevice

@@ -7,8 +7,8 @@ import pytest
 from runtime.cache.neighbours import NeighbourPool
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
-from runtime.plan.kv import stretches
-from runtime.plan.memory import PAGE_TOKENS
+from runtime.plan.placement.kv import stretches
+from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice
 
 

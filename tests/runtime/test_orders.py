@@ -3,9 +3,9 @@
 import pytest
 
 from runtime.config import Order
-from runtime.plan.actions import Op
-from runtime.plan.schedule import Schedule, make_schedule
-from runtime.plan.walk import Walk
+from runtime.plan.schedule.actions import Op
+from runtime.plan.schedule.schedule import Schedule, make_schedule
+from runtime.plan.schedule.walk import Walk
 
 
 def lines(schedule: Schedule) -> str:

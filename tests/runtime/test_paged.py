@@ -13,7 +13,7 @@ from runtime.cache.pages import KVPages, PagePool
 from runtime.errors import ConfigError
 from runtime.model.attention import ragged_attention
 from runtime.model.events import LaneRun, NeedAttention
-from runtime.plan.memory import PAGE_TOKENS
+from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice
 
 DEVICE = ComputeDevice("cpu")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from runtime.config import Attention, KVConfig, KVTier, OffloadConfig, Order, PolicyConfig, RuntimeConfig, Tier
-from runtime.plan.cost import Resource
-from runtime.plan.layer_work import LayerWork
-from runtime.plan.pass_times import Roofline, gemm_rates
-from runtime.plan.policy import Policy
-from runtime.plan.policy_grid import Choices, PolicyGrid
-from runtime.plan.rates import MachineRates
-from runtime.plan.workload import Workload
+from runtime.plan.cost.layer_work import LayerWork
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.simulator import Resource
+from runtime.plan.search.grid import Choices, PolicyGrid
+from runtime.plan.search.pass_times import Roofline, gemm_rates
+from runtime.plan.search.policy import Policy
+from runtime.plan.search.workload import Workload
 from tests.moe_shapes import MIXTRAL
 from tests.toy import sizes_of, toy_shape
 

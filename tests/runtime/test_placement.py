@@ -7,14 +7,14 @@ import pytest
 
 from runtime.config import ExpertPaging, KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError
-from runtime.plan.check import check_schedule
-from runtime.plan.load import Load
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets, Placement
-from runtime.plan.placer import place
-from runtime.plan.schedule import make_schedule
-from runtime.plan.spread import spread
-from runtime.plan.walks import num_slots_for
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.placement import Budgets, Placement
+from runtime.plan.placement.placer import place
+from runtime.plan.placement.spread import spread
+from runtime.plan.placement.walks import num_slots_for
+from runtime.plan.schedule.check import check_schedule
+from runtime.plan.schedule.schedule import make_schedule
+from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_mixture, toy_shape
 

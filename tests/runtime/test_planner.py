@@ -16,13 +16,13 @@ from runtime.config import (
     Tier,
 )
 from runtime.errors import BudgetError
-from runtime.plan.load import Load
-from runtime.plan.memory import PAGE_TOKENS, SequenceSize
-from runtime.plan.placement import Budgets
-from runtime.plan.placer import place
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.placer import place
+from runtime.plan.placement.run_load import micro_batches_of
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.rates import MachineRates
-from runtime.plan.run_load import micro_batches_of
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 

@@ -5,7 +5,7 @@ from typing import cast
 from runtime.engine.experts import BatchedExperts
 from runtime.engine.monitor import PassMonitor
 from runtime.engine.player import Crew, PassPlayer
-from runtime.plan.actions import Action, Op
+from runtime.plan.schedule.actions import Action, Op
 from runtime.stream.kv import KVStream
 from runtime.stream.weights import WeightStream
 

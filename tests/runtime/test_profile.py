@@ -9,7 +9,7 @@ import yaml
 from jobs.io.typed import build
 from runtime.config import DType, MachineConfig
 from runtime.errors import ConfigError
-from runtime.plan.profile import COMPUTE_SHARE, HOP_SECONDS, LINK_SHARE, MEMORY_SHARE, machine_of
+from runtime.plan.cost.profile import COMPUTE_SHARE, HOP_SECONDS, LINK_SHARE, MEMORY_SHARE, machine_of
 from runtime.profiles import DataSheet, DTypeRates, MeasuredRates
 from runtime.units import GIB
 

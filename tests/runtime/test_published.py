@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.plan.hrm import fitting, roofline_of
-from runtime.plan.policy_grid import Choices
+from runtime.plan.search.grid import Choices
+from runtime.plan.search.hrm import fitting, roofline_of
 from tests.published import CONFIG, Setting, choose, machine_for, settings
 
 MOST_OPTIMISTIC = 3.0  # times what was measured; the paper's own model was at 3.5

@@ -14,7 +14,7 @@ from runtime.engine.sequence import Request
 from runtime.errors import CheckpointError
 from runtime.model.loading import load_model
 from runtime.model.stored import StoredWeight
-from runtime.plan.model_shape import ModelShape
+from runtime.plan.shape.model import ModelShape
 from tests.quantized import Tensors, tensors_in, write_checkpoint, write_fp8, write_mxfp4
 from tests.runtime.test_fidelity import config_for, tokens, tokens_of
 from tests.support import NUM_NEW_TOKENS, Reference, greedy

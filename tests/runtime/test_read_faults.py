@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import CheckpointError, MillraceError, StorageError
-from runtime.plan.extents import Extent
+from runtime.plan.shape.extents import Extent
 from runtime.store import faults
 from runtime.store.checkpoint import open_checkpoint
 from runtime.store.header import read_header

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from runtime.errors import CheckpointError
-from runtime.plan.extents import ALIGNMENT_BYTES, SlotLayout, layout_of
-from runtime.plan.shapes import TensorSlice
+from runtime.plan.shape.extents import ALIGNMENT_BYTES, SlotLayout, layout_of
+from runtime.plan.shape.shapes import TensorSlice
 from runtime.store import reader as reader_module
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice

@@ -27,8 +27,8 @@ from runtime.engine.records import PassRecord, Phase
 from runtime.engine.sequence import Completion, Request
 from runtime.errors import Interrupted
 from runtime.model.events import LaneRun
-from runtime.plan.actions import Op
-from runtime.plan.schedule import make_schedule
+from runtime.plan.schedule.actions import Op
+from runtime.plan.schedule.schedule import make_schedule
 from runtime.trace import Row, Trace
 from tests.support import Reference
 

@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from runtime.plan.roofline import (
-    Level,
-    attainable,
-    balance_intensity,
-    first_turning_point,
-    second_turning_point,
-)
+from runtime.plan.cost.roofline import Level, attainable, balance_intensity, first_turning_point, second_turning_point
 
 CPU = Level(name="host", flops_per_second=1000.0, bytes_per_second=50.0)
 DEVICE = Level(name="compute", flops_per_second=60_000.0, bytes_per_second=300.0)

@@ -3,9 +3,9 @@
 import pytest
 
 from runtime.config import Attention, OffloadConfig, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.plan.machine import Machine
+from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.rates import MachineRates
 from runtime.plan.planner import plan_run
-from runtime.plan.rates import MachineRates
 from runtime.plan.roofs import Roofs, roofs_of
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape

@@ -14,7 +14,7 @@ from runtime.engine.records import PassRecord, Phase
 from runtime.engine.sequence import Completion, Request, Unfinished
 from runtime.model.families import FAMILIES, Family
 from runtime.model.loading import load_model
-from runtime.plan.memory import SequenceSize, pass_tokens
+from runtime.plan.placement.memory import SequenceSize, pass_tokens
 from tests.support import NUM_NEW_TOKENS, PROMPT_LENGTHS, Reference
 from tests.toy import toy_shape
 

@@ -18,12 +18,12 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )
-from runtime.plan.load import Load
-from runtime.plan.memory import PAGE_TOKENS
-from runtime.plan.placement import Budgets, Placement
-from runtime.plan.placer import place
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.memory import PAGE_TOKENS
+from runtime.plan.placement.placement import Budgets, Placement
+from runtime.plan.placement.placer import place
+from runtime.plan.placement.run_load import bare
 from runtime.plan.planner import plan_run
-from runtime.plan.run_load import bare
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 

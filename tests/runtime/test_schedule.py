@@ -8,10 +8,10 @@ import pytest
 
 from runtime.config import Order
 from runtime.errors import ConfigError
-from runtime.plan.actions import Action, Op
-from runtime.plan.check import check_schedule
-from runtime.plan.schedule import Schedule, make_schedule, parse_schedule
-from runtime.plan.walk import Walk
+from runtime.plan.schedule.actions import Action, Op
+from runtime.plan.schedule.check import check_schedule
+from runtime.plan.schedule.schedule import Schedule, make_schedule, parse_schedule
+from runtime.plan.schedule.walk import Walk
 
 NUM_STAGES = 9
 LAYERS = tuple(range(1, 8))

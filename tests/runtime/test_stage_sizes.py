@@ -6,13 +6,14 @@ from collections.abc import Iterable
 import pytest
 
 from runtime.config import OffloadConfig, RuntimeConfig, Tier
-from runtime.plan import placer, stage_sizes
-from runtime.plan.extents import SlotLayout, group_layout, resident_groups
-from runtime.plan.load import Load
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
-from runtime.plan.placer import place
-from runtime.plan.shapes import Stage
+from runtime.plan.placement import placer
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.placer import place
+from runtime.plan.shape import stage_sizes
+from runtime.plan.shape.extents import SlotLayout, group_layout, resident_groups
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Stage
 from runtime.units import MIB
 from tests.toy import sizes_of, toy_shape
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.errors import CheckpointError
-from runtime.plan.model_shape import ModelShape
+from runtime.plan.shape.model import ModelShape
 from runtime.store.reader import Reader
 from runtime.stream.device import Part
 from runtime.stream.weights import WeightStream

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.plan.extents import ALIGNMENT_BYTES
+from runtime.plan.shape.extents import ALIGNMENT_BYTES
 from runtime.store.transfer import transfer
 
 NUM_BYTES = 3 * ALIGNMENT_BYTES

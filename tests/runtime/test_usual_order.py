@@ -6,11 +6,11 @@ import pytest
 
 from runtime.config import Order, PolicyConfig, RuntimeConfig
 from runtime.errors import BudgetError
-from runtime.plan.device_slack import LIBRARY_BYTES
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
+from runtime.plan.placement.device_slack import LIBRARY_BYTES
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.usual_order import MANY_EXPERTS
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.usual_order import MANY_EXPERTS
+from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_mixture, toy_shape
 

@@ -18,11 +18,11 @@ from runtime.config import (
     RuntimeConfig,
     Tier,
 )
-from runtime.plan.memory import SequenceSize
-from runtime.plan.placement import Budgets
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement.memory import SequenceSize
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.usual_sizes import chunk_sizes, micro_batch_sizes
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.rates import MachineRates
-from runtime.plan.usual_sizes import chunk_sizes, micro_batch_sizes
 from runtime.units import GIB, MIB
 from tests.support import synthesize
 from tests.toy import toy_shape

@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 
 from runtime.config import OffloadConfig, Order, PolicyConfig, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError
-from runtime.plan.extents import Extent
-from runtime.plan.load import Load
-from runtime.plan.memory import SequenceSize
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets, Placement
-from runtime.plan.placer import place
-from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.memory import SequenceSize
+from runtime.plan.placement.placement import Budgets, Placement
+from runtime.plan.placement.placer import place
+from runtime.plan.shape.extents import Extent
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.store.header import read_header
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming, PendingTransfer

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.plan.memory import SequenceSize
-from runtime.plan.workload import MOST_LENGTHS, Workload
+from runtime.plan.placement.memory import SequenceSize
+from runtime.plan.search.workload import MOST_LENGTHS, Workload
 from tests.toy import sizes_of
 
 

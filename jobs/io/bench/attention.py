@@ -14,7 +14,7 @@ from runtime.cache.host_attention import decode_attention
 from runtime.cache.pages import split_pages
 from runtime.cache.plain_attention import decode_attention_torch
 from runtime.config import DType
-from runtime.plan.memory import PAGE_TOKENS
+from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
 

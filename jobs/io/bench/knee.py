@@ -17,9 +17,9 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
-from runtime.plan.layer_work import LayerWork
-from runtime.plan.machine import Machine
-from runtime.plan.turning import Standing, standing
+from runtime.plan.cost.layer_work import LayerWork
+from runtime.plan.cost.machine import Machine
+from runtime.plan.search.ridge_points import Standing, standing
 
 from .isolated import answer
 from .millrace import requests_of

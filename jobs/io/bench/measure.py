@@ -32,11 +32,11 @@ from runtime.config import (
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.errors import MillraceError
-from runtime.plan.actions import WEIGHT_OPS
-from runtime.plan.extents import slot_layout
+from runtime.plan.placement.usual_sizes import block_size
 from runtime.plan.planner import plan_run
-from runtime.plan.schedule import make_schedule
-from runtime.plan.usual_sizes import block_size
+from runtime.plan.schedule.actions import WEIGHT_OPS
+from runtime.plan.schedule.schedule import make_schedule
+from runtime.plan.shape.extents import slot_layout
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, resident_bytes
 from runtime.stream.weights import WeightStream
 from runtime.trace import Trace

@@ -7,10 +7,10 @@ from runtime.api import Runtime
 from runtime.config import KVTier
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
-from runtime.plan.placement import Budgets
-from runtime.plan.placer import place
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.placer import place
+from runtime.plan.placement.run_load import bare, run_load
 from runtime.plan.planner import plan_run
-from runtime.plan.run_load import bare, run_load
 
 AMPLE = Budgets(host_bytes=1 << 60)
 

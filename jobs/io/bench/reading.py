@@ -9,7 +9,7 @@ from itertools import cycle, islice
 from threading import local
 
 from runtime.config import OffloadConfig
-from runtime.plan.extents import Extent
+from runtime.plan.shape.extents import Extent
 from runtime.units import MIB
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from runtime.plan.memory import PAGE_TOKENS
+from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.units import round_up
 
 HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS = 64, 64, 9

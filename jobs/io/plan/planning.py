@@ -7,16 +7,16 @@ from runtime.choices import plan_by_choice, policies_directory
 from runtime.config import DType, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig
 from runtime.errors import ConfigError, require
 from runtime.machine_cache import find_latest
-from runtime.plan.attention import AttentionWay
-from runtime.plan.auto_dtype import auto_dtype
-from runtime.plan.machine import Machine
-from runtime.plan.memory import SequenceSize
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
+from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.predict import Prediction
+from runtime.plan.cost.profile import machine_of
+from runtime.plan.placement.memory import SequenceSize
+from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
-from runtime.plan.predict import Prediction
-from runtime.plan.profile import machine_of
-from runtime.plan.workload import Workload
+from runtime.plan.search.workload import Workload
+from runtime.plan.shape.attention import AttentionWay
+from runtime.plan.shape.auto_dtype import auto_dtype
+from runtime.plan.shape.model import ModelShape
 from runtime.units import gib_to_bytes
 
 from .config import PlanConfig

@@ -1,10 +1,10 @@
 """A plan as the text that `jobs.plan` prints."""
 
 from runtime.plan.advice import advice
-from runtime.plan.cost import Resource
+from runtime.plan.cost.predict import PhaseTime, Prediction
+from runtime.plan.cost.simulator import Resource
 from runtime.plan.facts import PlanFacts
 from runtime.plan.listing import schedule_text
-from runtime.plan.predict import PhaseTime, Prediction
 from runtime.units import counted, format_bytes, format_seconds
 
 from .planning import Planned

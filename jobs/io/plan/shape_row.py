@@ -12,9 +12,9 @@ from math import prod
 from typing import NotRequired, TypeAlias, TypedDict
 
 from runtime.config import DType
-from runtime.plan.delta_rule import DeltaRule
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.shapes import Parameter, Stage, StageKind, TensorSlice
+from runtime.plan.shape.delta_rule import DeltaRule
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 
 Place: TypeAlias = tuple[int, str]  # a stage, and the name of one of its parameters
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runtime.config import DType
 from runtime.errors import ConfigError
-from runtime.plan.model_shape import ModelShape
+from runtime.plan.shape.model import ModelShape
 
 from .shape_row import ShapeRow, from_row
 

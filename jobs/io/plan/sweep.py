@@ -7,8 +7,8 @@ from math import ceil, inf
 
 from runtime.config import PolicyKind
 from runtime.errors import BudgetError, ConfigError
-from runtime.plan.cost import Resource
-from runtime.plan.machine import Machine
+from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.simulator import Resource
 from runtime.units import GIB
 
 from .config import PlanConfig, Sweep

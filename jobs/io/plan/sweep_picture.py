@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from runtime.plan.cost import Resource
+from runtime.plan.cost.simulator import Resource
 
 from ..figure import figure
 from .sweep import Axis, Outcome

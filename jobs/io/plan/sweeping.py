@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runtime.plan.cost import Resource
+from runtime.plan.cost.simulator import Resource
 from runtime.plan.roofs import roofs_of
 
 from .config import PlanConfig, Sweep

@@ -7,7 +7,7 @@ import torch
 
 from ...cache.even_rows import EvenRows, attend_prompt
 from ...cache.pages import split_pages
-from ...plan.memory import PAGE_TOKENS
+from ...plan.placement.memory import PAGE_TOKENS
 from ...stream.device import ComputeDevice
 from .products import DTYPES
 from .timing import Probe, Timed

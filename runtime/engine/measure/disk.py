@@ -13,7 +13,7 @@ import torch
 
 from ...config import OffloadConfig
 from ...errors import require
-from ...plan.extents import Extent
+from ...plan.shape.extents import Extent
 from ...store.reader import Reader
 from ...store.unnamed_file import free_bytes, open_unnamed
 from ...stream.device import ComputeDevice

@@ -1,8 +1,8 @@
 """Seconds of a phase by resource: those of both directions of a link are copying."""
 
 from jobs.io.phase_times import PhaseTimes
-from runtime.plan.cost import Resource
-from runtime.plan.predict import PhaseTime
+from runtime.plan.cost.predict import PhaseTime
+from runtime.plan.cost.simulator import Resource
 
 BUSY = {Resource.disk: 1.0, Resource.link_in: 2.0, Resource.link_out: 4.0, Resource.compute: 8.0, Resource.cpu: 16.0}
 

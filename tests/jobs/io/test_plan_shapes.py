@@ -14,11 +14,11 @@ from runtime.config import DType, ModelConfig, OffloadConfig, RuntimeConfig, Tie
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
 from runtime.model.loading import load_model
-from runtime.plan.extents import ALIGNMENT_BYTES
-from runtime.plan.model_shape import ModelShape
-from runtime.plan.placement import Budgets
+from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
-from runtime.plan.shapes import StageKind
+from runtime.plan.shape.extents import ALIGNMENT_BYTES
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import StageKind
 from runtime.units import GIB
 from tests.support import synthesize
 from tests.toy import sizes_of

@@ -8,7 +8,7 @@ import pytest
 from jobs.io.phase_times import mean_pass
 from jobs.io.summary import ExpertUse, MemoryUse, PassRow, Rates, Status, summarize, write_summary
 from jobs.io.summary_table import format_table
-from runtime.plan.predict import PhaseTime, Prediction
+from runtime.plan.cost.predict import PhaseTime, Prediction
 from runtime.units import GIB, MIB
 
 PREFILL = PassRow(

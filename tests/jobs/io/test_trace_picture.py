@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from jobs.io.trace_picture import COLOURS, Bar, Window, draw, lay_out
-from runtime.plan.schedule import Op
+from runtime.plan.schedule.schedule import Op
 from runtime.trace import Row, Span
 
 SPANS = [

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from runtime.model.random_weights import RandomWeights
-from runtime.plan.shapes import Parameter, TensorSlice
+from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
 from runtime.units import MIB

@@ -9,7 +9,7 @@ import torch
 from runtime.api import Runtime
 from runtime.config import RuntimeConfig
 from runtime.model.synthesize import outline_checkpoint
-from runtime.plan.shapes import Parameter
+from runtime.plan.shape.shapes import Parameter
 from runtime.store.checkpoint import open_checkpoint
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice

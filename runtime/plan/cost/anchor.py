@@ -1,0 +1,71 @@
+"""Rates that agree with whole layers: products by themselves are faster than among all that a layer does, and nothing
+but a rehearsal tells by how much. Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..shape.model import ModelShape
+from .lane_work import LaneWork
+from .rates import UNLIMITED, MachineRates, between
+from .stage_work import StageWork
+
+LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
+MOST = 2.0  # a rate of products changes by a factor of 1/2 to 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """Of a lane in one layer: from the beginning of the pass to it; in it, its experts not run; and in its attention
+    apart, 0 where the model attends by itself."""
+
+    before: float
+    inside: float
+    attention: float
+
+
+def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -> MachineRates:
+    """`single` is of one token: what its products do not explain is what a turn takes in any case."""
+    num_rows = min(rates.gemm_flops_per_second)
+    products = 2.0 * num_rows * work.dense_weights / rates.gemm_flops_per_second[num_rows]
+    turn = max(0.0, single.inside - products)
+    return replace(rates, turn_seconds=turn, pass_seconds=single.before)
+
+
+def anchored(
+    rates: MachineRates, shape: ModelShape, work: StageWork, passes: Sequence[tuple[LaneWork, LayerSeconds]]
+) -> MachineRates:
+    """Rates with which the layer `work` takes each of these lanes as long as it took them.
+
+    Attention gets the rate that it had. The rate of products changes at the rows that the lanes have, in between
+    by their distance, beyond as at the last; it stays where a layer has others that `work` does not tell apart, such as
+    experts that its own code runs, or what expands latents.
+    """
+    is_told_apart = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
+    factors: dict[int, float] = {}
+    for lane, took in sorted(passes, key=lambda each: each[0].num_tokens):
+        rates = _with_attention(rates, shape, work, lane, took.attention)
+        products = 2.0 * lane.num_tokens * work.dense_weights / rates.gemm_rate(lane.num_tokens)
+        beside = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
+        left = took.inside - beside
+        if is_told_apart and left > LEAST_SHARE * took.inside:
+            factors[lane.num_tokens] = min(MOST, max(1 / MOST, products / left))
+    if not factors:
+        return rates
+    points = list(factors.items())
+    gemm = {rows: rate * between(points, rows) for rows, rate in rates.gemm_flops_per_second.items()}
+    return replace(rates, gemm_flops_per_second=gemm)
+
+
+def _with_attention(
+    rates: MachineRates, shape: ModelShape, work: StageWork, lane: LaneWork, seconds: float
+) -> MachineRates:
+    if not seconds:
+        return rates
+    if lane.prefill_pairs:
+        flops = 4.0 * shape.num_heads * shape.head_dim * lane.prefill_pairs
+        return replace(rates, prefill_attention_flops_per_second=flops / seconds)
+    rate = lane.kv_positions * work.kv_bytes / seconds
+    if rates.link_in_bytes_per_second != UNLIMITED:  # the CPU beside an accelerator has a rate of its own
+        return replace(rates, attention_bytes_per_second=rate)
+    return replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=rate)

@@ -1,0 +1,268 @@
+"""Seconds of every action of a pass, from what its lanes compute and how fast the machine is. Pure.
+
+Not in it: recurrent states, sampling by anything but the largest logit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...config import ExpertPaging, KVTier
+from ..placement.experts import NUM_STAGING_SLOTS
+from ..placement.placement import Placement
+from ..schedule.actions import Action, Op
+from ..schedule.walk import Walk
+from ..shape.model import ModelShape
+from ..shape.shapes import StageKind
+from .lane_work import LaneWork
+from .rates import MachineRates
+from .script import Durations, ExpertReads, Roads
+from .stage_work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
+
+LOGIT_BYTES = 4
+
+
+def durations(
+    shape: ModelShape, placement: Placement, walk: Walk, lanes: Sequence[LaneWork], rates: MachineRates
+) -> Durations:
+    """Of a pass over `walk`. A lane that has prompts attends where it computes; where only single tokens are, and the
+    walk says so, the CPU's workers attend."""
+    bill = _Bill(shape=shape, placement=placement, walk=walk, lanes=lanes, rates=rates)
+    kv, has_device = placement.kv, placement.has_device
+    is_on_disk = bool(kv.page_bytes) and kv.tier is KVTier.nvme
+    come = rates.disk_bytes_per_second if is_on_disk else rates.link_in_bytes_per_second
+    leave = rates.disk_bytes_per_second if is_on_disk else rates.link_out_bytes_per_second
+    is_twofold = is_on_disk and has_device
+    return Durations(
+        read=lambda stage: bill.works[stage].num_bytes / rates.disk_bytes_per_second,
+        copy=lambda stage: bill.works[stage].num_bytes / rates.link_in_bytes_per_second,
+        run=bill.per_turn(
+            lambda work, lane: bill.dense(work, lane) + bill.attention(work, lane) + bill.experts(work, lane)
+        ),
+        pre=bill.per_turn(bill.early),
+        attend=bill.per_turn(bill.attend),
+        post=bill.per_turn(lambda work, lane: bill.late(work, lane) + bill.experts(work, lane)),
+        route=bill.route,
+        experts=bill.all_experts,
+        fetch=bill.pages(come, lambda lane: lane.held_pages),
+        store=bill.pages(leave, lambda lane: lane.changed_pages),
+        fetch_copy=bill.pages(rates.link_in_bytes_per_second if is_twofold else None, lambda lane: lane.held_pages),
+        store_copy=bill.pages(rates.link_out_bytes_per_second if is_twofold else None, lambda lane: lane.changed_pages),
+        expert_reads=bill.expert_reads if placement.paged else None,
+        num_pages=walk.num_pages,
+        roads=Roads(is_on_disk, is_twofold, not has_device),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bill:
+    """Prices of one pass. Stages of a kind cost a lane the same, so each price is worked out once."""
+
+    shape: ModelShape
+    placement: Placement
+    walk: Walk
+    lanes: Sequence[LaneWork]
+    rates: MachineRates
+
+    @cached_property
+    def works(self) -> list[StageWork]:
+        return stage_works(self.shape, self.placement.paged)
+
+    @cached_property
+    def _expert_reads(self) -> dict[tuple[Op, int, int | None], ExpertReads | None]:
+        return {}
+
+    @cached_property
+    def _like(self) -> list[int]:
+        """Of each stage, the first one that works as it does."""
+        first: dict[StageWork, int] = {}
+        return [first.setdefault(work, stage) for stage, work in enumerate(self.works)]
+
+    def per_turn(self, price: Callable[[StageWork, LaneWork], float]) -> Callable[[int, int], float]:
+        known: dict[tuple[int, int], float] = {}
+        like = self._like
+
+        def seconds(stage: int, lane: int) -> float:
+            key = (like[stage], lane)
+            if key not in known:
+                known[key] = price(self.works[stage], self.lanes[lane])
+            return known[key]
+
+        return seconds
+
+    def dense(self, work: StageWork, lane: LaneWork) -> float:
+        """All of a turn but attention and experts."""
+        if work.kind is StageKind.head:
+            logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_TRIPS
+            return self._product(lane.num_rows, work.dense_weights) + self._streamed(logits) + self.rates.turn_seconds
+        return self.early(work, lane) + self._behind_attention(work, lane) + self._cross(work, lane)
+
+    def attention(self, work: StageWork, lane: LaneWork) -> float:
+        """Where the model computes."""
+        if work.kind is StageKind.encoder:
+            return self._prompt_attention(lane)
+        if not work.kv_bytes:
+            return 0.0
+        is_narrow = self._is_narrow(work, lane)
+        seconds = self._positions(work, lane) * work.kv_bytes / self._attention_rate
+        if not lane.num_encoder_tokens and not is_narrow:
+            seconds += self._prompt_attention(lane)
+        if self.shape.expanded_kv_width:
+            width, positions = self.shape.expanded_kv_width, lane.asked_positions if is_narrow else lane.num_positions
+            seconds += self._product(positions, width * work.kv_bytes / self.shape.compute_dtype_bytes)
+            seconds += self._streamed(positions * width * self.shape.compute_dtype_bytes * EXPANDED_TRIPS)
+        return seconds
+
+    def experts(self, work: StageWork, lane: LaneWork) -> float:
+        return self._experts(work, self._tokens_behind(work, lane))
+
+    def early(self, work: StageWork, lane: LaneWork) -> float:
+        """What lies in front of attention: its share of the weights, and half of everything else."""
+        tokens = self._tokens(work, lane)
+        again = self._product(lane.num_rows, work.early_weights) if self._is_narrow(work, lane) else 0.0
+        return self._product(tokens, work.early_weights) + self._beside(work, tokens) / 2 + again
+
+    def attend(self, work: StageWork, lane: LaneWork) -> float:
+        """On the CPU's workers. In front of an accelerator what goes down and up takes its time too."""
+        if not work.kv_bytes or (lane.prefill_pairs and not self._is_narrow(work, lane)):
+            return 0.0
+        shape, rates = self.shape, self.rates
+        seconds = self._positions(work, lane) * work.kv_bytes / rates.cpu_attention_bytes_per_second
+        if not self.placement.host_layers:
+            return seconds
+        answer = lane.num_tokens * shape.num_heads * shape.head_dim * shape.compute_dtype_bytes
+        down = answer + lane.num_tokens * work.kv_bytes
+        return seconds + down / rates.link_out_bytes_per_second + answer / rates.link_in_bytes_per_second
+
+    def late(self, work: StageWork, lane: LaneWork) -> float:
+        """What lies behind attention, and attention itself where nobody else does it."""
+        own = self.attention(work, lane) if lane.prefill_pairs and not self._is_narrow(work, lane) else 0.0
+        return self._behind_attention(work, lane) + own
+
+    def route(self, stage: int, lane: int) -> float:
+        """From the entrance, or from attention, to the experts."""
+        work, its = self.works[stage], self.lanes[lane]
+        if stage in self.walk.attending:
+            return self.late(work, its)
+        return self.dense(work, its) + self.attention(work, its)
+
+    def all_experts(self, stage: int) -> float:
+        work = self.works[stage]
+        return self._experts(work, sum(self._tokens_behind(work, lane) for lane in self.lanes))
+
+    def pages(
+        self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], int]
+    ) -> Callable[[int, int], float]:
+        """None: there is no such road."""
+        kv, first = self.placement.kv, self.shape.layers[0].index
+
+        def seconds(stage: int, lane: int) -> float:
+            if bytes_per_second is None:
+                return 0.0
+            return num_pages(self.lanes[lane]) * kv.stride_bytes(stage - first) / bytes_per_second
+
+        return seconds
+
+    def expert_reads(self, action: Action) -> ExpertReads | None:
+        """Of the action that comes to the experts of a paged stage."""
+        stage = action.its_stage
+        if stage not in self.placement.paged or action.op not in (Op.run, Op.post, Op.experts):
+            return None
+        key = (action.op, self._like[stage], action.lane)
+        if key not in self._expert_reads:
+            self._expert_reads[key] = self._reads_of(action)
+        return self._expert_reads[key]
+
+    def _reads_of(self, action: Action) -> ExpertReads | None:
+        stage = action.its_stage
+        work, asking = self.works[stage], self.lanes if action.lane is None else [self.lanes[action.lane]]
+        tokens = sum(self._tokens_behind(work, lane) for lane in asking)
+        if not tokens:
+            return None
+        is_all = self.placement.paging is ExpertPaging.all
+        count = work.num_experts if is_all else work.hits(tokens)
+        walk, rates = self.walk, self.rates
+        read = work.expert_bytes / rates.disk_bytes_per_second if walk.reads else 0.0
+        copy = work.expert_bytes / rates.link_in_bytes_per_second if walk.copies else 0.0
+        dense = 0.0 if action.lane is None else self._before_experts(action, work)
+        num_ahead = self.placement.num_expert_slots + (NUM_STAGING_SLOTS if walk.reads and walk.copies else 0)
+        return ExpertReads(
+            num_experts=round(count),
+            read_seconds=count * read,
+            copy_seconds=count * copy,
+            dense_seconds=dense,
+            lead_seconds=min(dense, num_ahead * max(read, copy)) if is_all else 0.0,
+        )
+
+    def _before_experts(self, action: Action, work: StageWork) -> float:
+        _, lane = action.turn
+        its = self.lanes[lane]
+        return self.late(work, its) if action.op is Op.post else self.dense(work, its) + self.attention(work, its)
+
+    @cached_property
+    def _attention_rate(self) -> float:
+        """Of decode attention within compute: where keys and values lie in host memory the CPU's."""
+        rates = self.rates
+        return rates.cpu_attention_bytes_per_second if self.placement.host_layers else rates.attention_bytes_per_second
+
+    def _tokens(self, work: StageWork, lane: LaneWork) -> int:
+        return lane.num_encoder_tokens if self._is_encoders(work) else lane.num_tokens
+
+    def _tokens_behind(self, work: StageWork, lane: LaneWork) -> int:
+        """That go on from attention."""
+        return lane.num_rows if self._is_narrow(work, lane) else self._tokens(work, lane)
+
+    def _positions(self, work: StageWork, lane: LaneWork) -> int:
+        """That tokens look at which attend one by one."""
+        return lane.asked_positions if self._is_narrow(work, lane) else lane.kv_positions
+
+    def _is_narrow(self, work: StageWork, lane: LaneWork) -> bool:
+        """Pages that stay in host memory are another road, which brings all tokens along."""
+        return work.is_narrow and lane.is_narrow and not self.placement.host_layers
+
+    def _behind_attention(self, work: StageWork, lane: LaneWork) -> float:
+        tokens = self._tokens_behind(work, lane)
+        return self._product(tokens, work.dense_weights - work.early_weights) + self._beside(work, tokens) / 2
+
+    def _is_encoders(self, work: StageWork) -> bool:
+        return self.shape.has_encoder and work.kind in (StageKind.embedding, StageKind.encoder)
+
+    def _product(self, num_rows: float, num_weights: float) -> float:
+        if not num_rows or not num_weights:
+            return 0.0
+        return 2.0 * num_rows * num_weights / self.rates.gemm_rate(num_rows)
+
+    def _streamed(self, num_bytes: float) -> float:
+        return num_bytes / self.rates.memory_bytes_per_second
+
+    def _beside(self, work: StageWork, num_tokens: int) -> float:
+        """Of a turn, what is neither products, attention nor experts. Several devices add up what attention and the
+        feed-forward made, in the cuts of Megatron-LM (Shoeybi et al. 2019)."""
+        seconds = self._streamed(num_tokens * work.token_bytes) + self.rates.turn_seconds
+        if not work.kind.is_layer:
+            return seconds
+        vectors = num_tokens * self.shape.hidden_size * self.shape.compute_dtype_bytes
+        return seconds + 2 * self.rates.all_reduce_seconds(vectors)
+
+    def _experts(self, work: StageWork, num_tokens: float) -> float:
+        """Each that is hit multiplies its share of the visits."""
+        if not work.num_experts or not work.expert_weights or not num_tokens:
+            return 0.0
+        hits, visits = work.hits(num_tokens), num_tokens * work.num_experts_per_token
+        rate = self.rates.expert_rate(visits / hits)
+        seconds = 2.0 * visits * work.expert_weights / rate + work.is_paged * hits * self.rates.hit_seconds
+        return seconds if self.rates.has_expert_rates else seconds + self._streamed(visits * work.visit_bytes)
+
+    def _prompt_attention(self, lane: LaneWork) -> float:
+        flops = 4.0 * self.shape.num_heads * self.shape.head_dim * lane.prefill_pairs
+        return flops / self.rates.prefill_attention_flops_per_second
+
+    def _cross(self, work: StageWork, lane: LaneWork) -> float:
+        """Keys and values of what an encoder made: projected in the first pass, looked at in every one."""
+        if work.kind is not StageKind.layer or not lane.num_cross_positions:
+            return 0.0
+        size = self.shape.cross_kv_bytes_per_token / max(1, len(self.shape.layers))
+        weights = size / self.shape.compute_dtype_bytes * self.shape.hidden_size
+        looked = lane.num_cross_positions * size / self.rates.attention_bytes_per_second
+        projected = self._product(lane.num_encoder_tokens, weights)
+        return looked + projected - self._product(lane.num_tokens, weights)  # they are among the layer's own

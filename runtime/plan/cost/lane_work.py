@@ -1,0 +1,154 @@
+"""What lanes compute in a pass, as far as time follows from it: mirrors of `engine/packed.py`, `padded.py` and
+`seq2seq.py` on sizes alone."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..placement.memory import PAGE_TOKENS, MicroBatch, prompt_columns
+from ..shape.model import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneWork:
+    """Of one lane in one pass, padding included. `num_tokens` go through the decoder's layers, logits are made of
+    `num_rows`; single tokens attend to `kv_positions` together, prompts to `prefill_pairs` of a token and a position.
+    In a packed lane's last layer those of which logits are made attend alone, to `asked_positions`.
+    """
+
+    num_tokens: int
+    num_rows: int
+    kv_positions: int = 0
+    prefill_pairs: int = 0
+    asked_positions: int = 0
+    held_pages: int = 0  # KV pages of the lane, behind the pass
+    changed_pages: int = 0  # of those, the ones that it writes to
+    num_encoder_tokens: int = 0
+    num_cross_positions: int = 0  # of an encoder's output, which each row looks at
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the last layer parts the tokens that are asked for from the others."""
+        return is_narrow(self.num_tokens, self.num_rows)
+
+    @property
+    def num_positions(self) -> int:
+        """That are cached behind the pass, in whole pages."""
+        return self.held_pages * PAGE_TOKENS
+
+
+def is_narrow(num_tokens: int, num_asked: int) -> bool:
+    """Tokens that are asked for meet the weights in front of attention twice: few enough of them are worth it."""
+    return 2 * num_asked <= num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`new` tokens of a sequence that has `past` positions cached; `asks`: a token comes out of it."""
+
+    past: int
+    new: int
+    asks: bool
+
+
+def packed_work(pieces: Iterable[Piece]) -> LaneWork:
+    """`pieces` are all sequences of the lane, those that are not in the pass with `new` of 0."""
+    tokens = rows = positions = pairs = asked = last = held = changed = 0
+    for piece in pieces:
+        end = piece.past + piece.new
+        held += _pages(end)
+        if not piece.new:
+            continue
+        tokens, last = tokens + piece.new, end
+        rows += piece.asks
+        asked += end if piece.asks else 0
+        changed += _pages(end) - piece.past // PAGE_TOKENS
+        if piece.new == 1:
+            positions += end
+        else:
+            pairs += piece.new * piece.past + piece.new * (piece.new + 1) // 2
+    return LaneWork(
+        num_tokens=tokens,
+        num_rows=max(1, rows),  # the head wants at least one
+        kv_positions=positions,
+        prefill_pairs=pairs,
+        asked_positions=asked or last,
+        held_pages=held,
+        changed_pages=changed,
+    )
+
+
+def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> list[LaneWork]:
+    """Pass by pass, until all prompts of the lane are cached."""
+    if not lane:
+        return []
+    if shape.has_encoder:
+        return [_encoding(lane)]
+    if not shape.is_packed:
+        return list(_columns(shape, lane, chunk_tokens))
+    return [packed_work(pieces) for pieces in _chunks(lane, chunk_tokens)]
+
+
+def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
+    """Of the decode pass behind `num_done` others, where every sequence runs to its limit; None when all have."""
+    rows = [size for size in lane if size.max_new_tokens - 1 > num_done]
+    if not rows:
+        return None
+    if shape.is_packed:
+        return packed_work(Piece(size.num_prompt_tokens + num_done, 1, True) for size in rows)
+    width = max(size.num_prompt_tokens for size in lane)
+    cached = 1 + num_done + (1 if shape.has_encoder else width)
+    return LaneWork(
+        num_tokens=len(rows),
+        num_rows=len(rows),
+        kv_positions=len(rows) * cached,
+        held_pages=len(rows) * _pages(cached),
+        changed_pages=len(rows),
+        num_cross_positions=len(rows) * width if shape.has_encoder else 0,
+    )
+
+
+def _pages(num_positions: int) -> int:
+    return -(-num_positions // PAGE_TOKENS)
+
+
+def _chunks(lane: MicroBatch, chunk_tokens: int) -> Iterator[list[Piece]]:
+    """Prompts in order until the chunk is full, the last one perhaps in part."""
+    past = [0] * len(lane)
+    while any(done < size.num_prompt_tokens for done, size in zip(past, lane, strict=True)):
+        left, pieces = chunk_tokens, list[Piece]()
+        for row, size in enumerate(lane):
+            new = min(left, size.num_prompt_tokens - past[row])
+            pieces.append(Piece(past[row], new, 0 < new == size.num_prompt_tokens - past[row]))
+            past[row] += new
+            left -= new
+        yield pieces
+
+
+def _columns(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
+    """Columns of the rectangle, whose every row is computed."""
+    rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
+    columns = prompt_columns(shape, rows, width, chunk_tokens)
+    for start in range(0, width, columns):
+        end = min(start + columns, width)
+        yield LaneWork(
+            num_tokens=rows * (end - start),
+            num_rows=rows,
+            prefill_pairs=rows * (end - start) * end,
+            held_pages=rows * _pages(end),
+            changed_pages=rows * (_pages(end) - start // PAGE_TOKENS),
+        )
+
+
+def _encoding(lane: MicroBatch) -> LaneWork:
+    """The prompts through the encoder, and each row's first token through the decoder."""
+    rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
+    return LaneWork(
+        num_tokens=rows,
+        num_rows=rows,
+        kv_positions=rows,
+        prefill_pairs=rows * width**2,
+        held_pages=rows,
+        changed_pages=rows,
+        num_encoder_tokens=rows * width,
+        num_cross_positions=rows * width,
+    )

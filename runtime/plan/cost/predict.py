@@ -1,0 +1,276 @@
+"""How long a run should take: its passes, one after the other, as far as they differ, each simulated. Pure.
+
+Every sequence runs to its limit. Passes change slowly, as prompts go in and keys and values grow: a phase is cut into
+stretches of passes, and the one in the middle of a stretch stands for all of it.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from ...batching.admission import AdmissionLimits
+from ...batching.balance import Block
+from ...config import Admission
+from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize
+from ..placement.placement import Placement
+from ..schedule.schedule import make_schedule
+from ..schedule.walk import Walk
+from ..shape.model import ModelShape
+from .durations import durations
+from .lane_work import LaneWork, decode_work, prefill_works
+from .mixed_passes import mixed_passes
+from .rates import MachineRates
+from .script import Roads, Script
+from .simulator import Resource, simulate_each
+
+MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike
+MAX_STRETCHES = 8  # of a phase of a block
+MAX_MIXED_STRETCHES = 24  # of a run whose passes carry both
+
+
+@lru_cache(64)
+def _script(walk: Walk, num_lanes: int, roads: Roads) -> Script:
+    return Script(make_schedule(walk, num_lanes), roads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """All passes of a phase together."""
+
+    num_passes: float = 0.0
+    seconds: float = 0.0
+    stall_seconds: float = 0.0
+    busy_seconds: Mapping[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
+
+    def plus(self, other: "PhaseTime", times: float = 1.0) -> "PhaseTime":
+        return PhaseTime(
+            num_passes=self.num_passes + times * other.num_passes,
+            seconds=self.seconds + times * other.seconds,
+            stall_seconds=self.stall_seconds + times * other.stall_seconds,
+            busy_seconds={r: self.busy_seconds[r] + times * other.busy_seconds[r] for r in Resource},
+        )
+
+    @property
+    def binding(self) -> Resource | None:
+        """What is busy longest; None where there is no pass."""
+        busy = self.busy_seconds
+        return max(busy, key=lambda resource: busy[resource]) if self.seconds else None
+
+    def bubble_seconds(self, resource: Resource) -> float:
+        """In which it waits while a pass goes on."""
+        return max(0.0, self.seconds - self.busy_seconds[resource])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A pass that carries prompts beside tokens that are decoded is divided between the phases by its tokens."""
+
+    prefill: PhaseTime
+    decode: PhaseTime
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self.prefill.seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.decode.seconds
+
+    @property
+    def stall_seconds(self) -> float:
+        return self.prefill.stall_seconds + self.decode.stall_seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill.seconds + self.decode.seconds
+
+    @property
+    def phases(self) -> Mapping[str, PhaseTime]:
+        """By their names, those that have passes."""
+        return {name: phase for name, phase in vars(self).items() if phase.seconds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """`num_passes` like the one with these lanes. `prefill_share`: of its tokens, those of prompts."""
+
+    num_passes: float
+    lanes: Sequence[LaneWork]
+    prefill_share: float
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.prefill_share == 1.0
+
+
+def predict(
+    shape: ModelShape,
+    placement: Placement,
+    blocks: Sequence[Block],
+    sizes: Sequence[SequenceSize],
+    chunk_tokens: int,
+    rates: MachineRates,
+    admission: Admission = Admission.wave,
+) -> Prediction:
+    """Of all blocks together, at the start of a run."""
+    clock = _Clock(shape=shape, placement=placement, rates=rates)
+    blocks = [block for block in (_generating(block, sizes) for block in blocks) if block.members]
+    if not blocks:
+        return Prediction(prefill=PhaseTime(), decode=PhaseTime())
+    if admission is Admission.continuous and shape.is_packed:
+        return clock.added(mixed_stretches(placement, blocks, sizes, chunk_tokens))
+    chosen = evenly(blocks, MAX_BLOCKS)
+    lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in chosen]
+    stretches = [stretch for block in lanes for stretch in block_stretches(shape, block, chunk_tokens)]
+    found, times = clock.added(stretches, num_blocks=len(chosen)), len(blocks) / len(chosen)
+    return Prediction(prefill=PhaseTime().plus(found.prefill, times), decode=PhaseTime().plus(found.decode, times))
+
+
+def decode_pass_seconds(
+    shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], rates: MachineRates
+) -> float:
+    """Of the decode pass in the middle of the answers, in the steady state."""
+    half = max((size.max_new_tokens for lane in lanes for size in lane), default=0) // 2
+    most = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
+    works = [work for lane in most if (work := decode_work(shape, lane, half)) is not None]
+    clock = _Clock(shape=shape, placement=placement, rates=rates)
+    return clock.steady(Stretch(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
+
+
+def predict_roughly(
+    shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], chunk_tokens: int, rates: MachineRates
+) -> Prediction:
+    """Of one block, by few of its passes."""
+    stretches = list(block_stretches(shape, lanes, chunk_tokens, max_prefills=3, max_decodes=1))
+    return _Clock(shape=shape, placement=placement, rates=rates).added(stretches)
+
+
+def block_stretches(
+    shape: ModelShape,
+    lanes: Sequence[MicroBatch],
+    chunk_tokens: int,
+    *,
+    max_prefills: int = MAX_STRETCHES,
+    max_decodes: int = MAX_STRETCHES,
+) -> Iterator[Stretch]:
+    """Prefill passes, from which lanes drop out as they have no prompts left, the last with what is left of them; then
+    decode passes, from which they drop out as their sequences end."""
+    prompts = [prefill_works(shape, lane, chunk_tokens) for lane in lanes]
+    ends = {size.max_new_tokens - 1 for lane in lanes for size in lane}
+
+    def prefilling(turn: int) -> list[LaneWork]:
+        return [works[turn] for works in prompts if turn < len(works)]
+
+    def decoding(turn: int) -> list[LaneWork]:
+        return [work for lane in lanes if (work := decode_work(shape, lane, turn)) is not None]
+
+    counts = set(map(len, prompts))
+    for part in _cut({*counts, max(counts, default=1) - 1}, max_prefills):
+        yield Stretch(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
+    for part in _cut(ends, max_decodes):
+        yield Stretch(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
+
+
+def mixed_stretches(
+    placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
+) -> list[Stretch]:
+    """Seats as a run has them: as many lanes as the block that has most, as long as the longest."""
+    lane_size = max(len(group) for block in blocks for group in block.micro_batches)
+    limits = AdmissionLimits(
+        num_lanes=max(len(block.micro_batches) for block in blocks),
+        lane_size=lane_size,
+        lane_tokens=max(lane_size, chunk_tokens),
+        page_tokens=PAGE_TOKENS,
+    )
+    order = [sizes[i] for block in blocks for i in block.members]
+    run = mixed_passes(order, limits, placement.kv.num_pages)
+    parts = _parts(len(run.passes), MAX_MIXED_STRETCHES)
+    middles = [run.passes[part[len(part) // 2]] for part in parts]
+    return [
+        Stretch(num_passes=run.scale * len(part), lanes=middle.lanes, prefill_share=middle.prefill_share)
+        for part, middle in zip(parts, middles, strict=True)
+    ]
+
+
+def _generating(block: Block, sizes: Sequence[SequenceSize]) -> Block:
+    """Without what asks for no token: it never enters a lane."""
+    groups = (tuple(i for i in group if sizes[i].max_new_tokens) for group in block.micro_batches)
+    return Block(index=block.index, micro_batches=tuple(group for group in groups if group))
+
+
+def evenly(blocks: Sequence[Block], count: int) -> tuple[Block, ...]:
+    return tuple(blocks[part[len(part) // 2]] for part in _parts(len(blocks), count))
+
+
+def _cut(ends: Collection[int], most: int) -> list[range]:
+    """Up to the last end in up to `most` ranges: none reaches over an end where that can be, and the longest are
+    halved."""
+    places = sorted({0, *ends})
+    marks = [places[part[-1]] for part in _parts(len(places), most)]
+    parts = [range(begin, end) for begin, end in pairwise([0, *marks]) if begin < end]
+    while parts and len(parts) < most and (longest := max(parts, key=len))[1:]:
+        at, middle = parts.index(longest), (longest.start + longest.stop) // 2
+        parts[at : at + 1] = [range(longest.start, middle), range(middle, longest.stop)]
+    return parts
+
+
+def _parts(count: int, most: int) -> list[range]:
+    """0..count in up to `most` ranges of about the same length."""
+    num_parts = min(count, most)
+    return [range(count * n // num_parts, count * (n + 1) // num_parts) for n in range(num_parts)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Clock:
+    """Of one machine with one placement."""
+
+    shape: ModelShape
+    placement: Placement
+    rates: MachineRates
+
+    def added(self, stretches: Sequence[Stretch], num_blocks: int = 1) -> Prediction:
+        """Each phase's passes, and what its first one takes longer where slots are empty: at the start of the run, or
+        in every block where the two walks do not flow into each other."""
+        prefill, decode = PhaseTime(), PhaseTime()
+        begun = set[bool]()
+        for stretch in stretches:
+            first, steady = self._first_and_steady(stretch)
+            share = stretch.prefill_share
+            prefill = prefill.plus(steady, stretch.num_passes * share)
+            decode = decode.plus(steady, stretch.num_passes * (1 - share))
+            if stretch.is_prefill not in begun and (not begun or not self._flows_on):
+                begun.add(stretch.is_prefill)
+                late = PhaseTime(
+                    seconds=max(0.0, first.seconds - steady.seconds),
+                    stall_seconds=max(0.0, first.stall_seconds - steady.stall_seconds),
+                )
+                times = 1 if self._flows_on else num_blocks
+                prefill, decode = prefill.plus(late, times * share), decode.plus(late, times * (1 - share))
+        return Prediction(prefill=prefill, decode=decode)
+
+    def steady(self, stretch: Stretch) -> PhaseTime:
+        return self._first_and_steady(stretch)[1]
+
+    def _first_and_steady(self, stretch: Stretch) -> tuple[PhaseTime, PhaseTime]:
+        """A pass that finds slots empty; and one behind others like it, what the second and third of three take on
+        average."""
+        walk = self._walk(stretch)
+        seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates)
+        one, three = simulate_each(_script(walk, len(stretch.lanes), seconds.roads), [1, 3], seconds)
+        steady = PhaseTime(
+            num_passes=1,
+            seconds=(three.seconds - one.seconds) / 2 + self.rates.pass_seconds,
+            stall_seconds=max(0.0, three.stall_seconds - one.stall_seconds) / 2,
+            busy_seconds={r: (three.busy_seconds[r] - one.busy_seconds[r]) / 2 for r in Resource},
+        )
+        first = PhaseTime(seconds=one.seconds + self.rates.pass_seconds, stall_seconds=one.stall_seconds)
+        return first, steady
+
+    def _walk(self, stretch: Stretch) -> Walk:
+        """Only passes of prompts alone take the prefill walk."""
+        return self.placement.walk if stretch.is_prefill else self.placement.decode_walk
+
+    @property
+    def _flows_on(self) -> bool:
+        return self.placement.walk.first_stage == self.placement.decode_walk.first_stage

@@ -1,0 +1,135 @@
+"""From a profile of the `machine` group to the machine that a plan is made for.
+
+A data sheet prints peaks. What a run attains of them is an assumption, the same for every device and stated here
+once, share by share; `jobs.measure` on the machine itself replaces all of it.
+"""
+
+from ...config import DType, MachineConfig
+from ...errors import ConfigError
+from ...profiles import DataSheet, MeasuredRates
+from ...units import gib_to_bytes
+from ..placement.device_slack import LIBRARY_BYTES
+from ..shape.auto_dtype import auto_dtype, has_bfloat16_units
+from .machine import Machine
+from .rates import UNLIMITED, MachineRates
+
+GIGA, TERA = 1e9, 1e12
+USABLE_SHARE = 0.9  # of each memory: the rest is the driver's, the system's and the libraries'
+COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
+MEMORY_SHARE = 0.75  # of a memory's bandwidth, the device's (its ECC takes a part) and the host's
+LINK_SHARE = 0.8  # of one direction, from pinned memory: packets have headers
+DISK_SHARE = 0.9  # of sequential reads
+PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts attend one by one
+DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
+CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
+CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
+LAUNCH_SECONDS = 7e-6  # of the host for one operator; an estimate until a device is measured
+TURN_SECONDS = 1e-3  # of one decoder layer: 84 launches of a dense one, as counted on a double, and Python around them
+HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
+PASS_SECONDS = 5e-3
+HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch
+ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
+
+
+def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
+    """The machine that the profile describes, for one compute dtype. `auto` as in a run of a checkpoint in bfloat16.
+    Raises ConfigError where the config holds no profile, or not this dtype."""
+    if dtype is DType.auto:
+        has_device = config.rates is None or config.rates.device_memory_gib is not None
+        dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
+    if config.sheet is not None:
+        return _of_sheet(config.name, config.sheet, dtype)
+    if config.rates is not None:
+        return _of_measured(config.name, config.rates, dtype, has_bfloat16=has_bfloat16_units(config))
+    raise ConfigError(
+        f"machine={config.name} says nothing of how fast it is: choose a profile such as machine=l4, "
+        "or measure this one: python -m jobs.measure"
+    )
+
+
+def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
+    """Devices work side by side, each on its own link, as far as the host's memory feeds all of them."""
+    count = sheet.num_devices
+    flops = count * _tflops(sheet, dtype) * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
+    memory = count * sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
+    host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
+    link = min(count * sheet.link_gb_per_second * GIGA * LINK_SHARE, host)
+    return Machine(
+        name=name,
+        num_devices=count,
+        has_bfloat16=sheet.bfloat16_tflops is not None,
+        host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * USABLE_SHARE),
+        device_bytes=int(count * gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
+        library_bytes=count * LIBRARY_BYTES,
+        rates=MachineRates(
+            disk_bytes_per_second=sheet.disk_gb_per_second * GIGA * DISK_SHARE,
+            gemm_flops_per_second=_roofline(flops * COMPUTE_SHARE, memory, ITEM_BYTES[dtype]),
+            link_in_bytes_per_second=link,
+            link_out_bytes_per_second=link,
+            memory_bytes_per_second=memory,
+            attention_bytes_per_second=memory / DECODE_ATTENTION_TRIPS,
+            cpu_attention_bytes_per_second=min(host, sheet.host_num_cores * CORE_ATTENTION_BYTES_PER_SECOND),
+            cpu_flops_per_second=sheet.host_num_cores * CORE_FLOPS_PER_SECOND,
+            prefill_attention_flops_per_second=flops * PREFILL_ATTENTION_SHARE,
+            collective_bytes_per_second=_ring(count, link / count, host),
+            collective_seconds=2 * (count - 1) * HOP_SECONDS,
+            turn_seconds=TURN_SECONDS,
+            hit_seconds=HIT_SECONDS,
+            pass_seconds=PASS_SECONDS,
+        ),
+    )
+
+
+def _ring(count: int, link: float, host: float) -> float:
+    """Of a ring all-reduce (Patarasuk and Yuan 2009): each device sends, and receives at the same time, 2 (n - 1) / n
+    of the vectors' bytes. Without a link between devices they go through host memory: written once, read once."""
+    if count == 1:
+        return UNLIMITED
+    sent = 2 * (count - 1) / count
+    return 1 / max(sent / link, 2 * count * sent / host)
+
+
+def _tflops(sheet: DataSheet, dtype: DType) -> float:
+    if dtype is DType.float16:
+        return sheet.float16_tflops
+    is_narrow = dtype is DType.bfloat16 and sheet.bfloat16_tflops is not None
+    return sheet.bfloat16_tflops if is_narrow and sheet.bfloat16_tflops is not None else sheet.float32_tflops
+
+
+def _roofline(flops: float, memory_bytes: float, item_bytes: int) -> dict[int, float]:
+    """A product of M rows takes the longer of its FLOPs and its weights' bytes, 2 M FLOPs for each number. So one point
+    says it all: below the M where both take as long, rates are proportional to M (see `MachineRates.gemm_rate`)."""
+    return {max(1, round(flops * item_bytes / (2 * memory_bytes))): flops}
+
+
+def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16: bool) -> Machine:
+    found = rates.dtypes.get(dtype.value)
+    if found is None:
+        known = ", ".join(rates.dtypes) or "none"
+        raise ConfigError(f"machine={name} was not measured for {dtype.value}, only for: {known}; set model.dtype")
+    device = rates.device_memory_gib
+    gemm = zip(rates.gemm_rows, found.gemm_gflops, strict=False)  # the largest may be missing
+    return Machine(
+        name=name,
+        has_bfloat16=has_bfloat16,
+        host_bytes=gib_to_bytes(rates.host_memory_gib),
+        device_bytes=None if device is None else gib_to_bytes(device),
+        library_bytes=0 if device is None else LIBRARY_BYTES,
+        rates=MachineRates(
+            disk_bytes_per_second=rates.disk_gb_per_second * GIGA,
+            gemm_flops_per_second={num_rows: gflops * GIGA for num_rows, gflops in gemm},
+            link_in_bytes_per_second=_link(rates.link_in_gb_per_second),
+            link_out_bytes_per_second=_link(rates.link_out_gb_per_second),
+            memory_bytes_per_second=rates.memory_gb_per_second * GIGA,
+            attention_bytes_per_second=found.attention_gb_per_second * GIGA,
+            cpu_attention_bytes_per_second=found.cpu_attention_gb_per_second * GIGA,
+            prefill_attention_flops_per_second=found.prefill_attention_gflops * GIGA,
+            turn_seconds=rates.turn_seconds,
+            hit_seconds=0.0 if device is None else HIT_SECONDS,
+            pass_seconds=rates.pass_seconds,
+        ),
+    )
+
+
+def _link(gb_per_second: float | None) -> float:
+    return UNLIMITED if gb_per_second is None else gb_per_second * GIGA

@@ -1,0 +1,175 @@
+"""Executes a schedule on a cost model instead of a machine and says how long it takes: a disk, a link with two
+directions, a compute device, and the CPU's attention workers.
+
+Pure and deterministic. What an action takes comes from `durations`; nothing here is a constant of some machine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from ..schedule.actions import Action, Op
+from ..schedule.schedule import Schedule
+from .script import COMPUTE, DISK, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
+
+
+class Resource(Enum):
+    """What works side by side; each does one thing at a time, in the order in which things are begun."""
+
+    disk = "disk"
+    link_in = "host-to-device"
+    link_out = "device-to-host"
+    compute = "compute"
+    cpu = "CPU attention"
+
+
+_RESOURCES = tuple(Resource)  # by the numbers in `script`
+
+
+class Span(NamedTuple):
+    """What a resource worked at, from and to, in seconds."""
+
+    resource: Resource
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedPasses:
+    seconds: float  # of all passes together
+    stall_seconds: float  # compute waited for weights, experts, KV, attention or a barrier
+    busy_seconds: Mapping[Resource, float]
+
+
+class PlayedPass(NamedTuple):
+    """From when to when compute was in a pass, and what all resources did for it, in the order in which it was begun:
+    also what had to be there before."""
+
+    begin: float
+    end: float
+    spans: Sequence[Span]
+
+
+def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> SimulatedPasses:
+    """Plays prologue and cycles. Slots are not waited for: a schedule that passes the checker begins nothing for which
+    there is none, and what is stored leaves before what is fetched in its place arrives.
+
+    Actions are issued by compute's own clock, as the engine's thread does: nothing begins before it. A million actions
+    take about a second: the schedule becomes flat lines once, which are then played in one loop.
+    """
+    return simulate_each(Script(schedule, durations.roads), [num_passes], durations)[0]
+
+
+def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[SimulatedPasses]:
+    """What `simulate` says of each of these numbers of passes, which rise, at the price of the last. `script`: made
+    with the roads of `durations`; one serves all passes of its schedule, whatever they take."""
+    clock, found, done = _Clock(script.events.count), list[SimulatedPasses](), 0
+    prologue, cycle = _Timed.of(script.prologue, durations), _Timed.of(script.cycle, durations)
+    clock.play(prologue)
+    begun, each = prologue.busy(), cycle.busy()
+    for count in counts:
+        for _ in range(count - done):
+            clock.play(cycle)
+        done = count
+        busy = {resource: begun[index] + count * each[index] for index, resource in enumerate(Resource)}
+        found.append(SimulatedPasses(seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy))
+    return found
+
+
+def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[PlayedPass]:
+    """One pass of each, one behind the other, with what ran when. Slots that the pass before has filled for this one
+    are not filled again. `pass_seconds`: of compute's thread, behind each; reads go on beside it."""
+    events = Events()
+    scripts = [Script(schedule, durations.roads, events) for schedule, durations in passes]
+    clock, played = _Clock(events.count), list[PlayedPass]()
+    filled: Sequence[Action] | None = None
+    for (schedule, durations), script in zip(passes, scripts, strict=True):
+        begin, spans = clock.now, list[Span]()
+        if schedule.prologue != filled:
+            clock.play(_Timed.of(script.prologue, durations), spans)
+        clock.play(_Timed.of(script.cycle, durations), spans)
+        clock.now += pass_seconds
+        played.append(PlayedPass(begin, clock.now, spans))
+        filled = schedule.prologue
+    return played
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Lines, how long each takes, and the experts that it brings in by itself."""
+
+    lines: Lines
+    seconds: Sequence[float]
+    reads: Sequence[ExpertReads | None]
+
+    @staticmethod
+    def of(lines: Lines, durations: Durations) -> "_Timed":
+        ask = durations.expert_reads
+        reads = [None if ask is None or line.kind != COMPUTE else ask(line.action) for line in lines]
+        return _Timed(lines, [durations.of(line) for line in lines], reads)
+
+    def busy(self) -> list[float]:
+        """Seconds of each resource, in the order of `Resource`."""
+        busy = [0.0] * (SYNC + 1)
+        for line, seconds in zip(self.lines, self.seconds, strict=True):
+            busy[line.kind] += seconds
+        for reads in filter(None, self.reads):
+            busy[DISK] += reads.read_seconds
+            busy[LINK_IN] += reads.copy_seconds
+        return busy[:SYNC]
+
+
+class _Clock:
+    """Compute's time, when each resource is free, and when each event has happened."""
+
+    def __init__(self, num_events: int):
+        self.now, self.stall_seconds = 0.0, 0.0
+        self._free, self._ends = [0.0] * len(_RESOURCES), [0.0] * num_events
+
+    def play(self, timed: _Timed, spans: list[Span] | None = None) -> None:
+        """Adds what ran when to `spans`. One loop over local names, longer than functions here are: it is played a
+        million times."""
+        now, stalled, free, ends = self.now, self.stall_seconds, self._free, self._ends
+        each = zip(timed.lines, timed.seconds, timed.reads, strict=True)
+        for (kind, after, too, event, action, on_compute, _), seconds, reads in each:
+            if on_compute:
+                until = ends[after] if ends[after] > ends[too] else ends[too]
+                if kind == SYNC:
+                    until = max(free)
+                if until > now:
+                    stalled += until - now
+                    now = until
+                begin = now
+                end = now = begin + seconds if reads is None else self._with_reads(begin, seconds, reads, action, spans)
+                stalled += end - begin - seconds
+            else:
+                begin = free[kind] if free[kind] > now else now
+                if ends[after] > begin:
+                    begin = ends[after]
+                end = free[kind] = ends[event] = begin + seconds
+            if spans is not None and kind != SYNC and end > begin:
+                spans.append(Span(_RESOURCES[kind], action, begin, end))
+        self.now, self.stall_seconds = now, stalled
+
+    def _with_reads(
+        self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[Span] | None
+    ) -> float:
+        """Experts arrive one behind the other, and each is computed when it has arrived and the one before it is done:
+        as long as it takes to get the first and compute all, or to get all and compute the last."""
+        count, free = max(1, reads.num_experts), self._free
+        asked = begin + reads.dense_seconds - reads.lead_seconds
+        read, copy = reads.read_seconds / count, reads.copy_seconds / count
+        start = max(free[DISK], asked) if reads.read_seconds else asked
+        first = max(start + read, free[LINK_IN]) + copy
+        last = max(start + reads.read_seconds + copy, first + (count - 1) * copy)
+        if reads.read_seconds:
+            free[DISK] = start + reads.read_seconds
+        free[LINK_IN] = max(free[LINK_IN], last)
+        if spans is not None and reads.read_seconds:
+            spans.append(Span(Resource.disk, Action(Op.read, action.stage), start, free[DISK]))
+        if spans is not None and reads.copy_seconds:
+            spans.append(Span(Resource.link_in, Action(Op.copy, action.stage), first - copy, last))
+        computing = seconds - reads.dense_seconds
+        return max(max(begin + reads.dense_seconds, first) + computing, last + computing / count)

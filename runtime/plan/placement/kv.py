@@ -1,0 +1,170 @@
+"""Where keys and values live: which layers' travel, in pages of which size, and what that takes of each memory.
+
+A **page** is `PAGE_TOKENS` positions of one sequence in one layer; its number is the same in every layer.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...config import KVTier
+from ...units import MIB, round_up
+from ..shape.extents import ALIGNMENT_BYTES, pinned_bytes
+from ..shape.model import ModelShape
+from .ledger import Entry
+from .memory import PAGE_TOKENS
+from .spread import spread
+
+SEGMENT_BYTES = (
+    16 * MIB
+)  # pinned memory is taken in powers of two: a layer's pages in one piece could take twice theirs
+
+CHECKSUM_BYTES = 8  # that the file keeps of each page
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """The pages of the layers whose keys and values live in a tier: `num_pages` of each, at most `slot_pages` of one
+    lane in a slot. Without slots they stay in host memory, where the CPU attends to them."""
+
+    tier: KVTier  # cpu or nvme
+    page_bytes: Mapping[int, int]  # of each such layer
+    num_pages: int
+    slot_pages: int
+    num_slots: int
+
+    @property
+    def stays_in_host(self) -> bool:
+        return bool(self.page_bytes) and not self.num_slots
+
+    def stride_bytes(self, layer: int) -> int:
+        """From one page to the next, in the tier and in a slot. A direct write wants whole blocks of the disk."""
+        size = self.page_bytes[layer]
+        return round_up(size, ALIGNMENT_BYTES) if self.tier is KVTier.nvme else size
+
+    def offset_bytes(self, layer: int) -> int:
+        """Of the layer's first page in the file."""
+        return self.num_pages * sum(self.stride_bytes(other) for other in self.page_bytes if other < layer)
+
+    def segment_pages(self, layer: int) -> tuple[int, ...]:
+        """Pages in each piece of pinned memory that the layer's pages lie in, one behind the other. Attention reads
+        those of all rows from one piece."""
+        if self.stays_in_host:
+            return (self.num_pages,)
+        most = max(1, SEGMENT_BYTES // self.stride_bytes(layer))
+        whole, rest = divmod(self.num_pages, most)
+        return (most,) * whole + ((rest,) if rest else ())
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slot_pages * max((self.stride_bytes(layer) for layer in self.page_bytes), default=0)
+
+    @property
+    def tier_bytes(self) -> int:
+        return self.num_pages * sum(self.stride_bytes(layer) for layer in self.page_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCost:
+    """`compute` and `host` are ledger entries; on a machine without a device `compute` is the host's. `disk_bytes` is
+    the size that the file may reach."""
+
+    compute: tuple[Entry, ...]
+    host: tuple[Entry, ...] = ()
+    disk_bytes: int = 0
+
+
+def travelling_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_device: bool) -> tuple[int, ...]:
+    """Decoder layers, from 0, whose keys and values live in `tier`; those of the share `fraction` stay in compute
+    memory, evenly over the depth, and so do the windows that padded lanes keep. Host memory is no other tier where
+    compute happens in it."""
+    assert tier is not KVTier.auto, "a plan settles on a tier first"
+    if tier is KVTier.device or (tier is KVTier.cpu and not has_device):
+        return ()
+    layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size and layer not in shape.bounded_layers]
+    staying = {layers[place] for place in spread(len(layers), round(fraction * len(layers)))}
+    return tuple(layer for layer in layers if layer not in staying)
+
+
+def stretches(numbers: Iterable[int], most: int | None = None) -> Iterator[range]:
+    """Neighbouring numbers together, ascending, up to `most` of them."""
+    run = range(0)
+    for number in sorted(numbers):
+        if run and (number != run.stop or len(run) == most):
+            yield run
+            run = range(0)
+        run = range(run.start if run else number, number + 1)
+    if run:
+        yield run
+
+
+def kv_layout(
+    shape: ModelShape, tier: KVTier, travelling: Sequence[int], *, num_pages: int, slot_pages: int, num_slots: int
+) -> KVLayout:
+    return KVLayout(
+        tier=tier,
+        page_bytes={layer: PAGE_TOKENS * shape.kv_layer_bytes[layer] for layer in travelling},
+        num_pages=num_pages,
+        slot_pages=slot_pages,
+        num_slots=num_slots,
+    )
+
+
+def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
+    """What the keys and values of `layout.num_pages` pages take, those of the layers that stay included."""
+    staying = sum(size for layer, size in enumerate(shape.kv_layer_bytes) if layer not in layout.page_bytes)
+    positions = layout.num_pages * PAGE_TOKENS
+    resident = Entry(
+        name="KV cache",
+        num_bytes=positions * staying,
+        equation=f"{positions:,} positions x {staying:,} B"
+        + (f" of {_share(shape, layout)}" if layout.page_bytes else ""),
+    )
+    if not layout.page_bytes:
+        return KVCost(compute=(resident,))
+    if layout.stays_in_host:
+        return KVCost(compute=(resident,), host=(_pinned(layout),))
+    if layout.tier is KVTier.cpu:
+        return KVCost(compute=(resident, _slots(layout)), host=(_pinned(layout),))
+    slots, checksums = _slots(layout), _checksums(layout)
+    if has_device:
+        return KVCost(compute=(resident, slots), host=(_staging(layout), checksums), disk_bytes=layout.tier_bytes)
+    return KVCost(compute=(resident, slots, checksums), disk_bytes=layout.tier_bytes)
+
+
+def _share(shape: ModelShape, layout: KVLayout) -> str:
+    num_layers = sum(1 for size in shape.kv_layer_bytes if size)
+    return f"{num_layers - len(layout.page_bytes)} of {num_layers} layers"
+
+
+def _slots(layout: KVLayout) -> Entry:
+    return Entry(
+        name="KV slots",
+        num_bytes=layout.num_slots * layout.slot_bytes,
+        equation=f"{layout.num_slots} x {layout.slot_bytes:,} B, {layout.slot_pages:,} pages of the largest lane",
+    )
+
+
+def _staging(layout: KVLayout) -> Entry:
+    size = pinned_bytes(layout.slot_bytes)
+    return Entry(
+        name="KV staging",
+        num_bytes=layout.num_slots * size,
+        equation=f"{layout.num_slots} x {size:,} B, pinned",
+    )
+
+
+def _checksums(layout: KVLayout) -> Entry:
+    num_pages = layout.num_pages * len(layout.page_bytes)
+    return Entry(
+        name="KV checksums", num_bytes=num_pages * CHECKSUM_BYTES, equation=f"{num_pages:,} pages x {CHECKSUM_BYTES} B"
+    )
+
+
+def _pinned(layout: KVLayout) -> Entry:
+    segments = [(n, layout.stride_bytes(layer)) for layer in layout.page_bytes for n in layout.segment_pages(layer)]
+    return Entry(
+        name="KV pages",
+        num_bytes=sum(pinned_bytes(pages * size, is_aligned=False) for pages, size in segments),
+        equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {len(layout.page_bytes)} "
+        "layers, pinned",
+    )

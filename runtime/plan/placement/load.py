@@ -1,0 +1,76 @@
+"""What the lanes of a run ask of memory at worst: the block that takes most, or the longest sequences side by side."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..shape.model import ModelShape
+from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, lane_entries, pass_tokens, prefill_passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """`num_kv_pages` are shared by the lanes; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
+    block may have more pages, rows or tokens than any of `lanes`: `most_...` and `all_tokens` are the most of any."""
+
+    shape: ModelShape
+    lanes: Sequence[MicroBatch]
+    chunk_tokens: int
+    num_kv_pages: int
+    most_pages: int  # KV pages of a lane
+    most_rows: int  # sequences of a lane
+    most_tokens: int  # of a lane in one pass
+    most_positions: int  # that one sequence caches
+    all_tokens: int  # of all lanes of a block in one pass
+    num_prefill_passes: float  # of the whole run or of one block: what counts is how they compare
+    num_decode_passes: float
+
+    @staticmethod
+    def of(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> "Load":
+        """Pages so many that every sequence can run to its limit."""
+        pages = [kv_tokens(shape, [lane]) // PAGE_TOKENS for lane in lanes]
+        tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in lanes]
+        return Load(
+            shape=shape,
+            lanes=lanes,
+            chunk_tokens=chunk_tokens,
+            num_kv_pages=sum(pages),
+            most_pages=max(pages, default=0),
+            most_rows=max(map(len, lanes), default=0),
+            most_tokens=max(tokens, default=0),
+            most_positions=max((size.capacity_tokens for lane in lanes for size in lane), default=0),
+            all_tokens=sum(tokens),
+            num_prefill_passes=max((prefill_passes(shape, lane, chunk_tokens) for lane in lanes), default=0),
+            num_decode_passes=max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0),
+        )
+
+    @staticmethod
+    def of_blocks(shape: ModelShape, blocks: Iterable[Sequence[MicroBatch]], chunk_tokens: int) -> "Load":
+        """Of blocks that come one after the other: the lanes of the one whose lanes take most. Its KV pages may be
+        fewer than another's, which the pool must hold all the same."""
+        loads = [Load.of(shape, lanes, chunk_tokens) for lanes in blocks] or [Load.of(shape, [], chunk_tokens)]
+        heaviest = max(loads, key=lambda load: load.lane_bytes)
+        return replace(
+            heaviest,
+            num_kv_pages=max(load.num_kv_pages for load in loads),
+            most_pages=max(load.most_pages for load in loads),
+            most_rows=max(load.most_rows for load in loads),
+            most_tokens=max(load.most_tokens for load in loads),
+            most_positions=max(load.most_positions for load in loads),
+            all_tokens=max(load.all_tokens for load in loads),
+        )
+
+    @cached_property
+    def lane_bytes(self) -> int:
+        """In compute memory, beside keys and values."""
+        return sum(entry.num_bytes for entry in lane_entries(self.shape, self.lanes, self.chunk_tokens))
+
+    @property
+    def is_roomy(self) -> bool:
+        """Every other sequence could run to its limit, or all of them halfway."""
+        return 2 * self.num_kv_pages >= kv_tokens(self.shape, self.lanes) // PAGE_TOKENS
+
+    @cached_property
+    def lane_tokens(self) -> tuple[int, ...]:
+        """Most tokens of each lane in one pass."""
+        return tuple(pass_tokens(self.shape, lane, self.chunk_tokens) for lane in self.lanes)

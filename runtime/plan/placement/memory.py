@@ -1,0 +1,242 @@
+"""The terms of the ledger: how many bytes a placement and a block of sequences take in each memory.
+
+Every term is an upper bound from shapes alone. Activations are those of one lane passing one stage; between stages a
+lane keeps only its hidden states.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ...units import MIB, round_up
+from ..shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
+from ..shape.delta_rule import CHUNK_COLUMNS
+from ..shape.model import ModelShape
+from .ledger import Entry
+
+PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
+PANEL_BYTES = 16 * MIB  # of widened weights, at most
+LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
+GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/rowwise.py
+LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
+SAMPLING_BYTES = 24 * MIB  # that choosing tokens makes of the few logits it takes at a time, see engine/sampling.py
+ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see ARCHITECTURE.md
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSize:
+    """Of one request: `num_prompt_tokens` to prefill and at most `max_new_tokens` to generate."""
+
+    num_prompt_tokens: int
+    max_new_tokens: int
+
+    @cached_property
+    def capacity_tokens(self) -> int:
+        """KV positions reserved for the sequence."""
+        return round_up(self.num_prompt_tokens + self.max_new_tokens, PAGE_TOKENS)
+
+    @staticmethod
+    @lru_cache(65536)
+    def shared(num_prompt_tokens: int, max_new_tokens: int) -> "SequenceSize":
+        """One object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
+        return SequenceSize(num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens)
+
+
+MicroBatch = Sequence[SequenceSize]
+
+
+def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> int:
+    """KV positions of a block, when every sequence has run to its limit. A padded lane holds a rectangle as wide as its
+    longest prompt and longest answer; of an encoder-decoder's, the decoder's own positions are those of the answer."""
+    if shape.is_packed:
+        return sum(size.capacity_tokens for lane in micro_batches for size in lane)
+    return sum(len(lane) * _longest(shape, lane) for lane in micro_batches if lane)
+
+
+def _longest(shape: ModelShape, lane: MicroBatch) -> int:
+    """KV positions of a lane's longest row."""
+    if shape.is_packed:
+        return max(size.capacity_tokens for size in lane)
+    num_before = 0 if shape.has_encoder else _prompt_width(lane)
+    return round_up(num_before + max(size.max_new_tokens for size in lane), PAGE_TOKENS)
+
+
+def _restarts(shape: ModelShape, size: SequenceSize) -> bool:
+    """Whether it may come to where all of its keys are computed once more."""
+    limit = shape.restart_tokens
+    return limit is not None and size.num_prompt_tokens < limit < size.num_prompt_tokens + size.max_new_tokens
+
+
+def _prefilled(shape: ModelShape, size: SequenceSize) -> int:
+    """Tokens of it that want to be prefilled at a time."""
+    return (shape.restart_tokens or 0) if _restarts(shape, size) else size.num_prompt_tokens
+
+
+def _prompt_width(lane: MicroBatch) -> int:
+    return max((size.num_prompt_tokens for size in lane), default=0)
+
+
+def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
+    """Columns of a padded rectangle that one pass prefills, of the last chunk perhaps fewer. None has a single one,
+    unless the prompt has: recurrent layers take that for a decode step, which has no padding."""
+    most = min(width, max(2, chunk_tokens // num_rows))
+    fitting = (columns for columns in (*range(most, 1, -1), *range(most + 1, width)) if width % columns != 1)
+    return next(fitting, width)
+
+
+def prompt_columns(shape: ModelShape, num_rows: int, width: int, chunk_tokens: int) -> int:
+    """`chunk_columns`, or all of them where a class takes no chunks."""
+    return width if shape.has_whole_prompts else chunk_columns(num_rows, width, chunk_tokens)
+
+
+def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
+    """Most tokens that a lane carries in one pass."""
+    if not lane:
+        return 0
+    if shape.is_packed:
+        return max(len(lane), min(prefill_chunk_tokens, sum(_prefilled(shape, size) for size in lane)))
+    width = _longest(shape, lane) if any(_restarts(shape, size) for size in lane) else _prompt_width(lane)
+    if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
+        return len(lane) * width
+    return len(lane) * prompt_columns(shape, len(lane), width, prefill_chunk_tokens)
+
+
+def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
+    """Passes that a lane's prompts take."""
+    tokens = sum(size.num_prompt_tokens for size in lane) if shape.is_packed else len(lane) * _prompt_width(lane)
+    return -(-tokens // pass_tokens(shape, lane, prefill_chunk_tokens)) if tokens else 0
+
+
+def lane_entries(
+    shape: ModelShape,
+    micro_batches: Sequence[MicroBatch],
+    prefill_chunk_tokens: int,
+    *,
+    slack_bytes: int = ALLOCATOR_SLACK_BYTES,
+) -> tuple[Entry, ...]:
+    """States, hidden states, activations and logits of lanes side by side, in the compute device's memory."""
+    size = shape.compute_dtype_bytes
+    tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
+    largest = max(tokens, default=0)
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    inner = (2 * min(largest, GATED_ROWS) if shape.has_joined_gates else LANE_INNER * largest) * shape.intermediate_size
+    widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice
+    numbers = 4 * largest * shape.hidden_size + widest_step
+    lane_rows = max((len(lane) for lane in micro_batches), default=0)
+    logits = lane_rows * shape.vocab_size * 4
+    beside = max(logits, min(2 * logits, SAMPLING_BYTES))
+    between = shape.hidden_size + 2 * shape.head_dim
+    attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
+    widest = max(shape.hidden_size, heads, shape.intermediate_size)
+    laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
+    products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * shape.hidden_size * widest))  # few rows, then many
+    return (
+        *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
+        *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
+        *(_delta_rule_entries(shape, micro_batches, prefill_chunk_tokens) if shape.delta_rule is not None else ()),
+        Entry(
+            name="hidden states",
+            num_bytes=sum(tokens) * between * size,
+            equation=f"{sum(tokens):,} tokens in flight x {between:,} x {size} B",
+        ),
+        Entry(
+            name="activations",
+            num_bytes=numbers * size + attention,
+            equation=f"{largest:,} tokens of the largest lane, {numbers:,} x {size} B + attention {attention:,} B",
+        ),
+        Entry(
+            name="logits",
+            num_bytes=logits + beside,
+            equation=f"{lane_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB beside them",
+        ),
+        Entry(
+            name="workspace",
+            num_bytes=products + slack_bytes,
+            equation=f"products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB",
+        ),
+    )
+
+
+def _state_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
+    rows, per_row = sum(map(len, micro_batches)), shape.state_bytes_per_sequence
+    return (Entry(name="states", num_bytes=rows * per_row, equation=f"{rows:,} sequences x {per_row:,} B"),)
+
+
+def _delta_rule_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> tuple[Entry, ...]:
+    """Of the lane that takes most: many short rows are padded to many columns."""
+    rule, size = shape.delta_rule, shape.compute_dtype_bytes
+    assert rule is not None, "asked of a model without a delta rule"
+    rectangles = [
+        (len(lane), prompt_columns(shape, len(lane), _prompt_width(lane), chunk_tokens))
+        for lane in micro_batches
+        if lane
+    ]
+    rows, columns = max(rectangles, key=lambda each: rule.num_bytes(*each, size), default=(0, 0))
+    return (
+        Entry(
+            name="delta rule",
+            num_bytes=rule.num_bytes(rows, columns, size),
+            equation=f"{rows:,} rows of {columns:,} columns in chunks of {CHUNK_COLUMNS}, {rule.num_heads} heads of "
+            f"{rule.key_dim} x {rule.value_dim} in float32",
+        ),
+    )
+
+
+def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
+    """What the encoder leaves behind, and what a lane carries from layer to layer beside its hidden states: a bias for
+    each pair of positions, and the mask."""
+    size = shape.compute_dtype_bytes
+    rectangles = [(len(lane), _prompt_width(lane)) for lane in micro_batches if lane]
+    positions = sum(rows * width for rows, width in rectangles)
+    per_position = shape.cross_kv_bytes_per_token + shape.hidden_size * size
+    pairs = sum((shape.num_heads * size + rows) * width**2 for rows, width in rectangles)
+    return (
+        Entry(
+            name="encoder output",
+            num_bytes=positions * per_position,
+            equation=f"{positions:,} positions x ({shape.cross_kv_bytes_per_token:,} B of keys and values + "
+            f"{shape.hidden_size:,} x {size} B)",
+        ),
+        Entry(
+            name="position bias",
+            num_bytes=pairs,
+            equation=f"{shape.num_heads} heads x {size} B and a mask, of each lane's pairs of positions",
+        ),
+    )
+
+
+def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
+    """Of the lane that takes most. Where the host computes: scores of a decode step over a lane; of a prefill chunk the
+    masks, the scores and what is gathered of its sequence's keys and values; and latents expanded to keys and values.
+    """
+    size = shape.compute_dtype_bytes
+    worst = 0
+    for lane in filter(None, micro_batches):
+        longest = max(_longest(shape, lane), _prompt_width(lane) if shape.has_encoder else 0)
+        tokens = pass_tokens(shape, lane, chunk_tokens)
+        rows = len(lane) if shape.is_packed else tokens
+        decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
+        prefill = 0
+        if shape.is_packed and shape.attention_way is not AttentionWay.host:
+            sizes = _attention_sizes(shape, lane, num_tokens=tokens, longest=longest)
+            prefill = device_attention_bytes(shape.attention_way, sizes)
+            decode = decode if shape.expanded_kv_width else 0
+        elif shape.is_packed:
+            prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
+            prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
+        expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size
+        worst = max(worst, decode + expanded, prefill + expanded)
+    return worst
+
+
+def _attention_sizes(shape: ModelShape, lane: MicroBatch, *, num_tokens: int, longest: int) -> AttentionSizes:
+    return AttentionSizes(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        item_bytes=shape.compute_dtype_bytes,
+        num_rows=len(lane),
+        num_tokens=num_tokens,
+        num_positions=sum(size.capacity_tokens for size in lane),
+        longest=longest,
+    )

@@ -1,0 +1,110 @@
+"""What a placement needs of each memory, term by term."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...config import RuntimeConfig, Tier
+from ..shape.extents import LOADING_BYTES, pinned_bytes, pinned_tier_bytes
+from ..shape.model import ModelShape
+from ..shape.stage_sizes import ExpertSizes
+from .device_slack import library_entry
+from .exchange import device_entry, pinned_entry
+from .experts import batch_entries, host_entries, slot_entry, visit_entries
+from .kv import KVCost, KVLayout, kv_cost
+from .ledger import Entry, Ledger
+from .load import Load
+from .memory import lane_entries
+from .placement import Budgets, Placement
+
+HOST_KEY, DEVICE_KEY = "offload.host_memory_gib", "offload.device_memory_gib"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Of every placement with the keys and values of `kv`."""
+
+    shape: ModelShape
+    config: RuntimeConfig
+    budgets: Budgets
+    load: Load
+    kv: KVLayout
+
+    def may_hold(self, resident_bytes: int) -> bool:
+        """False where compute memory has no room for these weights, even if no other passed through a slot."""
+        compute, host = self.budgets.device_bytes, self.budgets.host_bytes
+        fixed = sum(entry.num_bytes for entry in self._fixed)
+        return resident_bytes + fixed <= (host if compute is None else compute)
+
+    def ledgers(self, placement: Placement) -> tuple[Ledger, ...]:
+        compute, budgets = self._compute_entries(placement), self.budgets
+        if budgets.device_bytes is None:
+            return (Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=HOST_KEY, entries=compute),)
+        host = self._host_entries(placement)
+        return (
+            Ledger(memory="device", budget_bytes=budgets.device_bytes, budget_key=DEVICE_KEY, entries=compute),
+            Ledger(memory="host", budget_bytes=budgets.host_bytes, budget_key=HOST_KEY, entries=host),
+        )
+
+    @cached_property
+    def _fixed(self) -> tuple[Entry, ...]:
+        """In compute memory, whichever weights stay there."""
+        lanes, chunk, libraries = self.load.lanes, self.load.chunk_tokens, self.budgets.library_bytes
+        if not libraries:
+            return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
+        entries = lane_entries(self.shape, lanes, chunk, slack_bytes=0)
+        return (*self._kv_cost.compute, *entries, library_entry(libraries))
+
+    @cached_property
+    def _kv_cost(self) -> KVCost:
+        return kv_cost(self.shape, self.kv, has_device=self.budgets.has_device)
+
+    def _compute_entries(self, placement: Placement) -> tuple[Entry, ...]:
+        resident, slots, size = placement.resident, placement.walk.num_slots, placement.slot_bytes
+        entries = [
+            Entry(
+                name="resident weights",
+                num_bytes=self.shape.sizes.resident_bytes(resident),
+                equation=f"{len(resident)} of {len(self.shape.stages)} stages",
+            ),
+            Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B"),
+        ]
+        if placement.paged:
+            entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
+        entries += self._fixed
+        copied = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
+        if copied:
+            entries.append(Entry(name="aligned copy", num_bytes=copied, equation="of the stage that is computed"))
+        if placement.host_layers:
+            entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
+        is_batched = bool(placement.walk.routing)
+        if is_batched:
+            entries += batch_entries(self.shape, self.load.all_tokens)
+        if self.budgets.has_device:
+            num_tokens = self.load.all_tokens if is_batched else self.load.most_tokens
+            entries += visit_entries(self.shape, num_tokens, is_batched=is_batched)
+        return tuple(entries)
+
+    def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:
+        """In front of an accelerator."""
+        walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
+        staging = walk.num_staging_slots
+        entries = [
+            Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
+        ]
+        if placement.resident:
+            loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
+            entries.append(Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned"))
+        if self.config.offload.tier is Tier.cpu:
+            sizes = self.shape.sizes.slot_bytes(placement.paged)
+            num_bytes = sum(pinned_tier_bytes(sizes[stage]) for stage in walk.streamed)
+            entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.streamed)} stages, pinned"))
+        if placement.paged:
+            entries += host_entries(self._expert_sizes(placement), walk)
+        entries += self._kv_cost.host
+        if placement.host_layers:
+            entries.append(pinned_entry(placement.exchange))
+        return tuple(entries)
+
+    def _expert_sizes(self, placement: Placement) -> Sequence[ExpertSizes]:
+        return [self.shape.sizes.experts[stage] for stage in sorted(placement.paged)]

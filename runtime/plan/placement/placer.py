@@ -1,0 +1,180 @@
+"""Searches for the placement that keeps most in compute memory: keys and values before layers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ...config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier, require
+from ..shape.model import ModelShape
+from ..shape.shapes import StageKind
+from .exchange import exchange_size
+from .experts import Phase, choose_paging, pageable_stages
+from .kv import KVLayout, kv_layout, travelling_layers
+from .load import Load
+from .needs import Needs
+from .placement import Budgets, Placement
+from .spread import spread
+from .walks import cpu_attends, make_walks
+
+KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is left open
+
+
+def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
+    """To be tried, the fastest first. Raises ConfigError where the CPU is to attend to what lies elsewhere."""
+    tier = config.kv.tier
+    if has_device and cpu_attends(shape, config, has_device=True):
+        require(
+            tier in (KVTier.auto, KVTier.cpu),
+            f"policy.attention=cpu in front of an accelerator wants keys and values in host memory, kv={tier.value} "
+            "keeps them elsewhere: kv=cpu",
+        )
+        return (KVTier.cpu,)
+    if tier is not KVTier.auto:
+        return (tier,)
+    return (KVTier.device, KVTier.cpu, KVTier.nvme) if has_device else (KVTier.device, KVTier.nvme)
+
+
+def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
+    """The first that fits, of what keeps most in compute memory: keys and values before layers. Where nothing fits, the
+    ledgers of the smallest say why.
+
+    Embeddings and head stay resident where they fit and are streamed like layers where they don't.
+    """
+    placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
+    candidate = None
+    for candidate in placer.candidates():
+        if candidate.may_fit and (placement := placer.placement(candidate)).fits:
+            return placement
+    assert candidate is not None, "there is always something to try"
+    return placer.placement(candidate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """`resident` stages beside these keys and values, and what they take together with tied ones once."""
+
+    needs: Needs
+    paging: ExpertPaging
+    resident: frozenset[int]
+    resident_bytes: int
+
+    @property
+    def may_fit(self) -> bool:
+        """Asked before anything else is laid out: of the many that cannot, nearly all are found here."""
+        return self.needs.may_hold(self.resident_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Placer:
+    shape: ModelShape
+    config: RuntimeConfig
+    budgets: Budgets
+    load: Load
+
+    def candidates(self) -> Iterator[_Candidate]:
+        """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
+        and spread over the depth they are others. So all numbers of them are tried."""
+        residents = [(each, self.shape.sizes.resident_bytes(each)) for each in self._residents()]
+        for kv in self._kv_layouts():
+            needs = Needs(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
+            for paging in self._pagings():
+                for resident, num_bytes in residents:
+                    yield _Candidate(needs=needs, paging=paging, resident=resident, resident_bytes=num_bytes)
+
+    def _kv_layouts(self) -> Iterator[KVLayout]:
+        fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
+        beside_cpu = has_device and cpu_attends(self.shape, self.config, has_device=True)
+        seen: set[tuple[KVTier, tuple[int, ...]] | None] = set()  # None: nothing travels, in whichever tier
+        for tier in kv_tiers(self.shape, self.config, has_device=has_device):
+            for share in [0.0] if beside_cpu else KV_FRACTIONS if fraction is None else [fraction]:
+                layers = travelling_layers(self.shape, tier, share, has_device=has_device)
+                key = (tier, layers) if layers else None
+                if key in seen:
+                    continue
+                seen.add(key)
+                yield kv_layout(
+                    self.shape,
+                    tier,
+                    layers,
+                    num_pages=self.load.num_kv_pages,
+                    slot_pages=min(self.load.most_pages, self.load.num_kv_pages),
+                    num_slots=0 if beside_cpu else self.config.kv.num_slots,
+                )
+
+    def _pagings(self) -> list[ExpertPaging]:
+        """What to try. `auto` pages where that reads less, and where a whole layer has no room."""
+        paging = self.config.offload.expert_paging
+        if not pageable_stages(self.shape) or self._keeps_all:
+            return [ExpertPaging.off]
+        if paging is not ExpertPaging.auto:
+            return [paging]
+        if_it_fits, if_not = (self._best_paging(layer_fits=layer_fits) for layer_fits in (True, False))
+        return [if_it_fits] if if_it_fits is if_not else [if_it_fits, if_not]
+
+    def _best_paging(self, *, layer_fits: bool) -> ExpertPaging:
+        stage = self.shape.stages[min(pageable_stages(self.shape))]
+        return choose_paging(
+            num_experts=stage.num_experts,
+            num_experts_per_token=stage.num_experts_per_token,
+            phases=self._phases,
+            layer_fits=layer_fits,
+        )
+
+    @property
+    def _phases(self) -> tuple[Phase, Phase]:
+        """One choice serves both: prompts visit nearly all experts, but passes that decode are mostly many more."""
+        load, is_batched = self.load, self.config.policy.schedule is Order.module_batched
+        prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]
+        tokens = [sum(each) if is_batched else max(each, default=0) for each in (prefill, decode)]
+        num_requests = 1 if is_batched else len(load.lanes)
+        return (
+            Phase(num_passes=load.num_prefill_passes, num_requests=num_requests, num_tokens=tokens[0]),
+            Phase(num_passes=load.num_decode_passes, num_requests=num_requests, num_tokens=tokens[1]),
+        )
+
+    @property
+    def _keeps_all(self) -> bool:
+        tier = self.config.offload.tier
+        return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
+
+    def _residents(self) -> Iterator[frozenset[int]]:
+        layers = [stage.index for stage in self.shape.stages if stage.kind.is_layer]
+        outer = [stage.index for stage in self.shape.stages if not stage.kind.is_layer]
+        if self._keeps_all:
+            yield frozenset({*outer, *layers})
+            return
+        wanted = self.config.offload.resident_layers
+        counts = range(len(layers), -1, -1) if wanted is None else [min(wanted, len(layers))]
+        for num_resident in counts:
+            yield frozenset({*outer, *_kept_layers(self.shape, num_resident)})
+        yield frozenset(_kept_layers(self.shape, counts[-1]))
+
+    def placement(self, candidate: _Candidate) -> Placement:
+        resident, paging, kv = candidate.resident, candidate.paging, candidate.needs.kv
+        streamed = tuple(stage.index for stage in self.shape.stages if stage.index not in resident)
+        paged = pageable_stages(self.shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
+        has_device = self.budgets.has_device
+        walks = make_walks(self.shape, self.config, streamed, kv, len(self.load.lanes), has_device=has_device)
+        sizes = self.shape.sizes.slot_bytes(paged)
+        placement = Placement(
+            resident=resident,
+            walk=walks.prefill,
+            decode_walk=walks.decode,
+            slot_bytes=max((sizes[stage] for stage in streamed), default=0),
+            ledgers=(),
+            kv=kv,
+            exchange=exchange_size(self.shape, kv, walks.decode, self.load),
+            paged=paged,
+            paging=paging if paged else ExpertPaging.off,
+            num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
+        )
+        return replace(placement, ledgers=candidate.needs.ledgers(placement))
+
+
+def _kept_layers(shape: ModelShape, num_resident: int) -> list[int]:
+    """The decoder's layers first, which every pass needs; an encoder's are needed once per block."""
+    kept: list[int] = []
+    for kind in (StageKind.layer, StageKind.encoder):
+        stages = shape.of_kind(kind)
+        num_kept = min(num_resident - len(kept), len(stages))
+        kept += [stages[place].index for place in spread(len(stages), num_kept)]
+    return kept

@@ -1,0 +1,108 @@
+"""Which load a run puts on memory: that of its heaviest block, or where sequences come and go of its fullest lanes."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...batching.balance import Block
+from ...config import Admission, Prefetch, PrefetchConfig, RuntimeConfig
+from ..shape.model import ModelShape
+from .load import Load
+from .memory import PAGE_TOKENS, MicroBatch, SequenceSize
+from .placement import Budgets
+from .placer import kv_tiers, place
+from .usual_sizes import chunk_tokens
+
+
+def micro_batches_of(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]:
+    return [[sizes[i] for i in micro_batch] for micro_batch in block.micro_batches]
+
+
+def bare(config: RuntimeConfig) -> RuntimeConfig:
+    """What was left open as what takes least: no resident layer, and the shallowest prefetching."""
+    offload, prefetch = config.offload, config.prefetch
+    return replace(
+        config,
+        offload=replace(offload, resident_layers=0) if offload.resident_layers is None else offload,
+        prefetch=PrefetchConfig(depth=1) if prefetch.kind is Prefetch.cost_aware else prefetch,
+    )
+
+
+def run_load(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    blocks: Sequence[Block],
+    sizes: Sequence[SequenceSize],
+) -> Load:
+    """What memory must hold: the most that any block takes, or where sequences come and go the longest ones side by
+    side."""
+    chunk = chunk_tokens(config.policy)
+    if config.policy.admission is Admission.continuous:
+        return _continuous_load(shape, config, budgets, blocks, sizes)
+    return Load.of_blocks(shape, [micro_batches_of(block, sizes) for block in blocks], chunk)
+
+
+def _continuous_load(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    blocks: Sequence[Block],
+    sizes: Sequence[SequenceSize],
+) -> Load:
+    """As many seats as blocks have, and pages for all of them; fewer pages where the budget says so, but so many that
+    the longest sequence can run to its limit alone.
+
+    A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token. A
+    padded lane may come to hold the longest prompt beside the longest answer.
+    """
+    chunk = chunk_tokens(config.policy)
+    if shape.is_packed:
+        whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
+        longest = sorted(whole, key=lambda size: -size.capacity_tokens)
+    else:
+        most = SequenceSize(
+            num_prompt_tokens=max((size.num_prompt_tokens for size in sizes), default=0),
+            max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
+        )
+        longest = [most] * len(sizes)
+    seats = max((len(block.members) for block in blocks), default=0)
+    lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
+    lanes = [longest[i : i + lane_size] for i in range(0, min(seats, len(longest)), lane_size)]
+    full = Load.of(shape, lanes, chunk)
+    full = replace(
+        full,
+        num_prefill_passes=sum(size.num_prompt_tokens for size in sizes) / max(1, full.all_tokens),
+        num_decode_passes=sum(size.max_new_tokens - 1 for size in sizes) / max(1, seats),
+    )
+    if not shape.is_packed or not lanes:
+        return full
+    return _with_fewer_pages(shape, config, budgets, full)
+
+
+def _with_fewer_pages(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, full: Load) -> Load:
+    """The most pages that the fastest memory holds in which the load `is_roomy`. Without one, the most that any memory
+    holds, or the fewest that are of use, for a ledger to say why they are too many.
+
+    Answers mostly end before their limits, so half the pages of all limits seat nearly as many sequences as all of
+    them, and keep keys and values where they are fast. With fewer, sequences give way and are prefilled again.
+    """
+    least = max(size.capacity_tokens for lane in full.lanes for size in lane) // PAGE_TOKENS
+    counts = range(least, full.num_kv_pages + 1)
+    most = least
+    for tier in kv_tiers(shape, config, has_device=budgets.has_device):
+        within = bare(replace(config, kv=replace(config.kv, tier=tier)))
+        num_pages = _most_that_fit(shape, within, budgets, full, counts)
+        if replace(full, num_kv_pages=num_pages).is_roomy:
+            return replace(full, num_kv_pages=num_pages)
+        most = max(most, num_pages)
+    return replace(full, num_kv_pages=most)
+
+
+def _most_that_fit(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, full: Load, counts: range) -> int:
+    """Of these numbers of pages; 0 where none fits. What a page takes follows from nothing but the placement: pinned
+    memory comes in powers of two, and pages on disk pass through slots."""
+    num_fitting = bisect_left(
+        counts, True, key=lambda n: not place(shape, config, budgets, replace(full, num_kv_pages=n)).fits
+    )
+    return counts[num_fitting - 1] if num_fitting else 0

@@ -1,0 +1,103 @@
+"""Which walk a pass takes: the prefill passes' and the decode passes'."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...config import Attention, Order, Prefetch, PrefetchConfig, RuntimeConfig, Tier
+from ..schedule.orders import STYLES
+from ..schedule.walk import Walk
+from ..shape.model import ModelShape
+from .kv import KVLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walks:
+    """Decode passes leave out an encoder, and alone let the CPU attend."""
+
+    prefill: Walk
+    decode: Walk
+
+
+def num_slots_for(prefetch: PrefetchConfig) -> int:
+    slots = {
+        Prefetch.off: 1,
+        Prefetch.lookahead: prefetch.depth + 1,
+        Prefetch.block: 2 * prefetch.block_layers,
+        Prefetch.cost_aware: prefetch.depth + 1,
+    }
+    return slots[prefetch.kind]
+
+
+def cpu_attends(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> bool:
+    """Padded lanes attend where the model's own code does. So do layers that expand latents in front of an accelerator:
+    what they attend to is made in its memory."""
+    is_possible = shape.is_packed and not (has_device and shape.expanded_kv_width)
+    return is_possible and config.policy.attention is Attention.cpu
+
+
+def make_walks(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    streamed: Sequence[int],
+    kv: KVLayout,
+    num_lanes: int,
+    *,
+    has_device: bool,
+) -> Walks:
+    """`streamed` stages pass through slots, in pages where the order wants that."""
+    prefill, decode = (
+        _walk(shape, config, streamed, kv, num_lanes, is_decode=is_decode, has_device=has_device)
+        for is_decode in (False, True)
+    )
+    return Walks(prefill=prefill, decode=decode)
+
+
+def _walk(
+    shape: ModelShape,
+    config: RuntimeConfig,
+    streamed: Sequence[int],
+    kv: KVLayout,
+    num_lanes: int,
+    *,
+    is_decode: bool,
+    has_device: bool,
+) -> Walk:
+    """A walk that begins later needs no more slots of either kind than the whole one."""
+    prefetch, order = config.prefetch, config.policy.schedule or Order.zigzag
+    first = shape.first_decode_stage if is_decode else 0
+    passed = tuple(stage for stage in streamed if stage >= first)
+    block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(passed) > prefetch.block_layers else 1
+    copies = has_device and bool(passed)
+    reads = config.offload.tier is Tier.nvme
+    staging = (2 if block == 1 else block) if copies and reads else 0
+    travelling = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
+    attends = is_decode and cpu_attends(shape, config, has_device=has_device)
+    return Walk(
+        num_stages=len(shape.stages),
+        first_stage=first,
+        streamed=passed,
+        num_slots=min(num_slots_for(prefetch), len(passed)),
+        num_staging_slots=min(staging, len(passed)),
+        reads=reads,
+        copies=copies,
+        block=block,
+        order=order if is_decode or order is not Order.cgopipe else Order.zigzag,
+        num_pages=_num_pages(order, num_lanes, len(shape.stages) - first, len(passed)),
+        attending=tuple(stage.index for stage in shape.layers) if attends else (),
+        routing=_routing(shape) if order is Order.module_batched else (),
+        travelling=travelling,
+        num_kv_slots=kv.num_slots if travelling else 0,
+    )
+
+
+def _num_pages(order: Order, num_lanes: int, num_stages: int, num_streamed: int) -> int:
+    """A page for each turn of a stage; where every turn ends with a barrier, also for those of resident stages: a turn
+    without a page is one in which disk and link do nothing."""
+    style = STYLES[order]
+    stages_each = round(num_stages / max(1, num_streamed)) if style.has_barriers else 1
+    return max(1, num_lanes) * stages_each if style.spreads_pages else 1
+
+
+def _routing(shape: ModelShape) -> tuple[int, ...]:
+    """Stages whose experts run through our function."""
+    return tuple(stage.index for stage in shape.layers if any(p.is_experts for p in stage.parameters))

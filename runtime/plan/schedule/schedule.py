@@ -1,0 +1,73 @@
+"""A pass as a list of actions: made here, printed, parsed back; checked by `check`, simulated by `cost`, and executed
+by the engine.
+
+A walk runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
+stages of the next one: the walk over the stages is cyclic and the disk never waits for the turn of a pass. Only where
+decode passes leave out an encoder do they walk another way than prefill passes; at such a turn slots begin anew.
+"""
+
+from dataclasses import dataclass
+
+from ...config import ORDERS_AHEAD
+from ...errors import ConfigError
+from .actions import Action, Op, parse_action
+from .kv_feed import kv_feed, require_kv_slots
+from .orders import lane_steps
+from .walk import Walk
+from .weight_feed import weight_feed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    prologue: tuple[Action, ...]
+    cycle: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(["# prologue", *map(str, self.prologue), "# cycle", *map(str, self.cycle)])
+
+
+def parse_schedule(text: str) -> Schedule:
+    prologue, _, cycle = text.partition("# cycle")
+    lines = [[line for line in part.splitlines() if line and not line.startswith("#")] for part in (prologue, cycle)]
+    return Schedule(prologue=tuple(map(parse_action, lines[0])), cycle=tuple(map(parse_action, lines[1])))
+
+
+def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
+    """The walk's order of computing, with weights and KV brought in as early as their slots are free.
+
+    With one slot no weights are read ahead (prefetch off); with k+1 slots reads run k stages ahead; with block b > 1,
+    groups of b stages are read while the group before is computed. Raises as `require_slots`.
+    """
+    require_slots(walk, num_lanes)
+    weights, kv, frees = weight_feed(walk, num_lanes), kv_feed(walk, num_lanes), _frees(walk, num_lanes)
+
+    def begun_at(gap: int) -> list[Action]:
+        """KV first: it is small, and the next turn waits for it."""
+        return [action for feed in (kv, frees, weights.gaps) for action in feed.get(gap, ())]
+
+    cycle = begun_at(0)
+    for gap, step in enumerate(lane_steps(walk, num_lanes), start=1):
+        cycle += step
+        cycle += begun_at(gap)
+    return Schedule(prologue=tuple(weights.prologue), cycle=tuple(cycle))
+
+
+def _frees(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
+    """By gap: a stage is freed behind its last lane."""
+    return {(stage - walk.first_stage + 1) * num_lanes: [Action(Op.free, stage)] for stage in walk.streamed}
+
+
+def require_slots(walk: Walk, num_lanes: int) -> None:
+    """Raises ConfigError when the walk's slots, of weights or of KV, are too few for its order, or too many."""
+    require_kv_slots(walk, num_lanes)
+    if walk.num_slots > len(walk.streamed) > 0:
+        raise ConfigError(
+            f"{walk.num_slots} slots for {len(walk.streamed)} streamed stages: "
+            "lower prefetch.depth or prefetch.block_layers"
+        )
+    needed = min(2 if walk.order in ORDERS_AHEAD else 1, len(walk.streamed))
+    if walk.num_slots < needed:
+        raise ConfigError(
+            f"{walk.num_slots} slots, but policy.schedule={walk.order.value} brings a stage in while the one before it "
+            f"is computed, which takes {needed}: prefetch=lookahead with prefetch.depth of 1 or more"
+        )

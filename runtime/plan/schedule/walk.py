@@ -1,0 +1,32 @@
+"""What a pass walks over, and through which memory: all that a schedule is made from besides the number of lanes."""
+
+from dataclasses import dataclass
+
+from ...config import Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """How streamed stages travel: which ones, in how many slots, and whether each hop exists; and where lanes stop.
+
+    `block`: stages are read in groups of this many; 1 for every other prefetch.
+    """
+
+    num_stages: int
+    streamed: tuple[int, ...]
+    num_slots: int  # where compute finds the weights
+    num_staging_slots: int = 0  # host slots in front of device slots; 0 where one memory serves both
+    reads: bool = True  # False: the weights are in host memory already
+    copies: bool = False
+    block: int = 1
+    first_stage: int = 0  # where a pass begins
+    order: Order = Order.zigzag
+    num_pages: int = 1  # pieces that a streamed stage is brought in by
+    attending: tuple[int, ...] = ()  # stages whose attention runs on the CPU's workers
+    routing: tuple[int, ...] = ()  # stages whose experts run once over all lanes
+    travelling: tuple[int, ...] = ()  # stages whose KV lives in a tier
+    num_kv_slots: int = 0  # each holds one lane's KV of one stage
+
+    @property
+    def stages(self) -> range:
+        return range(self.first_stage, self.num_stages)

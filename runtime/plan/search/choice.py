@@ -1,0 +1,96 @@
+"""What a search for a policy came to, and why, in words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..cost.simulator import Resource
+from .policy import Policy
+from .ridge_points import Standing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A policy that fits, with what the roofline and the simulator predict for the whole workload. `binding`: what is
+    busy longest in decode passes, by the simulator."""
+
+    policy: Policy
+    roofline_seconds: float
+    seconds: float
+    binding: Resource
+    tokens_per_second: float  # generated
+    full_memory: str  # the one that is closest to its budget
+    full_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`table` is sorted, the fastest first. `busy_seconds` are those of a decode pass of the best, by the roofline.
+
+    `ffn_on_cpu_seconds`: of the workload, by the roofline, if the CPU multiplied with the feed-forward weights that do
+    not stay; None where how fast it does is not known. It is never chosen: the engine cannot do it.
+    """
+
+    table: tuple[Candidate, ...]
+    busy_seconds: Mapping[Resource, float]
+    standing: Standing
+    ffn_on_cpu_seconds: float | None
+
+    @property
+    def best(self) -> Candidate:
+        return self.table[0]
+
+    @property
+    def binding(self) -> Resource:
+        return self.best.binding
+
+    @property
+    def roofline_binding(self) -> Resource:
+        return max(self.busy_seconds, key=lambda resource: self.busy_seconds[resource])
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The fastest that is another way and not another size, if there is one."""
+        others = [each for each in self.table[1:] if each.policy.way != self.best.policy.way]
+        return (others or list(self.table[1:]) or [None])[0]
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        best, other = self.best, self.runner_up
+        return (
+            f"policy {best.policy.digest}: {best.policy}: {best.tokens_per_second:.4g} tokens/s predicted",
+            *([f"runner-up: {other.policy}: {other.tokens_per_second:.4g} tokens/s predicted"] if other else []),
+            self._binding_words(),
+            self._turning_words(),
+            f"{best.full_memory} memory is {best.full_share:.0%} full",
+            *self._attention_words(),
+            *self._ffn_words(),
+        )
+
+    def _binding_words(self) -> str:
+        parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
+        roofline = "" if self.binding is self.roofline_binding else f" and {self.roofline_binding.value} binds"
+        return f"{self.binding.value} binds; by the roofline a decode pass takes {', '.join(parts)}{roofline}"
+
+    def _turning_words(self) -> str:
+        at, points = self.standing, self.standing.points
+        first = "unknown" if points.p1 is None else f"{points.p1:.3g}"
+        is_past = at.feed_forward >= points.p2
+        return (
+            f"turning points of feed-forward weights: P1 {first}, P2 {points.p2:.3g} FLOPs per byte; the block has "
+            f"{at.feed_forward:.3g}, {'past' if is_past else 'short of'} P2, which takes "
+            f"{at.needed_sequences:,.0f} sequences"
+        )
+
+    def _attention_words(self) -> list[str]:
+        first = self.standing.points.p1
+        if first is None or self.standing.attention >= first:
+            return []
+        return [f"attention has {self.standing.attention:.3g} FLOPs per byte of KV, below P1: it belongs beside the KV"]
+
+    def _ffn_words(self) -> list[str]:
+        if self.ffn_on_cpu_seconds is None:
+            return []
+        ratio = self.best.roofline_seconds / self.ffn_on_cpu_seconds
+        return [
+            f"feed-forward layers on the CPU: {ratio:.2g} times as fast by the roofline; the engine has no such way"
+        ]

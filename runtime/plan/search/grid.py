@@ -1,0 +1,202 @@
+"""All policies that a search looks at, as arrays of equal length: one element each of every array is a policy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...config import Attention, KVTier, Order, RuntimeConfig, Tier
+from ..placement.placer import KV_FRACTIONS
+from ..placement.walks import cpu_attends, num_slots_for
+from ..shape.model import ModelShape
+from .policy import Policy
+
+Floats: TypeAlias = NDArray[np.float64]
+Bools: TypeAlias = NDArray[np.bool_]
+
+MICRO_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)
+NUM_RESIDENT_STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGrid:
+    """`ORDERS` and `ATTENTIONS` say what `order` and `attention` number. `num_requests` make blocks that are alike."""
+
+    micro_batch: Floats
+    count: Floats  # micro-batches of a block
+    resident: Floats  # layers
+    kv_fraction: Floats
+    order: NDArray[np.int64]
+    attention: NDArray[np.int64]
+    num_requests: int
+
+    @property
+    def num_policies(self) -> int:
+        return len(self.micro_batch)
+
+    @property
+    def num_blocks(self) -> Floats:
+        return np.maximum(1, np.ceil(self.num_requests / (self.micro_batch * self.count)))
+
+    @property
+    def sequences(self) -> Floats:
+        """Of a block, as it comes out."""
+        return self.num_requests / self.num_blocks
+
+    @property
+    def lanes(self) -> Floats:
+        """Of a block, as it comes out."""
+        return np.ceil(self.sequences / self.micro_batch)
+
+    @property
+    def rows(self) -> Floats:
+        """Sequences of a lane, as it comes out."""
+        return self.sequences / self.lanes
+
+    @property
+    def cpu_attends(self) -> Bools:
+        return self.attention == ATTENTIONS.index(Attention.cpu)
+
+    def has_order(self, order: Order) -> Bools:
+        return self.order == ORDERS.index(order)
+
+    def policy(self, at: int) -> Policy:
+        """With the sizes that come out, which are no larger than those asked for and make the same blocks."""
+        only = self.taken(np.array([at]))
+        return Policy(
+            micro_batch_size=int(np.ceil(only.rows[0])),
+            num_micro_batches=int(only.lanes[0]),
+            attention=ATTENTIONS[self.attention[at]],
+            schedule=ORDERS[self.order[at]],
+            resident_layers=int(self.resident[at]),
+            kv_fraction=float(self.kv_fraction[at]),
+        )
+
+    def only(self, policy: Policy) -> "PolicyGrid":
+        """One policy, which need not be of the grid, for the same requests."""
+        return PolicyGrid(
+            micro_batch=np.array([float(policy.micro_batch_size)]),
+            count=np.array([float(policy.num_micro_batches)]),
+            resident=np.array([float(policy.resident_layers)]),
+            kv_fraction=np.array([policy.kv_fraction]),
+            order=np.array([ORDERS.index(policy.schedule)]),
+            attention=np.array([ATTENTIONS.index(policy.attention)]),
+            num_requests=self.num_requests,
+        )
+
+    def taken(self, which: Bools | NDArray[np.int64]) -> "PolicyGrid":
+        return PolicyGrid(
+            micro_batch=self.micro_batch[which],
+            count=self.count[which],
+            resident=self.resident[which],
+            kv_fraction=self.kv_fraction[which],
+            order=self.order[which],
+            attention=self.attention[which],
+            num_requests=self.num_requests,
+        )
+
+
+ORDERS = tuple(Order)
+ATTENTIONS = tuple(Attention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The values of each axis. `ways`: order, attention and share of KV in compute memory that go together."""
+
+    micro_batches: Sequence[int]
+    counts: Sequence[int]
+    resident: Sequence[int]
+    ways: Sequence[tuple[Order, Attention, float]]
+
+    @staticmethod
+    def of(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "Choices":
+        return Choices(
+            micro_batches=_up_to(MICRO_BATCHES, num_requests),
+            counts=_up_to(COUNTS, num_requests),
+            resident=_resident_counts(shape, config, has_device=has_device),
+            ways=_ways(shape, config, has_device=has_device),
+        )
+
+    def of_blocks(self, lanes: Sequence[Sequence[int]]) -> "Choices":
+        """For blocks that are given, by the sequences of their lanes."""
+        return replace(
+            self,
+            micro_batches=[max((rows for block in lanes for rows in block), default=1)],
+            counts=[max(map(len, lanes), default=1)],
+        )
+
+    def grid(self, num_requests: int) -> PolicyGrid:
+        """Their product, without blocks that are a whole micro-batch larger than the workload."""
+        axes = [np.asarray(axis, dtype=np.float64) for axis in (self.micro_batches, self.counts, self.resident)]
+        ways = np.arange(len(self.ways), dtype=np.float64)
+        micro, count, resident, way = (axis.ravel() for axis in np.meshgrid(*axes, ways, indexing="ij"))
+        is_needed = micro * (count - 1) < max(1, num_requests)
+        orders = np.asarray([ORDERS.index(order) for order, _, _ in self.ways])
+        attentions = np.asarray([ATTENTIONS.index(attention) for _, attention, _ in self.ways])
+        fractions = np.asarray([fraction for _, _, fraction in self.ways])
+        way = way[is_needed].astype(np.int64)
+        return PolicyGrid(
+            micro_batch=micro[is_needed],
+            count=count[is_needed],
+            resident=resident[is_needed],
+            kv_fraction=fractions[way],
+            order=orders[way],
+            attention=attentions[way],
+            num_requests=num_requests,
+        )
+
+
+def _up_to(values: Sequence[int], most: int) -> list[int]:
+    """And that number itself, unless it is beyond all of them."""
+    return [value for value in values if value < most] + [most] * (1 <= most <= values[-1])
+
+
+def _resident_counts(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[int]:
+    num_layers, tier, wanted = len(shape.layers), config.offload.tier, config.offload.resident_layers
+    if tier is Tier.none or (tier is Tier.cpu and not has_device):
+        return [num_layers]
+    if wanted is not None:
+        return [min(wanted, num_layers)]
+    return sorted({round(num_layers * step / NUM_RESIDENT_STEPS) for step in range(NUM_RESIDENT_STEPS + 1)})
+
+
+def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
+    orders = [Order.zigzag]
+    if num_slots_for(config.prefetch) > 1:
+        orders += [Order.flexgen, Order.cgopipe]
+    if any(p.is_experts for stage in shape.layers for p in stage.parameters):
+        orders.append(Order.module_batched)
+    return [
+        (order, attention, fraction)
+        for attention in Attention
+        for fraction in _kv_fractions(shape, config, attention, has_device=has_device)
+        for order in orders
+        if order is not Order.cgopipe or attention is Attention.cpu
+    ]
+
+
+def _kv_fractions(
+    shape: ModelShape, config: RuntimeConfig, attention: Attention, *, has_device: bool
+) -> tuple[float, ...]:
+    """None where the CPU cannot attend, or not to where the keys and values are to lie."""
+    can_travel = config.kv.tier is not KVTier.device and (has_device or config.kv.tier is not KVTier.cpu)
+    if attention is Attention.cpu:
+        policy = Policy(
+            micro_batch_size=1,
+            num_micro_batches=1,
+            attention=attention,
+            schedule=Order.zigzag,
+            resident_layers=0,
+            kv_fraction=1.0,
+        ).applied(config, has_device=has_device)
+        if not cpu_attends(shape, policy, has_device=has_device):
+            return ()
+        if has_device:
+            return (0.0,) if config.kv.tier in (KVTier.auto, KVTier.cpu) else ()
+    if not can_travel:
+        return (1.0,)
+    return KV_FRACTIONS if config.kv.device_fraction is None else (config.kv.device_fraction,)

@@ -1,0 +1,215 @@
+"""The hierarchical roofline over a whole grid of policies: seconds that each resource works in a pass, and the pass.
+
+What works side by side takes as long as the slowest: T = max(link, CPU, compute, disk). What an order leaves without
+overlap is added. A schedule's start, its slots and its barriers are the simulator's business.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier
+from ..cost.layer_work import LayerWork
+from ..cost.rates import MachineRates
+from ..cost.simulator import Resource
+from ..placement.usual_sizes import chunk_tokens
+from .grid import Floats, PolicyGrid
+from .workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTimes:
+    """Seconds of one pass, for each policy of a grid."""
+
+    busy: dict[Resource, Floats]
+    seconds: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """What a grid's times follow from. `ffn_on_cpu`: what if the CPU multiplied with the feed-forward weights that do
+    not stay, where they lie. No engine of ours does; `rates.cpu_flops_per_second` must be known."""
+
+    work: LayerWork
+    rates: MachineRates
+    workload: Workload
+    config: RuntimeConfig
+    has_device: bool
+    is_packed: bool = True
+    ffn_on_cpu: bool = False
+
+    def seconds(self, grid: PolicyGrid) -> Floats:
+        """Of the whole workload, by blocks alike."""
+        prefill, decode = self.prefill_pass(grid), self.decode_pass(grid)
+        per_block = self.prefill_passes(grid) * prefill.seconds + self.decode_passes * decode.seconds
+        return grid.num_blocks * per_block
+
+    @property
+    def decode_passes(self) -> int:
+        """The first new token comes out of the prefill."""
+        return max(0, self.workload.max_new_tokens - 1)
+
+    def prefill_passes(self, grid: PolicyGrid) -> Floats:
+        return np.maximum(1.0, grid.rows * self._prompt_tokens(grid) / self._chunk(grid))
+
+    def _prompt_tokens(self, grid: PolicyGrid) -> Floats:
+        """Computed of each prompt."""
+        if self.is_packed:
+            return np.full_like(grid.rows, self.workload.mean_prompt_tokens)
+        sizes, place = np.unique(grid.micro_batch, return_inverse=True)
+        return np.array([self.workload.mean_padded_tokens(int(size)) for size in sizes])[place]
+
+    def _chunk(self, grid: PolicyGrid) -> Floats:
+        """Tokens of a lane in one prefill pass; a padded one takes a column at least."""
+        limit = np.maximum(chunk_tokens(self.config.policy), 0 if self.is_packed else grid.rows)
+        return np.minimum(limit, grid.rows * self._prompt_tokens(grid))
+
+    def decode_pass(self, grid: PolicyGrid) -> PassTimes:
+        """At half of the answers' length."""
+        positions = self._prompt_tokens(grid) + self.workload.max_new_tokens / 2
+        layers, rates, work = self.work.num_layers, self.rates, self.work
+        kv_bytes = layers * grid.sequences * positions * work.kv_bytes
+        compute = self._products(grid, grid.rows, np.ones_like(grid.rows))
+        cpu, device = grid.cpu_attends, ~grid.cpu_attends
+        compute = compute + device * kv_bytes / rates.attention_bytes_per_second
+        attend = cpu * kv_bytes / rates.cpu_attention_bytes_per_second
+        travels = device * (1 - grid.kv_fraction) * kv_bytes
+        exchanged = cpu * layers * grid.sequences if self.has_device else np.zeros_like(grid.sequences)
+        new_kv = layers * grid.sequences * work.kv_bytes * np.where(cpu, float(self.has_device), 1 - grid.kv_fraction)
+        return self._times(
+            grid,
+            tokens=grid.rows,
+            compute=compute,
+            attend=attend,
+            kv_in=travels,
+            kv_out=new_kv,
+            link_in=exchanged * work.query_bytes,
+            link_out=exchanged * work.query_bytes,
+        )
+
+    def prefill_pass(self, grid: PolicyGrid) -> PassTimes:
+        chunk, work, layers = self._chunk(grid), self.work, self.work.num_layers
+        prompts = self._prompt_tokens(grid)
+        share = chunk / np.maximum(1e-9, grid.rows * prompts)  # of the block's prompts, in this pass
+        pairs = self.workload.mean_squared_tokens if self.is_packed else prompts**2
+        attention = layers * grid.sequences * share * pairs / 2 * work.pair_flops
+        compute = self._products(grid, chunk, 1 / np.maximum(1.0, prompts))
+        kv_bytes = layers * grid.lanes * chunk * work.kv_bytes * (1 - grid.kv_fraction)
+        zero = np.zeros_like(chunk)
+        return self._times(
+            grid,
+            tokens=chunk,
+            compute=compute + attention / self.rates.prefill_attention_flops_per_second,
+            attend=zero,
+            kv_in=zero,
+            kv_out=kv_bytes,
+            link_in=zero,
+            link_out=zero,
+        )
+
+    def _products(self, grid: PolicyGrid, tokens: Floats, head_share: Floats) -> Floats:
+        """Compute's seconds in the products of a pass in which each lane has so many `tokens`; logits are made of
+        `head_share` of them."""
+        work, lanes = self.work, grid.lanes
+        dense, at_once = work.dense_weights, np.where(grid.has_order(Order.module_batched), lanes * tokens, tokens)
+        turns = np.where(grid.has_order(Order.module_batched), 1.0, lanes)
+        experts = turns * self._expert_seconds(at_once)
+        if self.ffn_on_cpu:
+            dense = dense - self._streamed(grid) * work.ffn_weights
+            experts = experts * (1 - self._streamed(grid))
+        added = tokens * work.hidden_bytes / self.rates.collective_bytes_per_second + self.rates.collective_seconds
+        layer = lanes * (self._gemm_seconds(tokens, dense) + self.rates.turn_seconds + 2 * added) + experts
+        head = lanes * self._gemm_seconds(tokens * head_share, work.head_weights)
+        return work.num_layers * layer + head + self.rates.pass_seconds
+
+    def _gemm_seconds(self, rows: Floats, weights: Floats | float) -> Floats:
+        return 2 * rows * weights / np.maximum(1e-9, gemm_rates(self.rates.gemm_flops_per_second, rows))
+
+    def _expert_seconds(self, tokens: Floats) -> Floats:
+        """Each expert that is hit multiplies its share of the tokens."""
+        if not self.work.num_experts:
+            return np.zeros_like(tokens)
+        hits = self._hits(tokens)
+        rows = tokens * self.work.num_experts_per_token / np.maximum(1e-9, hits)
+        rates = gemm_rates(self.rates.expert_flops_per_second or self.rates.gemm_flops_per_second, rows)
+        return hits * 2 * rows * self.work.expert_weights / np.maximum(1e-9, rates)
+
+    def _hits(self, tokens: Floats) -> Floats:
+        work = self.work
+        return work.num_experts * (1 - (1 - work.num_experts_per_token / work.num_experts) ** tokens)
+
+    def _streamed(self, grid: PolicyGrid) -> Floats:
+        return 1 - grid.resident / max(1, self.work.num_layers)
+
+    def weight_bytes(self, grid: PolicyGrid, tokens: Floats) -> Floats:
+        """That come in during a pass; of experts read one by one those that are hit, once for each lane that asks."""
+        work = self.work
+        share = np.ones_like(tokens)
+        if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
+            is_batched = grid.has_order(Order.module_batched)
+            at_once = np.where(is_batched, grid.lanes * tokens, tokens)
+            asked = np.where(is_batched, 1.0, grid.lanes) * self._hits(at_once) / work.num_experts
+            share = np.minimum(share, asked)
+        layer = work.dense_bytes + share * work.num_experts * work.expert_bytes
+        return work.num_layers * self._streamed(grid) * layer
+
+    def _times(
+        self,
+        grid: PolicyGrid,
+        *,
+        tokens: Floats,
+        compute: Floats,
+        attend: Floats,
+        kv_in: Floats,
+        kv_out: Floats,
+        link_in: Floats,
+        link_out: Floats,
+    ) -> PassTimes:
+        """Bytes go over the roads that exist: weights from the disk in tier nvme, everything over the link in front of
+        an accelerator, keys and values from and to their tier."""
+        rates, weights = self.rates, self.weight_bytes(grid, tokens)
+        reads = self.config.offload.tier is Tier.nvme
+        kv_on_disk = not self.has_device or self.config.kv.tier is KVTier.nvme
+        disk = (weights * reads + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second
+        if self.ffn_on_cpu:
+            weights = weights * (1 - self.work.ffn_bytes / self.work.num_bytes)
+            attend = attend + self._ffn_seconds(grid, tokens)
+            link_in = link_in + self.work.num_layers * grid.lanes * tokens * self.work.hidden_bytes
+            link_out = link_out + self.work.num_layers * grid.lanes * tokens * self.work.hidden_bytes
+        came = (weights + kv_in + link_in) / rates.link_in_bytes_per_second if self.has_device else 0 * weights
+        left = (kv_out + link_out) / rates.link_out_bytes_per_second if self.has_device else 0 * weights
+        busy = {
+            Resource.disk: disk,
+            Resource.link_in: came,
+            Resource.link_out: left,
+            Resource.compute: compute,
+            Resource.cpu: attend,
+        }
+        return PassTimes(busy=busy, seconds=self._together(grid, busy))
+
+    def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats]) -> Floats:
+        """Without an accelerator the CPU is compute. With one, attention on the CPU is behind compute's back but for
+        one lane in each layer (zigzag), for none (cgopipe, where there is another lane), or for all (flexgen)."""
+        compute, attend = busy[Resource.compute], busy[Resource.cpu]
+        alone = np.where(grid.has_order(Order.cgopipe) & (grid.lanes > 1), 0.0, attend / grid.lanes)
+        alone = np.where(grid.has_order(Order.flexgen) | (not self.has_device), np.minimum(compute, attend), alone)
+        together = np.minimum(np.maximum(compute, attend) + alone, compute + attend)
+        roads = np.maximum.reduce([busy[Resource.disk], busy[Resource.link_in], busy[Resource.link_out]])
+        return np.maximum(roads, together)
+
+    def _ffn_seconds(self, grid: PolicyGrid, tokens: Floats) -> Floats:
+        """On the CPU, a micro-batch at a time: min(peak, memory x intensity) of the weights that do not stay."""
+        work, rates = self.work, self.rates
+        assert rates.cpu_flops_per_second is not None, "how fast the CPU multiplies is not known"
+        share = self._hits(tokens) / work.num_experts if work.num_experts else np.ones_like(tokens)
+        flops = tokens * work.ffn_flops_per_token
+        intensity = flops / (share * work.ffn_bytes)
+        rate = np.minimum(rates.cpu_flops_per_second, rates.cpu_attention_bytes_per_second * intensity)
+        return work.num_layers * self._streamed(grid) * grid.lanes * flops / rate
+
+
+def gemm_rates(flops_per_second: Mapping[int, float], num_rows: Floats) -> Floats:
+    """As `MachineRates.gemm_rate` and `.expert_rate`, of each."""
+    points = sorted(flops_per_second.items())
+    return np.interp(num_rows, [0.0, *(rows for rows, _ in points)], [0.0, *(rate for _, rate in points)])

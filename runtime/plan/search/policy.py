@@ -1,0 +1,100 @@
+"""How a block goes through a machine, in the numbers that a search is about."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+
+from ...config import Attention, KVConfig, KVTier, Order, PolicyKind, RuntimeConfig
+from ...units import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """MoE-Lightning's policy: a block of N = `num_sequences` in micro-batches of mu, where attention runs, how many
+    layers stay (r_w), which share of layers has its KV in compute memory (r_c); and the order of computing.
+
+    Feed-forward layers always run where the model computes: the engine has no other place for them.
+    """
+
+    micro_batch_size: int
+    num_micro_batches: int
+    attention: Attention
+    schedule: Order
+    resident_layers: int
+    kv_fraction: float
+    prefill_chunk_tokens: int | None = None  # of a micro-batch in one pass; None: left to the plan
+
+    @property
+    def num_sequences(self) -> int:
+        return self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def way(self) -> tuple[Order, Attention, float]:
+        """All but the sizes."""
+        return self.schedule, self.attention, self.kv_fraction
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_plain()).encode()).hexdigest()[:12]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_micro_batches} x {self.micro_batch_size} sequences, {self.schedule.value}, "
+            f"attention on {self.attention.value}, {counted(self.resident_layers, 'resident layer')}, "
+            f"KV of {self.kv_fraction:.0%} of the layers in compute memory{self._chunks}"
+        )
+
+    @property
+    def _chunks(self) -> str:
+        return "" if self.prefill_chunk_tokens is None else f", prompts by {self.prefill_chunk_tokens:,} tokens"
+
+    def to_plain(self) -> dict[str, object]:
+        """What is left to the plan is not said, so that policies from before it could be chosen keep their names."""
+        values = {key: value.value if isinstance(value, Enum) else value for key, value in asdict(self).items()}
+        return {key: value for key, value in values.items() if value is not None}
+
+    @staticmethod
+    def from_plain(values: Mapping[str, object]) -> "Policy":
+        """The inverse of `to_plain`. Raises KeyError, TypeError or ValueError where `values` are no policy."""
+        return Policy(
+            micro_batch_size=int(str(values["micro_batch_size"])),
+            num_micro_batches=int(str(values["num_micro_batches"])),
+            attention=Attention(values["attention"]),
+            schedule=Order(values["schedule"]),
+            resident_layers=int(str(values["resident_layers"])),
+            kv_fraction=float(str(values["kv_fraction"])),
+            prefill_chunk_tokens=int(str(chunk)) if (chunk := values.get("prefill_chunk_tokens")) is not None else None,
+        )
+
+    def applied(self, config: RuntimeConfig, *, has_device: bool) -> RuntimeConfig:
+        """`config` with settings in the place of a search. How many layers stay is left to the placement, which keeps
+        as many as fit: `resident_layers` says what that came to."""
+        policy = replace(
+            config.policy,
+            kind=PolicyKind.fixed,
+            micro_batch_size=self.micro_batch_size,
+            num_micro_batches=self.num_micro_batches,
+            attention=self.attention,
+            schedule=self.schedule,
+            prefill_chunk_tokens=config.policy.prefill_chunk_tokens or self.prefill_chunk_tokens,
+            pin=None,
+        )
+        return replace(config, policy=policy, kv=self._kv(config.kv, has_device=has_device))
+
+    def _kv(self, kv: KVConfig, *, has_device: bool) -> KVConfig:
+        if has_device and self.attention is Attention.cpu:
+            return replace(kv, tier=KVTier.cpu)
+        if self.kv_fraction == 1:
+            return replace(kv, tier=KVTier.device)
+        tier = kv.tier if kv.tier is not KVTier.auto else KVTier.cpu if has_device else KVTier.nvme
+        return replace(kv, tier=tier, device_fraction=self.kv_fraction)
+
+    def halved(self, num_halvings: int) -> "Policy":
+        """After memory ran out so many times: fewer micro-batches, then smaller ones, and as much smaller chunks."""
+        lanes, chunk = self.num_micro_batches >> num_halvings, self.prefill_chunk_tokens
+        fewer = replace(self, prefill_chunk_tokens=None if chunk is None else max(1, chunk >> num_halvings))
+        if lanes:
+            return replace(fewer, num_micro_batches=lanes)
+        return replace(fewer, num_micro_batches=1, micro_batch_size=max(1, self.micro_batch_size >> num_halvings))

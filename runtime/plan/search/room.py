@@ -1,0 +1,157 @@
+"""What every policy of a grid would take of each memory: the ledger's terms, for requests all of the mean length.
+
+The longest requests may take more, and where a whole layer has no room its experts are paged: which of the policies
+really fit is the placement's to say, for those that are worth asking about.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...config import KVTier, Order, RuntimeConfig, Tier
+from ..cost.layer_work import LayerWork
+from ..placement.exchange import STORES_IN_FLIGHT, TRIP_PARTS
+from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
+from ..placement.kv import SEGMENT_BYTES
+from ..placement.memory import ALLOCATOR_SLACK_BYTES, SequenceSize, lane_entries, pass_tokens
+from ..placement.placement import Budgets
+from ..placement.usual_sizes import chunk_tokens
+from ..placement.walks import num_slots_for
+from ..shape.extents import ALIGNMENT_BYTES, LOADING_BYTES, pinned_tier_bytes, slot_layout
+from ..shape.model import ModelShape
+from .grid import Bools, Floats, PolicyGrid
+from .workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """`compute_bytes` are in the device's memory, or the host's where there is none; `host_bytes` beside a device."""
+
+    compute_bytes: Floats
+    host_bytes: Floats
+
+    def fits(self, budgets: Budgets) -> Bools:
+        if budgets.device_bytes is None:
+            return self.compute_bytes <= budgets.host_bytes
+        beside = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # which is in compute_bytes
+        return (self.compute_bytes + beside <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
+
+
+def room(
+    shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, *, has_device: bool, is_paged: bool
+) -> Room:
+    """`is_paged`: slots hold a layer's dense part and one expert at a time, not the whole layer."""
+    need = _Need(shape, config, workload, grid, has_device=has_device, is_paged=is_paged)
+    return Room(compute_bytes=need.compute(), host_bytes=need.host())
+
+
+class _Need:
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: RuntimeConfig,
+        workload: Workload,
+        grid: PolicyGrid,
+        *,
+        has_device: bool,
+        is_paged: bool,
+    ):
+        self._shape, self._config, self._workload, self._grid = shape, config, workload, grid
+        self._has_device, self._is_paged = has_device, is_paged
+        self._work = LayerWork.of(shape)
+        layer = shape.layers[0]
+        self._layer_bytes = float(slot_layout(layer.dense if is_paged else layer).num_bytes)
+        self._slots = num_slots_for(config.prefetch)
+        self._in_host = has_device & grid.cpu_attends  # keys and values, for good
+
+    def compute(self) -> Floats:
+        work, grid = self._work, self._grid
+        is_streamed = grid.resident < work.num_layers
+        paged = self._is_paged * max(2, self._slots) * work.expert_bytes
+        kept = work.outer_bytes + grid.resident * work.num_bytes
+        kept += is_streamed * (self._slots * self._layer_bytes + paged)
+        passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
+        weights = np.where(grid.resident == 0, np.minimum(kept, passing), kept)  # where no stage at all need stay
+        batched = grid.has_order(Order.module_batched) * self._batched()
+        return weights + self._kv() + self._lanes() + batched + self._has_device * self._visits()
+
+    def host(self) -> Floats:
+        """Pinned memory is taken in powers of two: the pieces of a layer's weights where those live in host memory, and
+        its pages, where they travel in segments."""
+        work, grid = self._work, self._grid
+        if not self._has_device:
+            return np.zeros_like(grid.sequences)
+        layer, expert = (power_of_two(np.asarray(n + ALIGNMENT_BYTES)) for n in (self._layer_bytes, work.expert_bytes))
+        expert = expert * self._is_paged
+        streamed = work.num_layers - grid.resident
+        living = pinned_tier_bytes(int(self._layer_bytes))
+        living += work.num_experts * self._is_paged * pinned_tier_bytes(int(work.expert_bytes))
+        weights = streamed * living * (self._config.offload.tier is Tier.cpu)
+        passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
+        staging = passing * (self._config.offload.tier is Tier.nvme)
+        pages = self._positions() * work.kv_bytes
+        segments = np.floor(pages / SEGMENT_BYTES) * SEGMENT_BYTES + power_of_two(pages % SEGMENT_BYTES)
+        travelling = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)
+        kv = work.num_layers * np.where(self._in_host, power_of_two(pages), travelling)
+        return weights + staging + self._loading() + kv
+
+    def _loading(self) -> Floats:
+        """What stays passes through it; where no layer does, nothing need."""
+        resident = self._work.outer_bytes + self._grid.resident * self._work.num_bytes
+        return (self._grid.resident > 0) * power_of_two(np.minimum(resident, LOADING_BYTES) + ALIGNMENT_BYTES)
+
+    def _positions(self) -> Floats:
+        per_sequence = self._workload.mean_capacity_tokens
+        if not self._shape.is_packed:
+            per_sequence = self._workload.prompt_tokens[-1] + self._workload.max_new_tokens
+        return np.ceil(self._grid.sequences) * per_sequence
+
+    def _kv(self) -> Floats:
+        """Of layers that stay; of the others a slot for each of a few lanes, or what is under way to the host."""
+        work, grid = self._work, self._grid
+        staying = work.num_layers * self._positions() * work.kv_bytes * np.where(self._in_host, 0.0, grid.kv_fraction)
+        travels = (grid.kv_fraction < 1) & ~self._in_host
+        slots = self._config.kv.num_slots * self._positions() / grid.lanes * work.kv_bytes
+        trips = 2 * np.ceil(grid.rows) * (work.kv_bytes + 2 * work.query_bytes) + TRIP_PARTS * ALIGNMENT_BYTES
+        under_way = STORES_IN_FLIGHT * self._per_lane(self._tokens) * work.kv_bytes + trips
+        return staying + travels * slots + self._in_host * under_way
+
+    def _tokens(self, lane: list[SequenceSize]) -> float:
+        return float(pass_tokens(self._shape, lane, chunk_tokens(self._config.policy)))
+
+    def _lanes(self) -> Floats:
+        """Each lane takes as much more as the second one does."""
+        one = self._per_lane(lambda lane: self._lane_bytes([lane]))
+        two = self._per_lane(lambda lane: self._lane_bytes([lane, lane]))
+        return one + (self._grid.lanes - 1) * (two - one)
+
+    def _lane_bytes(self, lanes: list[list[SequenceSize]]) -> float:
+        chunk = chunk_tokens(self._config.policy)
+        return float(sum(entry.num_bytes for entry in lane_entries(self._shape, lanes, chunk)))
+
+    def _batched(self) -> Floats:
+        tokens = self._grid.lanes * self._per_lane(self._tokens)
+        return tokens * float(sum(entry.num_bytes for entry in batch_entries(self._shape, 1)))
+
+    def _visits(self) -> Floats:
+        """Of all lanes' tokens where these are batched, of one lane's elsewhere."""
+        alone = self._per_lane(self._tokens)
+        batched = self._grid.has_order(Order.module_batched)
+        return np.where(batched, self._visit_bytes(self._grid.lanes * alone, True), self._visit_bytes(alone, False))
+
+    def _visit_bytes(self, tokens: Floats, is_batched: bool) -> Floats:
+        counts, place = np.unique(tokens, return_inverse=True)
+        entries = [visit_entries(self._shape, int(count), is_batched=is_batched) for count in counts]
+        return np.asarray([sum(entry.num_bytes for entry in each) for each in entries], dtype=np.float64)[place]
+
+    def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
+        """Of the largest lane of each policy."""
+        rows, place = np.unique(np.minimum(self._grid.micro_batch, self._workload.num_requests), return_inverse=True)
+        numbers = [number_of(self._workload.sizes(int(each))) for each in rows]
+        return np.asarray(numbers, dtype=np.float64)[place]
+
+
+def power_of_two(num_bytes: Floats) -> Floats:
+    """The next one."""
+    return np.where(num_bytes > 0, 2.0 ** np.ceil(np.log2(np.maximum(1.0, num_bytes))), 0.0)

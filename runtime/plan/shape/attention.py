@@ -1,0 +1,99 @@
+"""The ways in which a layer attends, by what they take beside a lane's tokens and its cache.
+
+Letters as in cache/paged.py.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ...units import MIB
+
+GATHERED_BYTES = 128 * MIB  # of keys and values that an accelerator gathers at a time; the longest row may take more
+SCORED_BYTES = 16 * MIB  # of those whose scores no kernel makes
+INDEX_BYTES = 64  # of a position: where it lies, for two kinds of reach, and what that is made of
+NUM_WAVES_SPLIT = 800  # of a flash kernel's partial sums: three waves of blocks of a device with 132 processors
+
+
+class AttentionWay(Enum):
+    """On a `host` a kernel reads keys and values where they lie. On an accelerator they are gathered, for `flash`
+    kernels of many sequences, for `fused` attention with masks, or for scores in float32 that operators make (`scored`)
+    where no kernel knows what is asked."""
+
+    host = "host"
+    flash = "flash"
+    fused = "fused"
+    scored = "scored"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """Of a layer, and of a lane of `num_rows` with `num_positions` together, the longest of `longest`: `num_tokens` of
+    its prompts are prefilled at a time."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    item_bytes: int
+    num_rows: int
+    num_tokens: int
+    num_positions: int
+    longest: int
+
+    @property
+    def position_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.item_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's queries, or of what attention gives for them."""
+        return self.num_heads * self.head_dim * self.item_bytes
+
+    def gathered(self, num_positions: int, most_bytes: int) -> int:
+        """Positions of one group."""
+        return min(num_positions, max(self.longest, most_bytes // self.position_bytes))
+
+
+def device_attention_bytes(way: AttentionWay, sizes: AttentionSizes) -> int:
+    """The most that a pass takes, of tokens that decode or of prompts."""
+    assert way is not AttentionWay.host, "a host's attention is another"
+    if way is AttentionWay.flash:
+        return max(_flash_decode(sizes), _flash_prefill(sizes))
+    return max(_padded_decode(way, sizes), _masked_prefill(way, sizes))
+
+
+def _flash_decode(sizes: AttentionSizes) -> int:
+    group = sizes.num_heads // sizes.num_kv_heads
+    sums = min(NUM_WAVES_SPLIT * group, 128 * sizes.num_rows * sizes.num_heads) * (sizes.head_dim + 1) * 4
+    gathered = sizes.gathered(sizes.num_positions, GATHERED_BYTES) * sizes.position_bytes
+    return gathered + sizes.num_positions * INDEX_BYTES + 4 * sizes.num_rows * sizes.token_bytes + sums
+
+
+def _flash_prefill(sizes: AttentionSizes) -> int:
+    """Queries once more beside rows that decode, what comes out twice, and sums of scores."""
+    gathered = sizes.gathered(sizes.num_positions, GATHERED_BYTES) * sizes.position_bytes
+    tokens = sizes.num_tokens * (3 * sizes.token_bytes + 4 * 4 * sizes.num_heads)
+    return gathered + sizes.num_positions * INDEX_BYTES + tokens
+
+
+def _padded_decode(way: AttentionWay, sizes: AttentionSizes) -> int:
+    """Masks as two of bits and two of numbers; out of the kernels, and what they add up in float32."""
+    padded = sizes.num_rows * sizes.longest
+    beside = padded * (INDEX_BYTES + 2 + 2 * sizes.item_bytes)
+    out = sizes.num_rows * (3 * sizes.token_bytes + 4 * sizes.num_heads * sizes.head_dim)
+    if way is AttentionWay.fused:
+        return sizes.gathered(padded, GATHERED_BYTES) * sizes.position_bytes + beside + out
+    each = sizes.position_bytes + 4 * (2 * sizes.num_kv_heads * sizes.head_dim + 3 * sizes.num_heads)
+    return sizes.gathered(padded, SCORED_BYTES) * each + beside + out
+
+
+def _masked_prefill(way: AttentionWay, sizes: AttentionSizes) -> int:
+    """One segment after the other, but masks of all of them stay: two of bits, of two kinds of layers."""
+    most = min(sizes.num_tokens, sizes.longest)
+    masks = 4 * sizes.num_tokens * sizes.longest + most * sizes.longest * (2 + 2 * sizes.item_bytes)
+    row = sizes.longest * sizes.position_bytes
+    out = sizes.num_tokens * sizes.token_bytes + most * (sizes.token_bytes + 4 * sizes.num_heads * (sizes.head_dim + 1))
+    if way is AttentionWay.fused:
+        return row + masks + out
+    group = sizes.num_heads // sizes.num_kv_heads  # the heads whose scores lie in memory at a time
+    scores = most * sizes.longest * group * (4 + 2 * max(4, sizes.item_bytes))
+    return row + masks + out + scores + (group * most + 2 * sizes.longest) * sizes.head_dim * sizes.item_bytes
