@@ -33,11 +33,11 @@ from .plan.advice import advice
 from .plan.cost.rates import MachineRates
 from .plan.cost.typical_load import Usual
 from .plan.facts import PlanFacts
+from .plan.placement.defaults import chunk_tokens
 from .plan.placement.memory import SequenceSize
 from .plan.placement.placement import Budgets
 from .plan.placement.placer import kv_tiers
 from .plan.placement.run_load import micro_batches_of
-from .plan.placement.usual_sizes import chunk_tokens
 from .plan.planner import RunPlan, plan_run
 from .plan.schedule.schedule import require_slots
 from .plan.search.policy import Policy

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .config import OffloadConfig
-from .plan.placement.device_slack import KERNELS_BYTES
+from .plan.placement.ledger import KERNELS_BYTES
 from .plan.placement.placement import Budgets, Placement
 from .stream.device import ComputeDevice
 from .stream.host_memory import available_bytes, peak_resident_bytes

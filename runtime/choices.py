@@ -14,9 +14,9 @@ from pathlib import Path
 
 from .config import PolicyKind, RuntimeConfig
 from .errors import BudgetError, ConfigError
+from .plan.placement.defaults import chunk_tokens
 from .plan.placement.memory import SequenceSize
 from .plan.placement.placement import Budgets
-from .plan.placement.usual_sizes import chunk_tokens
 from .plan.planner import RunPlan
 from .plan.search.choice import Choice
 from .plan.search.policy import Policy

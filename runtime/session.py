@@ -14,9 +14,8 @@ from .engine.sequence import Sequence as Running
 from .engine.stopping import decode_text
 from .engine.wave import run_block
 from .model.loading import LoadedModel
-from .plan.placement.memory import PAGE_TOKENS
-from .plan.placement.resumed import resumed_chunks
-from .plan.placement.usual_sizes import chunk_tokens
+from .plan.placement.defaults import chunk_tokens
+from .plan.placement.memory import PAGE_TOKENS, resumed_chunks
 from .plan.planner import RunPlan
 
 OnPass = Callable[[PassRecord], None]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from runtime.api import Runtime
 from runtime.engine.sequence import Request
 from runtime.errors import DamagedRunError
-from runtime.plan.cost.correct import corrected
+from runtime.plan.cost.calibration import corrected
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.simulator import Resource
 from runtime.plan.planner import RunPlan

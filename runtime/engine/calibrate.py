@@ -19,7 +19,7 @@ from ..model.loading import LoadedModel
 from ..model.net import class_refused
 from ..model.stages import StreamedModule
 from ..model.weights import stage_weights
-from ..plan.cost.anchor import anchored, with_overheads
+from ..plan.cost.calibration import anchored, with_overheads
 from ..plan.cost.lane_work import packed_work
 from ..plan.cost.rates import UNLIMITED, MachineRates
 from ..plan.cost.stage_work import INNER_TRIPS, stage_works

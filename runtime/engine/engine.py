@@ -15,9 +15,9 @@ from ..config import KVTier
 from ..errors import BrokenModelError
 from ..model.events import Weights
 from ..model.weights import stage_weights
+from ..plan.placement.defaults import chunk_tokens
 from ..plan.placement.experts import dense_shape
 from ..plan.placement.kv import KVLayout
-from ..plan.placement.usual_sizes import chunk_tokens
 from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk

@@ -13,7 +13,7 @@ from ..config import SamplingConfig
 from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..model.loading import LoadedModel
 from ..model.stages import hollow_weights
-from ..plan.cost.anchor import LayerSeconds
+from ..plan.cost.calibration import LayerSeconds
 from ..plan.cost.lane_work import Piece
 from ..stream.device import ComputeDevice
 from .lane import Lane, LaneKit

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..config import Attention, KVTier, RuntimeConfig
-from .placement.usual_sizes import chunk_tokens
+from .placement.defaults import chunk_tokens
 from .planner import RunPlan
 from .shape.model import ModelShape
 

@@ -15,12 +15,11 @@ from ..errors import BudgetError
 from .cost.machine import Machine
 from .cost.predict import Prediction
 from .cost.rates import MachineRates
+from .placement.defaults import block_size, chunk_sizes, in_chunks, is_whole, micro_batch_sizes, usual_orders
 from .placement.memory import SequenceSize
 from .placement.placement import Budgets, Placement
 from .placement.placer import kv_tiers, place
 from .placement.run_load import bare, run_load
-from .placement.usual_order import usual_orders
-from .placement.usual_sizes import block_size, chunk_sizes, in_chunks, is_whole, micro_batch_sizes
 from .search.candidate import Road, Way
 from .search.choice import Choice
 from .search.chunks import balanced

@@ -10,9 +10,9 @@ from .cost.predict import Stretch, mixed_stretches
 from .cost.rates import MachineRates
 from .cost.script import Durations
 from .cost.simulator import PlayedPass, Span, play_passes
+from .placement.defaults import chunk_tokens
 from .placement.memory import MicroBatch, SequenceSize
 from .placement.placement import Placement
-from .placement.usual_sizes import chunk_tokens
 from .planner import RunPlan
 from .schedule.schedule import Schedule, make_schedule
 from .shape.model import ModelShape

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..plan.placement.device_slack import LIBRARY_BYTES
+from ..plan.placement.ledger import LIBRARY_BYTES
 from ..plan.shape.extents import ALIGNMENT_BYTES
 from ..units import MIB, round_up
 from .clock import DeviceClock, Then

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.plan.cost.anchor import LayerSeconds, anchored, with_overheads
+from runtime.plan.cost.calibration import LayerSeconds, anchored, with_overheads
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
 from runtime.plan.cost.stage_work import stage_works

@@ -7,9 +7,9 @@ import pytest
 
 from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement.defaults import CHUNK_TOKENS
 from runtime.plan.placement.memory import pass_tokens
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.usual_sizes import CHUNK_TOKENS
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.search.policy import Policy
 from runtime.plan.shape.model import ModelShape

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.plan.cost.correct import MOST, corrected
+from runtime.plan.cost.calibration import MOST, corrected
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
 from runtime.plan.cost.simulator import Resource
 

@@ -24,8 +24,8 @@ from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.simulator import Resource
+from runtime.plan.placement.defaults import in_chunks
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.usual_sizes import in_chunks
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.search.choice import Choice
 from runtime.plan.search.grid import Choices

@@ -7,10 +7,10 @@ import pytest
 
 from runtime.config import ExpertPaging, KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError
+from runtime.plan.placement.kv import spread
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import place
-from runtime.plan.placement.spread import spread
 from runtime.plan.placement.walks import num_slots_for
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import make_schedule

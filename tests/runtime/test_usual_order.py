@@ -6,9 +6,9 @@ import pytest
 
 from runtime.config import Order, PolicyConfig, RuntimeConfig
 from runtime.errors import BudgetError
-from runtime.plan.placement.device_slack import LIBRARY_BYTES
+from runtime.plan.placement.defaults import MANY_EXPERTS
+from runtime.plan.placement.ledger import LIBRARY_BYTES
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.usual_order import MANY_EXPERTS
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB

@@ -19,9 +19,9 @@ from runtime.config import (
     Tier,
 )
 from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement.defaults import chunk_sizes, micro_batch_sizes
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.placement.usual_sizes import chunk_sizes, micro_batch_sizes
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.units import GIB, MIB
 from tests.support import synthesize

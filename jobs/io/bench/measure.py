@@ -32,7 +32,7 @@ from runtime.config import (
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.errors import MillraceError
-from runtime.plan.placement.usual_sizes import block_size
+from runtime.plan.placement.defaults import block_size
 from runtime.plan.planner import plan_run
 from runtime.plan.schedule.actions import WEIGHT_OPS
 from runtime.plan.schedule.schedule import make_schedule

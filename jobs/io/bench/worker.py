@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from runtime.errors import MillraceError
-from runtime.plan.placement.usual_sizes import MICRO_BATCH_SIZE
+from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
 from runtime.store.cache_root import cache_root
 
 from ..process import settled

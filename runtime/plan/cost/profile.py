@@ -8,7 +8,7 @@ from ...config import DType, MachineConfig
 from ...errors import ConfigError
 from ...profiles import DataSheet, MeasuredRates
 from ...units import gib_to_bytes
-from ..placement.device_slack import LIBRARY_BYTES
+from ..placement.ledger import LIBRARY_BYTES
 from ..shape.auto_dtype import auto_dtype, has_bfloat16_units
 from .machine import Machine
 from .rates import UNLIMITED, MachineRates

@@ -12,7 +12,6 @@ from ..shape.extents import ALIGNMENT_BYTES, pinned_bytes
 from ..shape.model import ModelShape
 from .ledger import Entry
 from .memory import PAGE_TOKENS
-from .spread import spread
 
 SEGMENT_BYTES = (
     16 * MIB
@@ -168,3 +167,8 @@ def _pinned(layout: KVLayout) -> Entry:
         equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {len(layout.page_bytes)} "
         "layers, pinned",
     )
+
+
+def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
+    """Positions of `num_chosen` of `num_layers`: each resident one buys time to bring the next one in."""
+    return tuple(int((turn + 0.5) * num_layers / num_chosen) for turn in range(num_chosen))

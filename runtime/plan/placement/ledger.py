@@ -1,9 +1,13 @@
-"""What a run needs of each memory, term by term, against its budget: checked before the first weight is read."""
+"""What a run needs of each memory, term by term, against its budget: checked before the first weight is read.
+
+What a device's libraries take beside all that a plan counts stands here too, as allowances that are stated and not
+measured.
+"""
 
 from dataclasses import dataclass
 
 from ...errors import BudgetError
-from ...units import format_bytes
+from ...units import MIB, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +49,23 @@ class Ledger:
         if not self.fits:
             short = format_bytes(self.total_bytes - self.budget_bytes)
             raise BudgetError(f"the run needs {short} more {self.memory} memory than it may use\n{self}\n{advice}")
+
+
+KERNELS_BYTES = 256 * MIB  # of torch and its libraries, loaded at their first call; torch's allocator does not see them
+WORKSPACE_BYTES = 64 * MIB  # of cuBLAS and cuBLASLt; torch gives each 32 MiB on Hopper, less elsewhere
+BLOCKS_BYTES = 64 * MIB  # that torch's allocator holds beyond its tensors: it maps 2 to 20 MiB at a time
+LIBRARY_BYTES = KERNELS_BYTES + WORKSPACE_BYTES + BLOCKS_BYTES
+
+
+def library_entry(num_bytes: int) -> Entry:
+    """Of one device or several."""
+    parts = " + ".join(
+        f"{what} {part // MIB} MiB"
+        for what, part in (
+            ("kernels", KERNELS_BYTES),
+            ("BLAS workspaces", WORKSPACE_BYTES),
+            ("allocator's blocks", BLOCKS_BYTES),
+        )
+    )
+    count = num_bytes // LIBRARY_BYTES
+    return Entry(name="libraries", num_bytes=num_bytes, equation=parts if count == 1 else f"{count} x ({parts})")

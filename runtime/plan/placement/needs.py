@@ -8,11 +8,10 @@ from ...config import RuntimeConfig, Tier
 from ..shape.extents import LOADING_BYTES, pinned_bytes, pinned_tier_bytes
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import ExpertSizes
-from .device_slack import library_entry
 from .exchange import device_entry, pinned_entry
 from .experts import batch_entries, host_entries, slot_entry, visit_entries
 from .kv import KVCost, KVLayout, kv_cost
-from .ledger import Entry, Ledger
+from .ledger import Entry, Ledger, library_entry
 from .load import Load
 from .memory import lane_entries
 from .placement import Budgets, Placement

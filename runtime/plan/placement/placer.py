@@ -8,11 +8,10 @@ from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
 from .exchange import exchange_size
 from .experts import Phase, choose_paging, pageable_stages
-from .kv import KVLayout, kv_layout, travelling_layers
+from .kv import KVLayout, kv_layout, spread, travelling_layers
 from .load import Load
 from .needs import Needs
 from .placement import Budgets, Placement
-from .spread import spread
 from .walks import cpu_attends, make_walks
 
 KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is left open

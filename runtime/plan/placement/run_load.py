@@ -7,11 +7,11 @@ from dataclasses import replace
 from ...batching.balance import Block
 from ...config import Admission, Prefetch, PrefetchConfig, RuntimeConfig
 from ..shape.model import ModelShape
+from .defaults import chunk_tokens
 from .load import Load
 from .memory import PAGE_TOKENS, MicroBatch, SequenceSize
 from .placement import Budgets
 from .placer import kv_tiers, place
-from .usual_sizes import chunk_tokens
 
 
 def micro_batches_of(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]:

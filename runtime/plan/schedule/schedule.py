@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from ...config import ORDERS_AHEAD
 from ...errors import ConfigError
 from .actions import Action, Op, parse_action
-from .kv_feed import kv_feed, require_kv_slots
+from .feeds import kv_feed, require_kv_slots, weight_feed
 from .orders import lane_steps
 from .walk import Walk
-from .weight_feed import weight_feed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from ...batching.balance import Block
 from ...config import Prefetch, PrefetchConfig, RuntimeConfig
 from ..cost.predict import Prediction, decode_pass_seconds, predict
 from ..cost.rates import MachineRates
+from ..placement.defaults import chunk_tokens, in_chunks
 from ..placement.load import Load
 from ..placement.memory import SequenceSize
 from ..placement.placement import Budgets, Placement
 from ..placement.placer import place
 from ..placement.run_load import bare, run_load
-from ..placement.usual_sizes import chunk_tokens, in_chunks
 from ..shape.model import ModelShape
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers

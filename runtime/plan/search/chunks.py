@@ -12,11 +12,11 @@ from dataclasses import replace
 from ...config import Admission
 from ..cost.predict import MAX_BLOCKS, Prediction, evenly, predict_roughly
 from ..cost.rates import MachineRates
+from ..placement.defaults import in_chunks
 from ..placement.load import Load
 from ..placement.memory import pass_tokens
 from ..placement.placement import Placement
 from ..placement.placer import place
-from ..placement.usual_sizes import in_chunks
 from .candidate import Road, Way
 
 NOTABLE = 0.05  # share of prefill passes

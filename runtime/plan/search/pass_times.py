@@ -13,7 +13,7 @@ from ...config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier
 from ..cost.layer_work import LayerWork
 from ..cost.rates import MachineRates
 from ..cost.simulator import Resource
-from ..placement.usual_sizes import chunk_tokens
+from ..placement.defaults import chunk_tokens
 from .grid import Floats, PolicyGrid
 from .workload import Workload
 

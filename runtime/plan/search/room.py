@@ -11,12 +11,12 @@ import numpy as np
 
 from ...config import KVTier, Order, RuntimeConfig, Tier
 from ..cost.layer_work import LayerWork
+from ..placement.defaults import chunk_tokens
 from ..placement.exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
 from ..placement.kv import SEGMENT_BYTES
 from ..placement.memory import ALLOCATOR_SLACK_BYTES, SequenceSize, lane_entries, pass_tokens
 from ..placement.placement import Budgets
-from ..placement.usual_sizes import chunk_tokens
 from ..placement.walks import num_slots_for
 from ..shape.extents import ALIGNMENT_BYTES, LOADING_BYTES, pinned_tier_bytes, slot_layout
 from ..shape.model import ModelShape

@@ -1,4 +1,5 @@
-"""How the weights of streamed stages are brought in ahead of the lanes, whole or in pages, as early as slots are free.
+"""How the weights of streamed stages are brought in ahead of the lanes, whole or in pages, as early as slots are free,
+and how the keys and values of travelling stages are fetched ahead and stored.
 
 The walk over the streamed stages is cyclic: **visit** v is to `streamed[v % n]` in pass `v // n`. Times are **gaps**:
 gap g lies before step g of a pass; gaps from 0 down lie in the pass before it, whose last reads are for the next one.
@@ -7,6 +8,7 @@ gap g lies before step g of a pass; gaps from 0 down lie in the pass before it, 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ...errors import ConfigError
 from .actions import Action, Op
 from .orders import STYLES
 from .walk import Walk
@@ -146,3 +148,32 @@ def _bring(walk: Walk, op: Op, visit: int) -> list[Action]:
 def _paged(walk: Walk, op: Op, visit: int, page: int) -> Action:
     stage = walk.streamed[visit % len(walk.streamed)]
     return Action(op, stage, page=page if walk.num_pages > 1 else None)
+
+
+def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
+    """By gap: fetches fill the slots as a pass begins; behind each turn its slot is stored and fetched into again."""
+    if not walk.travelling:
+        return {}
+    turns = [
+        (step, Action(Op.fetch, stage, lane), Action(Op.store, stage, lane))
+        for step, (stage, lane) in enumerate((stage, lane) for stage in walk.stages for lane in range(num_lanes))
+        if stage in walk.travelling
+    ]
+    gaps = {0: [fetch for _, fetch, _ in turns[: walk.num_kv_slots]]}
+    for place, (step, _, store) in enumerate(turns):
+        next_turn = place + walk.num_kv_slots
+        gaps[step + 1] = [store, *(fetch for _, fetch, _ in turns[next_turn : next_turn + 1])]
+    return gaps
+
+
+def require_kv_slots(walk: Walk, num_lanes: int) -> None:
+    """Raises ConfigError when the slots are fewer than the turns that the order has open at once."""
+    if not walk.travelling:
+        return
+    overlaps = STYLES[walk.order].num_ahead if set(walk.travelling) & set(walk.attending) else 0
+    needed = min(1 + overlaps, num_lanes)
+    if walk.num_kv_slots < needed:
+        raise ConfigError(
+            f"{walk.num_kv_slots} KV slots, but policy.schedule={walk.order.value} has {needed} lanes at the attention "
+            f"of one stage at once: raise kv.num_slots to {needed}"
+        )

@@ -1,17 +1,19 @@
-"""Rates that agree with whole layers: products by themselves are faster than among all that a layer does, and nothing
-but a rehearsal tells by how much. Pure.
+"""Rates made to agree with what was seen: before a run with whole layers, as products by themselves are faster than
+among all that a layer does, and nothing but a profiling pass tells by how much; in a run with its first passes, which
+show what a measurement of a second could not. Pure, so that a run that is resumed comes to the same rates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..shape.model import ModelShape
 from .lane_work import LaneWork
 from .rates import UNLIMITED, MachineRates, between
+from .simulator import Resource
 from .stage_work import StageWork
 
 LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
-MOST = 2.0  # a rate of products changes by a factor of 1/2 to 2
+MOST_ANCHORED = 2.0  # a rate of products changes by a factor of 1/2 to 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ def anchored(
         beside = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
         left = took.inside - beside
         if is_told_apart and left > LEAST_SHARE * took.inside:
-            factors[lane.num_tokens] = min(MOST, max(1 / MOST, products / left))
+            factors[lane.num_tokens] = min(MOST_ANCHORED, max(1 / MOST_ANCHORED, products / left))
     if not factors:
         return rates
     points = list(factors.items())
@@ -69,3 +71,40 @@ def _with_attention(
     if rates.link_in_bytes_per_second != UNLIMITED:  # the CPU beside an accelerator has a rate of its own
         return replace(rates, attention_bytes_per_second=rate)
     return replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=rate)
+
+
+MOST_CORRECTED = 2.0  # a rate is corrected by a factor of 1/2 to 2: beyond, something else than the rate is wrong
+LEAST_SECONDS = 0.01  # of a resource's work, below which it says nothing
+
+
+def corrected(
+    rates: MachineRates, measured: Mapping[Resource, float], predicted: Mapping[Resource, float]
+) -> MachineRates:
+    """`measured` and `predicted` are the seconds that resources worked in the same passes; `rates`, from which was
+    predicted, are those of the run's start, so that bounds hold over several corrections.
+
+    What compute is made of, products, attention and Python, is corrected by one factor: passes tell no more.
+    """
+
+    def factor(resource: Resource) -> float:
+        """Above 1 where the machine is faster than it was taken to be."""
+        was, is_said = measured.get(resource, 0.0), predicted.get(resource, 0.0)
+        if min(was, is_said) < LEAST_SECONDS:
+            return 1.0
+        return min(MOST_CORRECTED, max(1 / MOST_CORRECTED, is_said / was))
+
+    compute = factor(Resource.compute)
+    return replace(
+        rates,
+        disk_bytes_per_second=rates.disk_bytes_per_second * factor(Resource.disk),
+        link_in_bytes_per_second=rates.link_in_bytes_per_second * factor(Resource.link_in),
+        link_out_bytes_per_second=rates.link_out_bytes_per_second * factor(Resource.link_out),
+        cpu_attention_bytes_per_second=rates.cpu_attention_bytes_per_second * factor(Resource.cpu),
+        gemm_flops_per_second={m: rate * compute for m, rate in rates.gemm_flops_per_second.items()},
+        expert_flops_per_second={m: rate * compute for m, rate in rates.expert_flops_per_second.items()},
+        memory_bytes_per_second=rates.memory_bytes_per_second * compute,
+        attention_bytes_per_second=rates.attention_bytes_per_second * compute,
+        prefill_attention_flops_per_second=rates.prefill_attention_flops_per_second * compute,
+        turn_seconds=rates.turn_seconds / compute,
+        pass_seconds=rates.pass_seconds / compute,
+    )
