@@ -7,9 +7,9 @@ from pathlib import Path
 
 import hydra
 
-from jobs.io.bench.config import BenchConfig
-from jobs.io.cli import as_job, run_job
-from jobs.io.config import Composed, load
+from jobs.benchmarks.config import BenchConfig
+from jobs.config.cli import as_job, run_job
+from jobs.config.settings import Composed, load
 
 
 @hydra.main(config_path="../conf", config_name="bench", version_base=None)
@@ -20,9 +20,9 @@ def main(composed: Composed) -> None:
 
     import pyarrow.parquet as pq
 
-    from jobs.io.bench.picture import draw_rates
-    from jobs.io.bench.report import commit, hardware, rounds_table, stated
-    from jobs.io.bench.suites import run_suite
+    from jobs.benchmarks.picture import draw_rates
+    from jobs.benchmarks.report import commit, hardware, rounds_table, stated
+    from jobs.benchmarks.suites import run_suite
     from runtime.model.origin import find_checkpoint
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]

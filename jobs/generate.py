@@ -4,15 +4,15 @@ chosen."""
 import logging
 import sys
 
-from jobs.io.process import start_settled
+from jobs.config.process import start_settled
 
 if __name__ == "__main__":
     start_settled()  # before the imports that take long
 
 import hydra
 
-from jobs.io.cli import as_job, run_job
-from jobs.io.config import Composed, GenerateConfig, doubtful_settings, load, to_yaml
+from jobs.config.cli import as_job, run_job
+from jobs.config.settings import Composed, GenerateConfig, doubtful_settings, load, to_yaml
 
 
 @hydra.main(config_path="../conf", config_name="generate", version_base=None)
@@ -31,9 +31,9 @@ def main(composed: Composed) -> int:
     log.debug("config:\n%s", to_yaml(config))
 
     # torch and transformers are loaded only once the config is known to be good
-    from jobs.io.generation import generate
-    from jobs.io.signals import StopFlag
-    from jobs.io.summary_table import format_table
+    from jobs.config.signals import StopFlag
+    from jobs.run.generation import generate
+    from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
         outcome = generate(config, stop)

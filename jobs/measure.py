@@ -8,10 +8,10 @@ from pathlib import Path
 
 import hydra
 
-from jobs.io.cli import as_job, run_job
-from jobs.io.config import Composed, load
-from jobs.io.measure.config import MeasureJobConfig
-from jobs.io.process import start_settled
+from jobs.config.cli import as_job, run_job
+from jobs.config.process import start_settled
+from jobs.config.settings import Composed, load
+from jobs.measuring.config import MeasureJobConfig
 from runtime.errors import OutputError
 
 log = logging.getLogger(__name__)
@@ -23,12 +23,12 @@ def main(composed: Composed) -> None:
     config = load(MeasureJobConfig, composed)
     logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
 
-    from jobs.io.files import publish, write_all
-    from jobs.io.measure.doubts import doubts
-    from jobs.io.measure.progress import Steps
-    from jobs.io.measure.report import Source, agreement, format_table, format_yaml
+    from jobs.files.publishing import publish, write_all
+    from jobs.measuring.doubts import doubts
+    from jobs.measuring.measurement import measure_machine
+    from jobs.measuring.progress import Steps
+    from jobs.measuring.report import Source, agreement, format_table, format_yaml
     from runtime.machine_cache import find_latest, keep
-    from runtime.measurement import measure_machine
 
     found = []
     for _ in range(config.measure.times):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import hydra
 
-from jobs.io.cli import as_job, run_job
-from jobs.io.config import Composed, ModelsConfig, load
+from jobs.config.cli import as_job, run_job
+from jobs.config.settings import Composed, ModelsConfig, load
 
 
 @hydra.main(config_path="../conf", config_name="models", version_base=None)
@@ -15,8 +15,8 @@ def main(composed: Composed) -> None:
 
     from transformers.utils.logging import set_verbosity_error
 
-    from jobs.io.plan.making import write_shapes
-    from jobs.io.support import families_named, support_table
+    from jobs.planning.making import write_shapes
+    from jobs.planning.support_table import families_named, support_table
     from runtime.model.support import describe
 
     set_verbosity_error()  # its warnings are about the tiny sizes, not about the families

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 import hydra
 
-from jobs.io.cli import as_job, run_job
-from jobs.io.config import Composed, load
-from jobs.io.plan.config import PlanConfig
+from jobs.config.cli import as_job, run_job
+from jobs.config.settings import Composed, load
+from jobs.planning.config import PlanConfig
 
 if TYPE_CHECKING:
-    from jobs.io.plan.planning import Planned
+    from jobs.planning.planning import Planned
 
 
 @hydra.main(config_path="../conf", config_name="plan", version_base=None)
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def main(composed: Composed) -> None:
     config = load(PlanConfig, composed)
 
-    from jobs.io.plan.planning import make_plan
-    from jobs.io.plan.report import report
+    from jobs.planning.planning import make_plan
+    from jobs.planning.report import report
 
     planned = make_plan(config)
     print(report(planned, config.plan.num_actions))
@@ -29,9 +29,9 @@ def main(composed: Composed) -> None:
 
 def _write(config: PlanConfig, planned: "Planned") -> None:
     """Tables and pictures: here alone matplotlib is loaded."""
-    from jobs.io.files import make_directory
-    from jobs.io.plan.sweeping import run_sweep
-    from jobs.io.plan.timeline import write_timeline
+    from jobs.files.publishing import make_directory
+    from jobs.planning.sweeping import run_sweep
+    from jobs.planning.timeline import write_timeline
 
     directory = make_directory(Path(config.plan.directory))
     if config.plan.timeline:

@@ -7,8 +7,8 @@ from pathlib import Path
 import hydra
 from tqdm import tqdm
 
-from jobs.io.cli import as_job, run_job
-from jobs.io.config import Composed, SynthesizeConfig, load
+from jobs.config.cli import as_job, run_job
+from jobs.config.settings import Composed, SynthesizeConfig, load
 from runtime.units import GIB, format_bytes, format_seconds
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import hydra
 
-from jobs.io.cli import as_job, run_job
-from jobs.io.config import Composed, TraceConfig, load
+from jobs.config.cli import as_job, run_job
+from jobs.config.settings import Composed, TraceConfig, load
 from runtime.errors import ConfigError
 
 
@@ -14,8 +14,8 @@ from runtime.errors import ConfigError
 def main(composed: Composed) -> None:
     config = load(TraceConfig, composed)
 
-    from jobs.io.trace_file import read_trace
-    from jobs.io.trace_picture import Window, draw
+    from jobs.report.trace_file import read_trace
+    from jobs.report.trace_picture import Window, draw
 
     assert config.path is not None, "the config class has checked it"
     spans = read_trace(Path(config.path))

@@ -9,8 +9,8 @@ micro-batches of 64 in chunks of 512, as every plan for a device had them; both 
 
 from collections.abc import Iterator
 
-from jobs.io.plan.config import PlanConfig, WorkloadConfig
-from jobs.io.plan.planning import Planned, plan_on
+from jobs.planning.config import PlanConfig, WorkloadConfig
+from jobs.planning.planning import Planned, plan_on
 from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, SamplingConfig, Tier
 from runtime.errors import BudgetError
 from tests.published import machine

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["tests.unsynced", "jobs.generate", "jobs.io.generation", "runtime.kernels.attention_kernel"]
+    ["tests.unsynced", "jobs.generate", "jobs.run.generation", "runtime.kernels.attention_kernel"]
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from jobs.io.typed import build
+from jobs.config.typed import build
 from runtime.config import (
     Attention,
     MachineConfig,

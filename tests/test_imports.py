@@ -24,6 +24,17 @@ ALLOWED = {
     "engine": {"plan", "store", "stream", "cache", "model", "batching", "trace"},
 }
 FOR_ALL = {"closing", "config", "errors", "profiles", "sampling_config", "shared_work", "units"}
+# What each room of jobs may import of the others. Nothing but a door imports benchmarks.
+JOBS = {
+    "files": set[str](),
+    "datasets": set[str](),
+    "config": {"files", "datasets"},
+    "report": {"files"},
+    "run": {"config", "files", "datasets", "report"},
+    "planning": {"config", "files", "report"},
+    "measuring": {"config", "files"},
+    "benchmarks": {"config", "files", "datasets", "report", "run"},
+}
 PURE = ("plan", "batching")
 
 # The rooms of `runtime/plan`: each may import of those before it; the modules beside them compose all.
@@ -71,13 +82,13 @@ def calls(module: str) -> Iterator[ast.Call]:
 
 MODULES = sorted(sources())
 RUNTIME = [module for module in MODULES if module.partition(".")[0] == "runtime"]
-JOBS_IO = [module for module in MODULES if module.startswith("jobs.io")]
+IN_ROOMS = [module for module in MODULES if module.startswith(tuple(f"jobs.{room}." for room in JOBS))]
 
 
 def test_the_rules_see_the_project() -> None:
-    assert {"runtime.errors", "runtime.plan", "jobs.io.config", "jobs.io.dataset.config"} <= set(MODULES)
+    assert {"runtime.errors", "runtime.plan", "jobs.config.settings", "jobs.datasets.config"} <= set(MODULES)
     assert "runtime.errors" in imports("runtime.config")
-    assert "jobs.io.dataset.config" in imports("jobs.io.config")
+    assert "jobs.datasets.config" in imports("jobs.config.settings")
 
 
 @pytest.mark.parametrize("module", RUNTIME)
@@ -85,10 +96,15 @@ def test_runtime_knows_neither_jobs_nor_hydra(module: str) -> None:
     assert not top_level(imports(module)) & {"jobs", "conf", "hydra", "omegaconf"}
 
 
-@pytest.mark.parametrize("module", JOBS_IO)
-def test_jobs_io_knows_no_job(module: str) -> None:
-    jobs = {name for name in imports(module) if name.startswith("jobs") and not name.startswith("jobs.io")}
-    assert not jobs, "jobs import jobs.io, never the other way round"
+@pytest.mark.parametrize("module", IN_ROOMS)
+def test_a_room_of_the_jobs_imports_only_what_it_may(module: str) -> None:
+    rooms = {".".join(name.split(".")[1:2]) for name in imports(module) if name.startswith("jobs.")}
+    assert rooms <= JOBS[module.split(".")[1]] | {module.split(".")[1]}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module not in IN_ROOMS])
+def test_only_the_door_of_benchmarks_imports_them(module: str) -> None:
+    assert module == "jobs.bench" or not {name for name in imports(module) if name.startswith("jobs.benchmarks")}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -98,8 +114,8 @@ def test_only_job_files_import_hydra(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_only_jobs_io_config_imports_omegaconf(module: str) -> None:
-    assert module == "jobs.io.config" or "omegaconf" not in top_level(imports(module))
+def test_only_the_settings_import_omegaconf(module: str) -> None:
+    assert module == "jobs.config.settings" or "omegaconf" not in top_level(imports(module))
 
 
 @pytest.mark.parametrize("module", RUNTIME)
@@ -153,7 +169,7 @@ def test_nothing_loads_pickles_or_remote_code(module: str) -> None:
         assert "trust_remote_code" not in {keyword.arg for keyword in call.keywords}
 
 
-@pytest.mark.parametrize("module", [*RUNTIME, *JOBS_IO])
+@pytest.mark.parametrize("module", [*RUNTIME, *IN_ROOMS])
 def test_only_the_command_line_prints(module: str) -> None:
     prints = [call.lineno for call in calls(module) if ast.unparse(call.func) == "print"]
-    assert module == "jobs.io.cli" or not prints
+    assert module == "jobs.config.cli" or not prints

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from jobs.io.config import GenerateConfig, SynthesizeConfig, load
-from jobs.io.dataset.config import DatasetConfig, DatasetKind
-from jobs.io.typed import build
+from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
+from jobs.config.typed import build
+from jobs.datasets.config import DatasetConfig, DatasetKind
 from runtime.config import (
     KVConfig,
     KVTier,

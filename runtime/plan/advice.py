@@ -1,6 +1,7 @@
 """What a user should hear of their settings once the plan is known: which have no effect, or less than they promise.
 
-A sentence each: the key, why, and what to do. `jobs.io.config.doubtful_settings` says what needs no plan to be known.
+A sentence each: the key, why, and what to do. `jobs.config.settings.doubtful_settings` says what needs no plan to be
+known.
 """
 
 from collections.abc import Iterator

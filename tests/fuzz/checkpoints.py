@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from jobs.io.chat import ChatRenderer, TemplateRefusal
+from jobs.run.chat import ChatRenderer, TemplateRefusal
 from runtime.config import ModelConfig
 from runtime.engine.tokens import tokenize_each
 from runtime.errors import CheckpointError

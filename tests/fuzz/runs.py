@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig
-from jobs.io.generation import generate, run_directory
-from jobs.io.parts import read_generations
-from jobs.io.run_dir import RunDirectory
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig
+from jobs.run.generation import generate, run_directory
+from jobs.run.parts import read_generations
+from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig
-from jobs.io.generation import generate
-from jobs.io.parts import read_generations
-from jobs.io.run_dir import RunDirectory
-from jobs.io.signals import StopFlag
+from jobs.config.settings import GenerateConfig
+from jobs.config.signals import StopFlag
+from jobs.datasets import DatasetConfig
+from jobs.run.generation import generate
+from jobs.run.parts import read_generations
+from jobs.run.run_dir import RunDirectory
 from runtime.config import DType, KVConfig, KVTier, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
 from runtime.errors import Interrupted
 from runtime.model.tokenizer import byte_level_tokenizer

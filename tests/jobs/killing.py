@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from jobs import generate as job
-from jobs.io.cli import run_job
-from jobs.io.config import GenerateConfig
-from jobs.io.generation import generate
+from jobs.config.cli import run_job
+from jobs.config.settings import GenerateConfig
+from jobs.run.generation import generate
 from tests.processes import PROCESSES
 
 

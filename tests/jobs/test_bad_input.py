@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig
-from jobs.io.dataset.config import DatasetKind
-from jobs.io.generation import generate
-from jobs.io.parts import read_generations
-from jobs.io.run_dir import RunDirectory
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig
+from jobs.datasets.config import DatasetKind
+from jobs.run.generation import generate
+from jobs.run.parts import read_generations
+from jobs.run.run_dir import RunDirectory
 from runtime.config import ModelConfig, OffloadConfig, SamplingConfig, Tier
 from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError
 from runtime.units import MIB

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from hydra import compose, initialize_config_dir
 
-from jobs.io.config import GenerateConfig, load
-from jobs.io.generation import Outcome, generate
+from jobs.config.settings import GenerateConfig, load
+from jobs.run.generation import Outcome, generate
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGUN = ROOT / "tests" / "begun_before"

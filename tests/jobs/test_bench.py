@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.bench import attention
-from jobs.io.bench.config import BenchConfig
-from jobs.io.bench.contenders import CONTENDERS, Contender, Ours, Peer, Reading, Sweep
-from jobs.io.bench.measure import measure
-from jobs.io.bench.report import markdown
-from jobs.io.bench.task import Result, Task, prompts
-from jobs.io.bench.worker import Ended, _why, task_of
+from jobs.benchmarks import attention
+from jobs.benchmarks.config import BenchConfig
+from jobs.benchmarks.contenders import CONTENDERS, Contender, Ours, Peer, Reading, Sweep
+from jobs.benchmarks.measure import measure
+from jobs.benchmarks.report import markdown
+from jobs.benchmarks.task import Result, Task, prompts
+from jobs.benchmarks.worker import Ended, _why, task_of
 from runtime.config import DType, ModelConfig, Order
 from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint
@@ -111,7 +111,7 @@ def test_a_worker_that_cannot_run_says_why_in_one_line(
     task = replace(task_of(BenchConfig(), Contender.none, str(tmp_path), 5), is_check=True)
     monkeypatch.setattr(sys, "argv", ["measure", json.dumps(asdict(task))])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("jobs.io.bench.measure", run_name="__main__")
+        runpy.run_module("jobs.benchmarks.measure", run_name="__main__")
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {tmp_path}")
@@ -128,7 +128,7 @@ def test_what_a_refused_worker_says_last_is_told_in_one_line() -> None:
 
 def test_every_contender_is_in_the_table_and_finding_out_what_it_is_loads_no_torch() -> None:
     assert set(CONTENDERS) == set(Contender)
-    program = "import sys, jobs.io.bench.contenders as c; print(len(c.CONTENDERS), 'torch' in sys.modules)"
+    program = "import sys, jobs.benchmarks.contenders as c; print(len(c.CONTENDERS), 'torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == [str(len(Contender)), "False"]
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from jobs.io.bench.batch_size import with_batch_size
-from jobs.io.bench.config import BenchConfig
-from jobs.io.bench.contenders import Contender
-from jobs.io.bench.suites import run_suite
-from jobs.io.bench.task import Result, Task
-from jobs.io.bench.worker import task_of
+from jobs.benchmarks.batch_size import with_batch_size
+from jobs.benchmarks.config import BenchConfig
+from jobs.benchmarks.contenders import Contender
+from jobs.benchmarks.suites import run_suite
+from jobs.benchmarks.task import Result, Task
+from jobs.benchmarks.worker import task_of
 from runtime.errors import ConfigError, MillraceError
 
 

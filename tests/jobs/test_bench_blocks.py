@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.bench import suites
-from jobs.io.bench.blocks import block_rates, block_sizes, blocks_table, knee
-from jobs.io.bench.config import BenchConfig, Suite
-from jobs.io.bench.knee import stand
-from jobs.io.bench.measure import measure
-from jobs.io.bench.suites import run_suite
-from jobs.io.bench.task import Result
+from jobs.benchmarks import suites
+from jobs.benchmarks.blocks import block_rates, block_sizes, blocks_table, knee
+from jobs.benchmarks.config import BenchConfig, Suite
+from jobs.benchmarks.knee import stand
+from jobs.benchmarks.measure import measure
+from jobs.benchmarks.suites import run_suite
+from jobs.benchmarks.task import Result
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint

@@ -2,16 +2,16 @@
 
 import pytest
 
-from jobs.io.bench import floor_worker
-from jobs.io.bench.config import BenchConfig, Suite
-from jobs.io.bench.contenders import Contender
-from jobs.io.bench.floor import Floor, ProductSeconds, floors_of, floors_table
-from jobs.io.bench.floor_worker import products
-from jobs.io.bench.measure import measure
-from jobs.io.bench.predictions import Case
-from jobs.io.bench.suites import run_suite
-from jobs.io.bench.task import Result, prompts
-from jobs.io.bench.worker import task_of
+from jobs.benchmarks import floor_worker
+from jobs.benchmarks.config import BenchConfig, Suite
+from jobs.benchmarks.contenders import Contender
+from jobs.benchmarks.floor import Floor, ProductSeconds, floors_of, floors_table
+from jobs.benchmarks.floor_worker import products
+from jobs.benchmarks.measure import measure
+from jobs.benchmarks.predictions import Case
+from jobs.benchmarks.suites import run_suite
+from jobs.benchmarks.task import Result, prompts
+from jobs.benchmarks.worker import task_of
 from runtime.api import Runtime
 from runtime.config import ModelConfig, RuntimeConfig
 from runtime.errors import ConfigError

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.io.bench.gpu import bench, drawn, link, missing, worker
-from jobs.io.bench.gpu.__main__ import asked
-from jobs.io.bench.gpu.bench import GpuBench
-from jobs.io.bench.gpu.config import GpuConfig
-from jobs.io.bench.gpu.messages import GpuTask, Machine, Measurement, as_line
-from jobs.io.bench.gpu.missing import complaints
-from jobs.io.bench.gpu.models import DrawnModel, DrawnRuntime, draw_model, parameters_of
-from jobs.io.bench.gpu.suite import run_gpu
-from jobs.io.bench.gpu.ways import WAYS, Way
-from jobs.io.bench.gpu.worker import answers
-from jobs.io.bench.task import Result
+from jobs.benchmarks.gpu import bench, drawn, link, missing, worker
+from jobs.benchmarks.gpu.__main__ import asked
+from jobs.benchmarks.gpu.bench import GpuBench
+from jobs.benchmarks.gpu.config import GpuConfig
+from jobs.benchmarks.gpu.messages import GpuTask, Machine, Measurement, as_line
+from jobs.benchmarks.gpu.missing import complaints
+from jobs.benchmarks.gpu.models import DrawnModel, DrawnRuntime, draw_model, parameters_of
+from jobs.benchmarks.gpu.suite import run_gpu
+from jobs.benchmarks.gpu.ways import WAYS, Way
+from jobs.benchmarks.gpu.worker import answers
+from jobs.benchmarks.task import Result
 from runtime import ModelConfig, RuntimeConfig
 from runtime.config import DType, Tier
 from runtime.engine.measure.memory import LINK_IN
@@ -225,7 +225,7 @@ def test_a_version_outside_of_what_the_project_names_is_told(monkeypatch: pytest
 def test_the_command_and_its_worker_import_nothing_that_a_plain_image_lacks() -> None:
     lacking = ("hydra", "omegaconf", "datasets", "pyarrow", "numba", "matplotlib", "accelerate")
     blocked = f"import sys; sys.modules.update(dict.fromkeys({lacking!r}))"
-    program = f"{blocked}; import jobs.io.bench.gpu.__main__, jobs.io.bench.gpu.worker"
+    program = f"{blocked}; import jobs.benchmarks.gpu.__main__, jobs.benchmarks.gpu.worker"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from jobs.io.bench import worker
-from jobs.io.bench.contenders import CONTENDERS, Contender, Guest, Peer
-from jobs.io.bench.measure import measure
-from jobs.io.bench.task import Result, Task
-from jobs.io.bench.worker import measured
+from jobs.benchmarks import worker
+from jobs.benchmarks.contenders import CONTENDERS, Contender, Guest, Peer
+from jobs.benchmarks.measure import measure
+from jobs.benchmarks.task import Result, Task
+from jobs.benchmarks.worker import measured
 from runtime.config import ModelConfig
 from runtime.errors import MillraceError
 from runtime.model.origin import find_checkpoint
@@ -128,7 +128,7 @@ def test_airllm_gets_the_same_ids_and_leaves_nothing_beside_the_checkpoint(monke
     fake = ModuleType("airllm")
     fake.AutoModel = SimpleNamespace(from_pretrained=load)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "airllm", fake)
-    from jobs.io.bench import guest_airllm
+    from jobs.benchmarks import guest_airllm
 
     task = tiny(Contender.airllm)
     assert guest_airllm.generate(task).tokens == measure(replace(task, contender="transformers")).tokens
@@ -156,7 +156,7 @@ def test_deepspeed_is_told_where_parameters_lie_and_buffers_hold_the_largest(
     lock = tmp_path / "extensions" / "operator" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    from jobs.io.bench import guest_deepspeed
+    from jobs.benchmarks import guest_deepspeed
 
     monkeypatch.setattr(guest_deepspeed, "deepspeed", fake)
     monkeypatch.setattr(guest_deepspeed, "HfDeepSpeedConfig", lambda config: None)

@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jobs.io.bench import guests
-from jobs.io.bench.config import BenchConfig
-from jobs.io.bench.contenders import Contender, Guest
-from jobs.io.bench.gguf_export import export_gguf
-from jobs.io.bench.guests import python_of
-from jobs.io.bench.measure import NOTHING
-from jobs.io.bench.suites import run_suite
-from jobs.io.bench.task import Result, Task
+from jobs.benchmarks import guests
+from jobs.benchmarks.config import BenchConfig
+from jobs.benchmarks.contenders import Contender, Guest
+from jobs.benchmarks.gguf_export import export_gguf
+from jobs.benchmarks.guests import python_of
+from jobs.benchmarks.measure import NOTHING
+from jobs.benchmarks.suites import run_suite
+from jobs.benchmarks.task import Result, Task
 from runtime.errors import ConfigError, MillraceError
 from runtime.model.synthesize import synthesize_checkpoint
 
@@ -84,7 +84,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(MillraceError, match=r"nowhere\.whl cannot be installed: "):
-        python_of(Guest(module="jobs.io.bench.guest_llama_cpp", requirements=("/nowhere.whl",)))
+        python_of(Guest(module="jobs.benchmarks.guest_llama_cpp", requirements=("/nowhere.whl",)))
 
 
 def test_what_is_not_wanted_goes_before_an_environment_is_ready(

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.io.bench import measure as measuring
-from jobs.io.bench.config import BenchConfig, Suite
-from jobs.io.bench.measure import measure
-from jobs.io.bench.policies import NUM_AGAIN, attempts
-from jobs.io.bench.suites import run_suite
-from jobs.io.bench.task import Result, Task
+from jobs.benchmarks import measure as measuring
+from jobs.benchmarks.config import BenchConfig, Suite
+from jobs.benchmarks.measure import measure
+from jobs.benchmarks.policies import NUM_AGAIN, attempts
+from jobs.benchmarks.suites import run_suite
+from jobs.benchmarks.task import Result, Task
 from runtime.config import ModelConfig
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.bench.config import BenchConfig, Suite
-from jobs.io.bench.contenders import Contender
-from jobs.io.bench.measure import measure
-from jobs.io.bench.predictions import Case, Outcome, outcomes_of, predictions_table
-from jobs.io.bench.task import Result
-from jobs.io.bench.worker import task_of
+from jobs.benchmarks.config import BenchConfig, Suite
+from jobs.benchmarks.contenders import Contender
+from jobs.benchmarks.measure import measure
+from jobs.benchmarks.predictions import Case, Outcome, outcomes_of, predictions_table
+from jobs.benchmarks.task import Result
+from jobs.benchmarks.worker import task_of
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.model.origin import find_checkpoint

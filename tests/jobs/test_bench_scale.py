@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.bench import rows as rows_module
-from jobs.io.bench.rows import Rows, rows_table
-from jobs.io.bench.scale import measure_sizes, scale_table
-from jobs.io.bench.scale_size import NUM_DOUBLINGS, NUM_NEW_TOKENS, QUANTITIES, Size, sizes
-from jobs.io.bench.scale_worker import measure, synthesize
-from jobs.io.bench.task import Result
+from jobs.benchmarks import rows as rows_module
+from jobs.benchmarks.rows import Rows, rows_table
+from jobs.benchmarks.scale import measure_sizes, scale_table
+from jobs.benchmarks.scale_size import NUM_DOUBLINGS, NUM_NEW_TOKENS, QUANTITIES, Size, sizes
+from jobs.benchmarks.scale_worker import measure, synthesize
+from jobs.benchmarks.task import Result
 from runtime.units import MIB
 
 TOY = Size(num_layers=2, vocab_size=512, prompt_tokens=8, block=2, hidden_size=64)

@@ -8,12 +8,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from jobs.io.chat import ChatRenderer, TemplateRefusal, require_template
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig, DatasetKind
-from jobs.io.generation import generate
-from jobs.io.parts import read_generations
-from jobs.io.run_dir import RunDirectory
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.run.chat import ChatRenderer, TemplateRefusal, require_template
+from jobs.run.generation import generate
+from jobs.run.parts import read_generations
+from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError
@@ -154,7 +154,7 @@ def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_rendered() -
 
 
 def test_a_template_that_never_ends_is_refused_after_a_few_chats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.io.chat.MOST_DEATHS", 1)
+    monkeypatch.setattr("jobs.run.chat.MOST_DEATHS", 1)
     with pytest.raises(ConfigError, match="no text of the first 1 chats: it takes more than 1 s of processor time"):
         render(tokenizer_with(ENDLESS), chat("x"))
 

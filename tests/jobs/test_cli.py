@@ -13,8 +13,8 @@ import pytest
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from jobs.io.cli import as_job, explain, report, run_job
-from jobs.io.config import GenerateConfig, SynthesizeConfig, load
+from jobs.config.cli import as_job, explain, report, run_job
+from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig
-from jobs.io.generation import Outcome, generate
-from jobs.io.parts import read_generations
-from jobs.io.run_dir import RunDirectory
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig
+from jobs.run.generation import Outcome, generate
+from jobs.run.parts import read_generations
+from jobs.run.run_dir import RunDirectory
 from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
 from tests.jobs.killing import run_and_kill, start_job

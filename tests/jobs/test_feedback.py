@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import runtime.api
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig
-from jobs.io.feedback import Feedback, worked
-from jobs.io.files import write_json
-from jobs.io.generation import Outcome, generate
-from jobs.io.parts import read_generations
-from jobs.io.run_dir import RunDirectory
-from jobs.io.summary import PassRow
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig
+from jobs.files.publishing import write_json
+from jobs.run.feedback import Feedback, worked
+from jobs.run.generation import Outcome, generate
+from jobs.run.parts import read_generations
+from jobs.run.run_dir import RunDirectory
+from jobs.run.summary import PassRow
 from runtime.api import Runtime
 from runtime.config import (
     KVConfig,

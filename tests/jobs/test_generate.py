@@ -13,11 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig, ShardConfig
-from jobs.io.generation import Outcome, generate
-from jobs.io.parts import read_generations
-from jobs.io.run_dir import RunDirectory
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig, ShardConfig
+from jobs.run.generation import Outcome, generate
+from jobs.run.parts import read_generations
+from jobs.run.run_dir import RunDirectory
 from runtime.config import (
     OffloadConfig,
     PolicyConfig,

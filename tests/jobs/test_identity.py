@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.io import generation
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig, DatasetKind, input_digest, read_rows
-from jobs.io.files import json_digest
-from jobs.io.generation import Outcome, generate
-from jobs.io.parts import read_generations
-from jobs.io.run_dir import RunDirectory
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig, DatasetKind, input_digest, read_rows
+from jobs.files.publishing import json_digest
+from jobs.run import generation
+from jobs.run.generation import Outcome, generate
+from jobs.run.parts import read_generations
+from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import DamagedRunError, Interrupted, OutputError, RunMismatchError

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from jobs import measure
-from jobs.io.cli import run_job
-from jobs.io.measure.config import MeasureJobConfig
-from jobs.io.measure.doubts import doubts, names
-from jobs.io.measure.report import Source, agreement, format_table, format_value, format_yaml
-from jobs.io.typed import build
+from jobs.config.cli import run_job
+from jobs.config.typed import build
+from jobs.measuring.config import MeasureJobConfig
+from jobs.measuring.doubts import doubts, names
+from jobs.measuring.report import Source, agreement, format_table, format_value, format_yaml
 from runtime.config import MachineConfig
 from runtime.engine.measure.timing import Figure
 from runtime.machine_cache import find_latest, this_host
@@ -182,7 +182,7 @@ def test_a_wrong_setting_is_refused_in_one_line(
 def test_defaults_of_yaml_and_code_are_the_same() -> None:
     from hydra import compose, initialize_config_dir
 
-    from jobs.io.config import load
+    from jobs.config.settings import load
 
     with initialize_config_dir(str(Path(__file__).resolve().parents[2] / "conf"), version_base=None):
         assert load(MeasureJobConfig, compose("measure")) == MeasureJobConfig()

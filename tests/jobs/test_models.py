@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from jobs import models
-from jobs.io.cli import run_job
-from jobs.io.config import ModelsConfig, TableFormat
-from jobs.io.support import families_named, support_table
+from jobs.config.cli import run_job
+from jobs.config.settings import ModelsConfig, TableFormat
+from jobs.planning.support_table import families_named, support_table
 from runtime.config import Lanes
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES

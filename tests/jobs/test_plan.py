@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from jobs.io.config import load
-from jobs.io.plan.config import PlanConfig
-from jobs.io.plan.planning import Planned, make_plan
-from jobs.io.plan.report import report
+from jobs.config.settings import load
+from jobs.planning.config import PlanConfig
+from jobs.planning.planning import Planned, make_plan
+from jobs.planning.report import report
 from runtime.choices import KeptPolicy
 from runtime.config import Attention, DType, MachineConfig, Order
 from runtime.errors import BudgetError, ConfigError

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from jobs.io.config import GenerateConfig, doubtful_settings, load
-from jobs.io.dataset import DatasetConfig
-from jobs.io.generation import generate
+from jobs.config.settings import GenerateConfig, doubtful_settings, load
+from jobs.datasets import DatasetConfig
+from jobs.run.generation import generate
 from runtime.config import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, RunMismatchError
 from runtime.sampling_config import AS_THE_MODEL_SAYS

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import trace
-from jobs.io.cli import run_job
-from jobs.io.config import GenerateConfig, TraceConfig
-from jobs.io.dataset import DatasetConfig
-from jobs.io.generation import generate
-from jobs.io.run_dir import RunDirectory
-from jobs.io.trace_file import read_trace
+from jobs.config.cli import run_job
+from jobs.config.settings import GenerateConfig, TraceConfig
+from jobs.datasets import DatasetConfig
+from jobs.report.trace_file import read_trace
+from jobs.run.generation import generate
+from jobs.run.run_dir import RunDirectory
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, SamplingConfig, Tier
 from runtime.trace import Row, Span
 

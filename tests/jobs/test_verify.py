@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.io.config import GenerateConfig
-from jobs.io.dataset import DatasetConfig, DatasetKind
-from jobs.io.files import json_digest
-from jobs.io.generation import Outcome, generate
-from jobs.io.run_dir import RunDirectory
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.files.publishing import json_digest
+from jobs.run.generation import Outcome, generate
+from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify
 from runtime.errors import Interrupted, RunMismatchError

@@ -232,7 +232,7 @@ def test_every_rate_of_a_plan_has_its_figure(tmp_path: Path) -> None:
 
 
 def test_toy_measurement_is_a_machine(tmp_path: Path) -> None:
-    from runtime.measurement import PASS, TURN, measure_machine
+    from jobs.measuring.measurement import PASS, TURN, measure_machine
 
     steps: list[tuple[str, int]] = []
     config = MeasureConfig(**{**vars(TOY), "directory": str(tmp_path), "num_rounds": 1})

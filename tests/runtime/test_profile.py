@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.io.typed import build
+from jobs.config.typed import build
 from runtime.config import DType, MachineConfig
 from runtime.errors import ConfigError
 from runtime.plan.cost.profile import COMPUTE_SHARE, HOP_SECONDS, LINK_SHARE, MEMORY_SHARE, machine_of

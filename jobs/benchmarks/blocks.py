@@ -1,0 +1,106 @@
+"""Decode throughput against block size, measured and predicted, and the block from which on more sequences gain little:
+the knee, beside the one of the hierarchical roofline."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from ..report.figure import figure
+from .task import Result
+
+LITTLE = 1.2  # times the throughput, by twice the sequences
+HEIGHT_PIXELS = 520
+MEASURED, PREDICTED, KNEE = "#4c78a8", "#f58518", "#e45756"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRates:
+    """Generated tokens per second of decode passes. `spread`: those of the slowest and the fastest round."""
+
+    block: int
+    measured: float
+    predicted: float
+    spread: tuple[float, float]
+
+
+def block_sizes(most: int) -> list[int]:
+    """1, 2, 4 ... and `most` itself."""
+    return sorted({*(1 << turn for turn in range(most.bit_length())), most})
+
+
+def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> list[BlockRates]:
+    """Of rounds by block. Prefill gives the first of each sequence's tokens."""
+    found = []
+    for block, results in sorted(rounds.items()):
+        tokens = block * (num_new_tokens - 1)
+        measured = sorted(tokens / (result.seconds - result.prefill_seconds) for result in results)
+        found.append(
+            BlockRates(
+                block=block,
+                measured=median(measured),
+                predicted=median(tokens / result.predicted_decode_seconds for result in results),
+                spread=(measured[0], measured[-1]),
+            )
+        )
+    return found
+
+
+def knee(rates: Mapping[int, float]) -> int | None:
+    """The first block that gains less than `LITTLE` times by being doubled; None where all gain more."""
+    return next(
+        (block for (block, rate), (_, doubled) in pairwise(sorted(rates.items())) if doubled < LITTLE * rate), None
+    )
+
+
+def blocks_table(name: str, rates: Sequence[BlockRates], needed_sequences: float) -> str:
+    lines = [
+        f"| {name}, nvme, block | decode, measured | x the block before | decode, predicted | predicted / measured |",
+        "|---|---|---|---|---|",
+    ]
+    before: BlockRates | None = None
+    for each in rates:
+        gain = f"{each.measured / before.measured:.2f}" if before is not None else "-"
+        low, high = each.spread
+        lines.append(
+            f"| {each.block} | {each.measured:.2f} tok/s ({low:.2f}-{high:.2f}) | {gain} "
+            f"| {each.predicted:.2f} tok/s | {each.predicted / each.measured:.2f} |"
+        )
+        before = each
+    measured, predicted = (knee(one) for one in _both(rates))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"The knee, the first block whose doubling gains less than {LITTLE} times: measured {measured or 'none'}, "
+            f"predicted {predicted or 'none'}. Roofline (P2): from {needed_sequences:.0f} sequences on the disk no "
+            "longer bounds decode.",
+        ]
+    )
+
+
+def _both(rates: Sequence[BlockRates]) -> tuple[dict[int, float], dict[int, float]]:
+    return {each.block: each.measured for each in rates}, {each.block: each.predicted for each in rates}
+
+
+def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float, title: str) -> None:
+    """Publishes it, as svg or png by the suffix; raises OutputError."""
+    blocks = [each.block for each in rates]
+    measured = [each.measured for each in rates]
+    errors = [[each.measured - each.spread[0] for each in rates], [each.spread[1] - each.measured for each in rates]]
+    with figure(path, HEIGHT_PIXELS) as made:
+        axes = made.subplots()
+        axes.errorbar(blocks, measured, yerr=errors, color=MEASURED, marker="o", capsize=2, label="measured")
+        axes.plot(blocks, [each.predicted for each in rates], color=PREDICTED, linestyle="--", label="predicted")
+        axes.axvline(needed_sequences, color=KNEE, linewidth=1, label=f"roofline, P2: {needed_sequences:.0f}")
+        found = knee(_both(rates)[0])
+        if found is not None:
+            axes.axvline(found, color=MEASURED, linestyle=":", label=f"knee, measured: {found}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("sequences of a block")
+        axes.set_ylabel("generated tokens/s of decode passes")
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.legend(frameon=False)
+        made.tight_layout()

@@ -1,0 +1,96 @@
+"""The settings of `jobs.bench`; mirrors conf/bench.yaml."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from runtime.config import ModelConfig, require
+
+from ..config.settings import LogLevel
+from .contenders import PEERS, PREDICTED, Contender
+from .gpu.config import GpuConfig
+
+
+class Suite(Enum):
+    """`speed`: contenders beside each other. `predictions`: Millrace's contenders, what was predicted beside what was
+    measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20 others,
+    offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's start as
+    its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one checkpoint.
+    `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least.
+    `gpu`: weights in host memory in front of a device, see `gpu/`."""
+
+    speed = "speed"
+    predictions = "predictions"
+    policies = "policies"
+    scale = "scale"
+    blocks = "blocks"
+    floor = "floor"
+    gpu = "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """`checkpoints` are directories, empty: that of `model`; a block is so many sequences.
+
+    Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
+    same. `batch_size` is the peers', `batch_sizes` has those of some of them instead; None: the best is searched.
+    `peer_minutes` limits each measurement of a peer.
+    `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    suite: Suite = Suite.speed
+    checkpoints: list[str] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=lambda: [8, 64, 256])
+    contenders: list[Contender] = field(default_factory=lambda: [Contender.nvme, Contender.none])
+    num_prompts: int = 64
+    prompt_tokens: int = 60
+    num_new_tokens: int = 32
+    ignore_eos: bool = True
+    rounds: int = 3
+    batch_size: int | None = None
+    batch_sizes: dict[Contender, int] = field(default_factory=dict)
+    peer_minutes: float | None = None
+    micro_batch_size: int | None = None
+    num_micro_batches: int | None = None
+    weight_share: float = 0.25
+    num_threads: int = 2
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    name: str = "bench"
+    output_root: str = "outputs"
+    log_level: LogLevel = LogLevel.warning
+
+    def __post_init__(self) -> None:
+        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "num_threads")
+        for key in (*counts, "batch_size", "micro_batch_size", "num_micro_batches"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"{key} must be 1 or more, got {value}")
+        require(
+            set(self.batch_sizes) <= set(PEERS) and all(size >= 1 for size in self.batch_sizes.values()),
+            "batch_sizes must name peers and be 1 or more, got "
+            + ", ".join(f"{each.value}: {size}" for each, size in self.batch_sizes.items()),
+        )
+        limit = self.peer_minutes
+        require(limit is None or limit > 0, f"peer_minutes must be above 0, or null for no limit, got {limit}")
+        require(bool(self.contenders), "contenders is empty: name at least one")
+        require(
+            self.ignore_eos or not set(PEERS) & set(self.contenders),
+            f"ignore_eos=false draws with Millrace's own seeds: leave out {', '.join(each.value for each in PEERS)}",
+        )
+        require(
+            self.suite not in (Suite.predictions, Suite.floor) or set(self.contenders) <= set(PREDICTED),
+            f"suite={self.suite.value} has contenders of {', '.join(each.value for each in PREDICTED)} only",
+        )
+        require(
+            self.suite not in (Suite.predictions, Suite.blocks, Suite.floor) or self.num_new_tokens >= 2,
+            f"suite={self.suite.value} measures decode passes: num_new_tokens must be 2 or more, got "
+            f"{self.num_new_tokens}",
+        )
+        require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
+        require(
+            self.suite is not Suite.speed or not self.checkpoints,
+            "checkpoints are for suite=predictions, policies and floor; otherwise set model.path",
+        )
+        require(
+            self.suite is not Suite.policies or self.num_prompts >= 4,
+            f"suite=policies divides all prompts into blocks: num_prompts must be 4 or more, got {self.num_prompts}",
+        )
+        require(self.weight_share > 0, f"weight_share must be above 0, got {self.weight_share}")

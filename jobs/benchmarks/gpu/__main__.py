@@ -1,0 +1,88 @@
+"""`python -m jobs.benchmarks.gpu`: what `python -m jobs.bench suite=gpu` measures, where neither hydra nor omegaconf,
+datasets or pyarrow are installed. Settings are those of `gpu:` in conf/bench.yaml, as `gpu.minutes=4`.
+
+`toy` stands for a small model on the same road, to see in a minute or two that all of it runs.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from runtime.errors import ConfigError, MillraceError, require
+
+from ...config.typed import build
+from .config import GpuConfig
+from .suite import run_gpu
+
+FOLDER = Path("outputs/gpu")
+TOY: Mapping[str, object] = {
+    "num_layers": 6,
+    "shape": {
+        "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 64, "vocab_size": 4096, "num_local_experts": 4,
+    },
+    "num_prompts": 16,
+    "num_new_tokens": 4,
+    "device_memory_gib": 2.0,
+    "minutes": 4.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Of conf/bench.yaml what `suite=gpu` goes by."""
+
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    prompt_tokens: int = 60
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("prompt_tokens", "rounds"):
+            require(getattr(self, key) >= 1, f"{key} must be 1 or more, got {getattr(self, key)}")
+
+
+def asked(arguments: Sequence[str]) -> Asked:
+    """Raises ConfigError."""
+    gpu, others = dict(TOY) if "toy" in arguments else {}, dict[str, object]()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals and key != "toy":
+            raise ConfigError(f"{argument}: `toy` or KEY=VALUE is wanted, such as gpu.minutes=4")
+        if equals and key.startswith("gpu."):
+            gpu[key.removeprefix("gpu.")] = _value(value)
+        elif equals:
+            others[key] = _value(value)
+    return build(Asked, {**others, "gpu": gpu})
+
+
+def _value(value: str) -> object:
+    """A word that is no JSON is itself, as in `gpu.device=cuda:1`."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def main() -> None:
+    try:
+        wanted = asked(sys.argv[1:])
+        done = run_gpu(wanted.gpu, wanted.prompt_tokens, wanted.rounds, _say)
+    except MillraceError as error:
+        _say(f"error: {error}")
+        sys.exit(error.exit_code)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "table.md").write_text(done.table + "\n", encoding="utf-8")
+    rounds = {name: [asdict(result) for result in results] for name, results in done.rounds.items()}
+    (FOLDER / "rounds.json").write_text(json.dumps(rounds), encoding="utf-8")
+    sys.stdout.write(f"{done.table}\n\nKept in {FOLDER}/table.md and rounds.json.\n")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

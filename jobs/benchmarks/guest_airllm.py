@@ -1,0 +1,34 @@
+"""AirLLM as a peer: `python -m jobs.benchmarks.guest_airllm JSON` in an environment that has it.
+
+It splits a checkpoint by layer, into a folder beside it that is gone with the process, and reads a layer when the
+forward comes to it. Splitting is not timed. Its layers' pages are dropped all along.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from airllm import AutoModel  # pyright: ignore[reportMissingImports] - in this worker's environment alone
+
+from runtime.stream.host_memory import resident_bytes
+
+from .generation import generated
+from .task import Result, Task, forgetting
+
+
+def generate(task: Task) -> Result:
+    torch.set_num_threads(task.num_threads)
+    baseline = resident_bytes()
+    with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
+        streamed = AutoModel.from_pretrained(
+            task.path, device="cpu", dtype=torch.float32, layer_shards_saving_path=folder
+        )
+        with forgetting(Path(folder)):
+            return generated(streamed.model, task, baseline)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asdict(generate(Task(**json.loads(sys.argv[1]))))) + "\n")

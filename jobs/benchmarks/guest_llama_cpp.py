@@ -1,0 +1,114 @@
+"""llama.cpp as a peer: `python -m jobs.benchmarks.guest_llama_cpp JSON` in an environment that has llama-cpp-python.
+
+All weights in memory, sequences decoded side by side: groups of `batch_size` neighbours in length, as its batch
+interface takes them. Its products round to half precision or less, so tokens may differ. Loading is not timed.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.stream.host_memory import resident_bytes
+from runtime.units import round_up
+
+from .contenders import Peer
+from .task import Result, Task, batches, prompts
+from .timing import timed
+
+BATCH_TOKENS = 512  # of a call, its own default for prompts
+
+
+def generate(task: Task) -> Result:
+    import llama_cpp as lib  # pyright: ignore[reportMissingImports] - it is in the environment of this worker alone
+
+    file = Path(task.path)
+    lib.llama_backend_init()
+    baseline = resident_bytes()
+    model_params = lib.llama_model_default_params()
+    model_params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # into memory, or reading would be timed
+    model_params.use_extra_bufts = _has_kernels(task)
+    model = lib.llama_model_load_from_file(str(file).encode(), model_params)
+    if not model:
+        raise RuntimeError(f"llama.cpp cannot load {file}")
+    vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    ids = prompts(task.num_prompts, vocab_size, task.prompt_tokens)
+    width = round_up(max(map(len, ids)) + task.num_new_tokens, 256)
+    params = lib.llama_context_default_params()
+    assert task.batch_size is not None, "given, or searched before"
+    params.n_seq_max = min(task.batch_size, len(ids))
+    params.n_ctx = width * params.n_seq_max
+    params.n_batch = params.n_ubatch = max(BATCH_TOKENS, params.n_seq_max)
+    params.n_threads = params.n_threads_batch = task.num_threads
+    context = lib.llama_init_from_model(model, params)
+    if not context:
+        raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} positions")
+    run = _Run(lib, context, params.n_batch, vocab_size)
+
+    def generate_all() -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {}
+        for members in batches(ids, params.n_seq_max):
+            tokens |= dict(zip(members, run.group([ids[i] for i in members], task.num_new_tokens), strict=True))
+        return tokens
+
+    result = timed(generate_all, baseline_bytes=baseline, batch_size=task.batch_size)
+    return replace(result, prefill_seconds=run.prefill_seconds)
+
+
+def _has_kernels(task: Task) -> bool:
+    """Whether weights may be laid out for its matrix-unit kernels. Not quantised ones: GCC 12 drops most of the tile
+    configuration that they load, and the processor refuses the rest."""
+    peer = task.entry
+    return isinstance(peer, Peer) and peer.guest is not None and peer.guest.gguf_kind == "F16"
+
+
+class _Run:
+    def __init__(self, lib: Any, context: Any, batch_tokens: int, vocab_size: int):
+        self._lib, self._context, self._most, self._vocab_size = lib, context, batch_tokens, vocab_size
+        self._batch = lib.llama_batch_init(batch_tokens, 0, 1)
+        self.prefill_seconds = 0.0
+
+    def group(self, prompts: Sequence[list[int]], num_new_tokens: int) -> list[list[int]]:
+        """Greedy, `num_new_tokens` each."""
+        begin = time.monotonic()
+        last: dict[int, int] = {}
+        entries = [
+            (token, place, row, place + 1 == len(prompt))
+            for row, prompt in enumerate(prompts)
+            for place, token in enumerate(prompt)
+        ]
+        for start in range(0, len(entries), self._most):
+            last |= self._decode(entries[start : start + self._most])
+        self.prefill_seconds += time.monotonic() - begin
+        found = [[last[row]] for row in range(len(prompts))]
+        for turn in range(num_new_tokens - 1):
+            step = [(found[row][-1], len(prompt) + turn, row, True) for row, prompt in enumerate(prompts)]
+            for row, token in self._decode(step).items():
+                found[row].append(token)
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        return found
+
+    def _decode(self, entries: Sequence[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """The likeliest token of each row that asks for it. Entries: token, position, row, whether it asks."""
+        batch = self._batch
+        batch.n_tokens = len(entries)
+        for at, (token, place, row, asks) in enumerate(entries):
+            batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, place, 1
+            batch.seq_id[at][0], batch.logits[at] = row, asks
+        if self._lib.llama_decode(self._context, batch):
+            raise RuntimeError("llama.cpp cannot decode")
+        found = {}
+        for at, (_, _, row, asks) in enumerate(entries):
+            if asks:
+                logits = self._lib.llama_get_logits_ith(self._context, at)
+                found[row] = int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._vocab_size,))))
+        return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asdict(generate(Task(**json.loads(sys.argv[1]))))) + "\n")

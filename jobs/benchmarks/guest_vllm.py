@@ -1,0 +1,42 @@
+"""vLLM's CPU build as a peer: `python -m jobs.benchmarks.guest_vllm JSON` in an environment that has it.
+
+All weights and all requests at once, as its offline users do it; loading and warming up are not timed.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from runtime.stream.host_memory import resident_bytes
+
+from .contenders import Peer
+from .task import Result, Task, prompts
+from .timing import timed
+
+KV_GIB = 2
+
+
+def generate(task: Task) -> Result:
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] - only in this worker's environment
+
+    baseline = resident_bytes()
+    peer = task.entry
+    assert isinstance(peer, Peer)
+    model = LLM(
+        model=task.path, dtype=peer.dtype.value, max_model_len=1024, skip_tokenizer_init=True, enforce_eager=True
+    )
+    vocab_size = model.llm_engine.model_config.get_vocab_size()
+    ids = prompts(task.num_prompts, vocab_size, task.prompt_tokens)
+    sampling = SamplingParams(temperature=0.0, max_tokens=task.num_new_tokens, ignore_eos=True, detokenize=False)
+
+    def generate_all() -> dict[int, list[int]]:
+        outputs = model.generate([{"prompt_token_ids": each} for each in ids], sampling, use_tqdm=False)
+        return {number: list(output.outputs[0].token_ids) for number, output in enumerate(outputs)}
+
+    return timed(generate_all, baseline_bytes=baseline, batch_size=None)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asdict(generate(Task(**json.loads(sys.argv[1]))))) + "\n")

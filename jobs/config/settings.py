@@ -1,0 +1,272 @@
+"""The settings of each job, typed. The only file that knows OmegaConf: the rest of the project sees dataclasses."""
+
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import TypeAlias, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runtime.config import (
+    DType,
+    KVConfig,
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PrefetchConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    require,
+    require_groups_agree,
+)
+from runtime.errors import ConfigError
+
+from ..datasets.config import DatasetConfig, ShardConfig
+from ..files.publishing import JsonValue, json_digest
+from .typed import build, flatten, plain
+
+T = TypeVar("T")
+Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
+
+SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
+# Of those groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
+# What model.verify=full finds is among the facts of the manifest.
+FREE_KEYS = frozenset(
+    {"policy.schedule", "policy.attention", "dataset.max_row_bytes", "model.self_check", "model.verify"}
+)
+LATER_KEYS = frozenset({"model.compile"})  # of those groups: came after the first names were given, see `run_name`
+
+
+class LogLevel(Enum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class TableFormat(Enum):
+    text = "text"
+    markdown = "markdown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """All settings of `jobs.generate`; mirrors conf/generate.yaml."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    run: str | None = None
+    output_root: str = "outputs"
+    output_private: bool = False
+    checkpoint_seconds: float | None = 60.0
+    log_level: LogLevel = LogLevel.info
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        _require_path(self.model)
+        _require_output_root(self.output_root)
+        require_groups_agree(self.policy, self.prefetch, self.offload)
+        seconds = self.checkpoint_seconds
+        require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
+        require(
+            self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
+            f"run must be letters, digits, '.', '_' and '-' (it names a directory below output_root), got {self.run!r}",
+        )
+
+    @property
+    def runtime(self) -> RuntimeConfig:
+        """The part that `Runtime` takes; the rest is the job's own."""
+        return RuntimeConfig(
+            model=self.model,
+            offload=self.offload,
+            kv=self.kv,
+            prefetch=self.prefetch,
+            policy=self.policy,
+            sampling=self.sampling,
+            machine=self.machine,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesizeConfig:
+    """All settings of `jobs.synthesize`; mirrors conf/synthesize.yaml. Of `model` only the name is used.
+
+    `architecture` holds transformers' own config keys, `model_type` among them; which exist is for transformers to say.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    architecture: dict[str, object] = field(default_factory=dict)
+    out: str | None = None
+    seed: int = 0
+    dtype: DType = DType.bfloat16
+    max_shard_gib: float = 4.0
+    tokenizer: str | None = None
+    output_root: str = "outputs"
+    log_level: LogLevel = LogLevel.info
+
+    def __post_init__(self) -> None:
+        _require_output_root(self.output_root)
+        require(bool(self.out), "out is not set: the directory to write, e.g. out=outputs/checkpoints/mine")
+        require(
+            self.dtype is not DType.auto, "dtype must be float32, bfloat16 or float16 for a new checkpoint, got auto"
+        )
+        require(self.max_shard_gib > 0, f"max_shard_gib must be above 0 GiB, got {self.max_shard_gib}")
+        model_type = self.architecture.get("model_type")
+        require(
+            isinstance(model_type, str) and bool(model_type),
+            f"architecture.model_type must name a model type of transformers, e.g. llama, got {model_type!r}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsConfig:
+    """All settings of `jobs.models`; mirrors conf/models.yaml."""
+
+    family: str | None = None
+    format: TableFormat = TableFormat.text
+    shapes: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """All settings of `jobs.trace`; mirrors conf/trace.yaml. The window is in seconds since the start of the run, or of
+    the passes that a plan shows."""
+
+    path: str | None = None
+    begin: float = 0.0
+    end: float | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path is not set: a file below <run>/trace, which jobs.generate trace=true writes")
+        require(self.begin >= 0, f"begin must be 0 seconds or more, got {self.begin}")
+        require(self.end is None or self.end > self.begin, f"end must be after begin={self.begin} s, got {self.end}")
+        is_known = self.out is None or self.out.endswith((".svg", ".png"))
+        require(is_known, f"out must end in .svg or .png, got {self.out}")
+
+
+def load(cls: type[T], composed: Composed) -> T:
+    """The config that Hydra composed, as an instance of `cls`; interpolations are resolved.
+
+    Raises ConfigError in one line: an unknown key (with the closest known one), a value of the wrong type (with what
+    is allowed), values that cannot go together, a missing or broken interpolation.
+    """
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{error.full_key or 'config'} cannot be resolved: {reason}") from error
+    assert isinstance(values, dict)
+    return build(cls, {str(key): value for key, value in values.items()})
+
+
+def semantic(config: GenerateConfig) -> dict[str, JsonValue]:
+    """The keys that can change the text of a completion, flat and JSON-ready; a resumed run must have the same.
+
+    `policy` is among them because a row's numerics depend on which rows share its micro-batch.
+    """
+    return {key: value for key, value in flatten(config).items() if _is_semantic(key) and not _is_unset(key, value)}
+
+
+def operational(config: GenerateConfig) -> dict[str, JsonValue]:
+    """The other keys: they may change on resume (tiers, prefetch, schedule, machine, paths of results, log level)."""
+    return {key: value for key, value in flatten(config).items() if not _is_semantic(key)}
+
+
+def _is_semantic(key: str) -> bool:
+    return key.partition(".")[0] in SEMANTIC_GROUPS and key not in FREE_KEYS
+
+
+def _is_unset(key: str, value: JsonValue) -> bool:
+    """Settings of sampling that are off by null leave the names and manifests of runs as they were without them."""
+    return key.startswith("sampling.") and (value is None or (key == "sampling.follow_model" and value is False))
+
+
+def run_name(config: GenerateConfig) -> str:
+    """The directory name of this run below `<output_root>/generate`: `run`, or a name derived from `semantic`.
+
+    A shard of several is a run of its own, so the name ends in `-00001-of-00004`, with `run` given or not. A key of
+    `LATER_KEYS` is in the name only where it is set, so that the command of a run that was begun by a version without
+    it still finds that run.
+    """
+    defaults = semantic(GenerateConfig())
+    keys = {
+        key: value
+        for key, value in semantic(config).items()
+        if not key.startswith("shard.") and not (key in LATER_KEYS and value == defaults[key])
+    }
+    model = PurePath(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
+    readable = re.sub(r"[^A-Za-z0-9._]+", "-", f"{model}-{config.dataset.kind.value}")[:80].lstrip(".-")
+    name = config.run or f"{readable}-{json_digest(keys)[:10]}"
+    return name if config.shard.count == 1 else f"{name}-{config.shard.index:05d}-of-{config.shard.count:05d}"
+
+
+def doubtful_settings(config: GenerateConfig) -> list[str]:
+    """A sentence for each setting that has no effect beside the others, or another than was surely meant; for the job
+    to log as warnings. Those that the model or the plan leaves without effect: `runtime.plan.advice`."""
+    return [*_ignored_settings(config), *_unread_escapes(config.sampling.stop or [])]
+
+
+def _unread_escapes(stop: list[str]) -> list[str]:
+    """What a shell hands on of "\\n" in plain quotes is a backslash and a letter, which hardly any text holds."""
+    return [
+        f"sampling.stop holds {text!r}: a backslash and a letter, not the one character that they spell in code; "
+        f"in bash write $'sampling.stop=[\"{text}\"]'"
+        for text in stop
+        if re.search(r"\\[nrt]", text)
+    ]
+
+
+def _ignored_settings(config: GenerateConfig) -> list[str]:
+    sampling = config.sampling
+    off = {"top_k": 0, "top_p": 1, "min_p": 0, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
+    is_greedy = sampling.is_greedy and config.dataset.temperature_field is None
+    ignored = [
+        f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.temperature=0 is greedy"
+        for key in off
+        if is_greedy and getattr(sampling, key) not in (None, off[key])
+    ]
+    ignored += [
+        f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.ignore_eos=true"
+        for key in ("min_new_tokens", "min_length", "exponential_decay_length_penalty")
+        if getattr(sampling, key) and sampling.ignore_eos
+    ]
+    return ignored
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """A file of plain data, its interpolations resolved."""
+    values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    assert isinstance(values, dict), f"{path} holds no mapping"
+    return {str(key): value for key, value in values.items()}
+
+
+def to_yaml(config: GenerateConfig | SynthesizeConfig) -> str:
+    """The settings as YAML, readable and safe to load as plain data."""
+    values = plain(config)
+    assert isinstance(values, dict)
+    return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def _require_path(model: ModelConfig) -> None:
+    if model.name == "tiny":
+        require(
+            model.path is None,
+            f"model=tiny is built on the spot and takes no model.path, got {model.path!r}: model=hf does",
+        )
+    else:
+        require(bool(model.path), f"model.path is not set: model={model.name} needs a local directory or a hub id")
+
+
+def _require_output_root(output_root: str) -> None:
+    require(bool(output_root.strip()), "output_root is empty: name a directory, e.g. output_root=outputs")

@@ -1,0 +1,170 @@
+"""Plain data into frozen dataclasses, strictly: nothing is guessed, and each error is one line that names the key."""
+
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
+
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
+    from ..files.publishing import JsonValue
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
+    """`values` (nested mappings, lists, strings, numbers) as an instance of the dataclass `cls`; absent keys default.
+
+    Stricter than a YAML loader: 3.7 is no int, 1 is no bool, infinity and NaN are no floats.
+    Raises ConfigError naming the dotted key, the value and what is allowed, or the closest key for an unknown one.
+    """
+    hints = _field_types(cls)
+    for name in values:
+        if name not in hints:
+            raise ConfigError(unknown_key(f"{prefix}{name}", [f"{prefix}{key}" for key in known_keys(cls)]))
+    return cls(**{name: _convert(hints[name], value, f"{prefix}{name}") for name, value in values.items()})
+
+
+def known_keys(cls: type) -> list[str]:
+    """Every dotted key below the dataclass `cls`: groups themselves included, a dict that takes any key as `name.*`."""
+    return list(_known_keys(cls, ""))
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """The message for a key that a job does not take: the closest of `known`, or else its neighbours.
+
+    A key that is among them, in a group that other jobs have too, is one that this job makes no use of."""
+    if key in known:
+        return f"{key} has no effect in this job: leave it out"
+    parent, _, name = key.rpartition(".")
+    if f"{parent}.*" in known:
+        return f"unknown key {key}: if {parent} shall have it, write +{key}=<value>"
+    elsewhere = [other for other in known if other.rpartition(".")[2] == name]
+    siblings = [other for other in known if other.rpartition(".")[0] == parent]
+    close = elsewhere or _closest(name, siblings) or _closest(name, known)
+    if close:
+        return f"unknown key {key}: did you mean {close[0]}?"
+    return f"unknown key {key}: known here are {', '.join(siblings or [key for key in known if '.' not in key])}"
+
+
+def flatten(config: object) -> "dict[str, JsonValue]":
+    """A dataclass tree as `{"sampling.top_k": 0, ...}` with enums as their values, in the order of the fields."""
+    return dict(_flatten(plain(config), ""))
+
+
+def plain(value: object) -> "JsonValue":
+    """A dataclass tree as nested dicts, lists and scalars that JSON and YAML can write."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    assert value is None or isinstance(value, str | int | float | bool), f"{type(value).__name__} in a config"
+    return value
+
+
+def _field_types(cls: type) -> dict[str, object]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def _known_keys(cls: type, prefix: str) -> Iterator[str]:
+    for name, hint in _field_types(cls).items():
+        yield f"{prefix}{name}"
+        if typing.get_origin(hint) is dict:
+            yield f"{prefix}{name}.*"
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from _known_keys(hint, f"{prefix}{name}.")
+
+
+def _closest(name: str, known: list[str]) -> list[str]:
+    by_name = {key.rpartition(".")[2]: key for key in known}
+    return [by_name[match] for match in get_close_matches(name, by_name, n=1)]
+
+
+def _flatten(value: "JsonValue", prefix: str) -> "Iterator[tuple[str, JsonValue]]":
+    assert isinstance(value, dict)
+    for name, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _flatten(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", item
+
+
+def _convert(hint: object, value: object, key: str) -> object:
+    if isinstance(hint, type) and is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise _mismatch(hint, value, key)
+        return build(hint, value, f"{key}.")
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(hint, value, key)
+    if origin in (list, tuple):
+        if not isinstance(value, list):
+            raise _mismatch(hint, value, key)
+        return origin(_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        if not (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)):
+            raise _mismatch(hint, value, key)
+        of_key, of_item = arguments
+        return {_convert(of_key, name, key): _convert(of_item, item, f"{key}.{name}") for name, item in value.items()}
+    return _convert_scalar(hint, value, key)
+
+
+def _convert_union(hint: object, value: object, key: str) -> object:
+    options = typing.get_args(hint)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        try:
+            return _convert(option, value, key)
+        except ConfigError:
+            is_group = isinstance(option, type) and is_dataclass(option) and isinstance(value, Mapping)
+            is_only_list = typing.get_origin(option) is list and isinstance(value, list) and len(options) == 2
+            if is_group or (is_only_list and type(None) in options):
+                raise  # the error inside says more than "not this group", or list
+    raise _mismatch(hint, value, key)
+
+
+def _convert_scalar(hint: object, value: object, key: str) -> object:
+    if isinstance(hint, type) and issubclass(hint, Enum) and isinstance(value, str) and value in hint.__members__:
+        return hint[value]
+    if hint is object or (hint is bool and isinstance(value, bool)):
+        return value
+    if not isinstance(value, bool):  # which Python counts among the ints
+        if hint is str and isinstance(value, str | int):
+            return str(value)  # run=7 names a run
+        if hint is int and isinstance(value, int):
+            return value
+        if hint is float and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    raise _mismatch(hint, value, key)
+
+
+def _mismatch(hint: object, value: object, key: str) -> ConfigError:
+    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return ConfigError(f"{key} must be {_describe(hint)}, got {shown}")
+
+
+_NAMES = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false", type(None): "null"}
+
+
+def _describe(hint: object) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and hint in _NAMES:
+        return _NAMES[hint]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(hint.__members__)}"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(option) for option in arguments)
+    if origin in (list, tuple):
+        return f"a list, each item {_describe(arguments[0])}"
+    return "a group of keys"

@@ -1,0 +1,23 @@
+"""The settings of `jobs.measure`; mirrors conf/measure.yaml."""
+
+from dataclasses import dataclass, field
+
+from runtime.config import MachineConfig, require
+from runtime.profiles import MeasureConfig
+
+from ..config.settings import LogLevel
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureJobConfig:
+    """Of `machine` the device and its threads count: a profile of another machine cannot be measured here."""
+
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    log_level: LogLevel = LogLevel.warning
+
+    def __post_init__(self) -> None:
+        require(
+            self.machine.sheet is None and self.machine.rates is None,
+            f"machine={self.machine.name} is a profile: measure with machine=auto, cpu or cuda",
+        )

@@ -1,0 +1,138 @@
+"""Measures the machine it runs on, as `jobs.measure` does: the hardware by itself, and the engine's own time on a model
+so small that there is little else."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from runtime.api import Runtime
+from runtime.budgets import FREE_SHARE
+from runtime.config import MachineConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig
+from runtime.engine.measure.disk import SUSTAINED
+from runtime.engine.measure.machine import device_name, dtype_rates, machine_probes
+from runtime.engine.measure.memory import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT
+from runtime.engine.measure.multipliers import product_table
+from runtime.engine.measure.timing import Figure, Measured, Probe, measure
+from runtime.engine.records import PassRecord, Phase
+from runtime.engine.requests import Request
+from runtime.machine_cache import Host, this_host
+from runtime.profiles import MeasureConfig, MeasuredRates, ProductTable
+from runtime.session import Session
+from runtime.stream.device import ComputeDevice
+from runtime.stream.host_memory import available_bytes
+from runtime.units import GIB
+
+TURN, PASS = "a turn: one lane in one stage", "a pass, beside its turns"
+NUM_LANES, NUM_NEW_TOKENS = 8, 6
+Advance = Callable[[str, int], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    host: Host
+    rates: MeasuredRates
+    figures: Mapping[str, Figure]
+    products: ProductTable | None  # None where an accelerator computes
+    seconds: float  # that it took
+    notes: Sequence[str]  # on what was not measured, and why
+
+
+@torch.inference_mode()
+def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Advance) -> Measurement:
+    """`advance` is told the name of each probe as it is done with, and how many there will be. Raises ConfigError."""
+    begin = time.monotonic()
+    device = ComputeDevice(machine.device)
+    if machine.num_threads is not None:
+        torch.set_num_threads(machine.num_threads)
+    host_gib = available_bytes() * FREE_SHARE / GIB
+    device_gib = device.free_bytes() * FREE_SHARE / GIB if device.is_accelerator else None
+    with machine_probes(config, device) as found, turn_probes(machine, device) as turns:
+        probes = [*found.probes, *turns]
+        total = len(probes) * (config.num_rounds + 1)
+        measured = measure(
+            probes,
+            num_rounds=config.num_rounds,
+            seconds=config.seconds,
+            advance=lambda name: advance(name, total),
+        )
+    figures = measured.figures
+    by_dtype = {
+        dtype: dtype_rates(dtype, products, config.gemm_rows, figures, device)
+        for dtype, products in found.products.items()
+    }
+    link_in, link_out = (figures[name].value if name in figures else None for name in (LINK_IN, LINK_OUT))
+    rates = MeasuredRates(
+        host_memory_gib=host_gib,
+        device_memory_gib=device_gib,
+        disk_gb_per_second=figures[SUSTAINED].value,
+        memory_gb_per_second=figures[DEVICE_COPY if device.is_accelerator else HOST_COPY].value,
+        turn_seconds=figures[TURN].value,
+        pass_seconds=figures[PASS].value,
+        gemm_rows=list(config.gemm_rows),
+        link_in_gb_per_second=link_in,
+        link_out_gb_per_second=link_out,
+        **by_dtype,
+    )
+    host = this_host(device_name(device), torch.get_num_threads())
+    products = None if device.is_accelerator else product_table(config.gemm_rows, figures)
+    return Measurement(
+        host=host,
+        rates=rates,
+        figures=figures,
+        products=products,
+        seconds=time.monotonic() - begin,
+        notes=[*found.notes, *_rounds_left_out(measured, config)],
+    )
+
+
+def _rounds_left_out(measured: Measured, config: MeasureConfig) -> Iterator[str]:
+    if measured.num_rounds < config.num_rounds:
+        yield (
+            f"{measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "
+            f"{measured.round_seconds:.1f} s, and measure.seconds={config.seconds:g} has room for no more"
+        )
+
+
+@contextmanager
+def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[Probe]]:
+    """Of decode passes through the built-in tiny model: what a lane more takes, by stage, and what a pass takes beside
+    its turns. Layers with experts take longer by what each expert's call does."""
+    config = RuntimeConfig(
+        machine=replace(machine, sheet=None, rates=None),
+        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=NUM_LANES),
+        sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
+    )
+    runtime = Runtime(config, device=device)
+    made = [runtime.request(str(index), [5, 6, 7]) for index in range(NUM_LANES)]
+    requests = [request for request in made if isinstance(request, Request)]
+    num_stages = len(runtime.model.shape.stages)
+    with ExitStack() as stack:
+        one = _Passes(stack, runtime, requests[:1])
+        all_lanes = _Passes(stack, runtime, requests)
+
+        def turn() -> float:
+            return max(0.0, (all_lanes.seconds() - one.seconds()) / (num_stages * (NUM_LANES - 1)))
+
+        yield [
+            Probe(name=TURN, unit="s", read=turn),
+            Probe(name=PASS, unit="s", read=lambda: max(0.0, one.seconds() - num_stages * turn())),
+        ]
+
+
+class _Passes:
+    """Holds a session for as long as `stack` is open."""
+
+    def __init__(self, stack: ExitStack, runtime: Runtime, requests: Sequence[Request]):
+        self._plan, self._session = stack.enter_context(runtime.confirmed_session(requests))
+        self._requests = requests
+
+    def seconds(self) -> float:
+        """Of a decode pass, the median."""
+        records: list[PassRecord] = []
+        session: Session = self._session
+        session.run(self._plan.blocks[0], self._requests, records.append)
+        return median(record.seconds for record in records if record.phase is Phase.decode)

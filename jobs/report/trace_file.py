@@ -1,0 +1,122 @@
+"""A run's trace as Chrome trace events, a JSON array that ui.perfetto.dev and chrome://tracing open.
+
+Each start of a run writes a file of its own, and closes it after every pass: what is there is valid JSON at all times,
+except that a process killed in the middle of a write leaves a cut tail. Losing a trace never stops a run.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from runtime.closing import Closing
+from runtime.errors import ConfigError
+from runtime.trace import Row, Span, Trace
+
+from ..files.publishing import publish, write_all
+from .trace_events import RUN, Process, TraceEvents
+
+log = logging.getLogger(__name__)
+OPEN, BETWEEN, CLOSE = b"[\n", b",\n", b"\n]\n"
+
+
+class TraceFile(Closing):
+    """A context manager. `begin` is the second that becomes 0 in the file, as `Trace.begin`."""
+
+    def __init__(self, folder: Path, begin: float):
+        """Makes `<folder>/start-00000.json`, or the next number that is free."""
+        self._events = TraceEvents(RUN, begin)
+        self._end = 0  # of the last event
+        self._descriptor = -1
+        try:
+            folder.mkdir(exist_ok=True)
+            self.path, self._descriptor = _create(folder)
+            self._append(OPEN, self._events.head())
+        except OSError as error:
+            self._give_up(folder, error)
+
+    def write(self, spans: Sequence[Span]) -> None:
+        """Adds them and closes the array. On an error of the disk: logs it, and takes no more from then on."""
+        if self._descriptor < 0 or not spans:
+            return
+        try:
+            self._append(BETWEEN, self._events.of(spans))
+        except OSError as error:
+            self._give_up(self.path, error)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            try:
+                os.close(descriptor)
+            except OSError as error:
+                log.warning("%s: the end of the trace may be missing: %s", self.path, error.strerror or error)
+
+    def _append(self, before: bytes, events: Sequence[str]) -> None:
+        data = before + _lines(events)
+        _write(self._descriptor, data + CLOSE, self._end)
+        self._end += len(data)
+
+    def _give_up(self, path: Path, error: OSError) -> None:
+        log.warning("%s: no trace is written from here on: %s", path, error.strerror or error)
+        with suppress(OSError):  # put the end back that the failed write went over
+            if self._end:
+                os.ftruncate(self._descriptor, self._end)
+                _write(self._descriptor, CLOSE, self._end)
+        self.close()
+
+
+@contextmanager
+def tracing(folder: Path, trace: Trace | None) -> Iterator[Callable[[], None]]:
+    """Inside it, each call of what it gives writes all that `trace` has collected; the end of it writes the rest, also
+    of a pass that was interrupted. Without a trace nothing is made and nothing happens."""
+    if trace is None:
+        yield lambda: None
+        return
+    with TraceFile(folder, trace.begin) as file:
+        try:
+            yield lambda: file.write(trace.take())
+        finally:
+            file.write(trace.take())
+
+
+def publish_trace(path: Path, process: Process, spans: Sequence[Span]) -> None:
+    """A file like that of a run, at once; an older one is replaced. Raises OutputError."""
+    events = TraceEvents(process, 0.0)
+    data = OPEN + _lines([*events.head(), *events.of(spans)]) + CLOSE
+    publish(path, lambda file: write_all(file, data), exclusive=False)
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans in such a file, in seconds since its begin. Raises ConfigError when it is none."""
+    try:
+        events = json.loads(path.read_bytes())
+        if not isinstance(events, list):
+            raise ValueError("not an array of events")
+        found = [event for event in events if event["ph"] == "X"]
+        return [Span(Row(e["cat"]), str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in found]
+    except OSError as error:
+        raise ConfigError(f"path={path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"path={path} is no trace of ours, or cut short ({error!r})") from error
+
+
+def _lines(events: Sequence[str]) -> bytes:
+    return ",\n".join(events).encode()
+
+
+def _create(folder: Path) -> tuple[Path, int]:
+    for number in count():
+        path = folder / f"start-{number:05d}.json"
+        with suppress(FileExistsError):
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    raise AssertionError("numbers do not end")
+
+
+def _write(descriptor: int, data: bytes, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

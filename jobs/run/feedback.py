@@ -1,0 +1,135 @@
+"""What a run of `policy=hrm` learns from its first block: its rates, corrected, and with them perhaps another way for
+the blocks that are left.
+
+`rates.json` keeps the rates that the run was planned with and the policy that it goes by, and the corrected rates once
+there are any: a run that goes on on the same host, with the same tiers, measures and searches nothing, and goes the way
+of one that was never stopped.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from runtime.api import Runtime
+from runtime.engine.sequence import Request
+from runtime.errors import DamagedRunError
+from runtime.plan.cost.calibration import corrected
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.simulator import Resource
+from runtime.plan.planner import RunPlan
+from runtime.plan.search.policy import Policy
+
+from ..files.publishing import JsonValue, read_json, write_json
+from .summary import PassRow
+
+log = logging.getLogger(__name__)
+Plain = TypeVar("Plain")
+
+
+@dataclass(kw_only=True)
+class Feedback:
+    """Of a run in waves whose policy is searched. `policy`: the one that it goes by, None before it is planned."""
+
+    path: Path
+    runtime: Runtime
+    requests: Sequence[Request]
+    policy: Policy | None = field(default=None, init=False)
+    _first: MachineRates | None = field(default=None, init=False)  # those that the first block was predicted with
+    _corrected: MachineRates | None = field(default=None, init=False)
+
+    def restore(self) -> None:
+        """Takes up what was recorded, if it was recorded here: elsewhere it is no use, and unless the first block is
+        yet to run nothing is learned then.
+
+        Raises DamagedRunError."""
+        if not self.path.exists():
+            return
+        values = read_json(self.path)
+        if any(values.get(key) != value for key, value in self._circumstances().items()):
+            log.warning(
+                "policy=hrm: %s was measured on another host or with other settings of offload, kv or prefetch; rates "
+                "are measured anew, and the policy is searched anew",
+                self.path,
+            )
+            return
+        corrected_values = values.get("corrected")
+        self._first = self._read("rates", values.get("rates"), MachineRates.from_plain)
+        if corrected_values is not None:
+            self._corrected = self._read("rates", corrected_values, MachineRates.from_plain)
+        self.policy = self._read("policy", values.get("policy"), Policy.from_plain)
+        self.runtime.rates = self._corrected or self._first
+
+    def record(self, plan: RunPlan) -> None:
+        """Before the first block runs as `plan` says. Raises OutputError."""
+        self._first, self.policy = self.runtime.rates, plan.searched
+        self._write()
+
+    @property
+    def is_due(self) -> bool:
+        """When the first block has ended: it is known what was predicted of it, and nothing was learned yet."""
+        return self._first is not None and self._corrected is None
+
+    def learn(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
+        """From the first block's, which went `plan`'s way: the plan for those that are left. Raises OutputError."""
+        assert self._first is not None, "nothing is due"
+        measured, predicted = worked(passes)
+        self._corrected = corrected(self._first, measured, predicted)
+        for resource in (each for each in Resource if measured[each] and predicted[each]):
+            log.info(
+                "policy=hrm: the first block kept %s busy for %.3g s where %.3g s were predicted",
+                resource.value,
+                measured[resource],
+                predicted[resource],
+            )
+        better = self.runtime.revised(plan, self.requests, self._corrected)
+        self.runtime.rates, self.policy = self._corrected, better.searched
+        self._write()
+        return better
+
+    def _circumstances(self) -> Mapping[str, JsonValue]:
+        """What the rates, and with them the policy, hold for."""
+        config = self.runtime.config
+        return {
+            "host": asdict(self.runtime.host),
+            "settings": f"{config.offload} {config.kv} {config.prefetch}",
+        }
+
+    def _read(self, what: str, values: object, read: Callable[[Any], Plain]) -> Plain:
+        """Raises DamagedRunError where `values` are none, as `read` finds."""
+        try:
+            return read(values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedRunError(f"{self.path} holds no {what}: {error!r}. Move it away to measure anew") from error
+
+    def _write(self) -> None:
+        assert self._first is not None, "the run was planned with rates"
+        assert self.policy is not None, "the run was planned by a search"
+        values = {
+            **self._circumstances(),
+            "rates": self._first.to_plain(),
+            "corrected": self._corrected.to_plain() if self._corrected is not None else None,
+            "policy": self.policy.to_plain(),
+        }
+        write_json(self.path, values, exclusive=False)  # pyright: ignore[reportArgumentType] - plain all through
+
+
+def worked(passes: Sequence[PassRow]) -> tuple[dict[Resource, float], dict[Resource, float]]:
+    """Seconds that each resource worked in these passes, measured and predicted. Attention counts where single tokens
+    are decoded: that of prompts is compute's."""
+
+    def added(prefix: str) -> dict[Resource, float]:
+        def total(name: str, rows: Sequence[PassRow] = passes) -> float:
+            return sum(getattr(row, f"{prefix}{name}_seconds") or 0.0 for row in rows)
+
+        copied = total("copy")
+        return {
+            Resource.disk: total("load"),
+            Resource.link_in: copied,
+            Resource.link_out: copied,
+            Resource.compute: total("compute"),
+            Resource.cpu: total("attention", [row for row in passes if row.phase == "decode"]),
+        }
+
+    return added(""), added("predicted_")

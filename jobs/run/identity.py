@@ -1,0 +1,150 @@
+"""The manifest of a run: its settings, and what the model's files and the input come to.
+
+A fact is said by a file and its key, as `config.json rms_norm_eps`, so that a refusal says what was changed.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow
+import torch
+import transformers
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from runtime.api import Runtime
+from runtime.errors import CheckpointError, DamagedRunError
+from runtime.model.loading import LoadedModel
+
+from ..config.settings import GenerateConfig, operational, semantic
+from ..files.publishing import JsonValue, canonical_json, read_json
+from .input_digests import InputDigests
+from .manifest import DIGEST_OF_WEIGHTS, RunManifest
+
+LOG = logging.getLogger(__name__)
+PATHS = ("model.path", "model.tokenizer", "dataset.path")  # what lies there is known by its digest, wherever it is
+PLACES = frozenset({"_name_or_path", "name_or_path", "is_local", "local_files_only", "backend"})
+VERSIONS = frozenset({"transformers_version", "dtype"})  # the dtype is `model.dtype`, as it is computed with
+MAX_KEYS, MAX_CHARS = 64, 400  # of a mapping and of a value that are kept as they are; of larger ones a digest
+
+
+def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests) -> RunManifest:
+    """The dtype is the one that `auto` came to here: on another kind of machine the same config may be another run.
+    Sampling is what holds, with the model's own settings where they are followed."""
+    settings, model = semantic(replace(config, sampling=runtime.config.sampling)), runtime.model
+    came_to = {
+        "model.dtype": str(model.compute_dtype).removeprefix("torch."),
+        "weights": model.fingerprint,
+        "tokenizer": tokenizer_fingerprint(model.tokenizer),
+        "input": digests.asked,
+    }
+    libraries = {"torch": torch.__version__, "transformers": transformers.__version__, "pyarrow": pyarrow.__version__}
+    return RunManifest(
+        semantic={key: value for key, value in settings.items() if key not in PATHS} | came_to,
+        operational=operational(config) | {key: value for key, value in settings.items() if key in PATHS},
+        versions=libraries,
+        facts={**model_facts(model), **digests.facts},
+        defaults=semantic(GenerateConfig()),
+        sources={**_sources(config, model.checkpoint.path), **_weight_sources(model)},
+    )
+
+
+def _sources(config: GenerateConfig, checkpoint: Path) -> dict[str, str]:
+    folder = Path(config.model.tokenizer or checkpoint)
+    template = folder / "chat_template.jinja"
+    return {
+        "weights": str(checkpoint),
+        "config.json": str(checkpoint),
+        "generation_config.json": str(checkpoint),
+        "adapter_config.json": str(checkpoint),
+        "tokenizer": str(folder),
+        "tokenizer_config.json": str(folder),
+        "chat_template": str(template if template.exists() else folder / "tokenizer_config.json"),
+        "input": config.dataset.path or f"dataset={config.dataset.kind.value}",
+    }
+
+
+def _weight_sources(model: LoadedModel) -> dict[str, str]:
+    """Where no digest is, what would give one."""
+    files = dict.fromkeys(model.checkpoint.files, "model.verify=sampled; model.verify=full takes it")
+    return {_digest_key(file): place for file, place in {**files, **{file: file for file in model.digests}}.items()}
+
+
+def _digest_key(file: str) -> str:
+    return f"{Path(file).name}{DIGEST_OF_WEIGHTS}"
+
+
+def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
+    """Of all files that can change the text; of weights only with model.verify=full. Of generation_config.json: what is
+    followed whatever `sampling` says; with `sampling.follow_model` the rest is among the settings."""
+    facts = {f"config.json {key}": value for key, value in _flat(model.config, VERSIONS | PLACES)}
+    facts |= _generation_facts(model)
+    facts |= _adapter_facts(model.checkpoint.path)
+    facts |= {_digest_key(file): digest for file, digest in model.digests.items()}
+    if model.tokenizer is not None:
+        facts["chat_template"] = _brief(model.tokenizer.chat_template)
+        told = {key: value for key, value in model.tokenizer.init_kwargs.items() if not key.endswith("_file")}
+        facts |= {f"tokenizer_config.json {key}": value for key, value in _flat(told, PLACES | {"chat_template"})}
+    return facts
+
+
+def _generation_facts(model: LoadedModel) -> dict[str, JsonValue]:
+    """Without such a file both are config.json's."""
+    if not (model.checkpoint.path / "generation_config.json").exists():
+        return {}
+    return {
+        "generation_config.json eos_token_id": sorted(model.eos_token_ids),
+        "generation_config.json decoder_start_token_id": model.start_token_id,
+    }
+
+
+def _adapter_facts(checkpoint: Path) -> dict[str, JsonValue]:
+    """One that comes or goes makes another model of it, although none is applied."""
+    path = checkpoint / "adapter_config.json"
+    try:
+        values = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except DamagedRunError as error:
+        raise CheckpointError(f"{path} is no JSON object") from error
+    LOG.warning("%s: adapters are not applied, the model runs as it is without; merge it into the weights first", path)
+    return {f"adapter_config.json {key}": value for key, value in _flat(values, frozenset())}
+
+
+def _flat(values: Mapping[str, object], without: frozenset[str], prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
+    for key, value in values.items():
+        if str(key) in without:
+            continue
+        if isinstance(value, Mapping) and 0 < len(value) <= MAX_KEYS:
+            yield from _flat(value, without, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _brief(value)
+
+
+def _brief(value: object) -> JsonValue:
+    plain = _plain(value)
+    text = canonical_json(plain)
+    return plain if len(text) <= MAX_CHARS else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _plain(value: object) -> JsonValue:
+    """What JSON can hold; anything else, infinities among it, as its text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else str(value)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """sha256 over what turns text into tokens and back: the backend's own description, or the vocabulary, and
+    template."""
+    if tokenizer is None:
+        return "none"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{text}\0{tokenizer.chat_template}".encode("utf-8", "surrogatepass")).hexdigest()

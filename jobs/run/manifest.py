@@ -1,0 +1,187 @@
+"""What makes a run this run: its settings and what they came to. Kept in run.json, and compared with on each start."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from runtime.errors import DamagedRunError, RunMismatchError
+
+from ..files.publishing import JsonValue, canonical_json, json_digest
+
+LOG = logging.getLogger(__name__)
+FORMAT = 2
+FORMAT_WITHOUT_FACTS = 1
+MAX_DIFF_LINES = 20
+MAX_VALUE_CHARS = 80
+ABSENT = "(absent)"
+DIGEST_OF_WEIGHTS = " sha256"  # behind the name of a file
+WEIGHTS = "SHA-256 of weights"
+
+Values: TypeAlias = Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunManifest:
+    """`semantic`: settings that can change the text, by dotted key, and digests of what they name. `facts`: what can
+    change the output too and is said in files, as `config.json rms_norm_eps`. Both are equal on every resume.
+
+    `operational`: how the work is done; may change and is recorded in each throughput part. `versions`: of the
+    libraries; a change is logged. `defaults`: of `semantic`; a key that a run was begun without had its default then.
+    `sources`: where the values of a key, or of all that begin with its first word, lie now; for messages.
+    """
+
+    semantic: Values
+    operational: Values
+    versions: Mapping[str, str]
+    facts: Values = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def is_old(self) -> bool:
+        """Of a run that was begun by a version that recorded no facts, and no digests of rows."""
+        return self.format == FORMAT_WITHOUT_FACTS
+
+    @property
+    def identity(self) -> Values:
+        return {**self.semantic, **self.facts}
+
+    @property
+    def digest(self) -> str:
+        return json_digest(self.identity)
+
+    @property
+    def name(self) -> str:
+        return run_name(self.identity)
+
+    def to_json(self) -> dict[str, JsonValue]:
+        return {
+            "format": self.format,
+            "name": self.name,
+            "semantic": self.semantic,
+            "facts": self.facts,
+            "semantic_digest": self.digest,
+            "operational": self.operational,
+            "versions": self.versions,
+        }
+
+    def as_begun(self, stored: Values, path: Path) -> "RunManifest":
+        """This manifest with the identity that `stored`, the run.json at `path`, gives the run: the footers of parts
+        follow from that one. Raises RunMismatchError with a diff when they are two runs', DamagedRunError when `stored`
+        was edited. Logs what an earlier version of Millrace has not recorded, and what another one of a library says
+        otherwise."""
+        semantic, facts, versions = (_mapping(stored.get(key)) for key in ("semantic", "facts", "versions"))
+        number = stored.get("format")
+        if number not in (FORMAT, FORMAT_WITHOUT_FACTS):
+            raise RunMismatchError(
+                f"{path} has format {json.dumps(number)}, this version of Millrace reads up to {FORMAT}. "
+                f"Finish the run with the version that began it, or choose another directory with run="
+            )
+        if not semantic or stored.get("semantic_digest") != json_digest({**semantic, **facts}):
+            raise DamagedRunError(f"{path} was changed after it was written: its digest does not fit its settings")
+        old = FORMAT if number == FORMAT else FORMAT_WITHOUT_FACTS
+        begun = replace(self, semantic=semantic, facts=facts, format=old)
+        _compare(path.parent, begun, self, _diff(versions, self.versions))
+        return begun
+
+
+def _mapping(value: JsonValue) -> Values:
+    return value if isinstance(value, dict) else {}
+
+
+def run_name(semantic: Values) -> str:
+    """`<model>-<data set>-<8 hex of the digest>`: the same settings always find the same directory."""
+    values = [semantic.get(f"{group}.name", semantic.get(group)) for group in ("model", "dataset")]
+    words = [_slug(value) for value in values if isinstance(value, str)]
+    return "-".join([*(word for word in words if word), json_digest(semantic)[:8]])
+
+
+def _slug(text: str) -> str:
+    base = text.rstrip("/").rpartition("/")[2].lower()
+    return re.sub(r"[^a-z0-9._]+", "-", base)[:32].strip("-._")
+
+
+def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: list[str]) -> None:
+    for line in version_lines:
+        LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
+    was, values = begun.identity, now.semantic if begun.is_old else now.identity
+    by_default = {key for key in now.semantic if key not in was and _same(now.defaults, now.semantic, key)}
+    unrecorded = set() if begun.is_old else _unrecorded_digests(run, was, values)
+    compared = {key: value for key, value in values.items() if key not in by_default | unrecorded}
+    lines = _diff(was, compared, now.sources)
+    if any(line.startswith("transformers:") for line in version_lines):
+        lines = _without_what_is_said_newly(run, lines)
+    if lines:
+        raise RunMismatchError(_mismatch(run, lines))
+    if begun.is_old and now.facts:
+        LOG.warning(
+            "%s was begun by a version of Millrace that did not record %s: whether these are still as the run was "
+            "begun with cannot be checked",
+            run,
+            ", ".join(dict.fromkeys(_subject(key) for key in now.facts)),
+        )
+
+
+def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:
+    """Those of weights in `now`, of a run that was begun with none. Logs that there are."""
+    if any(_subject(key) == WEIGHTS for key in was):
+        return set()
+    keys = {key for key in now if _subject(key) == WEIGHTS}
+    if keys:
+        LOG.warning(
+            "%s was begun with model.verify=sampled: whether the other bytes of its weights are still as then cannot "
+            "be checked, in this start and in later ones",
+            run,
+        )
+    return keys
+
+
+def _subject(key: str) -> str:
+    """What a person would call the place of a fact."""
+    first, _, _ = key.partition(" ")
+    if first.endswith(".json") or first == "input":
+        return "input columns" if first == "input" else first
+    return WEIGHTS if key.endswith(DIGEST_OF_WEIGHTS) else key
+
+
+def _without_what_is_said_newly(run: Path, lines: list[str]) -> list[str]:
+    """Another version of transformers may know more or fewer keys of a model's config: no one has changed those."""
+    newly = [line for line in lines if ABSENT in line and _subject(line).endswith(".json")]
+    for line in newly:
+        LOG.warning("%s: another version of transformers says more or less of the model: %s", run, line)
+    return [line for line in lines if line not in newly]
+
+
+def _same(one: Values, other: Values, key: str) -> bool:
+    return key in one and canonical_json(one[key]) == canonical_json(other[key])
+
+
+def _mismatch(run: Path, lines: list[str]) -> str:
+    shown = [f"  {line}" for line in lines[:MAX_DIFF_LINES]]
+    more = [f"  and {len(lines) - MAX_DIFF_LINES} more"] if len(lines) > MAX_DIFF_LINES else []
+    head = f"{run} belongs to another run; {len(lines)} settings differ (key: was -> is):"
+    tail = "Nothing was written. Put them back as they were, or choose another directory with run="
+    return "\n".join([head, *shown, *more, tail])
+
+
+def _diff(was: Values, now: Values, sources: Mapping[str, str] | None = None) -> list[str]:
+    pairs = [(key, _show(was, key), _show(now, key)) for key in sorted({*was, *now})]
+    return [f"{key}: {_cut(old)} -> {_cut(new)}{_source(key, sources or {})}" for key, old, new in pairs if old != new]
+
+
+def _source(key: str, sources: Mapping[str, str]) -> str:
+    place = sources.get(key, sources.get(key.partition(" ")[0]))
+    return "" if place is None else f"  (from {place})"
+
+
+def _show(values: Values, key: str) -> str:
+    return canonical_json(values[key]) if key in values else ABSENT
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

@@ -1,0 +1,294 @@
+"""Parts: the rows of one block, committed once and for all. Generations are the truth, throughput is a cache beside it.
+
+A generations part is a function of the plan and the tokens alone, byte for byte: no time, host or process goes into it.
+"""
+
+import errno
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+
+from runtime.errors import DamagedRunError, OutputError, RunMismatchError
+
+from ..files.publishing import (
+    PARQUET_PROBLEMS,
+    JsonValue,
+    canonical_json,
+    json_digest,
+    output_error,
+    publish,
+    set_aside,
+    sweep_temps,
+    write_parquet,
+)
+from ..files.row_digest import is_signed, sign
+from .manifest import RunManifest
+from .output_rows import GENERATION_SCHEMA, GenerationRow
+from .part_files import parse_part, visible
+from .plan_file import PlannedRequest
+from .run_dir import RunDirectory
+from .success import recorded_parts, tell_of_remade, write_success
+from .summary import THROUGHPUT_SCHEMA, PassRow, Status
+
+LOG = logging.getLogger(__name__)
+NUM_STOPS = b"millrace.num_stops"  # in the footer of a part whose block went on inside
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    block: int
+    table: pa.Table
+    sha256: str
+
+
+class OtherColumns(ValueError):
+    """Of a part that is whole and this run's, but for the columns that its rows brought along."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartInfo:
+    """A committed generations part, read whole and found right."""
+
+    block: int
+    rows: Mapping[Status, int]
+    sha256: str
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartStore:
+    """The parts of one run: commit them, find them again, finish. The caller holds the run's lock."""
+
+    directory: RunDirectory
+    manifest: RunManifest
+    plan: Sequence[PlannedRequest]
+    columns: pa.Schema  # of the rows' own columns, from `output_rows.infer_column_schema`
+    fixed: pa.Schema = GENERATION_SCHEMA  # of the others, from `output_rows.generation_schema`
+
+    @cached_property
+    def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
+        """The plan by block; a part holds its block's rows in this order."""
+        blocks: dict[int, list[PlannedRequest]] = {}
+        for request in self.plan:
+            blocks.setdefault(request.block, []).append(request)
+        return blocks
+
+    def commit(
+        self,
+        block: int,
+        generations: Sequence[GenerationRow],
+        throughput: Sequence[PassRow],
+        *,
+        num_stops: int = 0,
+    ) -> bool:
+        """Publish a block's rows, in any order, exactly one for each planned request. The first commit wins. A block
+        that went on inside after `num_stops` stops says so: its log-probabilities need not be those of another run.
+
+        False: the block was committed already, and these rows are discarded. Raises OutputError with nothing committed.
+        """
+        if self.directory.generations_part(block).exists():
+            LOG.info("block %d is committed already: the second result is discarded", block)
+            return False
+        table, passes = self._generation_table(block, generations), self._throughput_table(block, throughput)
+        if num_stops:
+            table = table.replace_schema_metadata({NUM_STOPS: str(num_stops).encode()})
+        self._publish(self.directory.throughput_part(block), passes, block, exclusive=False)
+        return self._publish(self.directory.generations_part(block), table, block, exclusive=True)
+
+    def committed(self) -> dict[int, PartInfo]:
+        """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`, and so
+        does one that is not the one that `_SUCCESS.json` records.
+
+        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read or moved at all, and
+        RunMismatchError, with nothing moved, where an older version's parts have other columns than the input has.
+        """
+        try:
+            for folder in (self.directory.path, self.directory.generations, self.directory.throughput):
+                sweep_temps(folder)
+            recorded = recorded_parts(self.directory) or {}
+            verdicts = {path: self._verdict(path, recorded) for path in visible(self.directory.generations)}
+            self._refuse_other_columns(list(verdicts.values()))
+            caches = {path: self._checked(path, THROUGHPUT_SCHEMA) for path in visible(self.directory.throughput)}
+            for path, verdict in (verdicts | caches).items():
+                if isinstance(verdict, Exception):
+                    set_aside(path, self.directory.quarantine, str(verdict))
+            found = {part.block: part for part in verdicts.values() if isinstance(part, PartInfo)}
+            if len(found) < len(self.blocks) and self.directory.success.exists():
+                set_aside(self.directory.success, self.directory.quarantine, "it lists parts that are gone")
+        except OSError as error:
+            raise output_error(self.directory.path, error) from error
+        return dict(sorted(found.items()))
+
+    def require_seats(self) -> None:
+        """That a plan which was computed again seats rows as parts were made. Raises DamagedRunError, with nothing
+        moved: another machine, or one with less memory, may plan otherwise."""
+        others = [path.name for path in visible(self.directory.generations) if self._sits_elsewhere(path)]
+        if others:
+            raise DamagedRunError(
+                f"{self.directory.plan} is gone, and computed again it seats rows otherwise than {len(others)} parts "
+                f"were made ({others[0]}): put it back, give the memory that the run began with "
+                f"(offload.host_memory_gib, offload.device_memory_gib), or choose another directory with run="
+            )
+
+    def _sits_elsewhere(self, path: Path) -> bool:
+        """Of this run, but of a block that the plan does not have so. What cannot be read is not asked."""
+        try:
+            footer = parse_part(path.read_bytes()).schema.metadata or {}
+        except PARQUET_PROBLEMS:
+            return False
+        block = self._block_by_name.get(path.name)
+        ours = footer.get(b"millrace.config") == self.manifest.digest.encode()
+        return ours and (block is None or any(footer.get(key) != value for key, value in self._footer(block).items()))
+
+    def passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
+        """Of those blocks that are committed; None: of all, for the summary. A block whose cache is gone is missing,
+        and logged."""
+        rows: list[PassRow] = []
+        for block in sorted(self.blocks if blocks is None else blocks):
+            path = self.directory.throughput_part(block)
+            if not self.directory.generations_part(block).exists():
+                continue
+            try:
+                table = self._read(path.read_bytes(), block, THROUGHPUT_SCHEMA)
+            except PARQUET_PROBLEMS as error:
+                LOG.warning("the summary lacks block %d: %s: %s", block, path, error)
+                continue
+            rows += [PassRow(**row) for row in table.drop_columns(["block", "operational"]).to_pylist()]
+        return rows
+
+    def finish(self) -> None:
+        """Publish `_SUCCESS.json` last of all. Raises OutputError when a planned block is not there."""
+        parts = self.committed()
+        missing = sorted(set(self.blocks) - set(parts))
+        if missing:
+            raise OutputError(
+                f"{self.directory.generations} lacks {len(missing)} of {len(self.blocks)} blocks (first: {missing[0]}) "
+                f"that were committed or never ran. Start the same command again to make them"
+            )
+        rows: Counter[Status] = Counter()
+        for part in parts.values():
+            rows.update(part.rows)
+        tell_of_remade(self.directory, {self._name(block): part.sha256 for block, part in parts.items()})
+        write_success(self.directory, self.manifest.digest, {**rows}, [self._listing(part) for part in parts.values()])
+
+    def _listing(self, part: PartInfo) -> dict[str, JsonValue]:
+        return {"file": self._name(part.block), "block": part.block, "num_rows": part.num_rows, "sha256": part.sha256}
+
+    def _name(self, block: int) -> str:
+        return self.directory.generations_part(block).name
+
+    def _generation_table(self, block: int, generations: Sequence[GenerationRow]) -> pa.Table:
+        planned, rows = self.blocks[block], {row.key: row for row in generations}
+        assert len(rows) == len(generations) == len(planned), f"block {block}: not one row per planned request"
+        values = [rows[request.key].values(request, self.columns) for request in planned]
+        return pa.Table.from_pylist(values, schema=self._schema)
+
+    def _throughput_table(self, block: int, passes: Sequence[PassRow]) -> pa.Table:
+        operational = canonical_json({**self.manifest.operational, "versions": self.manifest.versions})
+        values = [{"block": block, **asdict(row), "operational": operational} for row in passes]
+        return pa.Table.from_pylist(values, schema=THROUGHPUT_SCHEMA)
+
+    @cached_property
+    def _schema(self) -> pa.Schema:
+        return pa.unify_schemas([self.fixed, self.columns])
+
+    @cached_property
+    def _block_by_name(self) -> Mapping[str, int]:
+        return {self._name(block): block for block in self.blocks}
+
+    def _footer(self, block: int) -> dict[bytes, bytes]:
+        keys = [list(request.key) for request in self.blocks[block]]
+        owner = {"run": self.manifest.name, "config": self.manifest.digest}
+        values = {**owner, "block": str(block), "rows": json_digest(keys)}
+        return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
+
+    def _publish(self, path: Path, table: pa.Table, block: int, *, exclusive: bool) -> bool:
+        signed = sign(table, {**(table.schema.metadata or {}), **self._footer(block)})
+        return publish(
+            path,
+            lambda file: write_parquet(signed, file),
+            exclusive=exclusive,
+            check=lambda temp: self._check_written(temp, block, table.schema),
+            expected_bytes=table.nbytes,
+        )
+
+    def _check_written(self, temp: Path, block: int, schema: pa.Schema) -> None:
+        try:
+            self._read(temp.read_bytes(), block, schema)
+        except (pa.ArrowException, ValueError) as error:
+            raise OSError(errno.EIO, f"what was written reads back wrong: {error}") from error
+
+    def _read(self, data: bytes, block: int, schema: pa.Schema) -> pa.Table:
+        """The table in a part's bytes. Raises one of PARQUET_PROBLEMS when they are damaged or belong elsewhere."""
+        table = parse_part(data)
+        footer = table.schema.metadata or {}
+        wrong = [key.decode() for key, value in self._footer(block).items() if footer.get(key) != value]
+        if wrong:
+            raise ValueError(f"it belongs to another run or block: {', '.join(wrong)} differ")
+        if not is_signed(table) and not self.manifest.is_old:
+            raise ValueError("it lacks the digest of its rows")
+        if not table.schema.equals(schema):
+            names = sorted({str(field) for field in table.schema} ^ {str(field) for field in schema})
+            raise OtherColumns(f"its columns are not those of the run: {', '.join(names) or 'their order'}")
+        if schema.equals(self._schema):
+            keys = list(zip(table["id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
+            if keys != [request.key for request in self.blocks[block]]:
+                raise ValueError("its rows are not those of the plan")
+        return table
+
+    def _block_of(self, path: Path) -> int:
+        """Raises ValueError when no block of the plan has this file name, as with a copy."""
+        if path.name not in self._block_by_name:
+            raise ValueError("no block of the plan has this file name")
+        return self._block_by_name[path.name]
+
+    def _checked(self, path: Path, schema: pa.Schema, recorded: str | None = None) -> "_Checked | Exception":
+        """The part, or why it cannot be used. OSError is the disk's fault and no verdict on the part."""
+        if path.is_symlink():
+            return ValueError("it is a symbolic link")
+        data = path.read_bytes() if path.is_file() else b""
+        sha256 = hashlib.sha256(data).hexdigest()
+        if recorded not in (None, sha256):
+            return ValueError(f"its SHA-256 is not the one that {self.directory.success.name} records")
+        try:
+            block = self._block_of(path)
+            return _Checked(block=block, table=self._read(data, block, schema), sha256=sha256)
+        except PARQUET_PROBLEMS as error:
+            return error
+
+    def _verdict(self, path: Path, recorded: Mapping[str, str]) -> PartInfo | Exception:
+        part = self._checked(path, self._schema, recorded.get(path.name))
+        if isinstance(part, Exception):
+            return part
+        return PartInfo(block=part.block, rows=Counter(part.table["status"].to_pylist()), sha256=part.sha256)
+
+    def _refuse_other_columns(self, verdicts: Sequence[PartInfo | Exception]) -> None:
+        """Of a run whose manifest does not hold the columns of the input: if no part agrees with those of now, the
+        input was changed."""
+        others = [verdict for verdict in verdicts if isinstance(verdict, OtherColumns)]
+        if self.manifest.is_old and others and not any(isinstance(verdict, PartInfo) for verdict in verdicts):
+            raise RunMismatchError(
+                f"{self.directory.path} was begun with another input: of {len(others)} committed parts each says that "
+                f"{others[0]}. Nothing was moved; put the columns of the data set back, or choose another directory "
+                f"with run="
+            )
+
+
+def read_generations(directory: RunDirectory) -> pa.Table:
+    """All committed rows, by block, each block in plan order. Raises DamagedRunError on a part that is not whole."""
+    tables = [GENERATION_SCHEMA.empty_table()]
+    for path in visible(directory.generations):
+        try:
+            tables.append(parse_part(path.read_bytes()).replace_schema_metadata())
+        except PARQUET_PROBLEMS as error:
+            raise DamagedRunError(f"{path} is damaged: {error}. Start the run again to remake the block") from error
+    return pa.concat_tables(tables[1:] or tables)

@@ -1,0 +1,107 @@
+"""What is fixed before the first token: each request's block, micro-batch and position.
+
+`plan.parquet` is written once and never changed.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, TypeAlias
+
+import pyarrow as pa
+
+from runtime.errors import DamagedRunError, RunMismatchError
+
+from ..files.publishing import PARQUET_PROBLEMS, canonical_json, parse_parquet, publish, write_parquet
+from ..files.row_digest import is_signed, require_intact, sign
+
+PlanStatus: TypeAlias = Literal["planned", "rejected"]
+
+PLAN_SCHEMA = pa.schema(
+    [
+        pa.field("row_id", pa.string(), nullable=False),
+        pa.field("row_index", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("block", pa.int32(), nullable=False),
+        pa.field("micro_batch", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),
+        pa.field("num_prompt_tokens", pa.int32(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRequest:
+    """A row of the output to be. A rejected one has its seat in a block too, since each row comes out exactly once."""
+
+    row_id: str
+    row_index: int
+    sample_index: int
+    block: int
+    micro_batch: int
+    position: int
+    num_prompt_tokens: int
+    status: PlanStatus = "planned"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.row_id, self.sample_index
+
+
+def plan_digest(requests: Sequence[PlannedRequest]) -> str:
+    """SHA-256 in hex over all fields of all requests, in order."""
+    digest = hashlib.sha256()
+    for request in requests:
+        digest.update(canonical_json(vars(request)).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def fix_plan(path: Path, requests: Sequence[PlannedRequest], *, may_lack_digest: bool = False) -> None:
+    """Publish the plan at `path`, or check that the one already there is the same. `may_lack_digest`: as older versions
+    wrote it.
+
+    Raises RunMismatchError when it is another plan, DamagedRunError when it cannot be read or was edited, OutputError.
+    """
+    if path.exists() or not publish(path, lambda file: _write(requests, file), exclusive=True):
+        _compare(path, read_plan(path, may_lack_digest=may_lack_digest), requests)
+
+
+def read_plan(path: Path, *, may_lack_digest: bool = False) -> list[PlannedRequest]:
+    """The stored plan in its order. Raises DamagedRunError when the file is not one, or not as it was written, OSError
+    when it cannot be read."""
+    data = path.read_bytes()
+    try:
+        table = parse_parquet(data)
+        require_intact(table)
+        if not is_signed(table) and not may_lack_digest:
+            raise ValueError("it lacks the digest that it was written with, as when another program has saved it")
+        return [PlannedRequest(**row) for row in table.cast(PLAN_SCHEMA).to_pylist()]
+    except PARQUET_PROBLEMS as error:
+        raise DamagedRunError(
+            f"{path} ({len(data)} bytes) was changed after it was written, or damaged: {error}. Put it back as it was, "
+            f"or move it away to have it computed again"
+        ) from error
+
+
+def _write(requests: Sequence[PlannedRequest], file: BinaryIO) -> None:
+    columns = {name: [getattr(request, name) for request in requests] for name in PLAN_SCHEMA.names}
+    write_parquet(sign(pa.table(columns, schema=PLAN_SCHEMA), {}), file)
+
+
+def _compare(path: Path, stored: Sequence[PlannedRequest], requests: Sequence[PlannedRequest]) -> None:
+    if plan_digest(stored) == plan_digest(requests):
+        return
+    if len(stored) != len(requests):
+        difference = f"{len(stored)} requests -> {len(requests)}"
+    else:
+        index, was, now = next((i, a, b) for i, (a, b) in enumerate(zip(stored, requests, strict=True)) if a != b)
+        changed = [key for key, value in vars(was).items() if value != vars(now)[key]]
+        difference = f"request {index}: " + ", ".join(
+            f"{key} {vars(was)[key]!r} -> {vars(now)[key]!r}" for key in changed
+        )
+    raise RunMismatchError(
+        f"{path} is the plan of another run ({difference}). "
+        f"Nothing was written; put the settings back, or choose another directory with run="
+    )

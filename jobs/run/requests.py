@@ -1,0 +1,160 @@
+"""Between rows, requests and blocks: what a row asks of the model, where the plan seats it, and what it comes to."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from runtime.api import Runtime
+from runtime.batching.balance import Block
+from runtime.engine.requests import Rejected
+from runtime.engine.sequence import Completion, Request
+from runtime.engine.tokens import tokenize_each
+from runtime.errors import require
+
+from ..datasets import Row
+from ..datasets.config import MAX_ROWS
+from .chat import ChatRenderer, TemplateRefusal
+from .output_rows import GenerationRow
+from .plan_file import PlannedRequest
+
+ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Each row `sampling.n` times: `requests` are what blocks hold positions into, `rejected` all the others. Both by
+    row, then by sample, and beside each the row that it came from."""
+
+    requests: Sequence[Request]
+    request_rows: Sequence[Row]
+    rejected: Sequence[Rejected]
+    rejected_rows: Sequence[Row]
+
+
+def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
+    """Tokenises every row. A row that cannot be generated from is rejected, never raised. Raises ConfigError for more
+    completions than a run can have."""
+    num_samples = runtime.config.sampling.n
+    require(
+        len(rows) * num_samples <= MAX_ROWS,
+        f"sampling.n={num_samples:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
+    )
+    asked = zip(rows, _requests(runtime, rows), strict=True)
+    made = [(row, item) for row, request in asked for item in runtime.samples(request)]
+    return Asked(
+        requests=[item for _, item in made if isinstance(item, Request)],
+        request_rows=[row for row, item in made if isinstance(item, Request)],
+        rejected=[item for _, item in made if isinstance(item, Rejected)],
+        rejected_rows=[row for row, item in made if isinstance(item, Rejected)],
+    )
+
+
+def _requests(runtime: Runtime, rows: Sequence[Row]) -> Iterator[Request | Rejected]:
+    pending: list[tuple[Row, str | Rejected]] = []
+    num_characters = 0
+    with ExitStack() as stack:
+        renderer = _renderer(runtime, rows, stack)
+        for row in rows:
+            text = _text(renderer, row)
+            pending.append((row, text))
+            num_characters += len(text) if isinstance(text, str) else 0
+            if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
+                yield from _tokenised(runtime, pending)
+                pending, num_characters = [], 0
+    yield from _tokenised(runtime, pending)
+
+
+def _tokenised(runtime: Runtime, pending: Sequence[tuple[Row, str | Rejected]]) -> Iterator[Request | Rejected]:
+    is_rendered = any(row.messages is not None for row, _ in pending)  # then every row is that has a text
+    limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in pending)}
+    most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
+    texts = [text for _, text in pending if isinstance(text, str)]
+    found = iter(tokenize_each(runtime.model, texts, is_rendered=is_rendered, most_tokens=most_tokens))
+    for row, text in pending:
+        ids = text if isinstance(text, Rejected) else next(found)
+        if isinstance(ids, str):
+            ids = Rejected(id=row.id, error=ids)
+        yield ids if isinstance(ids, Rejected) else runtime.request(row.id, ids, overrides=row.overrides)
+
+
+def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRenderer | None:
+    if all(row.messages is None for row in rows):
+        return None
+    assert runtime.model.tokenizer is not None, "require_template has seen to it"
+    return stack.enter_context(ChatRenderer(runtime.model.tokenizer))
+
+
+def _text(renderer: ChatRenderer | None, row: Row) -> str | Rejected:
+    if row.error is not None:
+        return Rejected(id=row.id, error=row.error)
+    if row.messages is None:
+        return row.prompt
+    assert renderer is not None, "there are messages"
+    try:
+        return renderer.render(row.messages)
+    except TemplateRefusal as error:
+        return Rejected(id=row.id, error=f"the model's chat template refuses the messages: {error}")
+
+
+def seat(asked: Asked, blocks: Sequence[Block]) -> list[PlannedRequest]:
+    """The plan as it is written down. Rejected rows share a block of their own behind the others."""
+    planned = [
+        _planned(asked.request_rows[i], asked.requests[i], block.index, micro_batch, position)
+        for block in blocks
+        for micro_batch, members in enumerate(block.micro_batches)
+        for position, i in enumerate(members)
+    ]
+    pairs = zip(asked.rejected_rows, asked.rejected, strict=True)
+    return planned + [_planned(row, why, len(blocks), 0, position) for position, (row, why) in enumerate(pairs)]
+
+
+def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, position: int) -> PlannedRequest:
+    is_rejected = isinstance(item, Rejected)
+    return PlannedRequest(
+        row_id=row.id,
+        row_index=row.index,
+        sample_index=item.sample_index,
+        block=block,
+        micro_batch=micro_batch,
+        position=position,
+        num_prompt_tokens=item.num_prompt_tokens if is_rejected else len(item.prompt_ids),
+        status="rejected" if is_rejected else "planned",
+    )
+
+
+def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]:
+    """The blocks of a plan read back; `seat` of the result gives the plan again if the rows are the same."""
+    place_of = {request.key: place for place, request in enumerate(asked.requests)}
+    seats: dict[int, dict[int, list[int]]] = {}
+    for request in planned:
+        if request.status == "planned" and request.key in place_of:
+            lanes = seats.setdefault(request.block, {})
+            lanes.setdefault(request.micro_batch, []).append(place_of[request.key])
+    return tuple(
+        Block(index=index, micro_batches=tuple(tuple(members) for _, members in sorted(lanes.items())))
+        for index, lanes in sorted(seats.items())
+    )
+
+
+def completed_row(row: Row, completion: Completion) -> GenerationRow:
+    reason = completion.finish.value
+    return GenerationRow(
+        id=row.id,
+        sample_index=completion.request.sample_index,
+        status="error" if reason == "error" else "ok",
+        completion=completion.text,
+        token_ids=completion.token_ids,
+        logprobs=[token.own for token in completion.logprobs],
+        top_token_ids=[token.top_ids for token in completion.logprobs],
+        top_logprobs=[token.top for token in completion.logprobs],
+        finish_reason=None if reason == "error" else reason,
+        error=completion.error,
+        columns=row.columns,
+    )
+
+
+def rejected_rows(asked: Asked) -> list[GenerationRow]:
+    return [
+        GenerationRow(id=why.id, sample_index=why.sample_index, status="error", error=why.error, columns=row.columns)
+        for row, why in zip(asked.rejected_rows, asked.rejected, strict=True)
+    ]

@@ -1,0 +1,188 @@
+"""The run directory: where every file of a run lies, whose run it is, and that one process works in it."""
+
+import errno
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.closing import Closing
+from runtime.errors import ConfigError, DamagedRunError, MillraceError
+
+from ..files.lock import RunLock
+from ..files.publishing import fsync_directory, output_error, read_json, write_json
+from .manifest import FORMAT_WITHOUT_FACTS, RunManifest
+
+LASTING_ERRNOS = frozenset(
+    {errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDirectory:
+    """Every path of a run. `generations` and `throughput` hold Parquet parts and nothing else a reader can see."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.parquet"
+
+    @property
+    def row_digests(self) -> Path:
+        return self.path / "row_digests.parquet"
+
+    @property
+    def schedule(self) -> Path:
+        return self.path / "schedule.txt"
+
+    @property
+    def rates(self) -> Path:
+        return self.path / "rates.json"
+
+    @property
+    def generations(self) -> Path:
+        return self.path / "generations"
+
+    @property
+    def throughput(self) -> Path:
+        return self.path / "throughput"
+
+    @property
+    def running(self) -> Path:
+        return self.path / "running.parquet"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.path / "quarantine"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "run.log"
+
+    @property
+    def success(self) -> Path:
+        return self.path / "_SUCCESS.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    def running_block(self, block: int) -> Path:
+        """As `running`, of one block of a run in waves."""
+        return self.path / f"running-{block:05d}.parquet"
+
+    def generations_part(self, block: int) -> Path:
+        return self.generations / f"part-{block:05d}.parquet"
+
+    def throughput_part(self, block: int) -> Path:
+        return self.throughput / f"part-{block:05d}.parquet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState(Closing):
+    """An opened run directory; a context manager that gives its lock back. `manifest`: what it was begun with."""
+
+    directory: RunDirectory
+    manifest: RunManifest
+    is_resumed: bool
+    lock: RunLock
+
+    def close(self) -> None:
+        self.lock.release()
+
+
+def open_run(path: Path, manifest: RunManifest) -> RunState:
+    """Bind `path` to `manifest` on the first call, check that it is bound to the same one later, and lock it.
+
+    `run.json` is written before anything else; on a refusal nothing at all is. Raises RunMismatchError (another run,
+    with a diff), ConfigError (not a directory that can hold a run), DamagedRunError (run.json unreadable, links where
+    files belong), RunInUseError, OutputError (a fault of the disk: starting again later can help).
+    """
+    run = RunDirectory(path=path)
+    try:
+        _refuse_links(run)
+        bound = _bound(run, manifest)
+        run.path.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(run.lock)
+    except OSError as error:
+        raise _unusable(run, error) from error
+    try:
+        if bound is None and not write_json(run.manifest, manifest.to_json(), exclusive=True):
+            bound = _bound(run, manifest)  # another process was first
+        _make_folders(run)
+    except OSError as error:
+        lock.release()
+        raise _unusable(run, error) from error
+    except BaseException:
+        lock.release()
+        raise
+    return RunState(directory=run, manifest=bound or manifest, is_resumed=bound is not None, lock=lock)
+
+
+def is_begun_by_older_version(path: Path) -> bool:
+    """By one that recorded no facts, and called rows that cannot be read otherwise."""
+    try:
+        return read_json(RunDirectory(path=path).manifest).get("format") == FORMAT_WITHOUT_FACTS
+    except (OSError, DamagedRunError):  # `open_run` says so
+        return False
+
+
+def _bound(run: RunDirectory, manifest: RunManifest) -> RunManifest | None:
+    """What run.json says, if it is there and ours; raises when it or the directory is another's. Writes nothing."""
+    try:
+        stored = read_json(run.manifest)
+    except FileNotFoundError:
+        _refuse_foreign(run)
+        return None
+    return manifest.as_begun(stored, run.manifest)
+
+
+def _refuse_links(run: RunDirectory) -> None:
+    """A run writes into its own directory alone."""
+    for path in (run.lock, run.generations, run.throughput, run.quarantine, run.trace):
+        if path.is_symlink():
+            raise DamagedRunError(
+                f"{path} is a symbolic link, to {path.readlink()}: a run writes only into its own directory. Remove "
+                f"the link, or choose another directory with run="
+            )
+
+
+def _refuse_foreign(run: RunDirectory) -> None:
+    if not run.path.exists():
+        return
+    names = sorted(entry.name for entry in run.path.iterdir())
+    strangers = [name for name in names if not name.startswith(".") and not name.endswith(".log")]
+    if strangers:
+        raise ConfigError(
+            f"{run.path} is no run directory: it has no run.json but holds {len(strangers)} other entries "
+            f"({', '.join(map(json.dumps, strangers[:3]))}). Choose a new or empty directory with run="
+        )
+
+
+def _make_folders(run: RunDirectory) -> None:
+    for folder in (run.generations, run.throughput):
+        folder.mkdir(exist_ok=True)
+    fsync_directory(run.path)
+    fsync_directory(run.path.parent)
+
+
+def _unusable(run: RunDirectory, error: OSError) -> MillraceError:
+    """What no retry can heal is refused (exit 2); what can pass, as a full disk, or a file system that was mounted
+    read-only after the run had begun, is resumable (exit 75)."""
+    was_writable = error.errno == errno.EROFS and run.manifest.exists()
+    if error.errno not in LASTING_ERRNOS or was_writable:
+        return output_error(run.path, error)
+    why = error.strerror or error
+    return ConfigError(f"cannot use {run.path} as a run directory: {why}. Choose another one with run=")

@@ -1,0 +1,202 @@
+"""running.parquet, and in waves running-<block>.parquet: what has been generated and no part holds yet.
+
+A stop or a kill then costs the tokens since it was last written, and no row. It is a help, never the truth: without
+it, or with one that is damaged or another run's, requests are generated again from their beginning.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from runtime.engine.logprobs import TokenLogprobs
+from runtime.engine.sequence import Unfinished
+from runtime.errors import OutputError
+
+from ..files.publishing import (
+    PARQUET_PROBLEMS,
+    canonical_json,
+    output_error,
+    parse_parquet,
+    publish,
+    set_aside,
+    write_parquet,
+)
+from ..files.row_digest import is_signed, require_intact, sign
+from .manifest import RunManifest
+from .output_rows import COMPLETION_FIELDS, LOGPROB_FIELDS, GenerationRow, clean_text
+from .plan_file import PlannedRequest, plan_digest
+from .run_dir import RunDirectory
+from .summary import PassRow
+
+LOG = logging.getLogger(__name__)
+FORMAT = "1"
+UNFINISHED = "running"  # in the place of the status of a finished row
+
+RequestKey: TypeAlias = tuple[str, int]  # id and sample index
+RunningRow: TypeAlias = dict[str, Any]  # a row of RUNNING_SCHEMA
+
+RUNNING_SCHEMA = pa.schema(
+    [
+        *COMPLETION_FIELDS,
+        *LOGPROB_FIELDS,
+        pa.field("finish_reason", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("generator_state", pa.binary()),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """`finished` rows lack the columns that their input rows brought along; `passes` are those that no part has;
+    `num_stops`: how often a wave's block went on inside before."""
+
+    finished: Sequence[GenerationRow] = ()
+    unfinished: Mapping[RequestKey, Unfinished]
+    passes: Sequence[PassRow] = ()
+    num_stops: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningFile:
+    """The one such file of a run, or of one `block`. The caller holds the run's lock."""
+
+    directory: RunDirectory
+    manifest: RunManifest
+    plan: Sequence[PlannedRequest]
+    block: int | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.directory.running if self.block is None else self.directory.running_block(self.block)
+
+    def save(self, running: Running) -> bool:
+        """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
+        rows = [_finished_values(row) for row in running.finished]
+        rows += [_unfinished_values(key, unfinished) for key, unfinished in running.unfinished.items()]
+        table = sign(pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA), self._footer(running))
+        try:
+            return publish(
+                self.path,
+                lambda file: write_parquet(table, file),
+                exclusive=False,
+                expected_bytes=table.nbytes,
+            )
+        except OutputError as error:
+            LOG.warning("what is generated and not finished was not saved: %s", error)
+            return False
+
+    def load(self) -> Running:
+        """What was saved last; nothing, and a warning, when that cannot be used: it then moves to `quarantine/`."""
+        path = self.path
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return Running(unfinished={})
+        except OSError as error:
+            LOG.warning("%s cannot be read (%s): its requests begin again", path, error)
+            return Running(unfinished={})
+        try:
+            return self._parse(data)
+        except (*PARQUET_PROBLEMS, TypeError) as error:  # TypeError: passes of another version of Millrace
+            self._set_aside(str(error))
+            return Running(unfinished={})
+
+    def remove(self) -> None:
+        """All is in parts. One that stays does no harm: rows that a part has are dropped."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            LOG.warning("%s is of no more use and cannot be removed: %s", self.path, error)
+
+    def _parse(self, data: bytes) -> Running:
+        table = parse_parquet(data)
+        values = self._read_footer(table.schema.metadata or {})
+        if not table.schema.equals(RUNNING_SCHEMA):
+            raise ValueError("its columns are not those of a checkpoint")
+        if not is_signed(table):
+            raise ValueError("it has no digest, as an earlier version of Millrace wrote it")
+        require_intact(table)
+        rows: list[RunningRow] = table.to_pylist()
+        return Running(
+            finished=[_finished_row(row) for row in rows if row["status"] != UNFINISHED],
+            unfinished={
+                (row["id"], row["sample_index"]): _unfinished(row) for row in rows if row["status"] == UNFINISHED
+            },
+            passes=[PassRow(**row) for row in json.loads(values["passes"])],
+            num_stops=int(values.get("num_stops", "0")),
+        )
+
+    @cached_property
+    def _owner(self) -> dict[str, str]:
+        plan, block = plan_digest(self.plan), {} if self.block is None else {"block": str(self.block)}
+        return {"format": FORMAT, "run": self.manifest.name, "config": self.manifest.digest, "plan": plan, **block}
+
+    def _footer(self, running: Running) -> dict[bytes, bytes]:
+        values = {
+            **self._owner,
+            "passes": canonical_json([asdict(row) for row in running.passes]),
+            "num_stops": str(running.num_stops),
+        }
+        return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
+
+    def _read_footer(self, metadata: Mapping[bytes, bytes]) -> dict[str, str]:
+        values = {key.decode().removeprefix("millrace."): value.decode() for key, value in metadata.items()}
+        wrong = [key for key, value in self._owner.items() if values.get(key) != value]
+        if wrong:
+            raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")
+        return values
+
+    def _set_aside(self, reason: str) -> None:
+        try:
+            set_aside(self.path, self.directory.quarantine, f"{reason}; its requests begin again")
+        except OSError as error:
+            LOG.warning("%s cannot be used (%s) nor moved away: %s", self.path, reason, error)
+
+
+def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
+    """Files of blocks whose parts are committed: a kill between the two left them. Raises OutputError."""
+    for path in map(directory.running_block, blocks):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise output_error(path, error) from error
+
+
+def _finished_values(row: GenerationRow) -> dict[str, object]:
+    values = {name: getattr(row, name) for name in RUNNING_SCHEMA.names if name in GenerationRow.__dataclass_fields__}
+    error = None if row.error is None else clean_text(row.error)
+    return {**values, "completion": clean_text(row.completion), "error": error, "generator_state": None}
+
+
+def _finished_row(values: RunningRow) -> GenerationRow:
+    return GenerationRow(**{key: value for key, value in values.items() if key != "generator_state"})
+
+
+def _unfinished_values(key: RequestKey, unfinished: Unfinished) -> dict[str, object]:
+    return {
+        "id": key[0],
+        "sample_index": key[1],
+        "status": UNFINISHED,
+        "completion": "",
+        "token_ids": unfinished.token_ids,
+        "logprobs": [token.own for token in unfinished.logprobs],
+        "top_token_ids": [token.top_ids for token in unfinished.logprobs],
+        "top_logprobs": [token.top for token in unfinished.logprobs],
+        "generator_state": unfinished.generator_state,
+    }
+
+
+def _unfinished(values: RunningRow) -> Unfinished:
+    logprobs = zip(values["logprobs"], values["top_token_ids"], values["top_logprobs"], strict=True)
+    return Unfinished(
+        token_ids=tuple(values["token_ids"]),
+        logprobs=tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in logprobs),
+        generator_state=values["generator_state"],
+    )

@@ -1,0 +1,68 @@
+"""_SUCCESS.json: that a run is finished, and the SHA-256 that each of its parts had then."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from runtime.errors import DamagedRunError
+
+from ..files.publishing import JsonValue, file_sha256, json_digest, read_json, write_json
+from .part_files import visible
+from .run_dir import RunDirectory
+
+LOG = logging.getLogger(__name__)
+
+
+def write_success(
+    directory: RunDirectory, config: str, rows: Mapping[str, int], parts: Sequence[Mapping[str, JsonValue]]
+) -> None:
+    """Each of `parts` with its `file`, `block`, `num_rows` and `sha256`. Raises OutputError."""
+    value: dict[str, JsonValue] = {"config": config, "rows": {**rows}, "parts": parts}
+    write_json(directory.success, value | {"digest": json_digest(value)}, exclusive=False)
+
+
+def recorded_parts(directory: RunDirectory) -> Mapping[str, str] | None:
+    """SHA-256 by file name; None without such a file, or with one that is damaged. Raises OSError."""
+    return _listed(directory.success) if directory.success.exists() else None
+
+
+def _listed(path: Path) -> Mapping[str, str] | None:
+    try:
+        value = read_json(path)
+    except DamagedRunError as error:
+        LOG.warning("%s", error)
+        return None
+    digest, parts = value.pop("digest", None), value.get("parts")
+    if not isinstance(parts, list) or digest not in (None, json_digest(value)):  # older versions wrote no digest
+        LOG.warning("%s was changed after it was written: what it records of parts is not believed", path)
+        return None
+    return {str(part.get("file")): str(part.get("sha256")) for part in parts if isinstance(part, dict)}
+
+
+def is_finished(directory: RunDirectory) -> bool:
+    """Whether every part is the one that `_SUCCESS.json` lists, by SHA-256, with none beside them."""
+    try:
+        recorded = recorded_parts(directory)
+        paths = visible(directory.generations)
+        return recorded is not None and {path.name: _sha256(path) for path in paths} == recorded
+    except OSError:
+        return False
+
+
+def _sha256(path: Path) -> str | None:
+    """None of a link: what it leads to is not the run's."""
+    return None if path.is_symlink() else file_sha256(path)
+
+
+def tell_of_remade(directory: RunDirectory, parts: Mapping[str, str]) -> None:
+    """Logs whether parts that were made anew, after others were found to be damaged, are byte for byte what they were
+    when the run had been finished before. `parts`: SHA-256 by file name. Raises OSError."""
+    earlier = sorted(directory.quarantine.glob(f"*{directory.success.name}.*"), key=lambda path: int(path.suffix[1:]))
+    listed = _listed(earlier[-1]) if earlier else None
+    if listed is None:
+        return
+    changed = [name for name, sha256 in parts.items() if listed.get(name, sha256) != sha256]
+    if changed:
+        LOG.warning("parts that were made again are not those listed in %s: %s", earlier[-1], ", ".join(changed))
+    else:
+        LOG.info("the parts that were made again are byte for byte those listed in %s", earlier[-1])

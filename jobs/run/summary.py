@@ -1,0 +1,277 @@
+"""From the passes of a run to its numbers: tokens per second by the papers' formulas, bytes and memory per tier.
+
+prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from decode passes / decode time;
+total = generated tokens / (prefill + decode time). Issued tokens are all that were sampled, useful ones those up to
+and including the end of a row. A run's time is the sum over its passes, never end minus start: queues do not count.
+
+A mixed pass, which computes prompts beside tokens that are decoded, is divided between the two by what it computed:
+its seconds, and the padding, in proportion to the tokens. A row that decodes computes one token and issues one, so
+the issued tokens of its decode share are its other tokens than those of prompts; useful ones are divided as issued
+ones are. Tokens that are prefilled a second time, after a resume or where memory ran short, count as prompt tokens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import pyarrow as pa
+
+from runtime.plan.facts import PlanFacts
+
+from ..files.publishing import JsonValue, write_json
+from .phase_times import PhaseTimes, RunTimes
+
+Phase: TypeAlias = Literal["prefill", "decode", "mixed"]
+Status: TypeAlias = Literal["ok", "error", "skipped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRow:
+    """What one pass over the model did and cost. Prefill passes issue the first token of each sequence they finish.
+
+    What seconds, hits and experts mean: `StageTimes` in the engine. `stage_*` has a value for each stage, the others
+    are sums.
+    `padded_tokens` is the size of what was computed, padding included: equal to `real_tokens` where nothing is padded.
+    `prompt_tokens` are those of the real ones that were prefilled; `pass_index` counts from 0 within a block, and
+    within the run where blocks overlap. `predicted_*` are of a pass of this phase on average, None where nobody said.
+    """
+
+    pass_index: int
+    phase: Phase
+    num_sequences: int
+    real_tokens: int
+    padded_tokens: int
+    prompt_tokens: int
+    issued_tokens: int
+    useful_tokens: int
+    seconds: float
+    compute_seconds: float = 0.0
+    load_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    attention_seconds: float = 0.0
+    prefetch_hits: int = 0
+    prefetch_misses: int = 0
+    experts_total: int = 0
+    experts_hit: int = 0
+    experts_read: int = 0
+    bytes_read_disk: int = 0
+    bytes_copied_device: int = 0
+    bytes_copied_host: int = 0
+    bytes_written_disk: int = 0
+    peak_host_bytes: int = 0
+    peak_device_bytes: int = 0
+    stage_read_seconds: list[float] = field(default_factory=list)
+    stage_copy_seconds: list[float] = field(default_factory=list)
+    stage_compute_seconds: list[float] = field(default_factory=list)
+    stage_attention_seconds: list[float] = field(default_factory=list)
+    stage_stall_seconds: list[float] = field(default_factory=list)
+    predicted_seconds: float | None = None
+    predicted_compute_seconds: float | None = None
+    predicted_load_seconds: float | None = None
+    predicted_copy_seconds: float | None = None
+    predicted_attention_seconds: float | None = None
+    predicted_stall_seconds: float | None = None
+
+    @property
+    def prefill_share(self) -> float:
+        """Of the pass's work, between 0 and 1."""
+        if self.phase == "mixed":
+            return self.prompt_tokens / self.real_tokens
+        return 1.0 if self.phase == "prefill" else 0.0
+
+    @property
+    def decode_issued(self) -> int:
+        """Issued tokens of rows that decoded: not the first ones, which come out of prompts."""
+        if self.phase == "mixed":
+            return self.real_tokens - self.prompt_tokens
+        return self.issued_tokens if self.phase == "decode" else 0
+
+    @property
+    def decode_useful(self) -> float:
+        return self.useful_tokens * self.decode_issued / self.issued_tokens if self.issued_tokens else 0.0
+
+
+PASS_COUNTS = ("num_sequences", "real_tokens", "padded_tokens", "prompt_tokens", "issued_tokens", "useful_tokens")
+PASS_SECONDS = ("seconds", "compute_seconds", "load_seconds", "stall_seconds", "copy_seconds", "attention_seconds")
+PASS_HITS = ("prefetch_hits", "prefetch_misses", "experts_total", "experts_hit", "experts_read")
+PASS_BYTES = (
+    *("bytes_read_disk", "bytes_copied_device", "bytes_copied_host", "bytes_written_disk"),
+    *("peak_host_bytes", "peak_device_bytes"),
+)
+PREDICTED_SECONDS = tuple(f"predicted_{name}" for name in PASS_SECONDS)
+STAGE_SECONDS = tuple(f"stage_{name}_seconds" for name in ("read", "copy", "compute", "attention", "stall"))
+THROUGHPUT_SCHEMA = pa.schema(
+    [
+        pa.field("block", pa.int32(), nullable=False),
+        pa.field("pass_index", pa.int32(), nullable=False),
+        pa.field("phase", pa.string(), nullable=False),
+        *(pa.field(name, pa.int64(), nullable=False) for name in PASS_COUNTS),
+        *(pa.field(name, pa.float64(), nullable=False) for name in PASS_SECONDS),
+        *(pa.field(name, pa.int64(), nullable=False) for name in (*PASS_HITS, *PASS_BYTES)),
+        *(pa.field(name, pa.list_(pa.float64()), nullable=False) for name in STAGE_SECONDS),
+        *(pa.field(name, pa.float64(), nullable=True) for name in PREDICTED_SECONDS),
+        pa.field("operational", pa.string(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Tokens per second; None where no time was spent, or where nothing is predicted."""
+
+    prefill: float | None = None
+    decode_issued: float | None = None
+    decode_useful: float | None = None
+    total_issued: float | None = None
+    total_useful: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertUse:
+    """Of decode passes: shares of all experts in layers that are read expert by expert. Lanes that ask one by one may
+    read some more than once, and together more than all."""
+
+    hit: float
+    read: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    host_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said: what
+    was predicted of each pass before its block ran, over the tokens that it then computed. `plan` is that of the last
+    start."""
+
+    rows: Mapping[Status, int]
+    num_passes: int
+    prompt_tokens: int
+    padded_prompt_tokens: int
+    issued_tokens: int
+    useful_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    compute_seconds: float
+    load_seconds: float
+    stall_seconds: float
+    attention_seconds: float
+    prefetch_hits: int
+    prefetch_misses: int
+    bytes_read_disk: int
+    bytes_copied_device: int
+    bytes_copied_host: int
+    bytes_written_disk: int
+    experts: ExpertUse | None
+    measured: Rates
+    measured_times: RunTimes
+    predicted: Rates | None
+    predicted_times: RunTimes | None
+    peak: MemoryUse
+    planned: MemoryUse | None = None
+    plan: PlanFacts | None = None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of streamed stages, how many were there when a lane first asked; None where nothing streamed."""
+        asked = self.prefetch_hits + self.prefetch_misses
+        return self.prefetch_hits / asked if asked else None
+
+
+def summarize(
+    passes: Sequence[PassRow],
+    *,
+    rows: Mapping[Status, int],
+    planned: MemoryUse | None = None,
+    plan: PlanFacts | None = None,
+) -> Summary:
+    """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
+    measured = run_times(passes, PASS_SECONDS)
+    is_predicted = bool(passes) and all(row.predicted_seconds is not None for row in passes)
+    predicted = run_times(passes, PREDICTED_SECONDS) if is_predicted else None
+    return Summary(
+        rows={"ok": rows.get("ok", 0), "error": rows.get("error", 0), "skipped": rows.get("skipped", 0)},
+        num_passes=len(passes),
+        prompt_tokens=sum(row.prompt_tokens for row in passes),
+        padded_prompt_tokens=round(sum(row.padded_tokens * row.prefill_share for row in passes)),
+        issued_tokens=sum(row.issued_tokens for row in passes),
+        useful_tokens=sum(row.useful_tokens for row in passes),
+        prefill_seconds=measured.prefill.seconds,
+        decode_seconds=measured.decode.seconds,
+        compute_seconds=sum(row.compute_seconds for row in passes),
+        load_seconds=sum(row.load_seconds for row in passes),
+        stall_seconds=sum(row.stall_seconds for row in passes),
+        attention_seconds=sum(row.attention_seconds for row in passes),
+        prefetch_hits=sum(row.prefetch_hits for row in passes),
+        prefetch_misses=sum(row.prefetch_misses for row in passes),
+        bytes_read_disk=sum(row.bytes_read_disk for row in passes),
+        bytes_copied_device=sum(row.bytes_copied_device for row in passes),
+        bytes_copied_host=sum(row.bytes_copied_host for row in passes),
+        bytes_written_disk=sum(row.bytes_written_disk for row in passes),
+        experts=expert_use(passes),
+        measured=rates(passes, measured),
+        measured_times=measured,
+        predicted=predicted and replace(rates(passes, predicted), decode_issued=None, total_issued=None),
+        predicted_times=predicted,
+        peak=MemoryUse(
+            host_bytes=max((row.peak_host_bytes for row in passes), default=0),
+            device_bytes=max((row.peak_device_bytes for row in passes), default=0),
+        ),
+        planned=planned,
+        plan=plan,
+    )
+
+
+def run_times(passes: Sequence[PassRow], columns: Sequence[str]) -> RunTimes:
+    """Sums of PASS_SECONDS, or of PREDICTED_SECONDS. Mixed passes are divided like their seconds."""
+
+    def added(shares: Sequence[float]) -> PhaseTimes:
+        sums = {
+            name: sum(getattr(row, column) * share for row, share in zip(passes, shares, strict=True))
+            for name, column in zip(PASS_SECONDS, columns, strict=True)
+        }
+        return PhaseTimes(**sums)
+
+    shares = [row.prefill_share for row in passes]
+    return RunTimes(prefill=added(shares), decode=added([1 - share for share in shares]))
+
+
+def expert_use(passes: Sequence[PassRow]) -> ExpertUse | None:
+    """None where no expert was read by itself. A mixed pass counts by its share of decoding."""
+
+    def added(counts: Iterable[int]) -> float:
+        return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))
+
+    total = added(row.experts_total for row in passes)
+    if not total:
+        return None
+    hit, read = added(row.experts_hit for row in passes), added(row.experts_read for row in passes)
+    return ExpertUse(hit=hit / total, read=read / total)
+
+
+def rates(passes: Sequence[PassRow], times: RunTimes) -> Rates:
+    """The tokens of `passes` over these seconds, whether they were measured or predicted."""
+    prefill_seconds, decode_seconds = times.prefill.seconds, times.decode.seconds
+    total_seconds = prefill_seconds + decode_seconds
+    return Rates(
+        prefill=_rate(sum(row.prompt_tokens for row in passes), prefill_seconds),
+        decode_issued=_rate(sum(row.decode_issued for row in passes), decode_seconds),
+        decode_useful=_rate(sum(row.decode_useful for row in passes), decode_seconds),
+        total_issued=_rate(sum(row.issued_tokens for row in passes), total_seconds),
+        total_useful=_rate(sum(row.useful_tokens for row in passes), total_seconds),
+    )
+
+
+def _rate(tokens: float, seconds: float) -> float | None:
+    return tokens / seconds if seconds > 0 else None
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Publish `summary` as JSON, replacing an older one. Raises OutputError."""
+    value: dict[str, JsonValue] = {**asdict(summary), "hit_rate": summary.hit_rate}
+    write_json(path, value, exclusive=False)

@@ -1,0 +1,74 @@
+"""What nobody foresaw ends in an error of ours, and its traceback is in a file."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.config.mistakes import mistakes_logged, told
+from runtime.errors import BudgetError, InternalError, MemoryShortage
+
+TOO_MUCH = 1 << 60  # bytes
+
+
+def allocated() -> None:
+    torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+
+def mapped() -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def threaded() -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def in_python() -> None:
+    bytearray(TOO_MUCH)
+
+
+def loaded() -> None:
+    try:
+        raise OSError("library.so: failed to map segment from shared object")
+    except OSError as error:
+        raise ValueError("a library cannot be loaded") from error
+
+
+@pytest.mark.parametrize("run_out", [allocated, mapped, threaded, in_python, loaded])
+def test_memory_that_ran_out_is_refused_before_a_run_begins_and_resumable_behind(
+    run_out: object, tmp_path: Path
+) -> None:
+    assert callable(run_out)
+    with pytest.raises(BudgetError, match="no more memory"), mistakes_logged():
+        run_out()
+    with pytest.raises(MemoryShortage, match="no more memory") as ended, mistakes_logged(tmp_path / "run.log"):
+        run_out()
+    assert ended.value.exit_code == 75
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_of_ours_names_the_log_that_has_its_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    path.write_text("before\n")
+    for number in (1, 2):
+        line = f"ValueError: mistake {number}; the traceback is in {path}"
+        with pytest.raises(InternalError, match=line), mistakes_logged(path):
+            raise ValueError(f"mistake {number}\nmore")
+    text = path.read_text()
+    assert text.startswith("before\n")
+    assert text.count("Traceback") == 2
+    assert "test_mistakes.py" in text
+    assert InternalError.exit_code == 70
+
+
+def test_a_log_that_is_a_link_or_cannot_be_written_leaves_the_traceback_in_the_jobs_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, link = tmp_path / "precious", tmp_path / "run.log"
+    other.write_text("mine")
+    link.symlink_to(other)
+    assert "the log, above" in str(told(ValueError("a mistake"), link))
+    assert other.read_text() == "mine"
+    assert "ValueError: a mistake" in caplog.text

@@ -1,0 +1,213 @@
+"""A part is the one that was written, by a digest of its rows, and the one that was recorded, by its SHA-256."""
+
+import io
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.files.publishing import PARQUET_PROBLEMS, file_sha256, write_parquet
+from jobs.files.row_digest import KEY, sign, values_digest
+from jobs.run.manifest import FORMAT_WITHOUT_FACTS
+from jobs.run.parts import PartStore, read_generations
+from jobs.run.success import is_finished
+from runtime.errors import DamagedRunError, RunMismatchError
+from tests.jobs.part_support import MANIFEST, PASSES, committed_store, parts, quarantined, rows_of, store_at
+
+
+def test_the_digest_of_rows_sees_every_value_and_not_how_they_lie_in_memory() -> None:
+    columns = {
+        "text": pa.array(["a", None, ""]),
+        "flag": pa.array([True, None, False]),
+        "number": pa.array([1.5, float("nan"), None], pa.float32()),
+        "tops": pa.array([[[1.0], []], [], None], pa.list_(pa.list_(pa.float32()))),
+    }
+    table = pa.table(columns)
+    digest = values_digest(table)
+    assert values_digest(pa.concat_tables([table.slice(0, 1), table.slice(1)])) == digest
+    others = [
+        table.set_column(0, "text", pa.array(["a", "", None])),
+        table.set_column(0, "text", pa.array(["", "a", None])),
+        table.set_column(1, "flag", pa.array([True, False, None])),
+        table.set_column(2, "number", pa.array([1.5, 0.0, None], pa.float32())),
+        table.set_column(3, "tops", pa.array([[[1.0, 2.0], []], [], None], columns["tops"].type)),
+        table.set_column(3, "tops", pa.array([[[], [1.0]], [], None], columns["tops"].type)),
+        table.set_column(3, "tops", pa.array([[[1.0], []], None, []], columns["tops"].type)),
+        table.rename_columns(["text", "flag", "number", "other"]),
+        table.replace_schema_metadata({b"a": b"b"}),
+        table.slice(0, 2),
+    ]
+    assert len({digest, *map(values_digest, others)}) == 1 + len(others)
+
+
+def test_no_flipped_bit_is_accepted_with_other_values(tmp_path: Path) -> None:
+    """A sixteenth of all: among them two, in the footer, that Parquet's own checksums let pass with other values."""
+    store = committed_store(tmp_path)
+    path = store.directory.generations_part(1)
+    whole, table = path.read_bytes(), pq.ParquetFile(path).read()
+    rejected = 0
+    for position in range(0, len(whole), 2):
+        flipped = bytearray(whole)
+        flipped[position] ^= 2
+        try:
+            read = store._read(bytes(flipped), 1, store._schema)
+        except PARQUET_PROBLEMS:
+            rejected += 1
+        else:
+            assert str(read.to_pylist()) == str(table.to_pylist()), position
+    assert rejected > len(whole) / 2 / 2
+
+
+def _changed_row(store: PartStore) -> bytes:
+    """Part 1 with other tokens in a row, whole in every way that Parquet knows of."""
+    table = pq.ParquetFile(store.directory.generations_part(1)).read()
+    rows = table.to_pylist()
+    rows[2]["token_ids"] = rows[2]["token_ids"][:-1]
+    buffer = io.BytesIO()
+    write_parquet(pa.Table.from_pylist(rows, schema=table.schema), buffer)
+    return buffer.getvalue()
+
+
+def test_other_values_under_the_right_footer_are_noticed_before_and_after_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = committed_store(tmp_path)
+    before, path = parts(store), store.directory.generations_part(1)
+    path.write_bytes(_changed_row(store))
+    with pytest.raises(DamagedRunError, match="their digest differs"):
+        read_generations(store.directory)
+    assert list(store.committed()) == [0, 2]
+    assert "its rows are not those that were written" in caplog.text
+    store.commit(1, rows_of(1), PASSES)
+    store.finish()
+    assert parts(store) == before
+    assert is_finished(store.directory)
+
+
+def test_a_part_without_its_digest_is_read_in_runs_of_older_versions_alone(tmp_path: Path) -> None:
+    old = store_at(tmp_path / "old", manifest=replace(MANIFEST, format=FORMAT_WITHOUT_FACTS))
+    for name, store, left in (("old", old, [0, 1, 2]), ("new", committed_store(tmp_path / "new"), [0, 2])):
+        for block in set(store.blocks) - set(store.committed()):
+            store.commit(block, rows_of(block), PASSES)
+        path = store.directory.generations_part(1)
+        table = pq.ParquetFile(path).read()
+        metadata = {key: value for key, value in table.schema.metadata.items() if key != KEY}
+        with path.open("wb") as file:
+            write_parquet(table.replace_schema_metadata(metadata), file)
+        assert list(store.committed()) == left, name
+
+
+def test_of_an_older_run_whose_input_has_other_columns_now_nothing_is_moved(tmp_path: Path) -> None:
+    manifest = replace(MANIFEST, format=FORMAT_WITHOUT_FACTS)
+    store = store_at(tmp_path, manifest=manifest)
+    store.commit(0, rows_of(0), PASSES)
+    before = parts(store)
+    columns = store.columns.append(pa.field("new", pa.int64(), metadata={b"column": b"new", b"encoding": b"plain"}))
+    with pytest.raises(RunMismatchError, match="new: int64") as refused:
+        replace(store, columns=columns).committed()
+    assert refused.value.exit_code == 2
+    assert parts(store) == before
+    assert quarantined(store) == []
+
+
+def _flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def _harmless_flip(store: PartStore) -> int:
+    """A position in part 1 where a flipped bit changes no value and that no checksum covers."""
+    data = store.directory.generations_part(1).read_bytes()
+    for position in range(len(data) - 1, 0, -1):
+        flipped = bytearray(data)
+        flipped[position] ^= 1
+        with suppress(*PARQUET_PROBLEMS):
+            store._read(bytes(flipped), 1, store._schema)
+            return position
+    pytest.fail("every flip is noticed")
+
+
+def test_a_part_that_is_not_the_recorded_one_is_made_again_and_never_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    store = committed_store(tmp_path)
+    store.finish()
+    before, recorded = parts(store), store.directory.success.read_bytes()
+    _flip(store.directory.generations_part(1), _harmless_flip(store))
+    assert not is_finished(store.directory)
+    assert list(store.committed()) == [0, 2]
+    assert "its SHA-256 is not the one that _SUCCESS.json records" in caplog.text
+    store.commit(1, rows_of(1), PASSES)
+    store.finish()
+    assert (parts(store), store.directory.success.read_bytes()) == (before, recorded)
+    assert "byte for byte those listed" in caplog.text
+
+
+def test_a_remade_part_that_comes_out_otherwise_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = committed_store(tmp_path)
+    store.finish()
+    store.directory.generations_part(1).unlink()
+    store.committed()
+    store.commit(1, [replace(row, completion="other") for row in rows_of(1)], PASSES)
+    store.finish()
+    assert "made again are not those listed in" in caplog.text
+    assert "part-00001.parquet" in caplog.text.splitlines()[-1]
+
+
+def test_what_a_damaged_success_records_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = committed_store(tmp_path)
+    store.finish()
+    good = store.directory.success.read_text()
+    sha256 = file_sha256(store.directory.generations_part(1))
+    store.directory.success.write_text(good.replace(sha256, sha256[::-1]))
+    assert not is_finished(store.directory)
+    assert list(store.committed()) == [0, 1, 2]
+    assert "is not believed" in caplog.text
+    store.finish()
+    assert store.directory.success.read_text() == good
+
+
+def test_a_success_of_an_older_version_is_believed(tmp_path: Path) -> None:
+    store = committed_store(tmp_path)
+    store.finish()
+    values = json.loads(store.directory.success.read_text())
+    del values["digest"]
+    store.directory.success.write_text(json.dumps(values))
+    assert is_finished(store.directory)
+    _flip(store.directory.generations_part(1), _harmless_flip(store))
+    assert list(store.committed()) == [0, 2]
+
+
+def test_a_link_in_the_place_of_a_part_is_put_aside_and_what_it_leads_to_is_left(tmp_path: Path) -> None:
+    store = committed_store(tmp_path / "run")
+    store.finish()
+    path, elsewhere = store.directory.generations_part(1), tmp_path / "mine.parquet"
+    elsewhere.write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(elsewhere)
+    assert not is_finished(store.directory)
+    assert list(store.committed()) == [0, 2]
+    assert quarantined(store)[0].is_symlink()
+    assert store.commit(1, rows_of(1), PASSES)
+    assert not path.is_symlink()
+    assert elsewhere.read_bytes() == path.read_bytes()
+
+
+def test_rows_of_another_plan_under_the_right_footer_are_refused(tmp_path: Path) -> None:
+    store = committed_store(tmp_path)
+    path = store.directory.generations_part(1)
+    table = pq.ParquetFile(path).read()
+    path.unlink()
+    store._publish(path, table, 1, exclusive=True)
+    assert list(store.committed()) == [0, 1, 2]
+    for others in (table.take([1, 0, 2, 3]), table.set_column(0, table.schema.field(0), pa.array(["x"] * 4))):
+        buffer = io.BytesIO()
+        write_parquet(sign(others, store._footer(1)), buffer)
+        with pytest.raises(ValueError, match="its rows are not those of the plan"):
+            store._read(buffer.getvalue(), 1, store._schema)

@@ -1,0 +1,20 @@
+"""Seconds of a phase by resource: those of both directions of a link are copying."""
+
+from jobs.run.phase_times import PhaseTimes
+from runtime.plan.cost.predict import PhaseTime
+from runtime.plan.cost.simulator import Resource
+
+BUSY = {Resource.disk: 1.0, Resource.link_in: 2.0, Resource.link_out: 4.0, Resource.compute: 8.0, Resource.cpu: 16.0}
+
+
+def test_each_resource_is_counted_where_it_belongs() -> None:
+    times = PhaseTimes.of(PhaseTime(num_passes=2, seconds=32.0, stall_seconds=64.0, busy_seconds=BUSY))
+    assert times == PhaseTimes(
+        seconds=32.0,
+        compute_seconds=8.0,
+        load_seconds=1.0,
+        copy_seconds=6.0,
+        attention_seconds=16.0,
+        stall_seconds=64.0,
+    )
+    assert times.times(0.5).plus(times.times(0.5)) == times

@@ -1,0 +1,83 @@
+"""The plan is fixed once."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.run.plan_file import PLAN_SCHEMA, PlannedRequest, fix_plan, plan_digest, read_plan
+from runtime.errors import DamagedRunError, MillraceError, RunMismatchError
+from tests.jobs.part_support import PLAN
+
+
+def test_plan_is_written_once_and_read_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    fix_plan(path, PLAN)
+    before = path.read_bytes()
+    fix_plan(path, list(PLAN))
+    assert read_plan(path) == PLAN
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (PLAN[:-1], "12 requests -> 11"),
+        ([*PLAN[:3], replace(PLAN[3], micro_batch=7), *PLAN[4:]], "request 3: micro_batch 1 -> 7"),
+        ([*PLAN[1::-1], *PLAN[2:]], "request 0: sample_index 0 -> 1"),
+        ([], "12 requests -> 0"),
+    ],
+)
+def test_another_plan_is_refused_and_the_first_one_kept(
+    tmp_path: Path, plan: list[PlannedRequest], message: str
+) -> None:
+    path = tmp_path / "plan.parquet"
+    fix_plan(path, PLAN)
+    before = path.read_bytes()
+    with pytest.raises(RunMismatchError, match=message):
+        fix_plan(path, plan)
+    assert path.read_bytes() == before
+    assert plan_digest(plan) != plan_digest(PLAN)
+
+
+@pytest.mark.parametrize("damage", [b"", b"text", "flip"])
+def test_a_damaged_plan_needs_a_person(tmp_path: Path, damage: bytes | str) -> None:
+    path = tmp_path / "plan.parquet"
+    fix_plan(path, PLAN)
+    whole = path.read_bytes()
+    at = whole.index(b"row 2")
+    path.write_bytes(damage if isinstance(damage, bytes) else whole[:at] + b"Row 2" + whole[at + 5 :])
+    with pytest.raises(MillraceError) as caught:
+        fix_plan(path, PLAN)
+    assert isinstance(caught.value, DamagedRunError)
+
+
+def _edited(path: Path, *, keeps_metadata: bool) -> None:
+    table = pq.ParquetFile(path).read()
+    rows = [row | {"num_prompt_tokens": 1} for row in table.to_pylist()]
+    metadata = table.schema.metadata if keeps_metadata else None
+    pq.write_table(pa.Table.from_pylist(rows, schema=PLAN_SCHEMA.with_metadata(metadata)), path)
+
+
+@pytest.mark.parametrize("keeps_metadata", [True, False])
+def test_an_edited_plan_is_said_to_be_edited(tmp_path: Path, keeps_metadata: bool) -> None:
+    path = tmp_path / "plan.parquet"
+    fix_plan(path, PLAN)
+    _edited(path, keeps_metadata=keeps_metadata)
+    with pytest.raises(DamagedRunError, match="was changed after it was written"):
+        fix_plan(path, PLAN)
+
+
+def test_a_plan_of_an_older_version_has_no_digest_and_is_compared(tmp_path: Path) -> None:
+    path = tmp_path / "plan.parquet"
+    fix_plan(path, PLAN)
+    table = pq.ParquetFile(path).read()
+    pq.write_table(table.replace_schema_metadata(), path)
+    fix_plan(path, PLAN, may_lack_digest=True)
+    with pytest.raises(DamagedRunError, match="lacks the digest"):
+        fix_plan(path, PLAN)
+    _edited(path, keeps_metadata=False)
+    with pytest.raises(RunMismatchError, match="num_prompt_tokens 1 -> 12"):
+        fix_plan(path, PLAN, may_lack_digest=True)

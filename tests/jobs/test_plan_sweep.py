@@ -1,0 +1,139 @@
+"""A sweep: what is varied, that each row is a plan of its own, where a block ends, and which files are left."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+
+from jobs.planning.planning import make_plan
+from jobs.planning.sweep import Axis, Outcome, sweep, sweep_axes
+from jobs.planning.sweep_picture import draw_sweep
+from jobs.planning.sweep_table import HEAD, SweepRow
+from jobs.planning.sweeping import run_sweep
+from jobs.planning.timeline import write_timeline
+from jobs.report.trace_file import read_trace
+from runtime.errors import ConfigError
+from tests.jobs.test_plan import config_of, plan
+
+SMALL = ("model=llama-3.2-1b", "machine=t4", "workload.num_requests=32", "policy=fixed", "policy.micro_batch_size=8")
+
+
+def axes_of(*overrides: str) -> list[Axis]:
+    config = config_of(*SMALL, *overrides)
+    return sweep_axes(config, make_plan(config))
+
+
+def swept(*overrides: str) -> list[Outcome]:
+    return list(sweep(axes_of(*overrides)))
+
+
+def totals(outcomes: list[Outcome]) -> list[float]:
+    return [each.planned.throughput.total or 0.0 for each in outcomes if each.planned is not None]
+
+
+def test_memory_is_that_of_the_host_and_of_the_device_as_planned_and_around_it() -> None:
+    host, device = axes_of("plan.sweep=memory", "offload.device_memory_gib=4", "offload.host_memory_gib=30")
+    assert (host.name, host.here, device.name, device.here) == ("host memory", 30, "device memory", 4)
+    assert all(axis.here in axis.values and min(axis.values) < axis.here < max(axis.values) for axis in (host, device))
+
+
+def test_each_row_has_the_budget_that_it_says() -> None:
+    outcomes = swept("plan.sweep=memory", "plan.sweep_points=[2,8]")
+    budgets = [
+        {ledger.memory: ledger.budget_bytes >> 30 for ledger in each.planned.run.placement.ledgers}[
+            each.axis.name.split()[0]
+        ]
+        for each in outcomes
+        if each.planned is not None
+    ]
+    fitting = [each.value for each in outcomes if each.planned is not None]
+    assert budgets == fitting
+    assert len(outcomes) == 4
+
+
+def test_what_does_not_fit_is_a_row_with_the_reason() -> None:
+    refused = [SweepRow.of(each) for each in swept("plan.sweep=memory", "plan.sweep_points=[0.02]")]
+    assert [row.fits for row in refused] == [False, False]
+    assert all("memory" in row.refusal and row.num_sequences is None for row in refused)
+
+
+def test_a_faster_road_is_never_slower() -> None:
+    outcomes = swept("plan.sweep=bandwidth", "offload.resident_layers=0", "plan.sweep_points=[2,8,32]")
+    assert {each.axis.name for each in outcomes} == {"link bandwidth"}
+    rates = totals(outcomes)
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+
+
+def test_a_plan_that_moves_nothing_has_no_bandwidth_to_vary() -> None:
+    with pytest.raises(ConfigError, match=r"moves nothing.*offload=cpu"):
+        axes_of("plan.sweep=bandwidth")
+
+
+def test_longer_prompts_keep_their_distribution_and_end_with_the_models_context() -> None:
+    [axis] = axes_of("plan.sweep=prompt", "plan.sweep_points=[20,60]")
+    found = [axis.plan(value) for value in axis.values]
+    assert [each.num_prompt_tokens / len(each.sizes) for each in found] == pytest.approx([20, 60], rel=0.1)
+    config = config_of("model=gpt2", "plan.sweep=prompt")
+    [axis] = sweep_axes(config, make_plan(config))
+    assert max(axis.values) * 418 / 77 <= 1024 - 32
+
+
+def test_a_block_grows_to_the_largest_that_fits() -> None:
+    outcomes = swept("plan.sweep=batch", "kv=device", "offload.device_memory_gib=2")
+    *fitting, refused = outcomes
+    assert refused.planned is None
+    assert all(each.planned is not None for each in fitting)
+    assert fitting[-1].value < refused.value <= 1.06 * fitting[-1].value + 1
+    assert [SweepRow.of(each).num_sequences for each in fitting] == [each.value for each in fitting]
+    assert {each.planned.run.lane_size <= 8 for each in fitting if each.planned is not None} == {True}
+
+
+def test_rows_line_up_below_the_head() -> None:
+    rows = [str(SweepRow.of(each)) for each in swept("plan.sweep=batch", "plan.sweep_points=[8,16]")]
+    at = HEAD.index("attention")
+    assert [row[at : at + 6] for row in rows] == ["device", "device"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "batch", "prompt"])
+def test_a_table_and_two_pictures_are_left(kind: str, tmp_path: Path) -> None:
+    config = config_of(*SMALL, f"plan.sweep={kind}", "plan.sweep_points=[8,16]")
+    lines = list(run_sweep(config, make_plan(config), tmp_path))
+    with (tmp_path / f"{kind}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == (4 if kind == "memory" else 2)
+    assert [line for line in lines if "P2" in line] == lines[1 + len(rows) :][-1:]
+    assert float(rows[-1]["total_tokens_per_second"]) > 0
+    for name in (f"{kind}.png", "roofline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_totals_are_in_the_picture_where_nothing_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heights: list[float] = []
+    set_ylim = Axes.set_ylim
+
+    def noted(axes: Axes, *limits: float, **options: object) -> object:
+        heights.extend(limits[1:])
+        return set_ylim(axes, *limits, **options)
+
+    monkeypatch.setattr(Axes, "set_ylim", noted)
+    outcomes = swept("plan.sweep=batch", "plan.sweep_points=[8,16]", "sampling.max_new_tokens=1")
+    draw_sweep(tmp_path / "batch.png", outcomes, "one token each", {})
+    assert heights[0] == pytest.approx(1.12 * max(totals(outcomes)))
+
+
+def test_a_timeline_reads_back_like_the_trace_of_a_run(tmp_path: Path) -> None:
+    which = write_timeline(plan(*SMALL, "offload.resident_layers=0"), tmp_path)
+    assert which == "prefill pass 1 of 1 and decode passes 1 to 3 of 31 of the first block"
+    spans = read_trace(tmp_path / "timeline.json")
+    assert {"copy 1", "run 1.0"} <= {span.name for span in spans}
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_knee_is_the_first_block_that_weights_do_not_bind(tmp_path: Path) -> None:
+    config = config_of(*SMALL, "offload.resident_layers=0", "policy.micro_batch_size=64", "plan.sweep=batch")
+    *rows, last, p2 = run_sweep(config, make_plan(config), tmp_path)
+    bound = [row.split()[1] for row in rows[1:] if row.endswith("/ compute")]
+    assert last == f"knee, weights no longer bind: {bound[0]} sequences"
+    assert p2.startswith("P2 of feed-forward layers: ")

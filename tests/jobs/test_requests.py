@@ -1,0 +1,33 @@
+"""Rows that are tokenised together come to what each comes to alone, in their order."""
+
+import pytest
+
+from jobs.datasets import Row
+from jobs.run import requests
+from jobs.run.requests import ask
+from runtime import Runtime, RuntimeConfig
+from runtime.engine.requests import Rejected
+from runtime.engine.sequence import Request
+
+PROMPTS = ["one", "two words", "déjà vu", None, "x" * 3000, "a last one that is longer than the others"]
+
+
+def row(index: int, prompt: str | None) -> Row:
+    error = None if prompt is not None else "somewhere: not JSON"
+    return Row(index=index, id=f"r{index}", prompt=prompt or "", messages=None, columns={}, error=error)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 100])
+def test_rows_ask_what_each_asks_alone_however_many_are_tokenised_at_once(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "ROWS_AT_ONCE", rows_at_once)
+    runtime = Runtime(RuntimeConfig())
+    rows = [row(index, prompt) for index, prompt in enumerate(PROMPTS)]
+    asked = ask(runtime, rows)
+    alone = [runtime.request(each.id, each.prompt) for each in rows if each.error is None]
+    assert list(asked.requests) == [each for each in alone if isinstance(each, Request)]
+    assert [each.id for each in asked.request_rows] == [each.id for each in asked.requests]
+    refused = [Rejected(id="r3", error="somewhere: not JSON"), *(e for e in alone if isinstance(e, Rejected))]
+    assert list(asked.rejected) == refused
+    assert [each.id for each in asked.rejected_rows] == ["r3", "r4"]

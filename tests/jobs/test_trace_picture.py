@@ -1,0 +1,74 @@
+"""The picture shows the window: each span in it once, cut at its edges, none beneath another; as SVG or PNG."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from jobs.report.trace_picture import COLOURS, Bar, Window, draw, lay_out
+from runtime.plan.schedule.schedule import Op
+from runtime.trace import Row, Span
+
+SPANS = [
+    Span(Row.disk, "read 1", 0.0, 1.0),
+    Span(Row.disk, "read 2", 0.5, 1.5),
+    Span(Row.compute, "run 1.0", 1.0, 2.0),
+    Span(Row.compute, "run 1.1", 2.0, 3.0),
+    Span(Row.cpu_attention, "attend <1> & 2", 1.0, 2.5),
+]
+ALL = Window(begin=0.0, end=3.0)
+
+
+def bars(window: Window) -> dict[str, Bar]:
+    return {bar.span.name: bar for lane in lay_out(SPANS, window) for bar in lane.bars}
+
+
+def test_every_span_has_its_bar_at_its_time() -> None:
+    assert {name: (bar.begin, bar.end) for name, bar in bars(ALL).items()} == {s.name: (s.begin, s.end) for s in SPANS}
+
+
+def test_spans_that_overlap_lie_beneath_each_other_and_those_in_turn_side_by_side() -> None:
+    found = bars(ALL)
+    assert found["read 1"].top + 1 == found["read 2"].top
+    assert found["run 1.0"].top == found["run 1.1"].top > found["read 2"].top + 1
+
+
+def test_a_window_cuts_what_reaches_out_of_it() -> None:
+    found = bars(Window(begin=1.2, end=1.8))
+    assert set(found) == {"read 2", "run 1.0", "attend <1> & 2"}
+    assert all(1.2 <= bar.begin < bar.end <= 1.8 for bar in found.values())
+
+
+def test_rows_say_what_they_are_and_how_busy_they_were() -> None:
+    lanes = [(lane.row, round(lane.busy, 2)) for lane in lay_out(SPANS, ALL)]
+    assert lanes == [(Row.disk, 0.5), (Row.compute, 0.67), (Row.cpu_attention, 0.5)]
+
+
+def test_a_row_without_a_span_in_the_window_stays() -> None:
+    assert [lane.busy for lane in lay_out(SPANS, Window(begin=2.6, end=3.0))] == [0, 1, 0]
+
+
+def test_an_svg_has_the_words_of_the_picture_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "trace.svg"
+    draw(path, SPANS, [ALL, Window(begin=1.0, end=1.5, title="closer", marks=[(1.2, "a mark")])])
+    texts = {text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"disk", "compute", "CPU attention", "50%", "67%", "time [s]", "time [ms]", "closer", "a mark"} <= texts
+    assert {"read 1", "attend <1> & 2", "read", "run", "attend"} <= texts
+
+
+def test_the_same_spans_make_the_same_file(tmp_path: Path) -> None:
+    for name in ("one.svg", "two.svg"):
+        draw(tmp_path / name, SPANS, [ALL])
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_the_suffix_says_what_is_written(tmp_path: Path) -> None:
+    draw(tmp_path / "trace.png", SPANS, [ALL])
+    data = (tmp_path / "trace.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[16:20], "big") == 1200
+
+
+@pytest.mark.parametrize("op", [op.value for op in Op if op not in (Op.free, Op.sync)])
+def test_every_op_has_a_colour_of_its_own(op: str) -> None:
+    assert [other for other in COLOURS if COLOURS[other] == COLOURS[op]] == [op]
