@@ -23,7 +23,7 @@ def main(composed: Composed) -> None:
     from jobs.benchmarks.picture import draw_rates
     from jobs.benchmarks.report import commit, hardware, rounds_table, stated
     from jobs.benchmarks.suites import run_suite
-    from runtime.model.origin import find_checkpoint
+    from runtime.origin.location import find_checkpoint
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]
     found = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))

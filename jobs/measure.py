@@ -28,7 +28,7 @@ def main(composed: Composed) -> None:
     from jobs.measuring.measurement import measure_machine
     from jobs.measuring.progress import Steps
     from jobs.measuring.report import Source, agreement, format_table, format_yaml
-    from runtime.machine_cache import find_latest, keep
+    from runtime.measure.machine_cache import find_latest, keep
 
     found = []
     for _ in range(config.measure.times):

@@ -20,7 +20,7 @@ def main(composed: Composed) -> None:
 
     import torch
 
-    from runtime.model.synthesize import synthesize_checkpoint
+    from runtime.synthesize.checkpoints import synthesize_checkpoint
 
     overrides = dict(config.architecture)
     model_type = overrides.pop("model_type")

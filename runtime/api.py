@@ -13,18 +13,18 @@ from .batching.balance import Block
 from .budgets import budgets_of, device_limited, reclaim, require_within
 from .choices import plan_by_choice, policies_directory, question
 from .config import Admission, Attention, PolicyKind, RuntimeConfig, SamplingOverrides
-from .engine.calibrate import measure_rates
 from .engine.engine import Engine
-from .engine.measure.machine import device_name
 from .engine.requests import Rejected, make_request
-from .engine.sampling import Sampler, sampler_for
-from .engine.self_check import check_lanes, is_due
+from .engine.sampling.sampler import Sampler, sampler_for
+from .engine.self_check.check import check_lanes, is_due
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_attention, prepare_kernels
 from .engine.streams import open_streams
 from .engine.tokens import tokenize
 from .first_try import opened
-from .machine_cache import Host, find_products, this_host
+from .measure.calibrate import measure_rates
+from .measure.machine import device_name
+from .measure.machine_cache import Host, find_products, this_host
 from .model.attention_way import placed
 from .model.followed import as_the_model_says
 from .model.loading import LoadedModel, load_model

@@ -9,9 +9,9 @@ from .engine.continuous import Continuous, ContinuousPacked, ContinuousPadded
 from .engine.engine import Engine
 from .engine.records import PassRecord
 from .engine.resumption import begun, resumed, resumed_lane
+from .engine.sampling.stopping import decode_text
 from .engine.sequence import Completion, Request, Unfinished
 from .engine.sequence import Sequence as Running
-from .engine.stopping import decode_text
 from .engine.wave import run_block
 from .model.loading import LoadedModel
 from .plan.placement.defaults import chunk_tokens

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import AuxRequest
 
-from runtime.cache import flash_attention
+from runtime.attention import flash_attention
 from tests.host_counters import mark, on_device
 
 _SCALED = F.scaled_dot_product_attention

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from runtime import Runtime, RuntimeConfig, api
 from runtime.config import ModelConfig
-from runtime.model import loading, pieces
+from runtime.linear import pieces
+from runtime.linear.multipliers import choose_multipliers
+from runtime.model import loading
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
-from runtime.model.multipliers import choose_multipliers
 from runtime.model.traits import CacheShape
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.typical_load import Usual

@@ -7,9 +7,11 @@ from unittest import mock
 
 import torch
 
-from runtime.cache.plain_attention import decode_attention_torch
-from runtime.model import attention, loading, multipliers, rowwise, weights
+from runtime.attention.plain_attention import decode_attention_torch
+from runtime.linear import multipliers
+from runtime.model import attention, loading, rowwise
 from runtime.plan.shape.shapes import Parameter
+from runtime.weights import stage_weights as weights
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
+from runtime.linear.tile_products import multiply_in_tiles, prepare_tiles
 from runtime.model.int8_products import has_int8_unit, multiply_in_int8, prepare_int8_products
-from runtime.model.tile_products import multiply_in_tiles, prepare_tiles
 
 SHAPES = ((2048, 8192), (8192, 2048))  # inputs, outputs: up and down in Llama 3.2 1B
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)

@@ -16,8 +16,8 @@ from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
 from runtime.config import MachineConfig, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.sequence import Completion
 from runtime.errors import MillraceError
-from runtime.model.decoder_config import decoder_config
-from runtime.model.meta import auto_class
+from runtime.probing.decoder_config import decoder_config
+from runtime.probing.meta import auto_class
 from tests.tiny_checkpoints import MOST_PARAMETERS, NUM_NEW_TOKENS, TEMPERS, Answers, Silent, answers, save_tiny
 from tests.tiny_configs import tiny_config
 

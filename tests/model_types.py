@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers.models.auto import modeling_auto
 
-from runtime.model.foreign import deepseek_moe
+from runtime.foreign import deepseek_moe
 from tests.isolated import Ended, each_isolated
 from tests.model_type_verdict import Outcome, Verdict, judge
 from tests.tiny_config_values import VARIANTS

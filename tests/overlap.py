@@ -33,7 +33,7 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.experts import BatchedExperts
-from runtime.engine.lane import Lane
+from runtime.engine.lanes.lane import Lane
 from runtime.engine.monitor import PassMonitor
 from runtime.engine.player import Crew, PassPlayer
 from runtime.engine.workers import AttentionWorkers

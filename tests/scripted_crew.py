@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from runtime.model.events import Event, NeedAttention, NeedExperts, NeedStage
+from runtime.events import Event, NeedAttention, NeedExperts, NeedStage
 from runtime.plan.cost.script import Durations
 from runtime.plan.schedule.walk import Walk
 from runtime.stream.weights import WeightStream

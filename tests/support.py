@@ -10,12 +10,12 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from runtime.engine.sequence import Request
+from runtime.linear.multipliers import STORED
 from runtime.model.families import FAMILIES, Family
-from runtime.model.meta import auto_class
-from runtime.model.multipliers import STORED
-from runtime.model.synthesize import synthesize_checkpoint
+from runtime.probing.meta import auto_class
 from runtime.profiles import Multiplier, ProductTable
 from runtime.store.checkpoint import NUM_SAMPLES, SAMPLE_BYTES
+from runtime.synthesize.checkpoints import synthesize_checkpoint
 
 SHARED_DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 PROMPT_LENGTHS = (5, 17, 3, 30, 11, 8, 9)

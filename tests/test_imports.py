@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # What each part of runtime may import of the others. `plan` is values only, so everyone may use it.
+MODEL = {"plan", "store", "stream", "cache", "attention", "kernels", "linear", "weights", "events", "probing", "origin"}
 ALLOWED = {
     "plan": {"batching"},
     "batching": set[str](),
@@ -19,9 +20,18 @@ ALLOWED = {
     "store": {"plan"},
     "stream": {"plan", "store", "trace", "out_of_memory"},
     "kernels": set[str](),
-    "cache": {"plan", "stream", "kernels"},
-    "model": {"plan", "store", "stream", "cache", "kernels", "out_of_memory"},
-    "engine": {"plan", "store", "stream", "cache", "model", "batching", "trace"},
+    "attention": {"plan", "stream", "kernels"},
+    "cache": {"plan", "stream", "attention"},
+    "linear": {"plan", "kernels", "attention", "model"},
+    "weights": {"plan", "store", "linear"},
+    "events": set[str](),
+    "probing": {"plan", "events", "attention"},
+    "foreign": set[str](),
+    "synthesize": {"store", "probing", "foreign"},
+    "origin": {"store", "synthesize", "foreign", "out_of_memory"},
+    "model": MODEL,
+    "engine": {*MODEL, "model", "batching", "trace"},
+    "measure": {*MODEL, "model", "batching", "engine"},
 }
 FOR_ALL = {"closing", "config", "errors", "profiles", "sampling_config", "shared_work", "units"}
 # What each room of jobs may import of the others. Nothing but a door imports benchmarks.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.cache.host_attention import decode_attention
+from runtime.attention.host_attention import decode_attention
+from runtime.attention.plain_attention import decode_attention_torch
 from runtime.cache.pages import split_pages
-from runtime.cache.plain_attention import decode_attention_torch
 from runtime.config import DType
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice

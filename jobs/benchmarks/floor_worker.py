@@ -16,7 +16,7 @@ import torch
 
 from runtime.api import Runtime
 from runtime.config import ModelConfig, RuntimeConfig
-from runtime.model.multipliers import MULTIPLIERS, fitting
+from runtime.linear.multipliers import MULTIPLIERS, fitting
 from runtime.plan.shape.shapes import Stage, StageKind
 from runtime.profiles import Multiplier
 from runtime.units import MIB

@@ -21,8 +21,8 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.records import PassRecord
-from runtime.model.synthesize import synthesize_checkpoint
 from runtime.stream.host_memory import peak_resident_bytes
+from runtime.synthesize.checkpoints import synthesize_checkpoint
 
 from .millrace import prefill_seconds, requests_of
 from .scale_size import HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS, Size

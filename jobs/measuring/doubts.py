@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.machine_cache import Host
+from runtime.measure.machine_cache import Host
 from runtime.profiles import DataSheet, MeasuredRates
 
 from ..config.settings import read_yaml

@@ -12,14 +12,14 @@ import torch
 from runtime.api import Runtime
 from runtime.budgets import FREE_SHARE
 from runtime.config import MachineConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig
-from runtime.engine.measure.disk import SUSTAINED
-from runtime.engine.measure.machine import device_name, dtype_rates, machine_probes
-from runtime.engine.measure.memory import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT
-from runtime.engine.measure.multipliers import product_table
-from runtime.engine.measure.timing import Figure, Measured, Probe, measure
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.requests import Request
-from runtime.machine_cache import Host, this_host
+from runtime.measure.disk import SUSTAINED
+from runtime.measure.machine import device_name, dtype_rates, machine_probes
+from runtime.measure.machine_cache import Host, this_host
+from runtime.measure.memory import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT
+from runtime.measure.multipliers import product_table
+from runtime.measure.timing import Figure, Measured, Probe, measure
 from runtime.profiles import MeasureConfig, MeasuredRates, ProductTable
 from runtime.session import Session
 from runtime.stream.device import ComputeDevice

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
-from runtime.engine.measure.timing import Figure
-from runtime.machine_cache import Host
+from runtime.measure.machine_cache import Host
+from runtime.measure.timing import Figure
 from runtime.profiles import MeasuredRates
 
 SPREAD = "spread: how far a round was from the median of the rounds, at most"

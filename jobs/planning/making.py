@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from runtime.model.named import named_shapes
+from jobs.planning.named import named_shapes
 
 from ..config.settings import read_yaml
 from ..config.typed import plain

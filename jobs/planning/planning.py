@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from runtime.choices import plan_by_choice, policies_directory
 from runtime.config import DType, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig
 from runtime.errors import ConfigError, require
-from runtime.machine_cache import find_latest
+from runtime.measure.machine_cache import find_latest
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.profile import machine_of

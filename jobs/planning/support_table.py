@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from jobs.planning.support import FamilyTraits
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES, Family
-from runtime.model.support import FamilyTraits
 
 from ..config.settings import TableFormat
 

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from runtime.engine.logprobs import TokenLogprobs
-from runtime.engine.sequence import Unfinished
+from runtime.engine.sequence import TokenLogprobs, Unfinished
 from runtime.errors import OutputError
 
 from ..files.publishing import (

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..attention.host_attention import decode_attention
+from ..attention.layout import LayerKV, PassLayout
+from ..attention.stretches import Stretches
+from ..attention.views import DecodeRows, Reach, Segment
 from ..stream.device import Part
 from ..stream.exchange import HostExchange, Trip
-from .host_attention import decode_attention
-from .layout import LayerKV, PassLayout
 from .pages import KVPages
-from .stretches import Stretches
-from .views import DecodeRows, Reach, Segment
 
 CPU = torch.device("cpu")
 

@@ -19,12 +19,12 @@ from itertools import accumulate
 import torch
 from transformers import Cache
 
+from ..attention.layout import LayerKV, PassLayout
+from ..attention.upload import upload
+from ..attention.views import DecodeRows, Prompts, Segment
 from ..plan.placement.memory import PAGE_TOKENS
 from .host_lane import HostLane, HostVisit
-from .layout import LayerKV, PassLayout
 from .pages import KVPages, num_pages_for, split_pages
-from .upload import upload
-from .views import DecodeRows, Prompts, Segment
 
 
 @dataclass

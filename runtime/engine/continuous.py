@@ -11,7 +11,7 @@ from itertools import islice
 
 from ..batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from .engine import Engine
-from .packed import PackedLane
+from .lanes.packed import PackedLane
 from .records import PassRecord, Phase
 from .sequence import Sequence
 from .wave import run_line

@@ -13,8 +13,7 @@ from ..cache.paged import PagedKV
 from ..cache.pages import KVPages, PagePool
 from ..config import KVTier
 from ..errors import BrokenModelError
-from ..model.events import Weights
-from ..model.weights import stage_weights
+from ..events import Weights
 from ..plan.placement.defaults import chunk_tokens
 from ..plan.placement.experts import dense_shape
 from ..plan.placement.kv import KVLayout
@@ -22,17 +21,18 @@ from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
 from ..stream.host_memory import peak_resident_bytes
-from .apart import ApartLane
+from ..weights.stage_weights import stage_weights
 from .experts import BatchedExperts
-from .lane import Lane, LaneKit
+from .lanes.apart import ApartLane
+from .lanes.lane import Lane, LaneKit
+from .lanes.packed import PackedLane
+from .lanes.padded import PaddedLane
+from .lanes.seq2seq import Seq2SeqLane
 from .monitor import PassMonitor
 from .nonfinite import Origin, Watch, repeated
-from .packed import PackedLane
-from .padded import PaddedLane
 from .player import Crew, PassPlayer
 from .records import PassCounts, PassRecord, Phase
-from .sampling import Sampler
-from .seq2seq import Seq2SeqLane
+from .sampling.sampler import Sampler
 from .sequence import Sequence
 from .setup import Setup
 from .streams import Streams

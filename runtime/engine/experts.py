@@ -7,12 +7,12 @@ from typing import cast
 
 import torch
 
-from ..model.events import NeedExperts
+from ..events import NeedExperts
 from ..model.expert_groups import together
 from ..model.experts import Experts, Matrices, Visits, bound_matrices, is_experts, mixed
 from ..model.loading import LoadedModel
-from ..model.weights import stage_weights
 from ..stream.experts import ExpertStream
+from ..weights.stage_weights import stage_weights
 
 
 class BatchedExperts:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from greenlet import getcurrent
 
-from ..model.events import Weights
+from ..events import Weights
+from ..linear.stored import StoredWeight
 from ..model.stages import EMBEDDING, StreamedModule
-from ..model.stored import StoredWeight
-from .lane import Lane
+from .lanes.lane import Lane
 from .sequence import Sequence
 
 

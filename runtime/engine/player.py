@@ -9,12 +9,12 @@ from typing import TypeAlias
 import torch
 
 from ..errors import ConfigError, Interrupted
-from ..model.events import Event, NeedAttention, NeedExperts, NeedStage, Weights
+from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..plan.schedule.actions import Action, Op
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
 from .experts import BatchedExperts
-from .lane import Lane
+from .lanes.lane import Lane
 from .monitor import PassMonitor
 from .workers import AttentionWorkers
 

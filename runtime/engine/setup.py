@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.host_attention import prepare_decode_attention
+from ..attention.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
+from ..linear.multipliers import choose_multipliers, prepare_products
 from ..model.int8_products import prepare_int8_products
 from ..model.loading import LoadedModel
-from ..model.multipliers import choose_multipliers, prepare_products
 from ..model.rowwise import prepare_rows
-from ..model.weights import TORCH_DTYPES
 from ..plan.placement.placement import Placement
 from ..profiles import ProductTable
 from ..stream.device import ComputeDevice
 from ..trace import Trace
+from ..weights.stage_weights import TORCH_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..errors import CheckpointError
 from ..model.loading import LoadedModel
-from ..model.net import PASS_ON, reason_of
+from ..origin.net import PASS_ON, reason_of
 
 SEGMENT_CHARACTERS = 1 << 18  # tokenised on their own, to see whether a long text can fit at all
 CUT_TOKENS = 256  # by how many a cut between two segments may change the count: a word's tokens, with room

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 from itertools import count, islice
 
 from .engine import Engine
-from .lane import Lane
+from .lanes.lane import Lane
 from .records import PassRecord, Phase
 from .sequence import Sequence
 

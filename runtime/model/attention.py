@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
-from ..cache.device_attention import decode_on_device, fused_applies, prefill_fused, prefill_in_flash
-from ..cache.host_attention import decode_attention
+from ..attention.device_attention import decode_on_device, fused_applies, prefill_fused, prefill_in_flash
+from ..attention.host_attention import decode_attention
+from ..attention.layout import LayerKV
+from ..attention.rule import Rule
+from ..attention.views import DecodeRows, Prompts, Reach, Segment, View
 from ..cache.host_lane import HostVisit
-from ..cache.layout import LayerKV
 from ..cache.paged import PagedKV
-from ..cache.rule import Rule
-from ..cache.views import DecodeRows, Prompts, Reach, Segment, View
 from ..errors import ConfigError
-from . import guards
-from .events import LaneRun, NeedAttention, need_tensor
-from .guards import chunk_of, layer_of
+from ..events import LaneRun, NeedAttention, need_tensor
+from ..probing import guards
+from ..probing.guards import chunk_of, layer_of
 
 NAME = "millrace_ragged"
 

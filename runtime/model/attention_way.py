@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from ..cache.device_attention import fused_applies
-from ..cache.flash_attention import flash_applies
-from ..cache.rule import Rule
+from ..attention.device_attention import fused_applies
+from ..attention.flash_attention import flash_applies
+from ..attention.rule import Rule
 from ..plan.shape.attention import AttentionWay
 from ..plan.shape.model import ModelShape
+from ..probing.decoder_config import decoder_config
 from ..stream.device import ComputeDevice
-from .decoder_config import decoder_config
 from .loading import LoadedModel
 
 

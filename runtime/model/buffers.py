@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from ..plan.shape.shapes import Parameter
+from ..weights.stage_weights import load_tensor
 from .stages import StagedModel
-from .weights import load_tensor
 
 
 def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter]) -> None:

@@ -15,10 +15,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
+from ..probing.layer_lists import layer_lists
 from ..store.checkpoint import Checkpoint
-from .layer_lists import layer_lists
-from .layout import match
-from .weights import load_tensor
+from ..weights.layout import match
+from ..weights.stage_weights import load_tensor
 
 log = logging.getLogger(__name__)
 

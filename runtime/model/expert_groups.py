@@ -16,9 +16,9 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
+from ..linear.stored import StoredWeight
 from ..plan.placement.experts import GROUPED_VISITS, suits_all
 from .experts import Experts, Visits, bias_of, has_norm, matrix_names
-from .stored import StoredWeight
 
 VECTOR_BYTES = 16  # at which torch's kernel wants every row and every expert to begin
 MOST_GROUPS = 1023  # that it takes

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from .events import NeedExperts, need_tensor
+from ..events import NeedExperts, need_tensor
 
 NAME = "millrace_sorted"
 

@@ -8,8 +8,8 @@ from transformers import GenerationConfig
 
 from ..config import RuntimeConfig
 from ..errors import CheckpointError, ConfigError
+from ..origin.generation_config import ModelGeneration
 from ..sampling_config import SamplingConfig
-from .generation import ModelGeneration
 from .loading import LoadedModel
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ import torch
 
 from ..kernels.compiler import has_matrix_unit
 from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
+from ..linear.pieces import Piece, Target, in_pieces, in_runs_of_rows, room_for_inputs
+from ..linear.tile_products import fit_tiles, tiles_shape
 from ..shared_work import Spares
 from ..units import KIB, round_down, round_up
-from .pieces import Piece, Target, in_pieces, in_runs_of_rows, room_for_inputs
-from .tile_products import fit_tiles, tiles_shape
 
 STEP_INPUTS = 2 * TILE_DIMS  # int8 in a row of a tile
 PANEL_BYTES = 512 * KIB  # of w as int8, or a pair of tiles: it stays in the second cache beside rows of x

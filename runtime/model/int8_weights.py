@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..plan.shape.shapes import Parameter
+from ..probing.layer_lists import layer_lists
 from .experts import stacks
 from .int8_products import fits_inputs, has_int8_unit
-from .layer_lists import layer_lists
 
 KEY = "model.products=int8"
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # what transformers calls them, and what is in them

@@ -12,8 +12,8 @@ import torch
 from greenlet import getcurrent
 
 from ..cache.paged import PagedKV, StoredAlone
+from ..events import LaneRun
 from ..plan.cost.lane_work import is_narrow
-from .events import LaneRun
 
 Narrow = Callable[[torch.Tensor], torch.Tensor]
 

@@ -12,28 +12,28 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ..config import DType, ModelConfig, Products, Verify
 from ..errors import ConfigError
 from ..kernels.compiler import has_compiler
+from ..origin.generation_config import ModelGeneration, read_generation
+from ..origin.location import find_checkpoint, load_tokenizer, read_config
+from ..origin.net import class_refused, one_line
 from ..plan.shape.auto_dtype import auto_dtype
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter
+from ..probing.meta import build_meta_model
+from ..probing.padded_probe import PaddedHabits, padded_habits
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
 from ..stream.device_choice import has_bfloat16_units
+from ..weights.computed import keep_computed
+from ..weights.converted import convert_once
+from ..weights.gguf_layout import map_gguf
+from ..weights.layout import map_weights
+from ..weights.quantization import pair_scales, take_quantization
 from . import attention, experts
 from .buffers import fill_buffers
 from .compiled_steps import compile_steps, require_accelerator
-from .computed import keep_computed
-from .converted import convert_once
 from .excerpt import Excerpt
-from .generation import ModelGeneration, read_generation
-from .gguf import map_gguf
 from .int8_weights import rounded_parameters
-from .layout import map_weights
-from .meta import build_meta_model
-from .net import class_refused, one_line
-from .origin import find_checkpoint, load_tokenizer, read_config
-from .padded_probe import PaddedHabits, padded_habits
-from .quantization import pair_scales, take_quantization
 from .rope_lengths import RopeLengths, follow_lengths
 from .rowwise import join_steps
 from .sizes import shape_of

@@ -16,7 +16,7 @@ from greenlet import getcurrent
 from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import ConfigError
-from .events import LaneRun
+from ..events import LaneRun
 
 Embeddings = torch.Tensor | tuple[torch.Tensor, ...]  # (..., T, D) each
 

@@ -22,9 +22,9 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from ..kernels.compiler import has_compiler
+from ..linear.pieces import share_groups
 from ..plan.placement.memory import GATED_ROWS
 from .experts import is_experts
-from .pieces import share_groups
 
 EXPERTS: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
 ROTARY = llama.apply_rotary_pos_emb.__name__

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
-from .decoder_config import decoder_config, head_size, largest, num_attention_heads
+from ..probing.decoder_config import decoder_config, head_size, largest, num_attention_heads
 from .rowwise import joins_gates
 from .stages import StagedModel
 from .traits import CacheShape, bounded_layers, delta_rule, expanded_width

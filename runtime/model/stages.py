@@ -10,15 +10,15 @@ from greenlet import GreenletExit, greenlet
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from ..events import NeedStage, Weights, need_stage
+from ..linear.panels import Block
+from ..linear.siblings import Siblings
+from ..linear.stored import StoredWeight
 from ..plan.shape.shapes import StageKind
+from ..probing.decoder_config import encoder_config
+from ..probing.layer_lists import layer_lists, stage_kinds
 from .binding import Binding
-from .decoder_config import encoder_config
-from .events import NeedStage, Weights, need_stage
 from .last_layer import forward_asked
-from .layer_lists import layer_lists, stage_kinds
-from .panels import Block
-from .siblings import Siblings
-from .stored import StoredWeight
 from .traits import accepted
 
 EMBEDDING = 0

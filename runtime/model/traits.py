@@ -13,12 +13,12 @@ from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 from ..config import Lanes
 from ..errors import ConfigError
 from ..plan.shape.delta_rule import DeltaRule
-from .decoder_config import decoder_config, head_size, largest, num_attention_heads
+from ..probing.decoder_config import decoder_config, head_size, largest, num_attention_heads
+from ..probing.generating import cache_argument
+from ..probing.guards import NO_DECODER
+from ..probing.hollow import without_values
+from ..probing.packed_probe import is_latent, latent_rank, why_not_packed
 from .experts import is_experts
-from .generating import cache_argument
-from .guards import NO_DECODER
-from .hollow import without_values
-from .probe import is_latent, latent_rank, why_not_packed
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from .decoder_config import decoder_config
+from ..probing.decoder_config import decoder_config
 
 
 class UnreadModule(nn.Module):

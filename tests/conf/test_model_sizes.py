@@ -9,8 +9,8 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from runtime.model.meta import build_meta_model, untie_head
-from runtime.model.synthesize import config_for
+from runtime.probing.meta import build_meta_model, untie_head
+from runtime.synthesize.checkpoints import config_for
 from runtime.units import GIB, MIB
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -13,10 +13,10 @@ from runtime.config import ModelConfig
 from runtime.engine.tokens import tokenize_each
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel, load_model
-from runtime.model.origin import load_tokenizer
-from runtime.model.synthesize import tiny_checkpoint
+from runtime.origin.location import load_tokenizer
 from runtime.store.cache_root import cache_root
 from runtime.store.checkpoint import open_checkpoint
+from runtime.synthesize.checkpoints import tiny_checkpoint
 from tests.fuzz.headers import require_inside
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target

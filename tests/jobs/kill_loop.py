@@ -26,8 +26,8 @@ from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime.config import DType, KVConfig, KVTier, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
 from runtime.errors import Interrupted
-from runtime.model.tokenizer import byte_level_tokenizer
 from runtime.sampling_config import SamplingConfig
+from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.processes import PROCESSES
 from tests.support import synthesize
 

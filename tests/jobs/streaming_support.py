@@ -18,9 +18,8 @@ from jobs.run.running import remove_committed
 from jobs.run.waves import generate_waves
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
-from runtime.engine.logprobs import TokenLogprobs
 from runtime.engine.records import PassCounts, PassRecord, Phase, StageTimes
-from runtime.engine.sequence import Completion, FinishReason, Request, Unfinished
+from runtime.engine.sequence import Completion, FinishReason, Request, TokenLogprobs, Unfinished
 from runtime.errors import Interrupted
 
 MANIFEST = RunManifest(semantic={"model.name": "fake"}, operational={}, versions={})

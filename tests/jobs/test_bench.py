@@ -19,7 +19,7 @@ from jobs.benchmarks.task import Result, Task, prompts
 from jobs.benchmarks.worker import Ended, _why, task_of
 from runtime.config import DType, ModelConfig, Order
 from runtime.errors import ConfigError
-from runtime.model.origin import find_checkpoint
+from runtime.origin.location import find_checkpoint
 from runtime.units import MIB
 
 GENERATING = [

@@ -14,7 +14,7 @@ from jobs.benchmarks.suites import run_suite
 from jobs.benchmarks.task import Result
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
-from runtime.model.origin import find_checkpoint
+from runtime.origin.location import find_checkpoint
 
 
 def result(decode: float, predicted: float) -> Result:

@@ -15,7 +15,7 @@ from jobs.benchmarks.worker import task_of
 from runtime.api import Runtime
 from runtime.config import ModelConfig, RuntimeConfig
 from runtime.errors import ConfigError
-from runtime.model.origin import find_checkpoint
+from runtime.origin.location import find_checkpoint
 
 CASE = Case(path="somewhere/llama", contender="nvme", num_sequences=128)
 SECONDS = {64: ProductSeconds(layers=1.0, head=0.5), 512: ProductSeconds(layers=4.0, head=2.0)}

@@ -22,8 +22,8 @@ from jobs.benchmarks.gpu.worker import answers
 from jobs.benchmarks.task import Result
 from runtime import ModelConfig, RuntimeConfig
 from runtime.config import DType, Tier
-from runtime.engine.measure.memory import LINK_IN
 from runtime.errors import ConfigError, MillraceError
+from runtime.measure.memory import LINK_IN
 from runtime.plan.shape.extents import slot_layout
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB, MIB

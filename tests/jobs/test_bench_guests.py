@@ -20,7 +20,7 @@ from jobs.benchmarks.task import Result, Task
 from jobs.benchmarks.worker import measured
 from runtime.config import ModelConfig
 from runtime.errors import MillraceError
-from runtime.model.origin import find_checkpoint
+from runtime.origin.location import find_checkpoint
 from runtime.units import MIB
 
 TASK = Task(

@@ -18,7 +18,7 @@ from jobs.benchmarks.measure import NOTHING
 from jobs.benchmarks.suites import run_suite
 from jobs.benchmarks.task import Result, Task
 from runtime.errors import ConfigError, MillraceError
-from runtime.model.synthesize import synthesize_checkpoint
+from runtime.synthesize.checkpoints import synthesize_checkpoint
 
 gguf = pytest.importorskip("gguf")
 SMALL = {

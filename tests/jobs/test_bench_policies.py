@@ -13,7 +13,7 @@ from jobs.benchmarks.task import Result, Task
 from runtime.config import ModelConfig
 from runtime.engine.records import PassRecord
 from runtime.errors import ConfigError
-from runtime.model.origin import find_checkpoint
+from runtime.origin.location import find_checkpoint
 
 CONFIG = BenchConfig(suite=Suite.policies, num_prompts=16, num_new_tokens=3, rounds=3, weight_share=60.0)
 

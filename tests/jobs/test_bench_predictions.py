@@ -12,7 +12,7 @@ from jobs.benchmarks.task import Result
 from jobs.benchmarks.worker import task_of
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
-from runtime.model.origin import find_checkpoint
+from runtime.origin.location import find_checkpoint
 
 
 def result(prefill: float, decode: float, *, predicted_prefill: float, predicted_decode: float) -> Result:

@@ -17,7 +17,7 @@ from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError
-from runtime.model.tokenizer import byte_level_tokenizer
+from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.support import Reference
 
 NO_SYSTEM = (

@@ -14,8 +14,8 @@ from jobs.measuring.config import MeasureJobConfig
 from jobs.measuring.doubts import doubts, names
 from jobs.measuring.report import Source, agreement, format_table, format_value, format_yaml
 from runtime.config import MachineConfig
-from runtime.engine.measure.timing import Figure
-from runtime.machine_cache import find_latest, this_host
+from runtime.measure.machine_cache import find_latest, this_host
+from runtime.measure.timing import Figure
 from runtime.profiles import DTypeRates, MeasuredRates
 
 FIGURES = {

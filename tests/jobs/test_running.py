@@ -10,8 +10,7 @@ import pytest
 from jobs.run.output_rows import GenerationRow
 from jobs.run.run_dir import RunDirectory
 from jobs.run.running import Running, RunningFile
-from runtime.engine.logprobs import TokenLogprobs
-from runtime.engine.sequence import Unfinished
+from runtime.engine.sequence import TokenLogprobs, Unfinished
 from tests.jobs.part_support import MANIFEST, PASSES, PLAN
 
 FINISHED = [

@@ -18,9 +18,8 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.experts import BatchedExperts
-from runtime.model.events import LaneRun, NeedExperts, NeedStage
+from runtime.events import LaneRun, NeedExperts, NeedStage
 from runtime.model.loading import LoadedModel, load_model
-from runtime.model.weights import stage_weights
 from runtime.plan.placement.experts import dense_shape
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
@@ -30,6 +29,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.stream.experts import ExpertStream
 from runtime.stream.weights import WeightStream
 from runtime.units import GIB
+from runtime.weights.stage_weights import stage_weights
 
 DEVICE = ComputeDevice("cpu")
 

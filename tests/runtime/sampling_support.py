@@ -15,7 +15,7 @@ from runtime import (
     SamplingOverrides,
 )
 from runtime.config import DType, PolicyKind, Tier
-from runtime.engine.sampling import Sampler
+from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import Completion, Request
 from runtime.engine.sequence import Sequence as Running
 from tests.support import Reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime import ModelConfig, Runtime, RuntimeConfig
-from runtime.cache import device_attention
+from runtime.attention import device_attention
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
 from runtime.model.attention_way import placed

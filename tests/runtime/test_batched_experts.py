@@ -10,7 +10,7 @@ import torch
 from runtime.config import ExpertPaging
 from runtime.model.experts import is_experts
 from runtime.model.loading import LoadedModel
-from runtime.model.origin import GGUF_READER
+from runtime.origin.location import GGUF_READER
 from runtime.plan.placement.experts import pageable_stages, unpageable_stacks
 from tests.gguf_files import Type, write_gguf
 from tests.quantized import write_fp8, write_mxfp4

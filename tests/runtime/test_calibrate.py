@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from runtime.config import ModelConfig
-from runtime.engine import calibrate
-from runtime.engine.calibrate import measure_rates
+from runtime.measure import calibrate
+from runtime.measure.calibrate import measure_rates
 from runtime.model.loading import load_model
 from runtime.plan.cost.rates import UNLIMITED
 from runtime.plan.cost.typical_load import Usual

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runtime.config import ModelConfig
-from runtime.engine import calibrate
-from runtime.engine.calibrate import _Bench, measure_rates
+from runtime.measure import calibrate
+from runtime.measure.calibrate import _Bench, measure_rates
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel, load_model
 from runtime.plan.cost.rates import MachineRates

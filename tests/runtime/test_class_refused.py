@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from runtime.errors import BudgetError, ConfigError
-from runtime.model.layer_lists import layer_lists
-from runtime.model.meta import build_meta_model
-from runtime.model.net import class_refused
+from runtime.origin.net import class_refused
+from runtime.probing.layer_lists import layer_lists
+from runtime.probing.meta import build_meta_model
 from tests.tiny_configs import tiny_config
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.plan.cost.calibration import MOST, corrected
+from runtime.plan.cost.calibration import MOST_CORRECTED, corrected
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
 from runtime.plan.cost.simulator import Resource
 
@@ -27,7 +27,7 @@ def test_compute_is_corrected_as_a_whole() -> None:
     assert found.turn_seconds == pytest.approx(0.5 / 1.6)
 
 
-@pytest.mark.parametrize(("measured", "factor"), [(100.0, 1 / MOST), (0.02, MOST)])
+@pytest.mark.parametrize(("measured", "factor"), [(100.0, 1 / MOST_CORRECTED), (0.02, MOST_CORRECTED)])
 def test_no_rate_is_corrected_beyond_its_bounds(measured: float, factor: float) -> None:
     found = corrected(RATES, dict.fromkeys(Resource, measured), dict.fromkeys(Resource, 1.0))
     assert found.disk_bytes_per_second == 100.0 * factor

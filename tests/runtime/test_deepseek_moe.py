@@ -12,13 +12,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import DType, Tier
 from runtime.engine.sequence import Completion
+from runtime.foreign import deepseek_moe
 from runtime.model import experts
 from runtime.model.families import FAMILIES
-from runtime.model.foreign import deepseek_moe
-from runtime.model.meta import build_meta_model
-from runtime.model.random_weights import RandomWeights
-from runtime.model.synthesize import config_for, synthesize_checkpoint
 from runtime.model.traits import ExpertKind, expert_kind
+from runtime.probing.meta import build_meta_model
+from runtime.synthesize.checkpoints import config_for, synthesize_checkpoint
+from runtime.synthesize.random_weights import RandomWeights
 from tests.processes import alone
 from tests.support import Reference
 

@@ -14,12 +14,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from runtime.config import DType, ExpertPaging, Lanes, ModelConfig
+from runtime.linear.stacks import joined, joined_stacks
+from runtime.linear.stored import StoredWeight
 from runtime.model import expert_groups
 from runtime.model.expert_groups import takes_groups, together
 from runtime.model.experts import Experts, Visits, bound_matrices, mixed
 from runtime.model.loading import load_model
-from runtime.model.stacks import joined, joined_stacks
-from runtime.model.stored import StoredWeight
 from tests.fake_device import FakeDevice
 from tests.host_counters import counting, mark
 from tests.host_counts import HostCounts

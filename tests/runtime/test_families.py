@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
 from runtime.cache.paged import PagedKV
 from runtime.config import DType, ModelConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.engine.sampling import Sampler
+from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import Completion, FinishReason
 from runtime.engine.sequence import Sequence as Running
 from runtime.model.families import FAMILIES

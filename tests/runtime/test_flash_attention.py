@@ -5,9 +5,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from runtime.cache import flash_attention
-from runtime.cache.flash_attention import aligned, flash_applies, has_flash, knows_windows
-from runtime.cache.rule import Rule
+from runtime.attention import flash_attention
+from runtime.attention.flash_attention import aligned, flash_applies, has_flash, knows_windows
+from runtime.attention.rule import Rule
 
 CUDA, PLAIN = torch.device("cuda", 0), Rule(1.0)
 

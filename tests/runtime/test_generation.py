@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from runtime import SamplingConfig
 from runtime.engine.sequence import Completion, FinishReason
 from runtime.errors import CheckpointError
-from runtime.model.generation import ModelGeneration, read_generation
+from runtime.origin.generation_config import ModelGeneration, read_generation
 from tests.runtime.sampling_support import References, runtime_for
 from tests.support import Reference
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from runtime import Runtime
 from runtime.config import DType, ModelConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import CheckpointError, ConfigError
-from runtime.model import origin
 from runtime.model.families import FAMILIES, Family
 from runtime.model.loading import load_model
-from runtime.model.synthesize import synthesize_checkpoint
+from runtime.origin import location as origin
+from runtime.synthesize.checkpoints import synthesize_checkpoint
 from tests.gguf_files import write_gguf
 from tests.runtime.test_fidelity import config_for, tokens_of
 from tests.support import NUM_NEW_TOKENS, PROMPT_LENGTHS, Reference, greedy

@@ -12,12 +12,12 @@ from runtime.config import Lanes
 from runtime.errors import ConfigError
 from runtime.model import traits
 from runtime.model.families import FAMILIES, Family
-from runtime.model.meta import build_meta_model
-from runtime.model.padded_probe import APART as ROWS_APART
-from runtime.model.padded_probe import WHOLE as PROMPTS_WHOLE
-from runtime.model.padded_probe import PaddedHabits, padded_habits
-from runtime.model.synthesize import config_for
 from runtime.model.traits import choose_lanes
+from runtime.probing.meta import build_meta_model
+from runtime.probing.padded_probe import APART as ROWS_APART
+from runtime.probing.padded_probe import WHOLE as PROMPTS_WHOLE
+from runtime.probing.padded_probe import PaddedHabits, padded_habits
+from runtime.synthesize.checkpoints import config_for
 from tests.runtime.guard_support import NOT_PACKED, REFUSED, SIZES, TROCR, WHOLE
 from tests.runtime.test_families import config_for as runtime_config
 from tests.runtime.test_families import tokens

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.cache import host_attention
-from runtime.cache.host_attention import Piece, cut, decode_attention, prepare_decode_attention
-from runtime.cache.plain_attention import decode_attention_torch
+from runtime.attention import host_attention
+from runtime.attention.host_attention import Piece, cut, decode_attention, prepare_decode_attention
+from runtime.attention.plain_attention import decode_attention_torch
 from runtime.kernels import (
     attention_kernel,
     compiled,
@@ -219,6 +219,6 @@ def test_what_is_kept_on_disk_follows_the_kernels_parts_too() -> None:
 
 
 def test_the_compiler_is_loaded_at_first_use() -> None:
-    program = "import sys, runtime.cache.host_attention; print('numba' in sys.modules)"
+    program = "import sys, runtime.attention.host_attention; print('numba' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from runtime import Runtime, SamplingConfig
 from runtime.config import KVConfig, KVTier, Order, PolicyConfig, PolicyKind, RuntimeConfig, Tier
-from runtime.engine import sampling as sampling_module
 from runtime.engine.records import PassRecord, Phase
+from runtime.engine.sampling import sampler as sampling_module
 from runtime.engine.sequence import Completion
 from tests.device_operators import operators_of_a_device
 from tests.host_counters import CountedDevice, counting

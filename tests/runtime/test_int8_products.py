@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 from runtime.config import DType, ModelConfig, Products, Tier
 from runtime.errors import ConfigError
-from runtime.model import int8_weights, pieces, stored
+from runtime.linear import pieces, stored
+from runtime.linear.stored import StoredWeight
+from runtime.model import int8_weights
 from runtime.model.families import FAMILIES
 from runtime.model.int8_products import MOST_INPUTS, fit_int8, has_int8_unit, multiply_in_int8
 from runtime.model.loading import LoadedModel, load_model
-from runtime.model.stored import StoredWeight
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.support import synthesize
 

@@ -10,10 +10,10 @@ from greenlet import GreenletExit, getcurrent
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
 from runtime.config import Tier
-from runtime.engine.sampling import Sampler
+from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import Sequence as Running
+from runtime.events import LaneRun
 from runtime.model import stages
-from runtime.model.events import LaneRun
 from runtime.model.last_layer import forward_asked
 from runtime.stream.device import ComputeDevice
 from tests.runtime.test_families import References, Runtimes, config_for, tokens

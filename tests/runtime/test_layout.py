@@ -11,15 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from runtime import api
 from runtime.config import DType, ModelConfig
 from runtime.errors import CheckpointError
+from runtime.linear.stored import StoredWeight
 from runtime.model import loading
-from runtime.model.layout import map_weights
-from runtime.model.meta import build_meta_model
-from runtime.model.stored import StoredWeight
-from runtime.model.weights import TORCH_DTYPES, stage_weights
 from runtime.plan.shape.extents import slot_layout
+from runtime.probing.meta import build_meta_model
 from runtime.store.checkpoint import open_checkpoint
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
+from runtime.weights.layout import map_weights
+from runtime.weights.stage_weights import TORCH_DTYPES, stage_weights
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference
 

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import SamplingConfig
-from runtime.engine.logprobs import read_logprobs, written_logprobs
-from runtime.engine.sequence import Completion, Request
+from runtime.engine.sequence import Completion, Request, read_logprobs, written_logprobs
 from tests.runtime.sampling_support import References, runtime_for
 
 NUM_TOP = 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.machine_cache import Host, find_latest, find_products, keep, this_host
+from runtime.measure.machine_cache import Host, find_latest, find_products, keep, this_host
 from runtime.profiles import DTypeRates, MeasuredRates, Multiplier, ProductTable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ RATES = MeasuredRates(
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.machine_cache.cache_root", lambda: tmp_path / "millrace")
+    monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path / "millrace")
 
 
 def test_what_is_kept_is_found_and_replaced() -> None:
@@ -122,7 +122,7 @@ def test_what_was_measured_is_read_without_torch(tmp_path: Path) -> None:
     keep(HOST, RATES)
     assert set(json.loads(HOST.path.read_text())["host"]) == set(vars(HOST))
     program = (
-        "import sys; from runtime.machine_cache import find_latest; found = find_latest(); "
+        "import sys; from runtime.measure.machine_cache import find_latest; found = find_latest(); "
         "print(found.disk_gb_per_second, 'torch' in sys.modules)"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

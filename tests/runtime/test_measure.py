@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from runtime.config import DType, MachineConfig
-from runtime.engine.measure.attention import attention_name, prefill_name
-from runtime.engine.measure.disk import SUSTAINED, disk_probes
-from runtime.engine.measure.machine import dtype_rates, machine_probes
-from runtime.engine.measure.products import (
+from runtime.errors import ConfigError
+from runtime.measure.attention import attention_name, prefill_name
+from runtime.measure.disk import SUSTAINED, disk_probes
+from runtime.measure.machine import dtype_rates, machine_probes
+from runtime.measure.products import (
     DTYPES,
     Matrices,
     ProductKind,
@@ -20,9 +21,8 @@ from runtime.engine.measure.products import (
     product_probes,
     usual_kind,
 )
-from runtime.engine.measure.row import Row, row_of
-from runtime.engine.measure.timing import READING_SECONDS, Figure, Probe, Timed, figure_of, measure
-from runtime.errors import ConfigError
+from runtime.measure.row import Row, row_of
+from runtime.measure.timing import READING_SECONDS, Figure, Probe, Timed, figure_of, measure
 from runtime.plan.cost.profile import machine_of
 from runtime.profiles import MeasureConfig
 from runtime.stream.device import ComputeDevice

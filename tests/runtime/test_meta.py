@@ -7,8 +7,8 @@ import torch
 from transformers import MixtralConfig, PreTrainedConfig, PreTrainedModel
 
 from runtime.model.families import FAMILIES
-from runtime.model.meta import auto_class, build_meta_model
-from runtime.model.synthesize import config_for
+from runtime.probing.meta import auto_class, build_meta_model
+from runtime.synthesize.checkpoints import config_for
 
 LLAMA_SIZES = FAMILIES["llama"].overrides
 CONFIGS = {name: (family.model_type, dict(family.overrides)) for name, family in FAMILIES.items()}

@@ -8,7 +8,7 @@ from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig
 from runtime.config import SamplingConfig, Tier
 from runtime.engine.engine import Engine
 from runtime.engine.sequence import Request
-from runtime.model.events import Weights
+from runtime.events import Weights
 from tests.runtime.test_moves import shift
 from tests.support import synthesize
 

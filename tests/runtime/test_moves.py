@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.config import ExpertPaging, Tier
+from runtime.linear.stored import StoredWeight
 from runtime.model.loading import LoadedModel
-from runtime.model.stored import StoredWeight
-from runtime.model.weights import stage_weights
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, device_layout, slot_layout
 from runtime.plan.shape.moves import VECTOR_BYTES
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
+from runtime.weights.stage_weights import stage_weights
 from tests.fake_device import FakeDevice
 from tests.quantized import write_fp8
 from tests.runtime.expert_support import DEVICE, lanes_of, load, player

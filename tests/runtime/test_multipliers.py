@@ -10,15 +10,15 @@ import torch
 
 from runtime import Runtime
 from runtime.config import Tier
-from runtime.engine.measure.multipliers import ROWS, product_table
-from runtime.engine.measure.timing import Figure
 from runtime.errors import ConfigError
 from runtime.kernels.compiler import has_matrix_unit
-from runtime.machine_cache import keep
-from runtime.model import multipliers, panels
-from runtime.model.gguf_blocks import GgufRows
-from runtime.model.multipliers import MULTIPLIERS, STORED, choose_multipliers, multiplier_of, multiply
+from runtime.linear import multipliers, panels
+from runtime.linear.multipliers import MULTIPLIERS, STORED, choose_multipliers, multiplier_of, multiply
+from runtime.measure.machine_cache import keep
+from runtime.measure.multipliers import ROWS, product_table
+from runtime.measure.timing import Figure
 from runtime.profiles import Multiplier, ProductTable
+from runtime.weights.gguf_blocks import GgufRows
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES
 from tests.support import PRODUCT_KINDS, always
@@ -159,7 +159,7 @@ def test_a_table_with_a_hole_is_refused() -> None:
 def test_a_run_goes_by_what_was_measured_of_its_host(
     reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.machine_cache.cache_root", lambda: tmp_path)
+    monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path)
     weight, x = random(64, 256).half(), random(4, 256)
     config = config_for(reference("llama"))
     host = Runtime(config).host

@@ -8,9 +8,9 @@ import torch
 from transformers import BertConfig
 
 from runtime.config import Prefetch, PrefetchConfig
-from runtime.model.layout import map_weights
-from runtime.model.meta import build_meta_model
 from runtime.plan.shape.shapes import TensorSlice
+from runtime.probing.meta import build_meta_model
+from runtime.weights.layout import map_weights
 from tests.quantized import Tensors, renamed, tensors_in, write_checkpoint
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference

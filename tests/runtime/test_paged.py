@@ -11,8 +11,8 @@ import torch
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages, PagePool
 from runtime.errors import ConfigError
+from runtime.events import LaneRun, NeedAttention
 from runtime.model.attention import ragged_attention
-from runtime.model.events import LaneRun, NeedAttention
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice
 

@@ -12,8 +12,8 @@ from runtime import Runtime
 from runtime.config import ExpertPaging, ModelConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.engine.sequence import Request
 from runtime.errors import CheckpointError
+from runtime.linear.stored import StoredWeight
 from runtime.model.loading import load_model
-from runtime.model.stored import StoredWeight
 from runtime.plan.shape.model import ModelShape
 from tests.quantized import Tensors, tensors_in, write_checkpoint, write_fp8, write_mxfp4
 from tests.runtime.test_fidelity import config_for, tokens, tokens_of

@@ -26,7 +26,7 @@ from runtime.config import (
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.sequence import Completion, Request
 from runtime.errors import Interrupted
-from runtime.model.events import LaneRun
+from runtime.events import LaneRun
 from runtime.plan.schedule.actions import Op
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.trace import Row, Trace

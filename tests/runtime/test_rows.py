@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from runtime.model import panels
-from runtime.model.rows import Rows, ScaledRows
-from runtime.model.stored import StoredWeight
+from runtime.linear import panels
+from runtime.linear.rows import Rows, ScaledRows
+from runtime.linear.stored import StoredWeight
 from tests.quantized import spread, to_mxfp4
 
 N, K = 80, 96

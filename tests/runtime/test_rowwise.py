@@ -15,9 +15,9 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from runtime.kernels.rowwise_kernel import RUN
 from runtime.model import rowwise
-from runtime.model.meta import build_meta_model
 from runtime.model.rowwise import is_code_of, join_steps, joins_gates
-from runtime.model.synthesize import config_for
+from runtime.probing.meta import build_meta_model
+from runtime.synthesize.checkpoints import config_for
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 INTERMEDIATE = RUN + 40

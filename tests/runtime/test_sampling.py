@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from runtime import Rejected, SamplingConfig, SamplingOverrides
 from runtime.config import PolicyKind
-from runtime.engine import sampling as sampling_module
-from runtime.engine.sampling import Sampler
+from runtime.engine.sampling import sampler as sampling_module
+from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import Completion, FinishReason, Request
 from runtime.errors import ConfigError
 from tests.runtime.sampling_support import (

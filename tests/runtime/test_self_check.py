@@ -11,17 +11,18 @@ from gguf import GGMLQuantizationType
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import DType, PolicyKind, SelfCheck
-from runtime.engine import self_check
-from runtime.engine.dictated import Dictated
-from runtime.engine.self_check import LONG_SECONDS, check_lanes, is_due
+from runtime.engine.self_check import check as self_check
+from runtime.engine.self_check.check import LONG_SECONDS, check_lanes, is_due
+from runtime.engine.self_check.dictated import Dictated
 from runtime.errors import ConfigError
-from runtime.model import guards, loading, traits
+from runtime.model import loading, traits
 from runtime.model.excerpt import num_telling_layers
 from runtime.model.families import FAMILIES, Family
-from runtime.model.meta import auto_class
-from runtime.model.padded_probe import PaddedHabits
-from runtime.model.synthesize import config_for
+from runtime.probing import guards
+from runtime.probing.meta import auto_class
+from runtime.probing.padded_probe import PaddedHabits
 from runtime.stream.device import ComputeDevice
+from runtime.synthesize.checkpoints import config_for
 from tests.fake_device import FakeDevice
 from tests.gguf_files import write_gguf
 from tests.quantized import write_fp8

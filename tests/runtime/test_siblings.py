@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from runtime.config import Tier
-from runtime.model import siblings as module
-from runtime.model.panels import Block
-from runtime.model.siblings import Siblings
+from runtime.linear import siblings as module
+from runtime.linear.panels import Block
+from runtime.linear.siblings import Siblings
 from runtime.profiles import Multiplier
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, StopStringCriteria
 
 from runtime import SamplingConfig
-from runtime.engine.sampling import Sampler
+from runtime.engine.sampling.sampler import Sampler
+from runtime.engine.sampling.stopping import StopStrings
 from runtime.engine.sequence import Completion, FinishReason
 from runtime.engine.sequence import Sequence as Running
-from runtime.engine.stopping import StopStrings
-from runtime.model.tokenizer import BOS, byte_level_tokenizer
+from runtime.synthesize.tokenizer import BOS, byte_level_tokenizer
 from tests.runtime.sampling_support import (
     References,
     complete,

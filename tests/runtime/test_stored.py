@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.model import panels
-from runtime.model.stored import StoredWeight
+from runtime.linear import panels
+from runtime.linear.stored import StoredWeight
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

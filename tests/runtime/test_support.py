@@ -3,9 +3,9 @@
 import pytest
 import transformers
 
+from jobs.planning.support import FamilyTraits, describe
 from runtime.config import Lanes
 from runtime.model.families import FAMILIES, Family
-from runtime.model.support import FamilyTraits, describe
 from runtime.model.traits import CacheKind, ExpertKind
 
 

@@ -11,9 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Pre
 
 from runtime.errors import CheckpointError, ConfigError
 from runtime.model.families import FAMILIES, Family
-from runtime.model.meta import build_meta_model
-from runtime.model.random_weights import RandomWeights
-from runtime.model.synthesize import MARKER_FILE, SynthesisReport, config_for, synthesize_checkpoint, tiny_checkpoint
+from runtime.probing.meta import build_meta_model
+from runtime.synthesize.checkpoints import (
+    MARKER_FILE,
+    SynthesisReport,
+    config_for,
+    synthesize_checkpoint,
+    tiny_checkpoint,
+)
+from runtime.synthesize.random_weights import RandomWeights
 from tests.processes import alone, at_once
 from tests.support import greedy
 

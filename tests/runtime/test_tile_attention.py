@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.cache import host_attention, host_work
-from runtime.cache.host_attention import decode_attention
-from runtime.cache.host_work import fit_tiles
+from runtime.attention import host_attention, host_work
+from runtime.attention.host_attention import decode_attention
+from runtime.attention.host_work import fit_tiles
 from runtime.kernels import tile_unit
 from tests.attention_cases import CASES, TOLERANCE, Case, make, naive, options
 

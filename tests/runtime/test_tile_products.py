@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from runtime.kernels import compiler
 from runtime.kernels.compiler import has_matrix_unit
 from runtime.kernels.product_kernel import CHUNK_ROWS
-from runtime.model import multipliers, pieces
-from runtime.model.stored import StoredWeight
-from runtime.model.tile_products import fit_tiles, multiply_in_tiles
+from runtime.linear import multipliers, pieces
+from runtime.linear.stored import StoredWeight
+from runtime.linear.tile_products import fit_tiles, multiply_in_tiles
 
 WITHOUT_UNIT = "this processor has no matrix unit that Linux lets us use"
 needs_unit = pytest.mark.skipif(not has_matrix_unit(), reason=WITHOUT_UNIT)
@@ -130,6 +130,6 @@ def test_without_a_compiler_there_is_no_unit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_compiler_is_loaded_at_first_use() -> None:
-    program = "import sys, runtime.model.stored; print('numba' in sys.modules)"
+    program = "import sys, runtime.linear.stored; print('numba' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"

@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from runtime.errors import ConfigError
-from runtime.model.origin import load_tokenizer
-from runtime.model.tokenizer import BOS, MIN_VOCAB_SIZE, byte_level_tokenizer, tokenizer_from
+from runtime.origin.location import load_tokenizer
 from runtime.store.checkpoint import open_checkpoint
+from runtime.synthesize.tokenizer import BOS, MIN_VOCAB_SIZE, byte_level_tokenizer, tokenizer_from
 from tests.support import SHARED_DATA, Reference
 
 MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"

@@ -5,10 +5,10 @@ import torch
 
 from runtime.cache.rectangle import TravellingLayer, rectangle_cache
 from runtime.model.families import FAMILIES
-from runtime.model.meta import build_meta_model
-from runtime.model.synthesize import config_for
 from runtime.model.traits import CacheShape, bounded_layers, layer_types, measure_cache
+from runtime.probing.meta import build_meta_model
 from runtime.stream.device import ComputeDevice
+from runtime.synthesize.checkpoints import config_for
 
 
 def measured(name: str, **overrides: object) -> tuple[CacheShape, list[str]]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from runtime.errors import ConfigError
-from runtime.model.computed import keep_computed
-from runtime.model.meta import build_meta_model
 from runtime.model.unread import UnreadModule, leave_unread
+from runtime.probing.meta import build_meta_model
+from runtime.weights.computed import keep_computed
 from tests.tiny_configs import tiny_config
 
 

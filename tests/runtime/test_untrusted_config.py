@@ -16,9 +16,9 @@ from runtime.config import ModelConfig
 from runtime.errors import CheckpointError, MillraceError
 from runtime.model import attention
 from runtime.model.loading import LoadedModel, load_model
-from runtime.model.origin import read_config
-from runtime.model.synthesize import tiny_checkpoint
+from runtime.origin.location import read_config
 from runtime.store.cache_root import cache_root
+from runtime.synthesize.checkpoints import tiny_checkpoint
 
 MARKER = "it ran"
 

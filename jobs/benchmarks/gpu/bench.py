@@ -24,9 +24,9 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
-from runtime.engine.measure.machine import device_name
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion
+from runtime.measure.machine import device_name
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import available_bytes, peak_resident_bytes
 from runtime.units import GIB, gib_to_bytes

@@ -16,10 +16,10 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from runtime.model.random_weights import RandomWeights
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
+from runtime.synthesize.random_weights import RandomWeights
 from runtime.units import MIB
 
 TILE_ELEMENTS = 16_777_259  # 32 MiB of bf16

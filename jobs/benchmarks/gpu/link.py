@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.engine.measure.memory import DEVICE_COPY, HOST_COPY, HOST_READ, LINK_IN, memory_probes
+from runtime.measure.memory import DEVICE_COPY, HOST_COPY, HOST_READ, LINK_IN, memory_probes
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
 

@@ -8,11 +8,11 @@ import torch
 
 from runtime.api import Runtime
 from runtime.config import RuntimeConfig
-from runtime.model.synthesize import outline_checkpoint
 from runtime.plan.shape.shapes import Parameter
 from runtime.store.checkpoint import open_checkpoint
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
+from runtime.synthesize.checkpoints import outline_checkpoint
 
 from .config import MODEL_TYPE, GpuConfig
 from .drawn import DrawnReader, DrawnWeights

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from runtime.model.meta import build_meta_model
 from runtime.out_of_memory import is_out_of_memory
+from runtime.probing.meta import build_meta_model
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import resident_bytes
 

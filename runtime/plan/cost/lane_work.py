@@ -1,4 +1,4 @@
-"""What lanes compute in a pass, as far as time follows from it: mirrors of `engine/packed.py`, `padded.py` and
+"""What lanes compute in a pass, as far as time follows from it: mirrors of `engine/lanes/packed.py`, `padded.py` and
 `seq2seq.py` on sizes alone."""
 
 from collections.abc import Iterable, Iterator

@@ -19,7 +19,8 @@ PANEL_BYTES = 16 * MIB  # of widened weights, at most
 LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
 GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/rowwise.py
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
-SAMPLING_BYTES = 24 * MIB  # that choosing tokens makes of the few logits it takes at a time, see engine/sampling.py
+# What choosing tokens makes of the few logits that it takes at a time, see engine/sampling/sampler.py.
+SAMPLING_BYTES = 24 * MIB
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see ARCHITECTURE.md
 
 

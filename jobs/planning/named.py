@@ -1,0 +1,90 @@
+"""The sizes of a published architecture, of which there is no checkpoint at hand: from its model without weights."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from runtime.config import DType, Lanes
+from runtime.model import experts
+from runtime.model.sizes import shape_of
+from runtime.model.stages import stage_model
+from runtime.model.traits import choose_lanes, measure_cache
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Parameter, TensorSlice
+from runtime.probing.meta import build_meta_model, untie_head
+from runtime.store.writer import DTYPE_NAMES, TensorSpec
+from runtime.synthesize.checkpoints import config_for
+from runtime.synthesize.random_weights import RandomWeights
+from runtime.weights.conversions import Conversion
+from runtime.weights.layout import map_weights
+
+STORED = DType.bfloat16  # what nearly all are published in
+
+
+def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
+    """By compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors that transformers
+    would write, one behind the other in a file that does not exist. What the kernels of a host's CPU spare is left
+    out. `architecture`: keys of transformers' config, `model_type` among them.
+
+    Takes seconds and no memory to speak of. Raises ConfigError where the architecture is impossible.
+    """
+    model = _build(architecture, STORED)
+    specs = RandomWeights(model, seed=0).specs
+    is_packed, _ = choose_lanes(model, Lanes.auto)
+    cache = measure_cache(model)
+    weights = map_weights(model, _laid_out(specs))
+    parameters = {**weights.parameters, **_converted(model, weights.inexpressible)}
+    parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stacks(model)}
+    shape = shape_of(name, stage_model(model), parameters, cache, is_packed=is_packed)
+    return {STORED: shape, DType.float32: _computing_in_float32(shape, architecture)}
+
+
+def _computing_in_float32(shape: ModelShape, architecture: Mapping[str, object]) -> ModelShape:
+    cache = measure_cache(_build(architecture, DType.float32))
+    return replace(
+        shape,
+        compute_dtype_bytes=4,
+        kv_layer_bytes=cache.layer_bytes_per_token,
+        state_bytes_per_sequence=cache.bytes_per_sequence,
+        cross_kv_bytes_per_token=cache.cross_bytes_per_token,
+    )
+
+
+def _build(architecture: Mapping[str, object], dtype: DType) -> PreTrainedModel:
+    keys = copy.deepcopy({**architecture})  # some config classes change what they are given
+    model_type = str(keys.pop("model_type"))
+    model = build_meta_model(config_for(model_type, keys), getattr(torch, dtype.value))
+    if keys.get("tie_word_embeddings") is False:
+        untie_head(model)
+    return model
+
+
+def _laid_out(specs: Iterable[TensorSpec], file: str = "model") -> dict[str, TensorSlice]:
+    tensors: dict[str, TensorSlice] = {}
+    offset = 0
+    for spec in specs:
+        tensors[spec.name] = TensorSlice(
+            name=spec.name,
+            file=file,
+            offset=offset,
+            num_bytes=spec.num_bytes,
+            dtype=DTYPE_NAMES[spec.dtype],
+            shape=spec.shape,
+        )
+        offset += spec.num_bytes
+    return tensors
+
+
+def _converted(model: PreTrainedModel, conversions: Iterable[Conversion]) -> dict[str, Parameter]:
+    """As the file of what was converted once would hold them."""
+    state = model.state_dict()
+    specs = [
+        TensorSpec(name=target, dtype=conversion.dtype, shape=tuple(state[target].shape))
+        for conversion in conversions
+        for target in conversion.targets
+    ]
+    tensors = _laid_out(specs, file="converted")
+    return {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in tensors.items()}

@@ -1,0 +1,181 @@
+"""A lane carries one micro-batch through the model's own forward pass, as a greenlet that parks wherever it needs the
+engine. Its kinds are `PackedLane`, `PaddedLane` and `Seq2SeqLane`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from greenlet import GreenletExit
+from transformers import PreTrainedModel
+
+from ...cache.pages import PagePool
+from ...events import Event, LaneRun, NeedStage, Weights
+from ...model.rope_lengths import RopeLengths
+from ...stream.device import ComputeDevice
+from ..records import PassCounts
+from ..sampling.sampler import Sampler
+from ..sequence import FinishReason, Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneKit:
+    """What the lanes of a run share. Keys and values of layers in `travels` live in a tier; `rope_lengths` is there
+    where rotary embeddings depend on a sequence's length."""
+
+    model: PreTrainedModel
+    sampler: Sampler
+    device: ComputeDevice
+    pool: PagePool
+    travels: frozenset[int]
+    prefill_chunk_tokens: int
+    has_whole_prompts: bool = False  # in padded lanes
+    rope_lengths: RopeLengths | None = None
+
+
+class TravellingKV(Protocol):
+    """What is brought to a layer and carried back from it."""
+
+    @property
+    def pages(self) -> Rows[int]:
+        """All of the lane's, in an order that holds for one pass."""
+        ...
+
+    @property
+    def changed(self) -> Rows[int]:
+        """Positions in `pages` of those that the pass writes to."""
+        ...
+
+    def bind(self, layer: int, pages: torch.Tensor) -> None:
+        """`pages` (len(self.pages), bytes of a page), uint8: where the layer's keys and values lie until `unbind`."""
+
+    def unbind(self, layer: int) -> None: ...
+
+
+class Lane(ABC):
+    """`begin_pass`, then `advance` until it returns None, then `draw` and `end_pass`; `sequences` holds those still
+    unfinished."""
+
+    def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
+        self._model, self._sampler, self._device = kit.model, kit.sampler, kit.device.torch_device
+        self.sequences = list(sequences)
+        self._rope_lengths = kit.rope_lengths
+        self._run: LaneRun | None = None
+        self._logits_BV: torch.Tensor | None = None
+        self._drawing: list[Sequence] = []
+        self._num_passes = 0
+
+    @property
+    def is_prefilled(self) -> bool:
+        return all(sequence.is_prefilled for sequence in self.sequences)
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether its prompts come first: it is prefilled before it decodes."""
+        return not self.is_prefilled
+
+    @property
+    def is_done(self) -> bool:
+        return not self.sequences
+
+    def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
+        """Starts the forward; returns the first stage that it asks for. `new_tokens`: see `PackedLane`."""
+        self._prepare()
+        self._run = self.make_run()
+        event = self._run.switch()
+        assert isinstance(event, NeedStage), f"the lane asked for {event!r} instead of a stage"
+        return event
+
+    def make_run(self) -> LaneRun:
+        """The forward of a pass that is prepared."""
+        return LaneRun(self._forward, self.cache, self._lengths())
+
+    def advance(self, answer: Weights | torch.Tensor) -> Event | None:
+        """Runs on with what was asked for, up to the next question; None when the forward has ended."""
+        assert self._run is not None, "advance before begin_pass"
+        event = self._run.switch(answer)
+        return None if self._run.dead else event
+
+    def draw(self) -> torch.Tensor:
+        """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for
+        each sequence that asks."""
+        assert self._logits_BV is not None, "the pass has not ended"
+        self._drawing, logits_BV = self._asking_sequences(), self._logits_BV
+        self._logits_BV = None
+        return self._sampler.draw(self._drawing, logits_BV)
+
+    def end_pass(self, drawn: torch.Tensor) -> PassCounts:
+        """Hands out the tokens, drops finished sequences and says what the pass amounted to."""
+        counts = self._finish(drawn)
+        self._drawing, self._run = [], None
+        self._num_passes += 1
+        return counts
+
+    @property
+    def num_drawn(self) -> int:
+        """Rows of what `draw` gave."""
+        return len(self._drawing)
+
+    def is_running(self, run: object) -> bool:
+        """Whether it is this lane's pass that `run` is."""
+        return self._run is run
+
+    def abandon(self) -> None:
+        """Ends a pass that will not be finished. A parked greenlet would keep all that it has seen for good."""
+        if self._run is not None:
+            self._run.throw(GreenletExit)
+            self._run = None
+
+    def _lengths_of(self, sequence: Sequence, places: Rows[int]) -> list[int]:
+        assert self._rope_lengths is not None, "asked of a model whose embeddings know no lengths"
+        return self._rope_lengths.of(places, num_prompt=len(sequence.request.prompt_ids), num_known=sequence.num_known)
+
+    def _begins_again(self, sequence: Sequence) -> bool:
+        """Whether the class's own `generate` would compute all of its keys once more, with the token that it was just
+        given."""
+        lengths = self._rope_lengths
+        if lengths is None or sequence.finish is not None:
+            return False
+        return lengths.is_restart(num_cached=sequence.num_cached, num_known=sequence.num_known)
+
+    def _tell(self, drawn: torch.Tensor) -> int:
+        """Those who asked; returns how many got a token."""
+        self._sampler.tell(self._drawing, drawn, self._num_passes)
+        return sum(sequence.finish is not FinishReason.error for sequence in self._drawing)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back the KV pages that the lane holds."""
+
+    @property
+    @abstractmethod
+    def cache(self) -> object: ...
+
+    @property
+    @abstractmethod
+    def kv(self) -> TravellingKV:
+        """Its keys and values, where they live in a tier."""
+
+    @abstractmethod
+    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+        """Of each of `sequences`, whether one of its tokens is marked. `marks`, bool: of the tokens of a hidden state
+        of the pass, as the lane has laid them out."""
+
+    @abstractmethod
+    def _prepare(self) -> None: ...
+
+    def _lengths(self) -> torch.Tensor | None:
+        """For `LaneRun`, of the tokens that are prepared."""
+        return None
+
+    @abstractmethod
+    def _forward(self) -> None: ...
+
+    @abstractmethod
+    def _asking_sequences(self) -> list[Sequence]:
+        """Whose next token the logits of the pass give, row by row."""
+
+    @abstractmethod
+    def _finish(self, drawn: torch.Tensor) -> PassCounts: ...

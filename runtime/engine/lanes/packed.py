@@ -1,0 +1,143 @@
+"""Lanes without padding: the tokens of all sequences of a micro-batch side by side, as one row."""
+
+from collections.abc import Sequence as Rows
+
+import torch
+
+from ...attention.upload import upload
+from ...cache.paged import PagedKV
+from ...events import NeedStage
+from ..records import PassCounts
+from ..sequence import Sequence
+from .lane import Lane, LaneKit
+
+
+class PackedLane(Lane):
+    """Sequences may enter and leave between passes, and a pass may carry prompts beside tokens that are decoded."""
+
+    def __init__(self, kit: LaneKit, sequences: Rows[Sequence], cache: PagedKV):
+        super().__init__(kit, [])
+        self._chunk_tokens, self._cache = kit.prefill_chunk_tokens, cache
+        self._new: list[int] = []
+        self._has_decoded = False
+        for sequence in sequences:
+            self.enter(sequence)
+
+    @property
+    def cache(self) -> PagedKV:
+        return self._cache
+
+    @property
+    def kv(self) -> PagedKV:
+        return self._cache
+
+    @property
+    def is_filling(self) -> bool:
+        """One that begins again does so beside those that decode."""
+        return not self._has_decoded and not self.is_prefilled
+
+    def enter(self, sequence: Sequence, *, past: int = 0) -> None:
+        """Whatever it has cached elsewhere is computed again, but for `past` positions of which a rehearsal takes that
+        nobody will look at them."""
+        sequence.num_cached = past
+        self.sequences.append(sequence)
+        self._cache.add(past)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Gives its pages back."""
+        position = next(i for i, other in enumerate(self.sequences) if other is sequence)
+        self._cache.remove(position)
+        del self.sequences[position]
+
+    def close(self) -> None:
+        for sequence in list(self.sequences):
+            self.leave(sequence)
+
+    def rows_with(self, marks: torch.Tensor) -> list[bool]:
+        """In the last layer only those tokens may be left that are asked for; where none is, one that is nobody's."""
+        marked, counts = marks.flatten().cpu(), self._new
+        if len(marked) != sum(counts):
+            counts = [int(row in self._asking) for row in range(len(self.sequences))]
+        if not any(counts):
+            return [False] * len(counts)
+        return [bool(part.any()) for part in marked.split(counts)]
+
+    def choose_tokens(self) -> list[int]:
+        """Of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as prompts are
+        left, those in order until the chunk is full, the last one perhaps in part. What begins again once all have
+        decoded fills the chunk beside the others."""
+        if self.is_prefilled:
+            return [1] * len(self.sequences)
+        decoding = 0 if self.is_filling else 1
+        new, left = [], self._chunk_tokens
+        if decoding:
+            left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
+        for s in self.sequences:
+            new.append(decoding if s.is_prefilled else min(left, s.num_known - s.num_cached))
+            left -= 0 if s.is_prefilled else new[-1]
+        return new
+
+    def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
+        """`new_tokens`: how many of each sequence's known tokens the pass carries; None: as `choose_tokens` says."""
+        self._new = list(new_tokens) if new_tokens is not None else self.choose_tokens()
+        self._has_decoded |= self.is_prefilled
+        return super().begin_pass(new_tokens)
+
+    def _prepare(self) -> None:
+        tokens = [token for s, new in zip(self.sequences, self._new, strict=True) for token in _next_tokens(s, new)]
+        pasts = zip(self._cache.past, self._new, strict=True)
+        places = [place for past, new in pasts for place in range(past, past + new)]
+        self._ids_1T = upload([tokens], self._device)
+        self._positions_1T = upload([places], self._device)
+        pairs = enumerate(zip(self.sequences, self._new, strict=True))
+        self._asking = [row for row, (s, new) in pairs if new and s.num_cached + new == s.num_known]
+        self._cache.begin_pass(self._new, self._asking)
+
+    def _lengths(self) -> torch.Tensor | None:
+        if self._rope_lengths is None:
+            return None
+        each = zip(self.sequences, self._cache.past, self._new, strict=True)
+        return torch.tensor([[n for s, past, new in each for n in self._lengths_of(s, range(past, past + new))]])
+
+    def _forward(self) -> None:
+        out = self._model(
+            input_ids=self._ids_1T,
+            position_ids=self._positions_1T,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=self._cache.asked_B,
+        )
+        logits_TV = out.logits[0]
+        is_asked_alone = len(logits_TV) == len(self._cache.asked_B)  # some classes make logits of all tokens
+        self._logits_BV = logits_TV if is_asked_alone else logits_TV[self._cache.asked_B]
+
+    def _asking_sequences(self) -> list[Sequence]:
+        return [self.sequences[row] for row in self._asking]
+
+    def _finish(self, drawn: torch.Tensor) -> PassCounts:
+        self._cache.end_pass()
+        num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
+        for sequence, new in zip(self.sequences, self._new, strict=True):
+            sequence.num_cached += new
+        asking = self._drawing
+        counts = PassCounts(
+            num_sequences=sum(1 for new in self._new if new),
+            real_tokens=sum(self._new),
+            padded_tokens=sum(self._new),
+            prompt_tokens=sum(self._new) - num_decoded,
+            issued_tokens=len(asking),
+            useful_tokens=self._tell(drawn),
+        )
+        for sequence in [s for s in self.sequences if s.finish is not None]:
+            self.leave(sequence)
+        for sequence in [s for s in asking if self._begins_again(s)]:
+            self.leave(sequence)
+            self.enter(sequence)
+        return counts
+
+
+def _next_tokens(sequence: Sequence, count: int) -> list[int]:
+    """Known and not cached yet. To decode, which is nearly always, no list of all is made."""
+    if sequence.is_prefilled:
+        return sequence.generated[-1:] if count else []
+    return sequence.known_ids[sequence.num_cached : sequence.num_cached + count]

@@ -1,0 +1,172 @@
+"""From logits to the next token of each sequence, with transformers' own processors and its own order of them.
+
+Every sequence draws from a generator of its own, seeded by its request: the same tokens as
+`generate(do_sample=True)` gives for that prompt alone under `torch.manual_seed` of the same seed.
+"""
+
+from collections.abc import Sequence as Rows
+
+import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from ...attention.upload import upload
+from ...config import SamplingConfig, require
+from ...model.loading import LoadedModel
+from ...units import MIB
+from ..sequence import FinishReason, Sequence, num_written, read_logprobs, written_logprobs
+from .processors import Processors, no_history, process, warpers
+from .stopping import StopStrings
+from .token_bans import bad_word_ids, require_known_tokens
+
+BANS = (
+    "bad_words", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias", "min_length", "min_new_tokens",
+    "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+NUM_OF_TOKEN = 3  # its number, whether the logits are finite, whether a token was left
+SLICE_BYTES = 4 * MIB  # of float32 logits processed at once: sorting and its like take several times as much
+
+
+class Sampler:
+    """One per run. Once per lane and pass `draw` is called with one row of logits per sequence, and `tell` with what it
+    gave, brought to the host: nothing here waits for a device.
+
+    `start_token_id`: what a decoder behind an encoder begins with, None without one.
+    Raises ConfigError where the settings ask for what this vocabulary or tokenizer cannot give.
+    """
+
+    def __init__(
+        self,
+        config: SamplingConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        start_token_id: int | None = None,
+        device: torch.device | None = None,
+    ):
+        require(
+            not config.bad_words or tokenizer is not None, "sampling.bad_words needs a tokenizer; set model.tokenizer"
+        )
+        require(
+            config.logprobs <= vocab_size, f"sampling.logprobs={config.logprobs} is above the vocabulary's {vocab_size}"
+        )
+        require_known_tokens(config, vocab_size)
+        self._config = config
+        self._eos = frozenset() if config.ignore_eos else eos_token_ids
+        self._stops = StopStrings(tokenizer) if tokenizer is not None else None
+        bad_words = bad_word_ids(config.bad_words, tokenizer, self._eos, vocab_size) if tokenizer is not None else []
+        self._bans = [f"sampling.{key}" for key in BANS if getattr(config, key)]
+        self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
+
+    def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+        """Chooses a token for each sequence; what `tell` wants to know of it, int32 (B, numbers), where `logits_BV`
+        is. Advances the sequences' generators."""
+        num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
+        slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
+        parts = [self._drawn(sequences[rows], logits_BV[rows].float()) for rows in slices]
+        return torch.cat(parts) if parts else logits_BV.new_empty(0, self._num_numbers, dtype=torch.int32)
+
+    def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
+        """Appends a token to each sequence and marks those that are finished. Mutates the sequences. `drawn`, in host
+        memory: what `draw` gave for them.
+
+        A row that nothing can be chosen for becomes an error row: argmax would hide it.
+        """
+        logprobs = read_logprobs(drawn[:, NUM_OF_TOKEN:]) if self._config.logprobs else None
+        for row, (token, is_finite, is_open) in enumerate(drawn[:, :NUM_OF_TOKEN].tolist()):
+            sequence = sequences[row]
+            place = f"at new token {len(sequence.generated)} (pass {step})"
+            if not is_finite:
+                sequence.is_broken = True
+                sequence.fail(f"the model gave NaN or infinite logits {place}")
+            elif not is_open:
+                sequence.fail(f"no token is left {place}: {', '.join(self._bans)} ban them all")
+            else:
+                sequence.generated.append(token)
+                sequence.logprobs += [logprobs[row]] if logprobs else []
+                self._mark_finished(sequence)
+
+    @property
+    def _num_numbers(self) -> int:
+        """That `draw` gives of a row."""
+        num_top = self._config.logprobs
+        return NUM_OF_TOKEN + (num_written(num_top) if num_top else 0)
+
+    def _drawn(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+        """Of each row its token, whether its logits are finite, whether a token was left, and log-probabilities."""
+        scores_BV = self._processors(sequences, logits_BV)
+        is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # NaN is below nothing; five times as fast as isfinite
+        is_open_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
+        tokens_B = self._choose(sequences, scores_BV)
+        numbers_B3 = torch.stack([tokens_B.int(), is_finite_B.int(), is_open_B.int()], 1)
+        if not self._config.logprobs:
+            return numbers_B3
+        return torch.cat([numbers_B3, written_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
+
+    def _choose(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
+        """Rows of one temperature together; each row gets what it would get alone."""
+        rows_of: dict[float, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            rows_of.setdefault(sequence.request.temperature, []).append(row)
+        if len(rows_of) == 1:
+            return self._chosen(sequences, scores_BV, *rows_of)
+        tokens_B = torch.zeros_like(scores_BV[:, 0], dtype=torch.int64)
+        for temperature, rows in rows_of.items():
+            rows_R = upload(rows, scores_BV.device)
+            tokens_B[rows_R] = self._chosen([sequences[row] for row in rows], scores_BV[rows_R], temperature)
+        return tokens_B
+
+    def _chosen(self, sequences: Rows[Sequence], scores_BV: torch.Tensor, temperature: float) -> torch.Tensor:
+        last = warpers(self._config, temperature)
+        warped_BV = process(last, no_history(scores_BV), self._choosable(scores_BV)) if last else scores_BV
+        if temperature == 0:
+            return warped_BV.argmax(-1)
+        probabilities_BV = torch.softmax(warped_BV, -1).nan_to_num_(1.0)  # error rows get any draw; it is discarded
+        return probabilities_BV.div_(self._noise(sequences, probabilities_BV)).argmax(-1)
+
+    def _noise(self, sequences: Rows[Sequence], like_BV: torch.Tensor) -> torch.Tensor:
+        """By which a token's probability is divided, so that the largest quotient is a draw: what torch.multinomial
+        does, bit by bit, once it has waited for the device to see whether the row is one of probabilities."""
+        noise_BV = torch.empty_like(like_BV)
+        for sequence, row in zip(sequences, noise_BV, strict=True):
+            row.exponential_(1, generator=self._generator(sequence, row.device))
+        return noise_BV
+
+    def _choosable(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """Zeros in place of a row that has no largest score: it is an error row, and some warpers refuse all for
+        one. Those wait for a device anyway."""
+        if self._config.top_h is None and not self._config.eta_cutoff:
+            return scores_BV
+        return torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
+
+    def _generator(self, sequence: Sequence, device: torch.device) -> torch.Generator:
+        """Kept by the sequence, so that a request that is started afresh draws afresh."""
+        if sequence.generator is None:
+            sequence.generator = torch.Generator(device).manual_seed(sequence.request.seed(self._config.seed))
+        return sequence.generator
+
+    def _mark_finished(self, sequence: Sequence) -> None:
+        if sequence.generated[-1] in self._eos:
+            sequence.finish = FinishReason.eos
+        elif self._hits_stop(sequence):
+            sequence.finish = FinishReason.stop
+        elif len(sequence.generated) >= sequence.request.max_new_tokens:
+            sequence.finish = FinishReason.length
+
+    def _hits_stop(self, sequence: Sequence) -> bool:
+        if not sequence.request.stop:
+            return False
+        assert self._stops is not None, "stop strings need a tokenizer"
+        sequence.text_end = self._stops.find(sequence.generated, sequence.request.stop)
+        return sequence.text_end is not None
+
+
+def sampler_for(model: LoadedModel, config: SamplingConfig, device: torch.device) -> Sampler:
+    return Sampler(
+        config,
+        vocab_size=model.shape.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=model.tokenizer,
+        start_token_id=model.start_token_id,
+        device=device,
+    )

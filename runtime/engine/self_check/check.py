@@ -1,0 +1,246 @@
+"""Whether lanes give a class's tokens, seen before the run: an excerpt of the model, a few layers with all that is
+outside of them, is told the same tokens in our lanes and by transformers' own `generate`, and their logits compared.
+
+In float32 on the CPU, where the two differ by rounding alone. Two lanes of two rows of different lengths, prompts in
+chunks, and more tokens than an excerpt's windows or LongRoPE's limit: so what a class does with masks, windows, states
+and positions shows, whatever its name. What it cannot see: whether the checkpoint's names were mapped to the right
+weights, since both sides use that map, and code for accelerators.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...config import DType, OffloadConfig, PolicyConfig, PolicyKind, Products, RuntimeConfig, SelfCheck, Tier
+from ...errors import BudgetError, CheckpointError, ConfigError, MillraceError
+from ...model.excerpt import Excerpt, dense_bytes, num_telling_layers
+from ...model.families import FAMILIES
+from ...model.loading import LoadedModel, load_model
+from ...origin.net import one_line, reason_of
+from ...plan.placement.placement import Budgets
+from ...plan.planner import RunPlan, plan_run
+from ...store.reader import Reader
+from ...stream.device import ComputeDevice
+from ...units import MIB, format_bytes
+from ..engine import Engine
+from ..sequence import Request
+from ..sequence import Sequence as Running
+from ..setup import Setup
+from ..streams import open_streams
+from ..wave import run_block
+from .dictated import Dictated, dictated, heard_from_generate
+from .dictation import Dictation
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 3e-3  # of the deviation of logits: over all proven families rounding came to 1.2e-4 at most
+LONG_SECONDS, LITTLE_BYTES = 120.0, 256 * MIB  # of a run, beside which so large an excerpt takes next to nothing
+CPU = torch.device("cpu")
+
+
+class _CannotJudge(Exception):
+    """Why nothing can be said of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The largest of one try, in deviations of a sequence's logits; `step` counts its new tokens from 0, `is_rounding`:
+    within the tolerance."""
+
+    size: float
+    request: Request
+    step: int
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.size <= TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    told: Dictated
+    plan: RunPlan
+    worst: Difference
+
+
+def is_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
+    """`run_seconds` is how long the run is to take, 0 where nobody knows. What is proven needs no check, and gets one
+    where it is as good as free."""
+    if mode is not SelfCheck.auto:
+        return mode is SelfCheck.full
+    if not is_proven(model):
+        return True
+    num_layers = num_telling_layers(model.shape, model.staged.model.config)
+    return run_seconds >= LONG_SECONDS and dense_bytes(model.shape, num_layers) <= LITTLE_BYTES
+
+
+def is_proven(model: LoadedModel) -> bool:
+    return model.config.get("model_type") in {family.model_type for family in FAMILIES.values()}
+
+
+def check_lanes(
+    model: LoadedModel,
+    config: RuntimeConfig,
+    budgets: Budgets,
+    open_reader: Callable[[], Reader],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Within the host's budget, of which nothing may be held yet. Raises ConfigError where lanes differ from the class
+    by more than rounding; where nothing can be said, a warning says why."""
+    begin = time.monotonic()
+    check = _Check(model=model, config=config, budgets=budgets, open_reader=open_reader, should_stop=should_stop)
+    try:
+        found = check.run()
+    except _CannotJudge as why:
+        log.warning("self-check: %s is not checked: %s", type(model.staged.model).__name__, why)
+        return
+    finally:
+        gc.collect()  # modules and greenlets refer to one another
+    log.info("self-check: %s; %.1f s", found, time.monotonic() - begin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Check:
+    model: LoadedModel
+    config: RuntimeConfig
+    budgets: Budgets
+    open_reader: Callable[[], Reader]
+    should_stop: Callable[[], bool]
+
+    def run(self) -> str:
+        """What to say when all is well."""
+        excerpt, wanted = self._excerpt()
+        found = self._compared(excerpt, seed=0)
+        if not found.worst.is_rounding:  # two experts may have been as good as equal for a token
+            found = self._compared(excerpt, seed=1)
+        if not found.worst.is_rounding:
+            raise ConfigError(self._refusal(excerpt, found))
+        partly = f", of which {wanted} would show every kind" if excerpt.num_layers < wanted else ""
+        return (
+            f"{len(found.told.requests)} sequences in {self._lanes(found.plan)} give transformers' own logits within "
+            f"{found.worst.size:.0e} of their deviation, in {excerpt.num_layers} of {len(self.model.shape.layers)} "
+            f"layers{partly}"
+        )
+
+    def _compared(self, excerpt: Excerpt, seed: int) -> _Compared:
+        told = self._told(seed)
+        theirs = self._theirs(excerpt, told)
+        plan, ours = self._ours(excerpt, told)
+        return _Compared(told=told, plan=plan, worst=_largest_difference(told, ours, theirs))
+
+    def _excerpt(self) -> tuple[Excerpt, int]:
+        """What fits the budget, and how many layers it should have."""
+        shape, budget = self.model.shape, self.budgets.host_bytes
+        num_all = len(shape.layers)
+        is_full = self.config.model.self_check is SelfCheck.full
+        wanted = num_telling_layers(shape, self.model.staged.model.config)
+        sizes = {count: dense_bytes(shape, count) for count in ({num_all} if is_full else set()) | {wanted, 2, 1}}
+        fitting = [count for count, size in sizes.items() if size <= budget and count <= num_all]
+        if not fitting:
+            raise _CannotJudge(
+                f"one layer with all outside of the layers takes {format_bytes(min(sizes.values()))} in float32, "
+                f"offload.host_memory_gib allows {format_bytes(budget)}"
+            )
+        return Excerpt(num_layers=max(fitting), is_packed=shape.is_packed), wanted
+
+    def _told(self, seed: int) -> Dictated:
+        told = dictated(self.model, seed=seed)
+        if told is None:
+            raise _CannotJudge(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
+        return told
+
+    def _theirs(self, excerpt: Excerpt, told: Dictated) -> dict[str, torch.Tensor]:
+        """By the class itself, of each prompt alone."""
+        opened = self._opened(excerpt)
+        try:
+            with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
+                return heard_from_generate(opened, excerpt, told)
+        except CheckpointError as error:
+            raise _CannotJudge(str(error)) from error
+
+    def _ours(self, excerpt: Excerpt, told: Dictated) -> tuple[RunPlan, dict[str, torch.Tensor]]:
+        try:
+            return self._in_lanes(self._opened(excerpt), told)
+        except (BudgetError, MemoryError) as error:
+            raise _CannotJudge(str(error).partition("\n")[0]) from error
+        except MillraceError:
+            raise
+        except Exception as error:  # whatever a class raises at what lanes hand it, since by itself it runs
+            raise ConfigError(
+                f"model.self_check: {type(self.model.staged.model).__name__} runs by itself and not in "
+                f"{self._kind} lanes: {reason_of(error)}; {self._ways_on()}"
+            ) from error
+
+    def _opened(self, excerpt: Excerpt) -> LoadedModel:
+        config = replace(self.config.model, dtype=DType.float32, products=Products.exact)
+        try:
+            return load_model(config, CPU, self.config.offload.cache_dir, excerpt=excerpt)
+        except (CheckpointError, ConfigError) as error:  # the whole model was opened before
+            raise _CannotJudge(f"it cannot be cut to {excerpt.num_layers} layers: {error}") from error
+
+    def _in_lanes(self, model: LoadedModel, told: Dictated) -> tuple[RunPlan, dict[str, torch.Tensor]]:
+        config = RuntimeConfig(
+            model=self.config.model,
+            offload=OffloadConfig(tier=Tier.none),
+            policy=PolicyConfig(
+                kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2, prefill_chunk_tokens=told.chunk_tokens
+            ),
+        )
+        sizes = [request.size for request in told.requests]
+        plan = plan_run(model.shape, config, Budgets(host_bytes=self.budgets.host_bytes), sizes)
+        setup = Setup(
+            model=model,
+            config=replace(config, policy=plan.policy),
+            placement=plan.placement,
+            device=ComputeDevice("cpu"),
+            trace=None,
+        )
+        sampler = Dictation(told.tokens)
+        with self.open_reader() as reader, open_streams(setup, reader) as streams:
+            engine = Engine(setup, streams, sampler, self.should_stop)
+            for block in plan.blocks:
+                lanes = [[Running(request=told.requests[i]) for i in group] for group in block.micro_batches]
+                for _ in run_block(engine, block.index, lanes):
+                    pass
+        return plan, {id: torch.stack(rows) for id, rows in sampler.heard.items()}
+
+    @property
+    def _kind(self) -> str:
+        return "packed" if self.model.shape.is_packed else "padded"
+
+    def _lanes(self, plan: RunPlan) -> str:
+        return f"{plan.num_lanes} {self._kind} lanes of {plan.lane_size}"
+
+    def _ways_on(self) -> str:
+        padded = "model.lanes=padded may be right; " if self.model.shape.is_packed else ""
+        return f"{padded}model.self_check=off runs it all the same, with tokens that may be wrong"
+
+    def _refusal(self, excerpt: Excerpt, found: _Compared) -> str:
+        plan, worst, told = found.plan, found.worst, found.told
+        groups = [group for block in plan.blocks for group in block.micro_batches]
+        lengths = [[len(told.requests[i].prompt_ids) for i in group] for group in groups]
+        return (
+            f"model.self_check: {type(self.model.staged.model).__name__} does in {self._lanes(plan)} not what it does "
+            f"alone: the sequence of {len(worst.request.prompt_ids)} prompt tokens differs at new token {worst.step} "
+            f"by {worst.size:.2g} of its logits' deviation (rounding: below {TOLERANCE}); lanes with prompts of "
+            f"{lengths} tokens, {excerpt.num_layers} of {len(self.model.shape.layers)} layers, float32. "
+            f"{self._ways_on()}"
+        )
+
+
+def _largest_difference(told: Dictated, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> Difference:
+    """The first beyond rounding of the sequence that differs most."""
+    found: list[Difference] = []
+    for request in told.requests:
+        own_TV, other_TV = ours[request.id], theirs[request.id]
+        if not other_TV.isfinite().all():
+            raise _CannotJudge("transformers' own logits are not finite")
+        sizes_T = ((own_TV - other_TV).abs().amax(-1) / other_TV.std()).nan_to_num(torch.inf)
+        beyond = (sizes_T > TOLERANCE).nonzero().flatten().tolist()
+        step = beyond[0] if beyond else int(sizes_T.argmax())
+        found.append(Difference(size=float(sizes_T.max()), request=request, step=step))
+    return max(found, key=lambda each: each.size)

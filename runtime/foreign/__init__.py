@@ -1,0 +1,3 @@
+"""Models that were published as code beside their weights, which is never run: written anew as transformers classes.
+Here belongs a class that transformers lacks.
+"""

@@ -1,0 +1,174 @@
+"""A product cut up for compiled kernels: runs of rows of x that memory is set aside for, rows of w for threads.
+
+M rows of x, N of w, K inputs.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..attention.host_work import BITS
+from ..kernels.tile_scratch import PAIR_ROWS, TILE_ROWS, aligned_zeros
+from ..plan.placement.memory import LAID_OUT_BYTES
+from ..shared_work import share
+from ..units import round_down, round_up
+
+PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
+INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
+LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
+WORDS = "millrace_words"  # an attribute of blocks
+SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
+
+
+class Target(NamedTuple):
+    """A block of rows of w, bits as kernels know them, and where its products belong: in columns of `out_MN` from
+    `column` on."""
+
+    words_NK: np.ndarray
+    out_MN: np.ndarray
+    column: int
+
+
+class Piece(NamedTuple):
+    """Rows [first, last) of a block of w."""
+
+    target: Target
+    first: int
+    last: int
+
+
+Multiply = Callable[[np.ndarray, Sequence[Target]], None]  # x (M, K)
+
+
+class Workspace(NamedTuple):
+    """A thread's own: rows of w laid out or widened, and sums of products."""
+
+    panel: np.ndarray
+    sums: np.ndarray
+
+    @classmethod
+    def make(cls, panel_numbers: int, dtype: type) -> "Workspace":
+        return cls(aligned_zeros((panel_numbers,), dtype), np.zeros(0, np.float32))
+
+    def with_room(self, num_sums: int) -> "Workspace":
+        return self if len(self.sums) >= num_sums else Workspace(self.panel, aligned_zeros((num_sums,), np.float32))
+
+
+class _Inputs:
+    """Reused memory for x as a kernel has it laid out. Owned by the engine's one thread."""
+
+    words = np.zeros(0, np.uint32)
+
+
+def room_for_inputs(num_words: int) -> np.ndarray:
+    """uint32, valid until the next call."""
+    if len(_Inputs.words) < num_words:
+        _Inputs.words = aligned_zeros((num_words,), np.uint32)
+    return _Inputs.words
+
+
+def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[torch.dtype], step_inputs: int) -> bool:
+    """Whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step."""
+    num_rows, num_inputs = x_MK.shape
+    if x_MK.dtype is not torch.float32 or not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
+        return False
+    num_weights, dtype = 0, getattr(blocks[0], "dtype", None)
+    for block in blocks:
+        if not isinstance(block, torch.Tensor) or block.dtype is not dtype or dtype not in dtypes or block.dim() != 2:
+            return False
+        height, width = block.shape
+        if width != num_inputs or not block.is_contiguous():
+            return False
+        num_weights += height * width
+    return num_weights >= LEAST_WEIGHTS
+
+
+def in_runs_of_rows(
+    x_MK: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]], number_bytes: int, multiply: Multiply
+) -> list[torch.Tensor]:
+    """The products (M, N) of each of these weights, whose blocks lie below each other. As many rows of x at a time as
+    `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
+    x_MK = x_MK.contiguous()
+    num_rows, num_inputs = x_MK.shape
+    outs, targets, has_rests = list[torch.Tensor](), list[Target](), False
+    for blocks in weights:
+        words = [_words_of(block) for block in blocks]
+        out_MN = x_MK.new_empty(num_rows, sum(map(len, words)))
+        out, column = out_MN.numpy(), 0
+        outs.append(out_MN)
+        for words_NK in words:
+            targets.append(Target(words_NK, out, column))
+            column += len(words_NK)
+            has_rests = has_rests or len(words_NK) % PAIR_ROWS > 0
+    x, most = x_MK.numpy(), max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
+    if num_rows <= most:
+        multiply(x, targets)
+    else:
+        for first in range(0, num_rows, most):
+            rows = slice(first, first + most)
+            multiply(x[rows], [target._replace(out_MN=target.out_MN[rows]) for target in targets])
+    if has_rests:
+        for pair in zip(weights, outs, strict=True):
+            _multiply_rests(x_MK, *pair)
+    return outs
+
+
+def _words_of(block: torch.Tensor) -> np.ndarray:
+    """Kept with the block, as the same ones come in each pass."""
+    words = getattr(block, WORDS, None)
+    if words is None:
+        words = block.view(BITS[block.dtype]).numpy()
+        setattr(block, WORDS, words)
+    return words
+
+
+def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+    """The rows of each block behind its last 32."""
+    column = 0
+    for block in blocks:
+        column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
+        if rest:
+            torch.mm(x_MK, block[-rest:].float().t(), out=out_MN[:, column - rest : column])
+
+
+@cache
+def step_of(height: int, num_threads: int, most_rows: int) -> int:
+    """How many rows of w a thread takes at a time, of so many."""
+    return min(most_rows, round_up(max(1, height // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
+
+
+def _pieces_of(targets: Sequence[Target], most_rows: int) -> list[Piece]:
+    """All but the rows behind the last 32."""
+    pieces, num_threads = list[Piece](), torch.get_num_threads()
+    for target in targets:
+        height = target.words_NK.shape[0]
+        whole, step = round_down(height, PAIR_ROWS), step_of(height, num_threads, most_rows)
+        pieces += [Piece(target, row, min(row + step, whole)) for row in range(0, whole, step)]
+    return pieces
+
+
+def in_pieces(
+    x_MK: np.ndarray,
+    targets: Sequence[Target],
+    group_rows: int,
+    most_rows: int,
+    lay_out: Callable[[tuple[int, int]], None],
+    multiply: Callable[[Piece], None],
+) -> None:
+    """All threads lay out runs of groups of so many rows of x, then multiply pieces of at most so many rows of w."""
+    share_groups(x_MK, group_rows, lay_out)
+    share(_pieces_of(targets, most_rows), multiply, torch.get_num_threads())
+
+
+def share_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
+    """All threads act on [first, last) groups of so many rows of x, one alone where that is quicker."""
+    num_groups = -(-x.shape[0] // group_rows)
+    num_threads = torch.get_num_threads() if x.size >= SHARED_INPUTS else 1
+    if num_threads == 1:
+        act((0, num_groups))
+    else:
+        width = max(2, -(-num_groups // (2 * num_threads)))
+        share([(g, min(g + width, num_groups)) for g in range(0, num_groups, width)], act, num_threads)

@@ -1,0 +1,229 @@
+"""Weights that stay as they are stored, bf16 or quantised views into a slot, and are widened inside the product that
+needs them.
+
+On a CPU without fast bf16 units, products in fp32 are several times faster than in bf16, yet widening a whole layer
+costs as much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
+multiplies a few of its rows at a time, widened into a small buffer that is used again (`multipliers.py`).
+
+Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import getattr_static
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from ..model.int8_products import fit_int8, multiply_in_int8
+from .multipliers import multiply
+from .panels import Block, panels, plain_rows
+from .siblings import Siblings
+from .stacks import joined, joined_stacks
+
+
+class StoredWeight(torch.Tensor):
+    """A parameter put together from row blocks, plain tensors or quantised rows, computing in `dtype`.
+
+    `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and look-ups
+    use the blocks as they are. Any other operation gets a widened copy, correct but as large as the weight.
+    """
+
+    entries: Sequence[Sequence[Block]]
+    is_stacked: bool
+    is_flipped: bool  # seen transposed: of shape (K, N), while its rows lie as (N, K); of a stack, each expert is
+    is_int8: bool  # multiplied by `multiply_in_int8` where its blocks fit
+    is_matrix: (
+        bool  # to ask tensors of a class of one's own for `dim()` or `dtype` costs a call of `__torch_function__`
+    )
+    compute_dtype: torch.dtype
+    siblings: tuple[Siblings, str] | None  # and its name among them
+    _stacks: Sequence[torch.Tensor] | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        entries: Sequence[Sequence[Block]],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        is_stacked: bool,
+        is_flipped: bool = False,
+        is_int8: bool = False,
+    ) -> "StoredWeight":
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
+        self.entries, self.is_stacked, self.is_flipped, self.is_int8 = entries, is_stacked, is_flipped, is_int8
+        self.is_matrix, self.compute_dtype, self.siblings, self._stacks = len(shape) == 2, dtype, None, None
+        return self
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    def widened(self) -> torch.Tensor:
+        """A plain tensor of the compute dtype; freshly allocated."""
+        entries = [torch.cat([plain_rows(block, self.dtype) for block in blocks]) for blocks in self.entries]
+        whole = torch.stack(entries) if self.is_stacked else entries[0]
+        return whole.transpose(-1, -2) if self.is_flipped else whole.view(self.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """Products take its blocks as they are."""
+        return self.is_matrix and not (self.is_stacked or self.is_flipped or self.is_int8)
+
+    def stacks(self) -> Sequence[torch.Tensor]:
+        """Of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K) views,
+        one below the other for each expert. Otherwise empty. Kept, as the blocks are."""
+        if self._stacks is None:
+            is_whole = self.is_stacked and not (self.is_flipped or self.is_int8)
+            self._stacks = joined_stacks(self.entries, self.compute_dtype) if is_whole else ()
+        return self._stacks
+
+    def expert(self, index: int) -> "StoredWeight":
+        assert self.is_stacked, "only stacked weights have experts"
+        return self._matrix([self.entries[index]], self.shape[1:], is_flipped=self.is_flipped)
+
+    def flipped(self) -> "StoredWeight":
+        assert not self.is_stacked, "only matrices are transposed"
+        return self._matrix(self.entries, (self.shape[1], self.shape[0]), is_flipped=not self.is_flipped)
+
+    def _matrix(self, entries: Sequence[Sequence[Block]], shape: Sequence[int], *, is_flipped: bool) -> "StoredWeight":
+        return StoredWeight(entries, shape, self.dtype, is_stacked=False, is_flipped=is_flipped, is_int8=self.is_int8)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Whatever has no handler: correct, and as slow as a widened copy is."""
+        return func(*map(_widen, args), **{key: _widen(value) for key, value in (kwargs or {}).items()})
+
+
+def _widen(value: object) -> object:
+    if isinstance(value, StoredWeight):
+        return value.widened()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_widen, value))
+    return value
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(weight, StoredWeight) or not weight.is_matrix or x.dtype != weight.compute_dtype:
+        return NotImplemented
+    if weight.is_flipped:
+        out = _matmul(x, weight.flipped())
+        return out if bias is None else out + bias
+    x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
+    if not x.is_cpu and (whole := joined(blocks, x.dtype)) is not None:
+        return F.linear(x, whole, bias)
+    if weight.is_int8 and fit_int8(x_MK, blocks):
+        out_MN = multiply_in_int8(x_MK, cast(Sequence[torch.Tensor], blocks))
+    elif weight.siblings is not None:
+        siblings, name = weight.siblings
+        out_MN = siblings.product(x, x_MK, name)
+    else:
+        out_MN = multiply(x_MK, blocks)
+    if bias is not None:
+        out_MN += bias
+    return out_MN.view(*x.shape[:-1], out_MN.shape[1])
+
+
+def _product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
+    """out + x @ weight for a weight that lies as (K, N): panels are runs of the inner dimension, their products add
+    up."""
+    for row, panel in panels(weight.entries[0], weight.dtype):
+        out_MN.addmm_(x[:, row : row + panel.shape[0]], panel)
+    return out_MN
+
+
+def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """GPT-2's Conv1D keeps (in, out)."""
+    if not isinstance(weight, StoredWeight) or isinstance(x, StoredWeight):
+        return NotImplemented
+    if weight.is_flipped:
+        return _linear(x, weight.flipped(), bias)
+    return _product(x, weight, bias.expand(x.shape[0], weight.shape[1]).clone())
+
+
+def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.dim() != 2 or isinstance(x, StoredWeight):
+        return NotImplemented
+    if weight.is_flipped:
+        return _linear(x, weight.flipped())
+    x_MK = x.reshape(-1, x.shape[-1])
+    return _product(x_MK, weight, x.new_zeros(len(x_MK), weight.shape[1])).view(*x.shape[:-1], weight.shape[1])
+
+
+def _flip(weight: torch.Tensor) -> torch.Tensor:
+    if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.dim() != 2:
+        return NotImplemented
+    return weight.flipped()
+
+
+def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
+    """DBRX keeps its experts one below the other in a matrix and sees them as a stack."""
+    shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
+    if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_flipped or len(shape) != 3:
+        return NotImplemented
+    height, width = shape[1:]
+    plain = [block for block in weight.entries[0] if isinstance(block, torch.Tensor) and not block.shape[0] % height]
+    if width != weight.shape[1] or len(plain) < len(weight.entries[0]):
+        return NotImplemented
+    entries = [[rows] for block in plain for rows in block.split(height)]
+    shape = (len(entries), height, width)
+    return StoredWeight(entries, shape, weight.dtype, is_stacked=True, is_int8=weight.is_int8)
+
+
+def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    if not isinstance(weight, StoredWeight) or weight.is_flipped or len(weight.entries[0]) != 1:
+        return NotImplemented
+    rows = plain_rows(weight.entries[0][0], weight.dtype, ids.flatten())
+    return rows.view(*ids.shape, weight.shape[1])
+
+
+def _getitem(weight: torch.Tensor, index: object) -> object:
+    """An expert of a stack; a row of a matrix, such as an expert's bias."""
+    if isinstance(index, torch.Tensor) and index.dim() == 0:
+        index = int(index)
+    if not isinstance(weight, StoredWeight) or type(index) is not int:
+        return NotImplemented
+    if weight.is_stacked:
+        return weight.expert(index)
+    if weight.is_flipped or len(weight.entries[0]) != 1:
+        return NotImplemented
+    row = torch.tensor([range(weight.shape[0])[index]], device=weight.device)
+    return plain_rows(weight.entries[0][0], weight.dtype, row)[0]
+
+
+_HANDLERS: dict[object, Callable[..., object]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    torch.addmm: _addmm,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.t: _flip,
+    torch.Tensor.t: _flip,
+    getattr_static(torch.Tensor, "T").__get__: _flip,
+    torch.Tensor.view: _view,
+    torch.Tensor.__getitem__: _getitem,
+}

@@ -1,0 +1,79 @@
+"""Products of float32 with stored weights in the processor's vectors, cut into pieces for threads.
+
+M rows of x, N of w, K inputs.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from ..attention.host_work import BITS
+from ..kernels.compiler import has_compiler
+from ..kernels.tile_scratch import PAIR_ROWS
+from ..shared_work import Spares, share
+from ..units import round_up
+from .pieces import Target, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_groups, step_of
+
+STEP_INPUTS = 16  # the lanes of the widest vectors
+NUMBER_BYTES = 4
+
+
+@cache
+def _spares() -> Spares[Workspace]:
+    return Spares()
+
+
+@cache
+def _kernel() -> ModuleType:
+    """numba takes 0.2 s to import."""
+    from ..kernels import vector_kernel
+
+    return vector_kernel
+
+
+def fit_vectors(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
+    """Whether `multiply_in_vectors` takes these blocks of rows of w, where there is a compiler."""
+    return fit_kernel(x_MK, blocks, BITS, STEP_INPUTS)
+
+
+def multiply_in_vectors(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
+    return multiply_all_in_vectors(x_MK, [blocks])[0]
+
+
+def multiply_all_in_vectors(x_MK: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """That of several weights, for which x is laid out once."""
+    return in_runs_of_rows(x_MK, weights, NUMBER_BYTES, _multiply)
+
+
+def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
+    """All but the rows of w that `in_runs_of_rows` leaves to torch."""
+    kernel = _kernel()
+    (num_rows, num_inputs), num_threads, most_rows = x_MK.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
+    inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * num_inputs).view(np.float32)
+    taken_of_each = np.zeros((len(targets), 1), np.int64)
+    calls = [
+        (words_NK, step_of(len(words_NK), num_threads, most_rows), taken, inputs, out_MN, column, num_rows)
+        for (words_NK, out_MN, column), taken in zip(targets, taken_of_each, strict=True)
+    ]
+
+    def lay_out_some(span: tuple[int, int]) -> None:
+        kernel.lay_out_inputs(x_MK, *span, inputs)
+
+    def multiply_what_is_left(thread: int) -> None:
+        own = _spares().take(lambda: Workspace.make(kernel.TILE_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
+        for call in calls:
+            kernel.multiply_in_chains(*call, *own)
+        _spares().give_back(own)
+
+    share_groups(x_MK, kernel.INPUT_ROWS, lay_out_some)
+    share(range(num_threads), multiply_what_is_left, num_threads)
+
+
+def prepare_vectors(stored: Iterable[torch.dtype]) -> None:
+    for dtype in stored if has_compiler() else ():
+        if dtype in BITS:
+            multiply_in_vectors(torch.zeros(1, STEP_INPUTS), [torch.zeros(PAIR_ROWS, STEP_INPUTS, dtype=dtype)])

@@ -1,0 +1,93 @@
+"""How fast the disk is read, by the run's own reader: from a file without a name, past the page cache."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import cycle, product
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from ..config import OffloadConfig
+from ..errors import require
+from ..plan.shape.extents import Extent
+from ..store.reader import Reader
+from ..store.unnamed_file import free_bytes, open_unnamed
+from ..stream.device import ComputeDevice
+from ..units import MIB, format_bytes
+from .timing import Probe, Timed
+
+KEY = "measure.directory"
+DEPTHS, BLOCK_MIB = (1, 4, 16), (1, 4, 16)
+REST_SECONDS = 0.25  # before a burst: what a disk or its host has put aside meanwhile
+SUSTAINED, BURST = "disk, sustained", "disk, burst"
+
+
+def reading(reader: Reader, extents: Sequence[Extent], target: torch.Tensor) -> Timed:
+    """Of bytes. `target`: page-aligned host memory, uint8, that holds them all."""
+    view = target.numpy().data
+    num_bytes = sum(extent.num_bytes for extent in extents)
+    return Timed(num_bytes, lambda: reader.submit(extents, view).wait())
+
+
+@contextmanager
+def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece_bytes: int) -> Iterator[list[Probe]]:
+    """`sustained` reads the file from end to end, as a run with default settings does; the others a piece at a time.
+    Raises ConfigError when there is no room."""
+    with ExitStack() as stack:
+        file = stack.enter_context(open_unnamed(directory, key=KEY))
+        _fill(file, file_bytes, directory)
+        path = f"/proc/self/fd/{file.fileno()}"  # opens the file once more, for the reader
+        target = device.host_buffer(file_bytes)
+        usual = OffloadConfig()
+
+        def reader(num_threads: int, chunk_mib: int) -> Reader:
+            return stack.enter_context(Reader(num_threads=num_threads, chunk_bytes=chunk_mib * MIB))
+
+        whole = reader(usual.reader_threads, usual.read_chunk_mib)
+        pieces = _pieces(path, file_bytes, piece_bytes)
+        probes = [
+            Probe(name=SUSTAINED, unit="GB/s", read=reading(whole, _pieces(path, file_bytes, file_bytes), target)),
+            Probe(name=BURST, unit="GB/s", read=partial(_rested, _turns(whole, pieces, target))),
+        ]
+        for depth, block in product(DEPTHS, BLOCK_MIB):
+            read = _turns(reader(depth, block), pieces, target)
+            probes.append(Probe(name=f"disk, {depth} x {block} MiB", unit="GB/s", read=read))
+        yield probes
+
+
+def _turns(reader: Reader, pieces: Sequence[Extent], target: torch.Tensor) -> Timed:
+    """Reads one piece after the other, and then from the first again."""
+    view, turns = target.numpy().data, cycle(pieces)
+    return Timed(pieces[0].num_bytes, lambda: reader.submit([next(turns)], view).wait())
+
+
+def _rested(read: Timed) -> float:
+    time.sleep(REST_SECONDS)
+    return read()
+
+
+def _pieces(path: str, file_bytes: int, piece_bytes: int) -> list[Extent]:
+    piece_bytes = min(piece_bytes, file_bytes)
+    return [
+        Extent(file=path, offset=offset, num_bytes=piece_bytes, used_bytes=piece_bytes, slot_offset=0)
+        for offset in range(0, file_bytes - piece_bytes + 1, piece_bytes)
+    ]
+
+
+def _fill(file: BinaryIO, num_bytes: int, directory: str) -> None:
+    """With what no disk can compress or recognise."""
+    free = free_bytes(directory, key=KEY)
+    require(
+        num_bytes <= free,
+        f"{KEY}={directory}: {format_bytes(num_bytes)} are wanted and {format_bytes(free)} are free there; "
+        "name another directory or lower measure.disk_mib",
+    )
+    random = np.random.default_rng(0)
+    for _ in range(num_bytes // MIB):
+        file.write(random.bytes(MIB))
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,74 @@
+"""All that is measured of a machine without a model, and which rates of a plan it becomes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..profiles import DTypeRates, MeasureConfig
+from ..stream.device import ComputeDevice
+from ..units import MIB
+from .attention import attention_name, attention_probes, prefill_name
+from .disk import disk_probes
+from .memory import memory_probes
+from .multipliers import multiplier_rows
+from .products import DTYPES, MOST_ROWS_BESIDE, Matrices, product_kinds, product_probes, usual_kind, widening_probes
+from .row import Row
+from .timing import Figure, Probe
+
+LONGEST_SHARE, LEAST_LONGEST_SECONDS = 0.02, 0.05  # of `seconds`: a product that takes longer ends its row
+WEIGHT_SHARE = 2  # of `memory_mib`: the matrices of a dtype take one part in so many
+PIECE_MIB = 64  # a read of the disk's grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineProbes:
+    """`products` by compute dtype. `notes` say what is not measured, and why."""
+
+    probes: Sequence[Probe]
+    products: Mapping[str, Row]
+    notes: Sequence[str]
+
+
+@contextmanager
+def machine_probes(config: MeasureConfig, device: ComputeDevice) -> Iterator[MachineProbes]:
+    """Holds the memory and the file that they work on: `disk_mib` twice, and a few times `memory_mib`."""
+    memory_bytes, disk_bytes = config.memory_mib * MIB, config.disk_mib * MIB
+    matrices = Matrices(device, width=config.matrix_width, num_bytes=memory_bytes // WEIGHT_SHARE)
+    with disk_probes(config.directory, device, file_bytes=disk_bytes, piece_bytes=PIECE_MIB * MIB) as disk:
+        probes = [*disk, *memory_probes(device, num_bytes=memory_bytes)]
+        longest = max(LEAST_LONGEST_SECONDS, config.seconds * LONGEST_SHARE)
+        usual: dict[str, Row] = {}
+        rows: list[Row] = []
+        for kind in product_kinds(device):
+            is_usual = kind == usual_kind(kind.compute, device)
+            numbers = [number for number in config.gemm_rows if is_usual or number <= MOST_ROWS_BESIDE]
+            rows.append(product_probes(kind, numbers, matrices, device, longest_seconds=longest))
+            if is_usual:
+                usual[kind.compute] = rows[-1]
+        if not device.is_accelerator:
+            rows += multiplier_rows(config.gemm_rows, matrices, longest_seconds=longest)
+        probes += [probe for row in rows for probe in row.probes.values()]
+        probes += widening_probes(device, width=config.matrix_width)
+        for dtype in DTYPES:
+            probes += attention_probes(dtype, device, num_bytes=memory_bytes // WEIGHT_SHARE)
+        yield MachineProbes(probes=probes, products=usual, notes=[row.end for row in rows if row.end is not None])
+
+
+def dtype_rates(
+    dtype: str, products: Row, rows: Sequence[int], figures: Mapping[str, Figure], device: ComputeDevice
+) -> DTypeRates:
+    """With a rate for each of `rows`."""
+    return DTypeRates(
+        gemm_gflops=[figures[products.nearest(num_rows).name].value for num_rows in rows],
+        attention_gb_per_second=figures[attention_name(dtype, is_on_cpu=not device.is_accelerator)].value,
+        cpu_attention_gb_per_second=figures[attention_name(dtype, is_on_cpu=True)].value,
+        prefill_attention_gflops=figures[prefill_name(dtype)].value,
+    )
+
+
+def device_name(device: ComputeDevice) -> str:
+    if device.torch_device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device.torch_device).get_device_name(device.torch_device))

@@ -1,0 +1,96 @@
+"""Which way to multiply is the fastest on this CPU: each with weights of each dtype, wide and tall, at some rows.
+
+M rows, N outputs, K inputs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, product
+
+import torch
+
+from ..linear.multipliers import MULTIPLIERS, STORED, fitting, usual_multiplier
+from ..profiles import Multiplier, ProductTable
+from .products import Matrices
+from .row import Row, row_of
+from .timing import Figure, Probe, Timed
+
+WORTHWHILE = 0.05  # by which another must be faster than the usual one: less is what a minute changes
+ROWS = (1, 4, 16, 64, 256, 512)  # behind which ratios change little; beyond MANY_ROWS panels are larger
+
+
+def multiplier_rows(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[Row]:
+    """Of FLOPs, for each way to multiply a kind of weights."""
+
+    def row(stored: str, is_tall: bool, multiplier: Multiplier) -> Row:
+        def probe(num_rows: int) -> tuple[Probe, Timed]:
+            return _probe(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier, matrices=matrices)
+
+        name = f"{multiplier.value}, {ProductTable.kind(stored, is_tall=is_tall)}"
+        return row_of(name, _rows(rows), probe, longest_seconds=longest_seconds)
+
+    return [
+        row(stored, is_tall, multiplier)
+        for stored, is_tall in product(STORED.values(), (False, True))
+        for multiplier in candidates(stored)
+    ]
+
+
+def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> ProductTable:
+    """The usual multiplier where no other is faster by `WORTHWHILE`, in all rounds. One that was too slow to be
+    measured with so many rows is as fast as with the most that it was measured with."""
+
+    def fastest(stored: str, is_tall: bool, num_rows: int) -> Multiplier:
+        def figure(multiplier: Multiplier) -> Figure:
+            names = [_name(stored, is_tall=is_tall, num_rows=each, multiplier=multiplier) for each in _rows([num_rows])]
+            return next(figures[name] for name in reversed(names) if name in figures)
+
+        ways = candidates(stored)
+        usual = usual_multiplier(ways.__contains__, num_rows)
+        best = max(ways, key=lambda multiplier: figure(multiplier).value)
+        is_worth_it = figure(best).value > (1 + WORTHWHILE) * figure(usual).value
+        return best if is_worth_it and figure(best).low > figure(usual).high else usual
+
+    found = _rows(rows)
+    kinds = product(STORED.values(), (False, True))
+    return ProductTable(
+        rows=found,
+        multipliers={
+            ProductTable.kind(stored, is_tall=is_tall): [fastest(stored, is_tall, num_rows) for num_rows in found]
+            for stored, is_tall in kinds
+        },
+    )
+
+
+def _rows(rows: Sequence[int]) -> list[int]:
+    """As far as products are measured at all."""
+    return [number for number in ROWS if number <= max(rows)]
+
+
+def candidates(stored: str) -> list[Multiplier]:
+    """What multiplies float32 with weights of this dtype here."""
+    return fitting(torch.zeros(1, 512), [torch.zeros(512, 512, dtype=getattr(torch, stored))])
+
+
+def _name(stored: str, *, is_tall: bool, num_rows: int, multiplier: Multiplier) -> str:
+    return f"{multiplier.value}, {ProductTable.kind(stored, is_tall=is_tall)}, M={num_rows}"
+
+
+def _probe(
+    stored: str, *, is_tall: bool, num_rows: int, multiplier: Multiplier, matrices: Matrices
+) -> tuple[Probe, Timed]:
+    """Weights have four times as many outputs as inputs, or the other way round."""
+    num_inputs = matrices.width * 2 if is_tall else matrices.width // 2
+    name = _name(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier)
+    act = _act(MULTIPLIERS[multiplier], torch.randn(num_rows, num_inputs), matrices.of(stored))
+    timed = Timed(2.0 * num_rows * matrices.width**2, act)
+    return Probe(name=name, unit="GFLOP/s", read=timed), timed
+
+
+def _act(
+    multiply: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor],
+    x_MK: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+) -> Callable[[], torch.Tensor]:
+    """Each call takes the next matrix."""
+    weights = cycle([matrix.view(-1, x_MK.shape[1]) for matrix in matrices])
+    return lambda: multiply(x_MK, [next(weights)])

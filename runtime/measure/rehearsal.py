@@ -1,0 +1,123 @@
+"""A layer rehearsed: how long a lane such as a run's takes to pass it, with the lane's and the model's own code."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
+
+import torch
+
+from ..cache.paged import PagedKV
+from ..cache.pages import KVPages, PagePool, num_pages_for
+from ..config import SamplingConfig
+from ..engine.lanes.lane import Lane, LaneKit
+from ..engine.lanes.packed import PackedLane
+from ..engine.lanes.padded import PaddedLane
+from ..engine.lanes.seq2seq import Seq2SeqLane
+from ..engine.sampling.sampler import Sampler
+from ..engine.sequence import Request
+from ..engine.sequence import Sequence as Running
+from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
+from ..model.loading import LoadedModel
+from ..model.stages import hollow_weights
+from ..plan.cost.calibration import LayerSeconds
+from ..plan.cost.lane_work import Piece
+from ..stream.device import ComputeDevice
+
+NUM_SINGLE = 9
+MOST_TIMES, ENOUGH_SECONDS = 10, 1.5
+ANYTHING = 0.5  # what cached positions hold that nobody computed: memory never written would be read too fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """`weights` are those of `stage`, the first layer that the forward enters. `forget` is called before each time: it
+    pushes them out of the processor's caches."""
+
+    loaded: LoadedModel
+    device: ComputeDevice
+    stage: int
+    weights: Weights
+    forget: Callable[[], object]
+
+    def packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
+        """A pass of these, all in one lane; positions that are past are taken for cached. The mean, as what a run adds
+        up has its slow turns among them.
+
+        Allocates the pages of a layer for all positions.
+        """
+        pages = KVPages(sum(num_pages_for(piece.past + piece.new) for piece in pieces), self.device)
+        lane = PackedLane(self._kit(pages.pool), [], PagedKV(pages, expands=self.loaded.expands_latents))
+
+        def once() -> LayerSeconds:
+            self.forget()
+            for index, piece in enumerate(pieces):
+                ids = (0,) * (piece.past + piece.new)
+                lane.enter(Running(request=Request(id=str(index), prompt_ids=ids, max_new_tokens=1)), past=piece.past)
+            return self._once(lane, [piece.new for piece in pieces])
+
+        once()
+        pages.fill(ANYTHING)
+        times = [once()]
+        while len(times) < MOST_TIMES and sum(each.inside for each in times) < ENOUGH_SECONDS:
+            times.append(once())
+        before, inside, attention = (fmean(part) for part in zip(*map(astuple, times), strict=True))
+        return LayerSeconds(before=before, inside=inside, attention=attention)
+
+    def single(self) -> LayerSeconds:
+        """A first pass of one token, in a lane of the kind that the model's class allows. The median; weights may come
+        from the processor's caches."""
+        times = [self._once(self._lane()) for _ in range(NUM_SINGLE + 1)][1:]
+        return sorted(times, key=lambda each: each.inside)[NUM_SINGLE // 2]
+
+    def _once(self, lane: Lane, new_tokens: Sequence[int] | None = None) -> LayerSeconds:
+        """The lane's sequences leave it."""
+        attention = 0.0
+        try:
+            start = time.perf_counter()
+            event: Event | None = lane.begin_pass(new_tokens)
+            while isinstance(event, NeedStage) and event.stage != self.stage:
+                event = lane.advance(hollow_weights(self.loaded.staged, event.stage, self.device.torch_device))
+            self.device.finish()
+            begin = time.perf_counter()
+            while event is not None and not (isinstance(event, NeedStage) and event.stage != self.stage):
+                answer, seconds = self._answer(event)
+                attention += seconds
+                event = lane.advance(answer)
+            self.device.finish()
+            inside = time.perf_counter() - begin - attention
+            return LayerSeconds(before=begin - start, inside=inside, attention=attention)
+        finally:
+            lane.abandon()
+            lane.close()
+
+    def _answer(self, event: Event) -> tuple[Weights | torch.Tensor, float]:
+        """And the seconds of attention."""
+        if isinstance(event, NeedStage):
+            return self.weights, 0.0
+        if isinstance(event, NeedExperts):
+            return torch.zeros_like(event.hidden_TD), 0.0
+        assert isinstance(event, NeedAttention), f"a lane asked for {event!r}"
+        self.device.finish()
+        begin = time.perf_counter()
+        answer = event.compute()
+        self.device.finish()
+        return answer, time.perf_counter() - begin
+
+    def _lane(self) -> Lane:
+        sequences = [Running(request=Request(id="", prompt_ids=(0,), max_new_tokens=1))]
+        kit, start = self._kit(PagePool(1)), self.loaded.start_token_id
+        if self.loaded.shape.is_packed:
+            return PackedLane(kit, sequences, PagedKV(KVPages(1, self.device), expands=self.loaded.expands_latents))
+        return PaddedLane(kit, sequences) if start is None else Seq2SeqLane(kit, sequences, start)
+
+    def _kit(self, pool: PagePool) -> LaneKit:
+        vocab_size, place = self.loaded.shape.vocab_size, self.device.torch_device
+        return LaneKit(
+            model=self.loaded.staged.model,
+            sampler=Sampler(SamplingConfig(), vocab_size=vocab_size, device=place),
+            device=self.device,
+            pool=pool,
+            travels=frozenset(),
+            prefill_chunk_tokens=1,
+        )

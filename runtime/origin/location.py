@@ -1,0 +1,176 @@
+"""Where a model comes from: a directory of safetensors, a GGUF file or a hub id; its config and tokenizer."""
+
+import json
+import logging
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import snapshot_download
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    __version__,
+)
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from ..config import ModelConfig
+from ..errors import CheckpointError, ConfigError
+from ..foreign import deepseek_moe
+from ..store.cache_root import cache_root
+from ..store.checkpoint import Checkpoint, is_gguf
+from ..store.gguf import read_gguf
+from ..store.json_object import JsonObject, read_json_object
+from ..synthesize.checkpoints import tiny_checkpoint
+from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
+from .config_rules import code_keys, require_sound, without_code
+from .net import one_line
+from .vetted_files import CONFIG, MAX_SETTINGS_BYTES, vetted_directory
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "tokenizer*"]
+HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
+GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults would count
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+TOKENIZER_KEY = "model.tokenizer"
+FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
+GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
+
+
+def find_checkpoint(config: ModelConfig, cache_dir: str | None) -> Path:
+    """A local directory or GGUF file, the built-in tiny model, or what the hub or its cache holds under the id."""
+    if config.path is None:
+        if config.name != "tiny":
+            raise ConfigError(f"model={config.name} needs model.path: a local directory, a GGUF file or a hub id")
+        return tiny_checkpoint(cache_root(cache_dir) / "tiny")
+    path = Path(config.path).expanduser()
+    if path.is_dir() or is_gguf(path):
+        return path
+    if path.suffix in FILE_SUFFIXES or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
+        raise CheckpointError(_three_ways(config, f"{path} is neither a directory nor a GGUF file"))
+    try:
+        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=HUB_PATTERNS))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(_three_ways(config, f"the hub and its cache gave nothing for it: {reason}")) from error
+
+
+def _three_ways(config: ModelConfig, reason: str) -> str:
+    return (
+        f"model={config.name}: no weights at model.path={config.path}: {reason}\n"
+        f"three ways on:\n"
+        f"  1. hub: run `hf download {config.path}` where there is network (gated models: `hf auth login` first)\n"
+        f"  2. local: model.path=/directory/with/config.json/and/safetensors or model.path=/file.gguf\n"
+        f"  3. random weights: python -m jobs.synthesize model={config.name} out=DIR, then model.path=DIR"
+    )
+
+
+def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConfig:
+    """config.json, or what transformers makes of a GGUF file's metadata, which takes the package `gguf`.
+
+    No code that the checkpoint names is taken up by it. Raises CheckpointError naming file, key, value and what is
+    expected. `num_tensors`: how many the checkpoint has, which bounds the layers that it may claim."""
+    deepseek_moe.register()
+    if is_gguf(path):
+        return _read_gguf_config(path)
+    file = path / CONFIG
+    try:
+        values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no usable config.json: there is none") from None
+    if named := code_keys(values):
+        log.info("%s: %s not followed: only code that is installed runs", file, ", ".join(named))
+    values = without_code(values)
+    require_sound(values, file, num_tensors=num_tensors)
+    _require_model_type(file, values)
+    with TemporaryDirectory(prefix="millrace-") as home:
+        (Path(home) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
+        with one_line(f"{path}: no usable config.json"):
+            config = AutoConfig.from_pretrained(home)
+    config.name_or_path = str(path)
+    return config
+
+
+def _require_model_type(file: Path, values: JsonObject) -> None:
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{file}: model_type must name a model type of transformers, got {model_type!a:.60}")
+    if model_type not in CONFIG_MAPPING:
+        close = get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise CheckpointError(f"{file}: transformers {__version__} has no model type {model_type!a:.60}{hint}")
+
+
+def _read_gguf_config(path: Path) -> PreTrainedConfig:
+    if find_spec("gguf") is None:
+        raise ConfigError(f"model.path={path} is a GGUF file, which needs the extra: pip install 'millrace[gguf]'")
+    if find_spec(GGUF_READER) is None:
+        raise ConfigError(
+            f"model.path={path} is a GGUF file, which transformers {__version__} reads in a way of its own: install "
+            "transformers 5.18 or newer, or name a directory of safetensors"
+        )
+    with one_line(f"{path}: transformers makes no config of its metadata"):
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    header = read_gguf(path)
+    for key, attribute in GGUF_WIDTHS.items():
+        width = header.metadata.get(f"{header.architecture}.{key}")
+        if width is not None and hasattr(config, attribute):
+            setattr(config, attribute, width)
+    return config
+
+
+def load_tokenizer(wanted: str | None, checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    """The wanted one or the checkpoint's; None when it has none: token ids can still be generated from."""
+    path, gguf = checkpoint.path, checkpoint.gguf
+    if wanted is None and not (_has_tokenizer(path) if gguf is None else "tokenizer.ggml.tokens" in gguf.metadata):
+        return None
+    place = f"model.tokenizer={wanted or path}: cannot be loaded"
+    if wanted is None and gguf is not None:
+        with vetted_directory(path.parent, path.name) as view, one_line(place):
+            return AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left")
+    directory = path if wanted is None else _tokenizer_place(wanted)
+    if (model := lone_sentencepiece(directory)) is not None:
+        return _of_sentencepiece(model, directory, place)
+    return _of_directory(directory, place)
+
+
+def _of_sentencepiece(model: Path, place: Path, failed: str) -> PreTrainedTokenizerBase:
+    """Where nothing else says how texts are cut, transformers may take the wrong class: the model has the last word."""
+    try:
+        return tokenizer_from(model, TOKENIZER_KEY)
+    except NotLlamasError:
+        if place.is_dir():
+            tokenizer = _of_directory(place, failed)
+            if spells_alike(tokenizer, model, TOKENIZER_KEY):
+                return tokenizer
+        raise
+
+
+def _of_directory(directory: Path, failed: str) -> PreTrainedTokenizerBase:
+    with vetted_directory(directory) as view, one_line(failed):
+        tokenizer = AutoTokenizer.from_pretrained(view, padding_side="left")
+    tokenizer.name_or_path = str(directory)
+    return tokenizer
+
+
+def _tokenizer_place(wanted: str) -> Path:
+    """A directory, or a SentencePiece model's file."""
+    path = Path(wanted).expanduser()
+    if path.is_dir() or (path.is_file() and lone_sentencepiece(path) is not None):
+        return path
+    if path.is_file():
+        raise ConfigError(
+            f"model.tokenizer={wanted} is a file: give the directory it lies in, or a SentencePiece model (*.model)"
+        )
+    with one_line(f"model.tokenizer={wanted}: neither a directory nor a hub id that can be fetched"):
+        return Path(snapshot_download(wanted, allow_patterns=TOKENIZER_PATTERNS))
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any(any(directory.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))

@@ -1,0 +1,191 @@
+"""What a class makes of a packed lane, found out by running a copy of the model once.
+
+The copy asks for its masks as for an attention function of transformers' own, so each mask tells what reach its layer
+means; and its cache knows what it gave back.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from greenlet import getcurrent
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+
+from ..attention.views import Reach
+from ..errors import ConfigError
+from ..events import LaneRun
+from . import guards
+from .hollow import Reached, with_values, without_values
+
+log = logging.getLogger(__name__)
+
+NAME = "millrace_probe"
+NUM_TOKENS = 3
+FAR = 1 << 20  # positions, where a config knows no end
+UNKNOWING = (  # what classes raise that want values, or another cache
+    RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ConfigError,
+)  # fmt: skip
+
+COPIES = ((without_values, "meta"), (with_values, "cpu"), (partial(with_values, with_experts=True), "cpu"))
+Shows = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """`tensor` is handed to layers and says nothing; `shows` answers which positions see which. `size`: of its window
+    or chunk."""
+
+    tensor: torch.Tensor
+    shows: Shows
+    size: int | None
+
+    def means(self, reach: Reach, num_positions: int) -> bool:
+        """Whether packed lanes show a layer of that reach the same, as far as a context goes."""
+        sizes = [size for size in (reach.window, reach.chunk, self.size) if size is not None]
+        edges = {place for size in sizes for place in (size - 1, size, size + 1, 2 * size + 1)}
+        places = sorted(place for place in {0, 1, 2, num_positions - 1} | edges if 0 <= place < num_positions)
+        places_S = torch.tensor(places)
+        shown_SS = self.shows(0, 0, places_S[:, None], places_S[None, :])
+        if shown_SS.is_meta:  # chunks begin where padding ends, and there is none
+            return self.size == reach.chunk
+        firsts_S1 = torch.tensor([reach.first(place) for place in places])[:, None]
+        expected_SS = (places_S[None] <= places_S[:, None]) & (places_S[None] >= firsts_S1)
+        return bool(expected_SS.eq(shown_SS).all())
+
+
+@dataclass
+class Seen:
+    """Of one run: what was asked of transformers and of the cache, and what speaks against packed lanes."""
+
+    rank: int | None  # of latents
+    masks: list[Mask] = field(default_factory=list)
+    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    attended: set[int] = field(default_factory=set)
+    reason: str = ""
+
+    def are_given(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Also where layers make keys and values of the latents that the cache holds, in lanes that know it."""
+        given = self.given.get(layer)
+        return given is not None and (is_latent(given, self.rank) or (key is given[0] and value is given[1]))
+
+
+class ProbeCache(Cache):
+    """Gives layers what a packed lane's cache gives them in a first pass of one sequence."""
+
+    def __init__(self, seen: Seen, device: str) -> None:
+        super().__init__(layers=[])
+        self._seen, self._device = seen, device
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._seen.given[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, as PagedKV's
+        self, layer_idx: int | None = None
+    ) -> int | torch.Tensor:
+        return 0 if layer_idx is None else torch.zeros(NUM_TOKENS, dtype=torch.long, device=self._device)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def is_latent(held: Iterable[torch.Tensor], rank: int | None) -> bool:
+    """Whether a layer's cache holds compressed keys and values (MLA), which have one head of `rank` numbers."""
+    return rank is not None and any(t.shape[1] == 1 and t.shape[-1] == rank for t in held)
+
+
+def latent_rank(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(), "kv_lora_rank", None)
+
+
+def why_not_packed(model: PreTrainedModel) -> str:
+    """Empty when the class takes what packed lanes hand it. `model` is as it was. Where a class's code needs values,
+    its first layers are run on the CPU, which reads no weights either; where that fails too nothing is known, and
+    lanes look for themselves (`attention.py`)."""
+    for make, device in COPIES:
+        try:
+            return _reason(make(model), device, latent_rank(model))
+        except UNKNOWING as error:
+            log.debug("%s: no packed pass on %s (%s)", type(model).__name__, device, error)
+    return ""
+
+
+@torch.no_grad()
+def _reason(probe: PreTrainedModel, device: str, rank: int | None) -> str:
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _make_mask)
+    probe.set_attn_implementation(NAME)
+    vars(probe.config.get_text_config())["pad_token_id"] = None  # or it is looked for among the ids, whatever it is
+    seen = Seen(rank)
+    places_1T = torch.arange(NUM_TOKENS, device=device)[None]
+
+    def forward() -> None:
+        with contextlib.suppress(Reached):
+            probe(
+                input_ids=torch.ones_like(places_1T),
+                position_ids=places_1T,
+                past_key_values=ProbeCache(seen, device),
+                use_cache=True,
+            )
+
+    LaneRun(forward, seen).switch()
+    unseen = sorted(seen.given.keys() - seen.attended)
+    return seen.reason or (f"layer {unseen[0]} attends by code of its own" if unseen else "")
+
+
+def _make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Shows,
+    device: torch.device,
+    local_size: int | None = None,
+    **kwargs: object,
+) -> torch.Tensor:
+    """As transformers asks for one."""
+    tensor = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    _seen().masks.append(Mask(tensor=tensor, shows=mask_function, size=local_size))
+    return tensor
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sliding_window: int | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """In the place of `ragged_attention`: looks at what it is handed, and computes nothing."""
+    seen, layer = _seen(), guards.layer_of(module)
+    reach = Reach(sliding_window, guards.chunk_of(module, layer))
+    mask = next((each for each in seen.masks if each.tensor is attention_mask), None)
+    num_positions = getattr(getattr(module, "config", None), "max_position_embeddings", None) or FAR
+    is_known = mask is not None and mask.means(reach, num_positions)
+    reasons = (
+        guards.unknown_wish(kwargs),
+        guards.looks_ahead(module, kwargs.get("is_causal")),
+        guards.changed_keys(are_given=seen.are_given(layer, key, value)),
+        guards.unseen_window(module, layer, reach),
+        guards.foreign_mask(None if is_known else attention_mask),
+    )
+    seen.attended.add(layer)
+    seen.reason = seen.reason or next(filter(None, reasons), "")
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _seen() -> Seen:
+    run = getcurrent()
+    seen = run.cache if isinstance(run, LaneRun) else None
+    assert isinstance(seen, Seen), "the probe's functions were called outside of it"
+    return seen

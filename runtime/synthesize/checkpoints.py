@@ -1,0 +1,262 @@
+"""Random-weight checkpoints of real architectures, in the layout of the hub, written without holding the model."""
+
+import contextlib
+import copy
+import difflib
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..errors import CheckpointError, ConfigError, OutputError
+from ..foreign import deepseek_moe
+from ..probing.meta import build_meta_model, untie_head
+from ..store.writer import plan_shards, write_checkpoint, write_outline
+from ..units import GIB
+from .random_weights import RandomWeights
+from .tokenizer import byte_level_tokenizer, tokenizer_from
+
+MARKER_FILE = "synthesis.json"  # written last: the recipe's digest and the size of every file
+_RECIPE_VERSION = 1
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_UNDECLARED_KEYS = frozenset({"head_dim", "original_max_position_embeddings"})  # read by classes, not by their configs
+_TINY_OVERRIDES: Mapping[str, object] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesisReport:
+    """What was written: parameters and bytes of the weight files, how many files, and how long it took."""
+
+    num_parameters: int
+    num_bytes: int
+    num_shards: int
+    seconds: float
+
+
+def synthesize_checkpoint(
+    *,
+    model: str | PreTrainedConfig,
+    directory: Path,
+    overrides: Mapping[str, object] | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = 5 * GIB,
+    tokenizer_path: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SynthesisReport:
+    """Write a random checkpoint of `model`: a transformers model type with `overrides` of its config, or a config.
+
+    Memory: the largest tensor and a few MiB. Token ids of bos, eos and pad become the tokenizer's, unless overridden.
+    `progress(done_bytes, total_bytes)` is called before the first tensor and as each is made. Raises ConfigError when
+    `directory` is not empty or the config is impossible, OutputError when it cannot be written.
+    """
+    started = time.monotonic()
+    overrides = dict(overrides or {})
+    meta_model, tokenizer = _prepare(model, overrides, dtype, tokenizer_path)
+    weights = RandomWeights(meta_model, seed)
+    shards = plan_shards(weights.specs, max_shard_bytes)
+    with _as_output_error(directory):
+        _claim(directory)
+        tokenizer.save_pretrained(directory)
+        _save_configs(meta_model, dtype, directory)
+        num_bytes = write_checkpoint(directory, shards, _draw_all(weights, progress or _ignore))
+        _write_marker(directory, _recipe_digest(meta_model.config.model_type, overrides, seed, dtype))
+    return SynthesisReport(
+        num_parameters=sum(spec.num_elements for spec in weights.specs),
+        num_bytes=num_bytes,
+        num_shards=len(shards),
+        seconds=time.monotonic() - started,
+    )
+
+
+def outline_checkpoint(
+    *, model_type: str, directory: Path, overrides: Mapping[str, object], dtype: torch.dtype, seed: int = 0
+) -> RandomWeights:
+    """Writes a checkpoint whose weight files are headers and holes, for weights that are drawn straight into memory;
+    answers with what draws them. Takes next to no disk. Raises as `synthesize_checkpoint`."""
+    meta_model, tokenizer = _prepare(model_type, overrides, dtype, None)
+    weights = RandomWeights(meta_model, seed)
+    with _as_output_error(directory):
+        _claim(directory)
+        tokenizer.save_pretrained(directory)
+        _save_configs(meta_model, dtype, directory)
+        write_outline(directory, plan_shards(weights.specs, 5 * GIB))
+    return weights
+
+
+def _prepare(
+    model: str | PreTrainedConfig, overrides: Mapping[str, object], dtype: torch.dtype, tokenizer_path: Path | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, overrides)
+    tokenizer = _fitting_tokenizer(config, tokenizer_path)
+    _adopt_token_ids(config, tokenizer, keep=frozenset(overrides))
+    meta_model = _build(config, dtype)
+    if overrides.get("tie_word_embeddings") is False:
+        untie_head(meta_model)
+    return meta_model, tokenizer
+
+
+def tiny_checkpoint(cache: Path, seed: int = 0) -> Path:
+    """The model that needs no download: a small Llama with a byte-level tokenizer, written once and found again.
+
+    Returns its directory, which lies in `cache` and is named after seed and recipe, so that another version of Millrace
+    finds its own beside it. Concurrent callers all get the one that was published first. Raises CheckpointError when it
+    is damaged (nothing is ever deleted), OutputError when `cache` cannot be written.
+    """
+    digest = _recipe_digest("llama", _TINY_OVERRIDES, seed, torch.float32)
+    directory = cache / f"seed-{seed}-{digest[:8]}"
+    if _is_complete(directory, digest):
+        return directory
+    if directory.exists():
+        raise CheckpointError(f"{directory} is not the complete tiny checkpoint that was written there: move it away")
+    with _as_output_error(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        workshop = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+    try:
+        ready = workshop / "checkpoint"
+        synthesize_checkpoint(model="llama", overrides=_TINY_OVERRIDES, directory=ready, seed=seed, dtype=torch.float32)
+        _rename_unless_taken(ready, directory, digest)
+    finally:
+        shutil.rmtree(workshop)
+    return directory
+
+
+def config_for(model_type: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
+    """The default config of a transformers model type with some keys changed; ConfigError names what is wrong."""
+    deepseek_moe.register()
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"model type {model_type!r} is unknown{_did_you_mean(model_type, list(CONFIG_MAPPING))}")
+    known = CONFIG_MAPPING[model_type]()
+    for key in overrides:
+        if not hasattr(known, key) and key not in _UNDECLARED_KEYS:
+            raise ConfigError(f"{key!r} is no key of a {model_type} config{_did_you_mean(key, list(known.to_dict()))}")
+    try:
+        return AutoConfig.for_model(model_type, **overrides)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"a {model_type} config cannot have {dict(overrides)}: {error}") from error
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _fitting_tokenizer(config: PreTrainedConfig, path: Path | None) -> PreTrainedTokenizerBase:
+    vocab_size: int = config.get_text_config().vocab_size
+    if path is None:
+        return byte_level_tokenizer(vocab_size)
+    tokenizer = tokenizer_from(path)
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"tokenizer={path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it"
+        )
+    return tokenizer
+
+
+def _adopt_token_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, keep: frozenset[str]) -> None:
+    """Ids in `keep` stay, unless a smaller vocabulary than the published one leaves them outside."""
+    text = config.get_text_config()
+    for key in _TOKEN_KEYS:
+        wanted = getattr(text, key, None)
+        is_inside = isinstance(wanted, int) and wanted < text.vocab_size
+        if key not in keep or (wanted is not None and not isinstance(wanted, list) and not is_inside):
+            setattr(text, key, getattr(tokenizer, key))
+    if config.is_encoder_decoder and getattr(text, "decoder_start_token_id", None) is None:
+        setattr(text, "decoder_start_token_id", tokenizer.pad_token_id)  # noqa: B010 - not every config declares it
+
+
+def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return build_meta_model(config, dtype)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        raise ConfigError(f"no {config.model_type} model can be built from this config: {error}") from error
+
+
+def _claim(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"out={directory} is a file: give a directory that is empty or does not exist")
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise ConfigError(f"out={directory} is not empty, and nothing in it will be touched: give another directory")
+
+
+def _save_configs(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> None:
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _draw_all(weights: RandomWeights, progress: Callable[[int, int], None]) -> Iterator[torch.Tensor]:
+    total_bytes = sum(spec.num_bytes for spec in weights.specs)
+    done_bytes = 0
+    progress(done_bytes, total_bytes)
+    for spec in weights.specs:
+        tensor = weights.draw(spec)
+        done_bytes += spec.num_bytes
+        progress(done_bytes, total_bytes)
+        yield tensor
+        del tensor  # before the next one is drawn
+
+
+def _ignore(done_bytes: int, total_bytes: int) -> None:
+    """Progress that nobody asked for."""
+
+
+def _recipe_digest(model_type: str, overrides: Mapping[str, object], seed: int, dtype: torch.dtype) -> str:
+    recipe = [_RECIPE_VERSION, model_type, dict(overrides), seed, str(dtype)]
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _write_marker(directory: Path, digest: str) -> None:
+    marker = {
+        "note": "random weights, written by Millrace",
+        "recipe": digest,
+        "files": {path.name: path.stat().st_size for path in sorted(directory.iterdir())},
+    }
+    temp = directory / f".{MARKER_FILE}.tmp"
+    temp.write_text(json.dumps(marker, indent=2) + "\n")
+    temp.replace(directory / MARKER_FILE)
+
+
+def _is_complete(directory: Path, digest: str) -> bool:
+    try:
+        marker = json.loads((directory / MARKER_FILE).read_text())
+        files: dict[str, int] = marker["files"]
+        return marker["recipe"] == digest and all((directory / n).stat().st_size == size for n, size in files.items())
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _rename_unless_taken(ready: Path, directory: Path, digest: str) -> None:
+    try:
+        ready.rename(directory)  # atomic; fails when a concurrent caller's is already there
+    except OSError as error:
+        if not _is_complete(directory, digest):
+            raise OutputError(f"{directory} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _as_output_error(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"out={directory} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,176 @@
+"""Which checkpoint bytes are which model parameter: transformers' own renamings and converters, read as a map, not run.
+
+A converter that stacks experts or concatenates rows only says in which order contiguous pieces lie; `pieces` keeps
+that order and
+nothing is copied. A converter that permutes elements cannot be said so: its targets are returned as `inexpressible`.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ..errors import CheckpointError
+from ..plan.shape.shapes import Parameter, TensorSlice
+from .conversions import Conversion, ConverterUse
+from .stage_weights import is_plain
+
+Pieces = tuple[tuple[TensorSlice, ...], ...]
+Collected = dict[str, list[TensorSlice]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightMap:
+    """Parameters by full model name. `inexpressible` conversions must be carried out (see converted.py)."""
+
+    parameters: Mapping[str, Parameter]
+    inexpressible: tuple[Conversion, ...]
+
+
+def map_weights(model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, express: bool = True) -> WeightMap:
+    """`model` is on the meta device. With `express=False` every conversion is reported as inexpressible (for tests).
+
+    Raises CheckpointError when a parameter has no tensor or a tensor has another shape than its parameter.
+    """
+    plain, uses = match(model, tensors, get_model_conversion_mapping(model))
+    wanted = model.state_dict().keys()
+    uses = [use for use in uses if not wanted.isdisjoint(use.targets)]
+    pieces: dict[str, Pieces] = {}
+    stacked: set[str] = set()
+    inexpressible = []
+    for name, tensor in plain.items():
+        pieces[name] = experts_of(tensor) or ((tensor,),)
+        stacked.update([name] if experts_of(tensor) else [])
+    for use in uses:
+        found = _express(use) if express else None
+        if found is None:
+            inexpressible.append(use)
+        else:
+            pieces.update(found)
+            if any(isinstance(op, MergeModulelist) for op in use.converter.operations):
+                stacked.update(found)
+    return make_map(model, pieces, stacked, inexpressible)
+
+
+def experts_of(tensor: TensorSlice) -> Pieces:
+    """The matrices of a stack that is not a plain tensor; empty for any other."""
+    if len(tensor.shape) != 3 or (is_plain(tensor) and not tensor.is_transposed):
+        return ()
+    return tuple((tensor.expert(index),) for index in range(tensor.shape[0]))
+
+
+def make_map(
+    model: PreTrainedModel,
+    pieces: Mapping[str, Pieces],
+    stacked: Collection[str],
+    inexpressible: Sequence[Conversion],
+) -> WeightMap:
+    """Raises CheckpointError when a parameter has no pieces or those of another shape."""
+    later = {target for conversion in inexpressible for target in conversion.targets}
+    parameters = _parameters(model, pieces, stacked, later)
+    return WeightMap(parameters=parameters, inexpressible=tuple(inexpressible))
+
+
+def match(
+    model: PreTrainedModel, tensors: Mapping[str, TensorSlice], transforms: Iterable[WeightTransform]
+) -> tuple[dict[str, TensorSlice], list[ConverterUse]]:
+    """Tensors that are a parameter by (new) name, and those that converters take."""
+    transforms = list(transforms)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    state = model.state_dict()
+    plain: dict[str, TensorSlice] = {}
+    grouped: dict[str, Collected] = {}
+    for key in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if target not in state and key in state:  # renamings for names as published, met by those of the class itself
+            plain[key] = tensors[key]
+        elif pattern is None:
+            plain[target] = tensors[key]
+        else:
+            grouped.setdefault(target, defaultdict(list))[pattern].append(tensors[key])
+    uses = [
+        ConverterUse(first_target=target, converter=by_pattern[next(iter(collected))], collected=dict(collected))
+        for target, collected in grouped.items()
+    ]
+    return plain, uses
+
+
+def _express(use: ConverterUse) -> dict[str, Pieces] | None:
+    converter, collected = use.converter, use.collected
+    kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
+    sources = [collected[pattern] for pattern in converter.source_patterns if pattern in collected]
+    if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+        if len({len(source) for source in sources}) != 1:
+            raise CheckpointError(f"{use.first_target}: its experts do not all have the same parts in the checkpoint")
+        return {use.first_target: tuple(zip(*sources, strict=True))}
+    if kinds == [(Concatenate, 0)]:
+        return {use.first_target: (tuple(piece for source in sources for piece in source),)}
+    if kinds == [(Chunk, 0)] and len(sources) == 1 and len(sources[0]) == 1:
+        parts = [sources[0][0].rows(turn, len(use.targets)) for turn in range(len(use.targets))]
+        found = {target: ((part,),) for target, part in zip(use.targets, parts, strict=True) if part is not None}
+        return found if len(found) == len(parts) else None
+    return None
+
+
+def _parameters(
+    model: PreTrainedModel, pieces: Mapping[str, Pieces], stacked: Collection[str], later: Collection[str]
+) -> dict[str, Parameter]:
+    buffers = dict(model.named_buffers())
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in pieces:
+            owners.setdefault(id(parameter), name)
+    result, missing = {}, []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        source = name if name in pieces else owners.get(id(tensor))  # tied: the same bytes under another name
+        if source is not None:
+            result[name] = Parameter(
+                name=name, shape=tuple(tensor.shape), pieces=pieces[source], is_stacked=source in stacked
+            )
+            _check_shape(result[name])
+        elif name not in buffers and name not in later:
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} parameters of {type(model).__name__}, first {missing[0]!r}: "
+            "does config.json belong to these weights?"
+        )
+    return result
+
+
+def _check_shape(parameter: Parameter) -> None:
+    found = _shape_of(parameter)
+    if _without_ones(found) != _without_ones(parameter.shape):
+        piece = parameter.pieces[0][0]
+        raise CheckpointError(
+            f"{piece.file}: tensor {piece.name!r} makes a parameter of shape {found}, "
+            f"but the model's {parameter.name!r} is {parameter.shape}: does config.json belong to these weights?"
+        )
+
+
+def _shape_of(parameter: Parameter) -> tuple[int, ...]:
+    """What its pieces make together; 0 for a size in which they differ."""
+    heights = {sum(piece.shape[0] if piece.shape else 1 for piece in blocks) for blocks in parameter.pieces}
+    tails = {piece.shape[1:] for blocks in parameter.pieces for piece in blocks}
+    shape = (heights.pop() if len(heights) == 1 else 0, *(tails.pop() if len(tails) == 1 else (0,)))
+    if parameter.is_transposed:
+        shape = shape[::-1]
+    return (len(parameter.pieces), *shape) if parameter.is_stacked else shape
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
