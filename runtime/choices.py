@@ -64,7 +64,7 @@ def question(
         Workload.of(sizes).digest,
         f"{budgets.host_bytes:.2g} {budgets.device_bytes or 0:.2g}",
         f"{config.offload} {config.kv} {config.prefetch}",
-        f"{chunk_tokens(config.policy)} {config.policy.admission} {config.model.products}",
+        f"{chunk_tokens(config.policy)} {config.policy.admission}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

@@ -113,13 +113,6 @@ class Verify(Enum):
     full = "full"
 
 
-class Products(Enum):
-    """How matrices of layers are multiplied. `int8`: both sides rounded to 8-bit integers, where a CPU has units."""
-
-    exact = "exact"
-    int8 = "int8"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which checkpoint. `path`: a local directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot.
@@ -130,7 +123,6 @@ class ModelConfig:
     revision: str | None = None
     tokenizer: str | None = None  # null: beside the weights
     dtype: DType = DType.auto
-    products: Products = Products.exact
     lanes: Lanes = Lanes.auto
     self_check: SelfCheck = SelfCheck.auto
     verify: Verify = Verify.sampled

@@ -26,6 +26,7 @@ from runtime.errors import ConfigError
 
 from ..datasets.config import DatasetConfig, ShardConfig
 from ..files.publishing import JsonValue, json_digest
+from .gone_keys import gone_values
 from .typed import build, flatten, plain
 
 T = TypeVar("T")
@@ -196,15 +197,15 @@ def run_name(config: GenerateConfig) -> str:
     """The directory name of this run below `<output_root>/generate`: `run`, or a name derived from `semantic`.
 
     A shard of several is a run of its own, so the name ends in `-00001-of-00004`, with `run` given or not. A key of
-    `LATER_KEYS` is in the name only where it is set, so that the command of a run that was begun by a version without
-    it still finds that run.
+    `LATER_KEYS` is in the name only where it is set, and one that is gone with the value that it had, so that the
+    command of a run that was begun by an earlier version still finds that run.
     """
     defaults = semantic(GenerateConfig())
     keys = {
         key: value
         for key, value in semantic(config).items()
         if not key.startswith("shard.") and not (key in LATER_KEYS and value == defaults[key])
-    }
+    } | gone_values()
     model = PurePath(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", f"{model}-{config.dataset.kind.value}")[:80].lstrip(".-")
     name = config.run or f"{readable}-{json_digest(keys)[:10]}"

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from runtime.errors import ConfigError
 
+from .gone_keys import GONE_KEYS
+
 if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
     from ..files.publishing import JsonValue
 
@@ -39,6 +41,8 @@ def unknown_key(key: str, known: list[str]) -> str:
     """The message for a key that a job does not take: the closest of `known`, or else its neighbours.
 
     A key that is among them, in a group that other jobs have too, is one that this job makes no use of."""
+    if gone := GONE_KEYS.get(key):
+        return f"{key} does not exist any more: {gone.now}, as with {key}={gone.value}. Leave it out"
     if key in known:
         return f"{key} has no effect in this job: leave it out"
     parent, _, name = key.rpartition(".")

@@ -11,7 +11,6 @@ from runtime.config import (
     OffloadConfig,
     PolicyConfig,
     PrefetchConfig,
-    Products,
     RuntimeConfig,
     SamplingConfig,
 )
@@ -96,10 +95,6 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         lanes = self.model.lanes
-        products = self.model.products
-        require(
-            products is Products.exact, f"model.products={products.value}: jobs.plan knows no machine's rates for it"
-        )
         require(lanes is Lanes.auto, f"model.lanes={lanes.value}: jobs.plan knows the named models with lanes=auto")
         require(
             self.sampling.max_new_tokens >= 1, "sampling.max_new_tokens=0 generates nothing: there is nothing to plan"

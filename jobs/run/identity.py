@@ -18,6 +18,7 @@ from runtime.api import Runtime
 from runtime.errors import CheckpointError, DamagedRunError
 from runtime.model.loading import LoadedModel
 
+from ..config.gone_keys import gone_values
 from ..config.settings import GenerateConfig, operational, semantic
 from ..files.publishing import JsonValue, canonical_json, read_json
 from .input_digests import InputDigests
@@ -47,6 +48,7 @@ def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests)
         versions=libraries,
         facts={**model_facts(model), **digests.facts},
         defaults=semantic(GenerateConfig()),
+        gone=gone_values(),
         sources={**_sources(config, model.checkpoint.path), **_weight_sources(model)},
     )
 

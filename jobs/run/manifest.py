@@ -31,6 +31,7 @@ class RunManifest:
 
     `operational`: how the work is done; may change and is recorded in each throughput part. `versions`: of the
     libraries; a change is logged. `defaults`: of `semantic`; a key that a run was begun without had its default then.
+    `gone`: of keys that runs were begun with and that no longer exist, the value that meant what is done now.
     `sources`: where the values of a key, or of all that begin with its first word, lie now; for messages.
     """
 
@@ -39,6 +40,7 @@ class RunManifest:
     versions: Mapping[str, str]
     facts: Values = field(default_factory=dict)
     defaults: Values = field(default_factory=dict)
+    gone: Values = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -109,7 +111,7 @@ def _slug(text: str) -> str:
 def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: list[str]) -> None:
     for line in version_lines:
         LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
-    was, values = begun.identity, now.semantic if begun.is_old else now.identity
+    was, values = _without_gone(run, begun.identity, now.gone), now.semantic if begun.is_old else now.identity
     by_default = {key for key in now.semantic if key not in was and _same(now.defaults, now.semantic, key)}
     unrecorded = set() if begun.is_old else _unrecorded_digests(run, was, values)
     compared = {key: value for key, value in values.items() if key not in by_default | unrecorded}
@@ -125,6 +127,17 @@ def _compare(run: Path, begun: RunManifest, now: RunManifest, version_lines: lis
             run,
             ", ".join(dict.fromkeys(_subject(key) for key in now.facts)),
         )
+
+
+def _without_gone(run: Path, was: Values, gone: Values) -> Values:
+    """Raises RunMismatchError where a key that no longer exists meant something else than what is done now."""
+    for key in was.keys() & gone.keys():
+        if not _same(was, gone, key):
+            raise RunMismatchError(
+                f"{run} was begun with {key}={was[key]}, which does not exist any more. Finish it with the version of "
+                f"Millrace that began it, or choose another directory with run="
+            )
+    return {key: value for key, value in was.items() if key not in gone}
 
 
 def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:

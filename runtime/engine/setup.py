@@ -7,7 +7,6 @@ import torch
 from ..attention.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
 from ..linear.multipliers import choose_multipliers, prepare_products
-from ..model.int8_products import prepare_int8_products
 from ..model.loading import LoadedModel
 from ..model.rowwise import prepare_rows
 from ..plan.placement.placement import Placement
@@ -43,5 +42,3 @@ def prepare_kernels(model: LoadedModel, products: ProductTable | None) -> None:
         stored = {piece.dtype for piece in slices if len(piece.shape) >= 2}
         prepare_rows()
         prepare_products([TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())])
-    if any(parameter.is_int8 for stage in model.shape.stages for parameter in stage.parameters):
-        prepare_int8_products()

@@ -25,7 +25,7 @@ from .tile_scratch import TileScratch
 from .tile_unit import release
 
 # See `compiled.py`.
-PARTS_SHA256 = "28e3c63986d6e90ca5f31b5cf042fa1794954e11bec06d6eafb8630bac15eaf4"
+PARTS_SHA256 = "eb5dd9fe7d21fc2a4f695a02051f7d0dc5f709edabbb4d166160ea718b2ccf50"
 LOWEST = np.float32(np.finfo(np.float32).min)  # where maxima begin: not -inf, as -inf less -inf is NaN
 
 

@@ -32,24 +32,23 @@ def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_b
     tile_op(builder, name, BYTE(tile), place, row_bytes)
 
 
-def adder(across: int, operation: str = "tdpbf16ps", parts: int = PARTS) -> Any:
+def _adder(across: int) -> Any:
     """Of one or two tiles across: adds the products with 32 rows of w from w[at] on, at one depth of all parts."""
 
     @intrinsic
     def add(typing: Any, w: Any, w_at: Any, row_numbers: Any, x: Any, x_at: Any, x_numbers: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             rows, row = place_of(context, builder, w, *arguments[:2]), arguments[2]
-            number_bytes = WORD(w.dtype.bitwidth // 8)
             inputs = place_of(context, builder, x, *arguments[3:5])
             for i in range(2):
                 at = builder.mul(row, WORD(i * TILE_ROWS))
-                _move(builder, "tileloadd64", 4 + i, rows, at, builder.mul(row, number_bytes))
-            for part in range(parts):
+                _move(builder, "tileloadd64", 4 + i, rows, at, builder.mul(row, WORD(2)))
+            for part in range(PARTS):
                 for j in range(across):
                     at = builder.add(builder.mul(arguments[5], WORD(j)), WORD(part * TILE_WORDS))
                     _move(builder, "tileloadd64", 6 + j, inputs, at, WORD(4 * TILE_ROWS))
                     for i in range(2):
-                        tile_op(builder, operation, BYTE(2 * j + i), BYTE(4 + i), BYTE(6 + j))
+                        tile_op(builder, "tdpbf16ps", BYTE(2 * j + i), BYTE(4 + i), BYTE(6 + j))
             return context.get_dummy_value()
 
         n = types.intp
@@ -99,7 +98,7 @@ def _store(across: int) -> Any:
     return stored
 
 
-def transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
+def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
     """16 vectors of 16 lanes: blocks of 1, 2, 4 and 8 lanes change places with those across the diagonal."""
     width = 1
     while width < LANES:
@@ -137,7 +136,7 @@ def _split_inputs(typing: Any, x: Any, at: Any, row_numbers: Any, num_rows: Any,
                 parts[part].append(builder.select(is_there, paired(builder, even[part], odd[part]), ints(0)))
         out = place_of(context, builder, tiles, *arguments[4:])
         for part, rows in enumerate(parts):
-            for pair, words in enumerate(transposed(builder, rows)):
+            for pair, words in enumerate(_transposed(builder, rows)):
                 place = builder.gep(out, [WORD(part * TILE_WORDS + pair * TILE_ROWS)])
                 builder.store(words, builder.bitcast(place, INTS.as_pointer()), align=4)
         return context.get_dummy_value()
@@ -153,7 +152,7 @@ def _give_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, out
         places = [builder.gep(first, [WORD(row * SUM_NUMBERS)]) for row in range(TILE_ROWS)]
         vectors = [load(builder, types.float32, place, None) for place in places]
         out_first = place_of(context, builder, out, *arguments[3:5])
-        for row, vector in enumerate(transposed(builder, vectors)):
+        for row, vector in enumerate(_transposed(builder, vectors)):
             with builder.if_then(builder.icmp_signed("<", WORD(row), arguments[2])):
                 store(builder, vector, builder.gep(out_first, [builder.mul(arguments[5], WORD(row))]))
         return context.get_dummy_value()
@@ -163,7 +162,7 @@ def _give_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, out
 
 
 # Of one or two tiles across.
-add_products1, add_products2 = adder(1), adder(2)
+add_products1, add_products2 = _adder(1), _adder(2)
 zero1, zero2 = _zero(1), _zero(2)
 store1, store2 = _store(1), _store(2)
 # 32 inputs of a row, from anywhere to a line of the cache.

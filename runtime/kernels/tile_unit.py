@@ -48,11 +48,6 @@ def may_use_tiles() -> bool:
     return False
 
 
-def has_int8_tiles() -> bool:
-    """Where `may_use_tiles`: whether they multiply int8 as well."""
-    return bool(binding.get_host_cpu_features().get("amx-int8"))
-
-
 def tile_op(builder: Builder, name: str, *arguments: Value) -> None:
     call(builder, f"llvm.x86.{name}", ir.VoidType(), list(arguments))
 

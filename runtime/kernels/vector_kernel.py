@@ -19,7 +19,7 @@ from .tile_scratch import PAIR_ROWS
 from .vector_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
 
 # See `compiled.py`.
-PARTS_SHA256 = "28e3c63986d6e90ca5f31b5cf042fa1794954e11bec06d6eafb8630bac15eaf4"
+PARTS_SHA256 = "eb5dd9fe7d21fc2a4f695a02051f7d0dc5f709edabbb4d166160ea718b2ccf50"
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
 BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block, about: 240 KiB at CHAIN_INPUTS

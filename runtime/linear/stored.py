@@ -10,12 +10,10 @@ Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import getattr_static
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 
-from ..model.int8_products import fit_int8, multiply_in_int8
 from .multipliers import multiply
 from .panels import Block, panels, plain_rows
 from .siblings import Siblings
@@ -32,7 +30,6 @@ class StoredWeight(torch.Tensor):
     entries: Sequence[Sequence[Block]]
     is_stacked: bool
     is_flipped: bool  # seen transposed: of shape (K, N), while its rows lie as (N, K); of a stack, each expert is
-    is_int8: bool  # multiplied by `multiply_in_int8` where its blocks fit
     is_matrix: (
         bool  # to ask tensors of a class of one's own for `dim()` or `dtype` costs a call of `__torch_function__`
     )
@@ -49,10 +46,9 @@ class StoredWeight(torch.Tensor):
         *,
         is_stacked: bool,
         is_flipped: bool = False,
-        is_int8: bool = False,
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
-        self.entries, self.is_stacked, self.is_flipped, self.is_int8 = entries, is_stacked, is_flipped, is_int8
+        self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped
         self.is_matrix, self.compute_dtype, self.siblings, self._stacks = len(shape) == 2, dtype, None, None
         return self
 
@@ -68,13 +64,13 @@ class StoredWeight(torch.Tensor):
     @property
     def is_plain(self) -> bool:
         """Products take its blocks as they are."""
-        return self.is_matrix and not (self.is_stacked or self.is_flipped or self.is_int8)
+        return self.is_matrix and not (self.is_stacked or self.is_flipped)
 
     def stacks(self) -> Sequence[torch.Tensor]:
         """Of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K) views,
         one below the other for each expert. Otherwise empty. Kept, as the blocks are."""
         if self._stacks is None:
-            is_whole = self.is_stacked and not (self.is_flipped or self.is_int8)
+            is_whole = self.is_stacked and not self.is_flipped
             self._stacks = joined_stacks(self.entries, self.compute_dtype) if is_whole else ()
         return self._stacks
 
@@ -87,7 +83,7 @@ class StoredWeight(torch.Tensor):
         return self._matrix(self.entries, (self.shape[1], self.shape[0]), is_flipped=not self.is_flipped)
 
     def _matrix(self, entries: Sequence[Sequence[Block]], shape: Sequence[int], *, is_flipped: bool) -> "StoredWeight":
-        return StoredWeight(entries, shape, self.dtype, is_stacked=False, is_flipped=is_flipped, is_int8=self.is_int8)
+        return StoredWeight(entries, shape, self.dtype, is_stacked=False, is_flipped=is_flipped)
 
     @classmethod
     def __torch_function__(
@@ -135,9 +131,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
     if not x.is_cpu and (whole := joined(blocks, x.dtype)) is not None:
         return F.linear(x, whole, bias)
-    if weight.is_int8 and fit_int8(x_MK, blocks):
-        out_MN = multiply_in_int8(x_MK, cast(Sequence[torch.Tensor], blocks))
-    elif weight.siblings is not None:
+    if weight.siblings is not None:
         siblings, name = weight.siblings
         out_MN = siblings.product(x, x_MK, name)
     else:
@@ -190,7 +184,7 @@ def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
         return NotImplemented
     entries = [[rows] for block in plain for rows in block.split(height)]
     shape = (len(entries), height, width)
-    return StoredWeight(entries, shape, weight.dtype, is_stacked=True, is_int8=weight.is_int8)
+    return StoredWeight(entries, shape, weight.dtype, is_stacked=True)
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

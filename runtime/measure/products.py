@@ -81,12 +81,6 @@ def product_probes(
     return row_of(str(kind), rows, probe, longest_seconds=longest_seconds)
 
 
-def product_with(weight: torch.Tensor, num_rows: int, device: ComputeDevice) -> Timed:
-    """Of FLOPs, with one weight as a model is handed it."""
-    x_MK = torch.ones(num_rows, weight.shape[1], dtype=weight.dtype, device=device.torch_device)
-    return Timed(2.0 * num_rows * weight.shape[0] * weight.shape[1], lambda: F.linear(x_MK, weight), device.finish)
-
-
 def product_of(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices) -> Callable[[], torch.Tensor]:
     """Each call takes the next matrix."""
     weights = cycle([_as_model_has_it(matrix, x_MK.dtype) for matrix in matrices.of(kind.stored)])

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..config import DType, ModelConfig, Products, Verify
+from ..config import DType, ModelConfig, Verify
 from ..errors import ConfigError
 from ..kernels.compiler import has_compiler
 from ..origin.generation_config import ModelGeneration, read_generation
@@ -33,7 +33,6 @@ from . import attention, experts
 from .buffers import fill_buffers
 from .compiled_steps import compile_steps, require_accelerator
 from .excerpt import Excerpt
-from .int8_weights import rounded_parameters
 from .rope_lengths import RopeLengths, follow_lengths
 from .rowwise import join_steps
 from .sizes import shape_of
@@ -121,8 +120,6 @@ def load_model(
         if is_verified:
             digests |= digest_files(_files_of(converted), kept, should_stop)
     parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
-    if config.products is Products.int8:
-        parameters |= rounded_parameters(model, parameters, dtype, device)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
     if config.compile:
         log.info("model.compile: %d steps between products run compiled", compile_steps(model))

@@ -66,12 +66,7 @@ def _argument(
         elif len(piece.shape) < 2 or (piece.shape != parameter.shape and not piece.is_transposed):
             return plain_rows(first, dtype).view(parameter.shape)
     return StoredWeight(
-        entries,
-        parameter.shape,
-        dtype,
-        is_stacked=parameter.is_stacked,
-        is_flipped=parameter.is_transposed,
-        is_int8=parameter.is_int8,
+        entries, parameter.shape, dtype, is_stacked=parameter.is_stacked, is_flipped=parameter.is_transposed
     )
 
 
@@ -82,7 +77,7 @@ def _plain_argument(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dty
         return tensor.view(parameter.shape)
     if tensor.dim() == 3 and tensor.shape == parameter.shape:  # experts stored as one stack
         entries = [[expert] for expert in tensor]
-        return StoredWeight(entries, parameter.shape, dtype, is_stacked=True, is_int8=parameter.is_int8)
+        return StoredWeight(entries, parameter.shape, dtype, is_stacked=True)
     return None if is_matrix else tensor.to(dtype).view(parameter.shape)
 
 

@@ -64,6 +64,10 @@ def test_interpolations_are_resolved() -> None:
         (["shard.zzz=3"], "unknown key shard.zzz: known here are shard.index, shard.count"),
         (["max_new_tokens=3"], "unknown key max_new_tokens: did you mean sampling.max_new_tokens?"),
         (["ofload.tier=cpu"], "unknown key ofload: did you mean offload?"),
+        (
+            ["model.products=int8"],
+            "model.products does not exist any more: products are exact, as with model.products=exact. Leave it out",
+        ),
         (["sampling.max_new_tokens=many"], "sampling.max_new_tokens must be a whole number, got 'many'"),
         (["sampling.max_new_tokens=3.7"], "sampling.max_new_tokens must be a whole number, got 3.7"),
         (["sampling.max_new_tokens=true"], "sampling.max_new_tokens must be a whole number, got true"),
@@ -134,7 +138,6 @@ def test_a_setting_that_is_off_leaves_a_run_of_before_it_existed_its_name_and_ma
     [
         "model={name: hf, path: elsewhere}",
         "model.dtype=float16",
-        "model.products=int8",
         "dataset.limit=3",
         "sampling.seed=1",
         "sampling.stop=[x]",

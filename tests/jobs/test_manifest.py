@@ -74,6 +74,21 @@ def test_a_setting_that_is_newer_than_the_run_must_have_its_default(tmp_path: Pa
         open_run(tmp_path, replace(MANIFEST, semantic={**MANIFEST.semantic, "sampling.new": 3}))
 
 
+def test_a_run_of_a_setting_that_is_gone_goes_on_where_it_meant_what_is_done_now(tmp_path: Path) -> None:
+    begun = replace(MANIFEST, semantic={**MANIFEST.semantic, "model.products": "exact"})
+    open_run(tmp_path / "exact", begun).close()
+    with open_run(tmp_path / "exact", replace(MANIFEST, gone={"model.products": "exact"})) as state:
+        assert state.is_resumed
+        assert state.manifest.digest == begun.digest
+    open_run(tmp_path / "other", replace(begun, semantic={**begun.semantic, "model.products": "int8"})).close()
+    with pytest.raises(RunMismatchError) as refused:
+        open_run(tmp_path / "other", replace(MANIFEST, gone={"model.products": "exact"}))
+    assert "was begun with model.products=int8, which does not exist any more" in str(refused.value)
+    assert "choose another directory with run=" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
 def test_keys_that_another_version_of_transformers_knows_newly_are_logged_and_changed_ones_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

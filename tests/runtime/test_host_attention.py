@@ -22,7 +22,6 @@ from runtime.kernels import (
     attention_kernel,
     compiled,
     compiler,
-    int8_kernel,
     product_kernel,
     rowwise_kernel,
     vector_kernel,
@@ -214,7 +213,7 @@ def test_what_is_kept_on_disk_follows_the_kernels_parts_too() -> None:
     files = sorted(Path(attention_kernel.__file__).parent.glob("*.py"))
     source = b"".join(file.read_bytes() for file in files if not file.name.endswith("_kernel.py"))
     digest = hashlib.sha256(source).hexdigest()
-    kernels = (attention_kernel, int8_kernel, product_kernel, rowwise_kernel, vector_kernel)
+    kernels = (attention_kernel, product_kernel, rowwise_kernel, vector_kernel)
     assert {kernel.PARTS_SHA256 for kernel in kernels} == {digest}
 
 

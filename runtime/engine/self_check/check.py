@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...config import DType, OffloadConfig, PolicyConfig, PolicyKind, Products, RuntimeConfig, SelfCheck, Tier
+from ...config import DType, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, SelfCheck, Tier
 from ...errors import BudgetError, CheckpointError, ConfigError, MillraceError
 from ...model.excerpt import Excerpt, dense_bytes, num_telling_layers
 from ...model.families import FAMILIES
@@ -176,7 +176,7 @@ class _Check:
             ) from error
 
     def _opened(self, excerpt: Excerpt) -> LoadedModel:
-        config = replace(self.config.model, dtype=DType.float32, products=Products.exact)
+        config = replace(self.config.model, dtype=DType.float32)
         try:
             return load_model(config, CPU, self.config.offload.cache_dir, excerpt=excerpt)
         except (CheckpointError, ConfigError) as error:  # the whole model was opened before

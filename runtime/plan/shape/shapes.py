@@ -99,7 +99,6 @@ class Parameter:
     pieces: tuple[tuple[TensorSlice, ...], ...]
     is_stacked: bool = False
     is_experts: bool = False  # a matrix for each expert of a layer whose experts run through our function
-    is_int8: bool = False  # its products are those of integers to which both sides are rounded
 
     @cached_property
     def is_pageable(self) -> bool:
