@@ -1,5 +1,5 @@
-"""python -m jobs.bench: Millrace beside what a user could pick instead, beside its own predictions, or its choice of a
-policy beside others; rounds alternate, each measurement in a process of its own."""
+"""python -m jobs.bench: Millrace beside its peers, its own predictions or other policies; rounds alternate, each
+measurement in a process of its own."""
 
 import logging
 import sys

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .engine.requests import Rejected
     from .engine.sequence import Completion, Request
 
+    __version__: str
+
 __all__ = [
     "Completion", "KVConfig", "MachineConfig", "ModelConfig", "OffloadConfig", "PolicyConfig", "PrefetchConfig",
     "Rejected", "Request", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides",
@@ -39,4 +41,16 @@ def __getattr__(name: str) -> object:
         from .engine import sequence
 
         return getattr(sequence, name)
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")
+
+
+def _version() -> str:
+    """That of pyproject.toml, as it was installed; `unknown` where these files are run without being installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("millrace")
+    except PackageNotFoundError:
+        return "unknown"
