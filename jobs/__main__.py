@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import runtime
-from jobs.config.completion import SHELLS, completions, shell_script
 from jobs.config.cli import REFUSED, report
+from jobs.config.completion import SHELLS, completions, shell_script
 
 COMPLETION = "completion"
 

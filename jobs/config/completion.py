@@ -74,8 +74,8 @@ class _JobSettings:
         """`<key>=<value>` for what the key in `word` can be, as far as it can be listed."""
         key = word.partition("=")[0]
         if key in self._groups:
-            options = sorted(file.name for file in _folder(key).iterdir())
-            values = [name.removesuffix(".yaml") for name in options if name.endswith(".yaml")]
+            names = [file.name for file in _folder(key).iterdir()]
+            values = sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
         else:
             values = _choices(key) or (["true", "false"] if isinstance(self._at(key), bool) else [])
         return (f"{key}={value}" for value in values)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from runtime import __version__
 from runtime.api import Runtime
 from runtime.errors import CheckpointError, DamagedRunError
 from runtime.model.loading import LoadedModel
@@ -41,11 +42,11 @@ def manifest_of(config: GenerateConfig, runtime: Runtime, digests: InputDigests)
         "tokenizer": tokenizer_fingerprint(model.tokenizer),
         "input": digests.asked,
     }
-    libraries = {"torch": torch.__version__, "transformers": transformers.__version__, "pyarrow": pyarrow.__version__}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "pyarrow": pyarrow.__version__}
     return RunManifest(
         semantic={key: value for key, value in settings.items() if key not in PATHS} | came_to,
         operational=operational(config) | {key: value for key, value in settings.items() if key in PATHS},
-        versions=libraries,
+        versions={"millrace": __version__, **versions},
         facts={**model_facts(model), **digests.facts},
         defaults=semantic(GenerateConfig()),
         gone=gone_values(),

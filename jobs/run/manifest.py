@@ -29,9 +29,9 @@ class RunManifest:
     """`semantic`: settings that can change the text, by dotted key, and digests of what they name. `facts`: what can
     change the output too and is said in files, as `config.json rms_norm_eps`. Both are equal on every resume.
 
-    `operational`: how the work is done; may change and is recorded in each throughput part. `versions`: of the
-    libraries; a change is logged. `defaults`: of `semantic`; a key that a run was begun without had its default then.
-    `gone`: of keys that runs were begun with and that no longer exist, the value that meant what is done now.
+    `operational`: how the work is done; may change and is recorded in each throughput part. `versions`: of Millrace
+    and the libraries; a change is logged. `defaults`: of `semantic`; a key that a run was begun without had its default
+    then. `gone`: of keys that runs were begun with and that no longer exist, the value that meant what is done now.
     `sources`: where the values of a key, or of all that begin with its first word, lie now; for messages.
     """
 
@@ -88,7 +88,8 @@ class RunManifest:
             raise DamagedRunError(f"{path} was changed after it was written: its digest does not fit its settings")
         old = FORMAT if number == FORMAT else FORMAT_WITHOUT_FACTS
         begun = replace(self, semantic=semantic, facts=facts, format=old)
-        _compare(path.parent, begun, self, _diff(versions, self.versions))
+        recorded = {name: version for name, version in self.versions.items() if name in versions}
+        _compare(path.parent, begun, self, _diff(versions, recorded))
         return begun
 
 

@@ -124,3 +124,11 @@ def test_run_name_follows_the_semantic_settings_alone() -> None:
     assert replace(MANIFEST, operational={}, versions={}).name == MANIFEST.name
     assert replace(MANIFEST, semantic={**MANIFEST.semantic, "sampling.temperature": 0.1}).name != MANIFEST.name
     assert replace(MANIFEST, semantic=dict(reversed([*MANIFEST.semantic.items()]))).name == MANIFEST.name
+
+
+def test_a_version_that_a_run_did_not_record_is_no_other_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_run(tmp_path, MANIFEST).close()
+    open_run(tmp_path, replace(MANIFEST, versions={**MANIFEST.versions, "millrace": "2.0"})).close()
+    assert "other library versions" not in caplog.text
