@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.stream.device_memory import DeviceMemory
+from runtime.stream.device import DeviceMemory
 from runtime.units import format_bytes
 from tests.fake_device import POISON, FakeDevice
 

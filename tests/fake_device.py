@@ -13,8 +13,7 @@ from random import Random
 import torch
 
 from runtime.stream.clock import DeviceClock
-from runtime.stream.device import ComputeDevice
-from runtime.stream.device_memory import DeviceMemory
+from runtime.stream.device import ComputeDevice, DeviceMemory
 from runtime.units import GIB
 from tests.fake_streams import POISON, FakeEvent, FakeStream, Pace, Within
 

@@ -14,8 +14,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.stream.exchange import TripMemory
 from runtime.stream.kv import KVStream
 from runtime.stream.kv_slot import KVSlot
-from runtime.stream.slot import Slot
-from runtime.stream.staging import StagingSlot
+from runtime.stream.slots import Slot, StagingSlot
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.fake_streams import spoil
 

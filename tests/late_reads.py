@@ -18,7 +18,8 @@ from unittest import mock
 from runtime.closing import Closing
 from runtime.store import kv_file, reader
 from runtime.store.transfer import Answer, Chunk, PendingTransfer
-from runtime.stream import disk_pages, staging
+from runtime.stream import disk_pages
+from runtime.stream import slots as staging
 
 
 class LateTransfer(PendingTransfer):

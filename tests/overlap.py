@@ -19,7 +19,7 @@ import torch
 import runtime.engine.monitor
 import runtime.store.transfer
 import runtime.stream.clock
-import runtime.stream.staging
+import runtime.stream.slots
 import runtime.stream.weights
 from runtime.config import (
     Attention,

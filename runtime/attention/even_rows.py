@@ -37,7 +37,7 @@ class EvenRows:
 def attend_prompt(
     q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, device: ComputeDevice
 ) -> torch.Tensor:
-    """Of one prompt that nothing is cached of: (T, H, D)."""
+    """Attention of one prompt that nothing is cached of: (T, H, D)."""
     num_tokens = q_1HTD.shape[2]
     if device.is_accelerator:
         place, scale = device.torch_device, q_1HTD.shape[3] ** -0.5

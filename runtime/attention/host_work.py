@@ -81,7 +81,7 @@ def softmax_of(softcap: float | None, sinks_H: torch.Tensor | None, shape: torch
 
 
 def _flat(pages_NPHD: torch.Tensor) -> np.ndarray:
-    """From the first number of the first page to the last one of the last page, with what lies between pages. For a
+    """All numbers from the first of the first page to the last of the last page, with what lies between pages. For a
     contiguous run of numbers the compiler makes vector loads."""
     if pages_NPHD.is_contiguous():
         return pages_NPHD.view(BITS[pages_NPHD.dtype]).numpy().reshape(-1)

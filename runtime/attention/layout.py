@@ -24,7 +24,8 @@ class Run(NamedTuple):
 
 
 class PassLayout:
-    """Of one pass. `pages[row]` are the numbers of a row's pages, in the memory that this layout is about."""
+    """Where the tokens of one pass lie. `pages[row]` are the numbers of a row's pages, in the memory that this layout
+    is about."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class PassLayout:
         return self._numbers[row]
 
     def packed(self, stretches: Stretches) -> Places:
-        """Of all positions that the stretches look at (S), one stretch behind the other."""
+        """The places of all positions that the stretches look at (S), one stretch behind the other."""
         if stretches not in self._packed:
             firsts_B, tables_Bn = self._looked_at(stretches)
             bounds, total = stretches.bounds[1], stretches.num_positions
@@ -62,7 +63,8 @@ class PassLayout:
         return self._packed[stretches]
 
     def padded(self, stretches: Stretches) -> Places:
-        """Of the positions that each looks at (B, S); short ones end in repeats, which are as good as others."""
+        """The places of the positions that each stretch looks at (B, S); short ones end in repeats, which are as good
+        as others."""
         if stretches not in self._padded:
             firsts_B, tables_Bn = self._looked_at(stretches)
             lasts_B = stretches.bounds[1].diff() - 1
@@ -104,7 +106,8 @@ class PassLayout:
         return upload([[*row, *[0] * (width - len(row))] for row in rows], self._device, torch.int32)
 
     def _cached(self, decoding: DecodeRows | None, segments: Sequence[Segment]) -> list[int]:
-        """Of all positions of the pass's rows, in the order of `kv_start`; short rows of `decoding` end in repeats."""
+        """The places of all positions of the pass's rows, in the order of `kv_start`; short rows of `decoding` end in
+        repeats."""
         places: list[int] = []
         if decoding is not None:
             for row, past in zip(decoding.rows, decoding.past, strict=True):

@@ -25,7 +25,7 @@ def decode_attention_torch(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `decode_attention`; on any device."""
+    """What `decode_attention` computes, in torch operators that run on any device."""
     rule = Rule(scale, softcap, sinks_H)
     num_kv_heads, page_tokens = k_NPHD.shape[2], k_NPHD.shape[1]
     out_BHD = q_BHD.new_zeros(*q_BHD.shape[:2], v_NPHD.shape[3])

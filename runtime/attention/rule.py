@@ -1,4 +1,4 @@
-"""From the scores of a layer to the weights of its values, in plain torch operators."""
+"""The way from the scores of a layer to the weights of its values, in plain torch operators."""
 
 from dataclasses import dataclass
 

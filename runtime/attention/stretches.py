@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stretches:
-    """Of one pass, in the order of its tokens. Tensors are made once for all layers."""
+    """The stretches of one pass, in the order of its tokens. Their tensors are made once for all layers."""
 
     parts: tuple[Stretch, ...]
     device: torch.device
@@ -69,7 +69,7 @@ class Stretches:
 
     @cached_property
     def tokens(self) -> slice | torch.Tensor:
-        """In the pass."""
+        """Where their tokens lie in the pass: a slice, or indices where they lie apart."""
         first, last = self.parts[0], self.parts[-1]
         if last.start + last.new - first.start == sum(part.new for part in self.parts):
             return slice(first.start, last.start + last.new)

@@ -29,8 +29,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class View:
-    """Of the cached positions only [first, end) matter, and of those not the ones where `hidden` is True (None: all
-    do)."""
+    """Which cached positions matter: [first, end) without those where `hidden` is True (None: all of them)."""
 
     first: int
     end: int

@@ -107,7 +107,7 @@ def _needed_pages(seats: Sequence[SeatState], limits: AdmissionLimits) -> int:
 
 
 def _share_budgets(seats: Iterable[SeatState], limits: AdmissionLimits) -> dict[int, int]:
-    """Per lane: tokens that are decoded first, then pieces of prompts, the oldest first."""
+    """Shares out each lane's tokens: what is decoded comes first, then pieces of prompts, the oldest first."""
     left = [limits.lane_tokens] * limits.num_lanes
     new_tokens: dict[int, int] = {}
     for seat in sorted(seats, key=lambda seat: seat.num_missing > 1):

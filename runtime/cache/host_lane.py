@@ -73,7 +73,7 @@ class HostVisit:
         self._trip, self._kv, self._rows, self._tokens_B = trip, kv, rows, tokens_B
 
     def attend(self, reach: Reach, *, scale: float, softcap: float | None, num_threads: int) -> torch.Tensor:
-        """On any thread. Waits for this trip alone, stores the new keys and values, and begins to send up what it
+        """Waits for this trip alone, on any thread, stores the new keys and values, and begins to send up what it
         returns: (B, H, D) in compute memory, which `receive` waits for."""
         q_BHD, k_BHD, v_BHD, *sinks = self._trip.arrived()
         layout, rows = self._kv.layout, self._rows

@@ -48,7 +48,7 @@ class _PassView:
 
     @cached_property
     def offsets_T(self) -> torch.Tensor:
-        """Of each token, its position in its sequence less that in the pass."""
+        """Each token's position in its sequence less that in the pass: (T,)."""
         starts = accumulate(self.new, initial=0)
         each = zip(self.past, starts, self.new, strict=False)
         return upload([past - start for past, start, new in each for _ in range(new)], self.prompts.device)
@@ -100,7 +100,7 @@ class PagedKV(Cache):
 
     @property
     def num_tokens(self) -> int:
-        """Of the pass."""
+        """The number of tokens of the pass."""
         return sum(self._new)
 
     @property
@@ -113,7 +113,7 @@ class PagedKV(Cache):
 
     @property
     def pages(self) -> list[int]:
-        """Of all rows, ascending, so that few copies carry them: what a layer that travels brings along."""
+        """The pages of all rows, ascending, so that few copies carry them: what a layer that travels brings along."""
         return list(self._place_of)
 
     @property
@@ -253,7 +253,8 @@ class PagedKV(Cache):
         return self._given[1]() is key and self._given[2]() is value
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
-        """For tokens (1, H, T, D) such as these, which are the pass's where pages stay in host memory."""
+        """The keys and values of one layer, for tokens (1, H, T, D) such as these, which are the pass's where pages
+        stay in host memory."""
         if self._host is not None and index in self._pages.host_layers:
             return self._host.layer(index, like_k, like_v)
         if index not in self.travels:

@@ -8,9 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from ..cache.neighbours import NeighbourPool
 from ..cache.paged import PagedKV
-from ..cache.pages import KVPages, PagePool
+from ..cache.pages import KVPages, NeighbourPool, PagePool
 from ..config import KVTier
 from ..errors import BrokenModelError
 from ..events import Weights

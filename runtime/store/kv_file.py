@@ -134,7 +134,7 @@ class KVFile(Closing):
         return self._layout.offset_bytes(layer) + page * self._layout.stride_bytes(layer)
 
     def _forget_cached(self, offset: int, num_bytes: int) -> None:
-        """Of a write this begins the write-back; what is clean leaves the page cache, which is for others."""
+        """Begins the write-back of what was written; what is clean leaves the page cache, which is for others."""
         if not self._is_direct:
             os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 

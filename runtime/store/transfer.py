@@ -12,7 +12,7 @@ from ..units import round_down
 
 
 class ChunkTiming(NamedTuple):
-    """Of one chunk, or of all of a transfer: monotonic seconds, without the time spent in the queue."""
+    """When one chunk went, or all of a transfer: monotonic seconds, without the time spent in the queue."""
 
     begin: float
     end: float
@@ -44,7 +44,7 @@ class PendingTransfer:
 
     @property
     def timing(self) -> ChunkTiming:
-        """From the first chunk's begin to the last one's end. Of a transfer that was waited for."""
+        """The time from the first chunk's begin to the last one's end, of a transfer that was waited for."""
         timings = [answer for answer in self._arrived if isinstance(answer, ChunkTiming)]
         return ChunkTiming(
             begin=min((t.begin for t in timings), default=0.0),

@@ -17,9 +17,9 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def open_unnamed(directory: str, *, key: str = "kv.directory") -> BinaryIO:
-    """For its owner alone (0600), unbuffered; to be closed by the caller. O_TMPFILE, or where the file system knows no
-    such thing, a file whose name is removed at once. Warns when `directory`, named by the setting `key`, lies in
-    memory."""
+    """Opens a file without a name for its owner alone (0600), unbuffered; the caller closes it. It is made with
+    O_TMPFILE, or where the file system knows no such thing, as a file whose name is removed at once. Warns when
+    `directory`, named by the setting `key`, lies in memory."""
     try:
         file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - the caller closes it
     except OSError as error:

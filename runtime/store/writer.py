@@ -96,8 +96,8 @@ def write_checkpoint(directory: Path, shards: Sequence[Shard], tensors: Iterable
 
 
 def write_outline(directory: Path, shards: Sequence[Shard]) -> None:
-    """As `write_checkpoint`, with holes where the tensors' bytes would be: they read as zeros and take no disk. Raises
-    OutputError when the directory cannot be written."""
+    """Writes what `write_checkpoint` does, with holes where the tensors' bytes would be: they read as zeros and take no
+    disk. Raises OutputError when the directory cannot be written."""
     for shard in shards:
         header = _encode_header(shard.specs)
         num_bytes = len(header) + sum(spec.num_bytes for spec in shard.specs)

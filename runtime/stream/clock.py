@@ -46,8 +46,8 @@ class DeviceClock:
         self._running: deque[Work] = deque()  # appending and popping are atomic; exchanging a list would lose work
 
     def begin(self, stream: torch.Stream | None = None) -> Moment:
-        """Before the work is queued on `stream`, and behind what it waits for. Is good for one `end`, which takes the
-        event back."""
+        """Marks the moment before work is queued on `stream`, behind what it waits for. The moment is good for one
+        `end`, which takes its event back."""
         if self._new_event is None:
             return time.monotonic()
         with self._making_reference:
@@ -56,8 +56,8 @@ class DeviceClock:
         return self._recorded(stream)
 
     def end(self, begin: Moment, then: Then, stream: torch.Stream | None = None) -> None:
-        """After the work was queued. `then` is called now on a CPU, and on an accelerator by the first `resolve` that
-        finds the work done."""
+        """Marks the moment after work was queued. `then` is called now on a CPU, and on an accelerator by the first
+        `resolve` that finds the work done."""
         if isinstance(begin, int | float):
             then(begin, time.monotonic())
             return

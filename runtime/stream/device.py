@@ -1,20 +1,102 @@
 """The compute device: memory, streams and events. One code path serves every accelerator through `torch.Stream` and
 `torch.Event`; the CPU is a null implementation of the same interface and runs the same engine.
+
+An accelerator's memory is counted as torch's allocators hold it. They keep what was freed, on the device and of pinned
+memory, and what they keep is taken in the eyes of the driver and of the system.
 """
 
+import logging
 import mmap
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 
+from ..out_of_memory import first_line, is_out_of_memory
 from ..plan.placement.ledger import LIBRARY_BYTES
 from ..plan.shape.extents import ALIGNMENT_BYTES
-from ..units import MIB, round_up
+from ..units import MIB, format_bytes, round_up
 from .clock import DeviceClock, Then
 from .device_choice import choose_device
-from .device_memory import DeviceMemory, empty_caches, let_segments_grow, limit_memory, memory_of, pinned
+
+log = logging.getLogger(__name__)
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+GROWING = "expandable_segments"
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes. `unreserved`: what no process has. Of those that torch reserved, `allocated` are in tensors."""
+
+    unreserved: int
+    reserved: int
+    allocated: int
+
+    @property
+    def free_bytes(self) -> int:
+        return self.unreserved + self.reserved - self.allocated
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    return DeviceMemory(
+        unreserved=torch.get_device_module(device).mem_get_info(device)[0],
+        reserved=torch.accelerator.memory_reserved(device),
+        allocated=torch.accelerator.memory_allocated(device),
+    )
+
+
+def empty_caches() -> None:
+    """Gives back what no tensor is in."""
+    torch.accelerator.empty_cache()
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # not before torch 2.12
+    if empty_host_cache is not None:
+        empty_host_cache()
+    elif torch.cuda.is_available():
+        torch._C._host_emptyCache()
+
+
+def limit_memory(device: torch.device, num_bytes: int | None) -> None:
+    """Limits what torch's allocator may hold in this process, in bytes; None lifts the limit. Beyond it torch is out of
+    memory."""
+    module = torch.get_device_module(device)
+    share = 1.0 if num_bytes is None else min(1.0, num_bytes / module.mem_get_info(device)[1])
+    module.set_per_process_memory_fraction(share, device)
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Has torch map device memory in pages that segments grow by, so that blocks of many sizes, as prompts have, leave
+    no holes of their own. Whoever configures the allocator by its environment variables has the last word, and so have
+    virtual devices that cannot map pages."""
+    if device.type != "cuda" or torch.version.hip is not None or any(map(os.environ.get, ALLOCATOR_VARIABLES)):
+        return
+    _configure(f"{GROWING}:True")
+    try:
+        torch.empty(1, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        _configure(f"{GROWING}:False")
+        log.warning(
+            "memory of %s is allocated in whole segments, as it cannot map pages: %s", device, first_line(error)
+        )
+
+
+def _configure(settings: str) -> None:
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (configure or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    """uint8. Raises MemoryError, which says that it was pinned memory: the device's own error does not, and a system
+    may pin less than it has (WSL 2: half)."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise MemoryError(
+                f"{format_bytes(num_bytes)} of host memory cannot be pinned ({first_line(error)})"
+            ) from error
+        raise
 
 
 class Event(Protocol):
@@ -26,7 +108,7 @@ class Event(Protocol):
 
 
 class NullEvent:
-    """On the CPU work is done when the call returns."""
+    """The event of a CPU, where work is done when the call returns."""
 
     def record(self, stream: torch.Stream | None = None) -> None:
         pass
@@ -36,7 +118,7 @@ class NullEvent:
 
 
 class Part(NamedTuple):
-    """Of what is copied: as many bytes on either side."""
+    """One piece of a copy: as many bytes on either side."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -59,7 +141,8 @@ class ComputeDevice:
         self.clock = DeviceClock(self._timed_event if self.is_accelerator else None, self.compute_stream)
 
     def new_stream(self) -> torch.Stream | None:
-        """For copies that are not to queue behind others; None on a CPU, where a copy is done when the call returns."""
+        """A stream for copies that are not to queue behind others; None on a CPU, where a copy is done when the call
+        returns."""
         return torch.Stream(device=self.torch_device) if self.is_accelerator else None
 
     def new_event(self) -> Event:
@@ -117,7 +200,7 @@ class ComputeDevice:
     def copy_all(
         self, parts: Sequence[Part], *, on: torch.Stream | None, after: Event, then: Then | None = None
     ) -> None:
-        """As `copy`, one part behind the other."""
+        """Copies the parts one behind the other, each as `copy` does."""
         if on is not None:
             self.wait(on, after)
         begin = self.clock.begin(on) if then is not None else 0.0
@@ -190,7 +273,7 @@ class ComputeDevice:
         return self.memory().free_bytes
 
     def limit(self, num_bytes: int | None) -> None:
-        """Of what torch's allocator may hold in this process from now on; None: all of it."""
+        """Limits what torch's allocator may hold in this process from now on, in bytes; None lifts the limit."""
         if self.is_accelerator:
             limit_memory(self.torch_device, num_bytes)
 

@@ -1,4 +1,4 @@
-"""From `machine.device` to a device that weights can be streamed to."""
+"""The way from `machine.device` to a device that weights can be streamed to."""
 
 import logging
 
@@ -10,8 +10,9 @@ log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
-    """With an index, whatever the name says: each thread has a current device of its own, so that one without an index
-    would be another to other threads. `auto` is the CPU where nothing else will do. Raises ConfigError."""
+    """The device of that name, with an index whatever the name says: each thread has a current device of its own, so
+    that one without an index would be another to other threads. `auto` is the CPU where nothing else will do. Raises
+    ConfigError."""
     if name == "auto":
         return _automatic()
     try:

@@ -112,7 +112,7 @@ class ExpertStream:
                 self._stream.free(page)
 
     def take_counters(self) -> StreamCounters:
-        """Since the last call, by the stages that the experts belong to."""
+        """What was carried since the last call, by the stages that the experts belong to."""
         taken = replace(
             self._stream.take_counters(),
             num_experts=sum(self._shape.stages[stage].num_experts for stage in self._asked),

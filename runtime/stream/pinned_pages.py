@@ -96,7 +96,7 @@ class PinnedPages:
 
 
 def runs_of(pages: np.ndarray, places: np.ndarray, most: int) -> list[Run]:
-    """Of pages at these places, the runs in ascending order. None goes beyond a segment of `most` pages."""
+    """The runs of pages at these places, in ascending order. No run goes beyond a segment of `most` pages."""
     if not len(pages):
         return []
     order = np.argsort(pages)

@@ -30,8 +30,7 @@ from ..store.reader import Reader
 from ..trace import Row, Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
-from .slot import Slot, Transfer
-from .staging import Staging
+from .slots import Slot, Staging, Transfer
 
 NUM_MOVED = 4096  # pieces of stages whose moves are kept
 NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB

@@ -21,8 +21,7 @@ from runtime.plan.placement.memory import ALLOCATOR_SLACK_BYTES
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place
 from runtime.session import Session
-from runtime.stream.device import ComputeDevice
-from runtime.stream.device_memory import ALLOCATOR_VARIABLES
+from runtime.stream.device import ALLOCATOR_VARIABLES, ComputeDevice
 from runtime.units import GIB, MIB, gib_to_bytes
 from tests.caching_device import CachingDevice
 from tests.runtime.test_profile import profile

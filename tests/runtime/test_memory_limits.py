@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.stream import host_memory
-from runtime.stream.memory_limits import bytes_within_limits
+from runtime.stream.host_memory import bytes_within_limits
 from runtime.units import MIB
 
 NO_LIMIT_V1 = 9223372036854771712  # what version 1 says where there is none

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from runtime.cache.neighbours import NeighbourPool
 from runtime.cache.paged import PagedKV
-from runtime.cache.pages import KVPages
+from runtime.cache.pages import KVPages, NeighbourPool
 from runtime.plan.placement.kv import stretches
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice

@@ -10,7 +10,7 @@ import torch
 from runtime.config import Admission, KVConfig, KVTier, Order, Tier
 from runtime.errors import BrokenModelError
 from runtime.stream.device import Part
-from runtime.stream.staging import LaterTransfer
+from runtime.stream.slots import LaterTransfer
 from tests.fake_device import Careless, FakeDevice, FakeEvent, FakeStream
 from tests.fake_streams import Within
 from tests.late_reads import files_are_read

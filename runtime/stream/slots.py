@@ -1,4 +1,5 @@
-"""Host memory that stages pass through on their way from a disk to a device.
+"""Memory that stages pass through: slots where they are computed, and host memory on their way from a disk to a
+device.
 
 A read has to wait until the copy before it has left the memory, and a copy until its read is done. Both wait on threads
 of their own, so that the engine's goes on and queues the compute that is due meanwhile.
@@ -6,6 +7,7 @@ of their own, so that the engine's goes on and queues the compute that is due me
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
@@ -109,3 +111,28 @@ class Staging(Closing):
         if is_last:
             slot.free.record(self._device.copy_stream)
         return read.begun.result()
+
+
+class Transfer(Protocol):
+    """Bytes on their way, for the engine's thread to wait for; `timing` is of one that was waited for."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def timing(self) -> ChunkTiming: ...
+
+    def wait(self) -> None: ...
+
+
+class Slot:
+    """`free`: its last user has finished; `ready`: its bytes have arrived; `is_fresh`: no lane has asked for them.
+    `reads`: those in flight, by page."""
+
+    def __init__(self, buffer: torch.Tensor, device: ComputeDevice):
+        self.buffer = buffer
+        self.free: Event = device.new_event()
+        self.free.record(device.compute_stream())  # what lay in this memory before may still be in use
+        self.ready: Event = device.new_event()
+        self.reads: dict[int, Transfer] = {}
+        self.is_fresh = False
