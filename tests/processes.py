@@ -17,6 +17,7 @@ PROCESSES.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",  # what follows would be imported late
         "pandas",
         "tests.fuzz.child",
+        "tests.frozen",
     ]
 )
 
