@@ -180,7 +180,8 @@ def _damaged(path: Path, num_bytes: int, reason: str) -> DamagedRunError:
 
 
 def write_parquet(table: pa.Table, file: BinaryIO) -> None:
-    """With page checksums and without statistics: no checksum covers those, and readers trust them to skip rows."""
+    """Writes a table with page checksums and without statistics: no checksum covers those, and readers trust them to
+    skip rows."""
     pq.write_table(table, file, write_page_checksum=True, write_statistics=False)
 
 

@@ -15,7 +15,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def architectures() -> dict[str, dict[str, object]]:
-    """Of the models that have a name, by it."""
+    """The architectures of the models that have a name, by that name."""
     paths = sorted((CONF / "architecture").glob("*.yaml"))
     return {path.stem: read_yaml(path) for path in paths if (CONF / "model" / path.name).exists()}
 

@@ -25,9 +25,9 @@ STORED = DType.bfloat16  # what nearly all are published in
 
 
 def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
-    """By compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors that transformers
-    would write, one behind the other in a file that does not exist. What the kernels of a host's CPU spare is left
-    out. `architecture`: keys of transformers' config, `model_type` among them.
+    """The shapes of a model by compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors
+    that transformers would write, one behind the other in a file that does not exist. What the kernels of a host's CPU
+    spare is left out. `architecture`: keys of transformers' config, `model_type` among them.
 
     Takes seconds and no memory to speak of. Raises ConfigError where the architecture is impossible.
     """
@@ -79,7 +79,7 @@ def _laid_out(specs: Iterable[TensorSpec], file: str = "model") -> dict[str, Ten
 
 
 def _converted(model: PreTrainedModel, conversions: Iterable[Conversion]) -> dict[str, Parameter]:
-    """As the file of what was converted once would hold them."""
+    """The converted parameters, as the file of what was converted once would hold them."""
     state = model.state_dict()
     specs = [
         TensorSpec(name=target, dtype=conversion.dtype, shape=tuple(state[target].shape))

@@ -13,13 +13,14 @@ SHAPES = Path(__file__).resolve().parents[1] / "data" / "shapes.jsonl"
 
 
 def read_rows(path: Path = SHAPES) -> dict[str, ShapeRow]:
-    """By name of the model."""
+    """The rows of the file, by name of the model."""
     rows: list[ShapeRow] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {row["name"]: row for row in rows}
 
 
 def read_shape(name: str, dtype: DType) -> ModelShape:
-    """As planned with in compute `dtype`, not auto. Raises ConfigError for a model without a line."""
+    """The shape that is planned with in compute `dtype`, which is not auto. Raises ConfigError for a model without a
+    line."""
     rows = read_rows()
     if name not in rows:
         raise ConfigError(f"model={name} has no sizes to plan with; these have: {', '.join(rows)}")
