@@ -1,4 +1,4 @@
-"""From the passes of a run to its numbers: tokens per second by the papers' formulas, bytes and memory per tier.
+"""The numbers that the passes of a run come to: tokens per second by the papers' formulas, bytes and memory per tier.
 
 prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from decode passes / decode time;
 total = generated tokens / (prefill + decode time). Issued tokens are all that were sampled, useful ones those up to
