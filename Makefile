@@ -6,6 +6,9 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 
+# Each test that starts a process would compile all modules of the project again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
@@ -35,6 +38,7 @@ check: $(STAMP) ## lint, formatting and types
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		-c constraints.txt -e '.[dev,sentencepiece,gguf,bench,slurm]' 'pyright[nodejs]'
+	-@$(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing)/' .venv/lib # pip has one process for that
 	@touch $@

@@ -189,7 +189,7 @@ def test_no_way_may_take_more_of_the_device_than_another(monkeypatch: pytest.Mon
     monkeypatch.setattr(bench, "cap", lambda device, num_bytes: caps.append(num_bytes))
     for name in ("_millrace", "_peer"):
         monkeypatch.setattr(GpuBench, name, measured)
-    list(answers(TASK, ComputeDevice("cpu")))
+    list(answers(replace(TASK, gpu=replace(GPU, num_layers=2)), ComputeDevice("cpu")))
     assert caps == len(WAYS) * [int(0.07 * GIB)]
 
 
