@@ -30,8 +30,7 @@ Plain = TypeVar("Plain")
 
 @dataclass(kw_only=True)
 class Feedback:
-    """What a run in waves learns whose policy is searched. `policy`: the one that it goes by, None before it is
-    planned."""
+    """Of a run in waves whose policy is searched. `policy`: the one that it goes by, None before it is planned."""
 
     path: Path
     runtime: Runtime
@@ -63,7 +62,7 @@ class Feedback:
         self.runtime.rates = self._corrected or self._first
 
     def record(self, plan: RunPlan) -> None:
-        """Keeps the rates and the policy before the first block runs as `plan` says. Raises OutputError."""
+        """Before the first block runs as `plan` says. Raises OutputError."""
         self._first, self.policy = self.runtime.rates, plan.searched
         self._write()
 
@@ -73,8 +72,7 @@ class Feedback:
         return self._first is not None and self._corrected is None
 
     def learn(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
-        """The plan for the blocks that are left, from the passes of the first block, which went `plan`'s way. Raises
-        OutputError."""
+        """From the first block's, which went `plan`'s way: the plan for those that are left. Raises OutputError."""
         assert self._first is not None, "nothing is due"
         measured, predicted = worked(passes)
         self._corrected = corrected(self._first, measured, predicted)

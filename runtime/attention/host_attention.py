@@ -13,19 +13,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..kernels.amx.scratch import TILE_DIMS
+from ..kernels.arguments import Rows, Span, WorkItems
 from ..kernels.compiler import has_compiler, has_matrix_unit
-from ..kernels.kernel_arguments import Pieces, Rows, Span
-from ..kernels.tile_scratch import TILE_DIMS
 from ..shared_work import share
 from ..units import MIB
 from .host_work import fit_tiles, in_tiles, in_vectors, pages_of, rows_of, softmax_of
 from .plain_attention import decode_attention_torch
 
-PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
-MIN_PIECE_BYTES = MIB // 2  # takes about 50 us, as long as it takes to wake a thread
+ITEMS_PER_THREAD = 4  # so that nobody waits long for the last one
+MIN_ITEM_BYTES = MIB // 2  # takes about 50 us, as long as it takes to wake a thread
 
 
-class Piece(NamedTuple):
+class WorkItem(NamedTuple):
     rows: Span
     heads: Span
 
@@ -56,15 +56,15 @@ def decode_attention(
     num_kv_heads, num_threads = k_NPHD.shape[2], num_threads or torch.get_num_threads()
     position_bytes = num_kv_heads * (k_NPHD.shape[3] + v_NPHD.shape[3]) * k_NPHD.itemsize
     held = (tables_Bn, begins_B, ends_B)
-    rows, spans_P4 = _in_pieces(*held, k_NPHD.shape[1], num_kv_heads, position_bytes, num_threads)
+    rows, spans_W4 = _work_items(*held, k_NPHD.shape[1], num_kv_heads, position_bytes, num_threads)
     if not has_compiler():
         return decode_attention_torch(q_BHD, k_NPHD, v_NPHD, *held, scale=scale, softcap=softcap, sinks_H=sinks_H)
     q_BHGD = q_BHD.unflatten(1, (num_kv_heads, -1))
     work_in = in_tiles if fit_tiles(k_NPHD, v_NPHD) and has_matrix_unit() else in_vectors
     softmax = softmax_of(softcap, sinks_H, q_BHGD.shape[1:3])
     work = work_in(q_BHGD, scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
-    pieces = Pieces(spans_P4, np.zeros(1, np.int64))
-    share([pieces] * min(num_threads, len(spans_P4)), work.run, num_threads)
+    items = WorkItems(spans_W4, np.zeros(1, np.int64))
+    share([items] * min(num_threads, len(spans_W4)), work.run, num_threads)
     return work.out_BHGD.flatten(1, 2).to(q_BHD.dtype)
 
 
@@ -77,26 +77,26 @@ def prepare_decode_attention(dtype: torch.dtype) -> None:
         decode_attention(page[0], page, page, begin[None], begin, end, scale=1.0)
 
 
-def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[Piece]:
-    """Pieces of about the same bytes: neighbouring rows, and of a row that alone is more than a piece, KV heads."""
+def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[WorkItem]:
+    """Of about the same bytes: neighbouring rows, and of a row that alone is more than an item, KV heads."""
     ends_B = np.cumsum(num_positions_B)
     total = int(ends_B[-1]) if len(ends_B) else 0
-    wanted = min(PIECES_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_PIECE_BYTES)
+    wanted = min(ITEMS_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_ITEM_BYTES)
     if wanted <= 1:
-        return [Piece(rows=(0, len(ends_B)), heads=(0, num_kv_heads))]
+        return [WorkItem(rows=(0, len(ends_B)), heads=(0, num_kv_heads))]
     inner = np.searchsorted(ends_B, total * np.arange(1, wanted) / wanted) + 1
     bounds = np.unique([0, *inner, len(ends_B)]).tolist()
-    pieces = []
+    items = []
     for begin, end in pairwise(bounds):
         share = int(num_positions_B[begin:end].sum()) * wanted / total
         num_parts = min(num_kv_heads, max(1, round(share)))
         cuts = [num_kv_heads * part // num_parts for part in range(num_parts + 1)]
-        pieces += [Piece(rows=(begin, end), heads=heads) for heads in pairwise(cuts)]
-    return pieces
+        items += [WorkItem(rows=(begin, end), heads=heads) for heads in pairwise(cuts)]
+    return items
 
 
 def _check(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> None:
-    """What compiled code would not notice before it reads or writes elsewhere; of rows, `_in_pieces` does."""
+    """What compiled code would not notice before it reads or writes elsewhere; of rows, `_work_items` does."""
     assert k_NPHD.device.type == v_NPHD.device.type == "cpu", f"KV pages are on {k_NPHD.device}, {v_NPHD.device}"
     assert k_NPHD.dtype == v_NPHD.dtype, f"keys are {k_NPHD.dtype}, values {v_NPHD.dtype}"
     assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
@@ -105,7 +105,7 @@ def _check(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> None:
 # Of tensors themselves: layers of a pass bring the same ones, those of each kind theirs, lane after lane. With fewer
 # places than that nothing would be found again; a table is a hundred-thousandth of the keys and values it leads to.
 @lru_cache(maxsize=128)
-def _in_pieces(
+def _work_items(
     tables_Bn: torch.Tensor,
     begins_B: torch.Tensor,
     ends_B: torch.Tensor,
@@ -122,5 +122,5 @@ def _in_pieces(
         assert last <= capacity, f"a row ends at position {last}, its pages hold {capacity}"
     rows = rows_of(tables_Bn, begins_B, ends_B)
     num_positions_B = np.maximum(rows.ends_B - rows.begins_B, 0)
-    pieces = cut(num_positions_B, num_kv_heads, position_bytes, num_threads)
-    return rows, np.array([(*piece.rows, *piece.heads) for piece in pieces], np.int64)
+    items = cut(num_positions_B, num_kv_heads, position_bytes, num_threads)
+    return rows, np.array([(*item.rows, *item.heads) for item in items], np.int64)

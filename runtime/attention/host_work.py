@@ -1,4 +1,4 @@
-"""What threads do with their pieces of a decode attention: the arguments of the compiled kernels, made of tensors.
+"""What threads do with their work items of a decode attention: the arguments of the compiled kernels, made of tensors.
 
 B rows, N pages, P positions of a page, n pages of a row, H KV heads, G query heads of each, D of a head.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels.kernel_arguments import Pages, Pieces, Rows, Scratch, Softmax
-from ..kernels.tile_scratch import TILE_DIMS, TILE_ROWS, TileScratch
+from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS, TileScratch
+from ..kernels.arguments import CHUNK_TOKENS, Pages, Rows, Scratch, Softmax, WorkItems
 
 # As the kernels know it.
 BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -18,46 +18,44 @@ BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float1
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What takes pieces until none is left, on any thread, and where the answer then is."""
+    """What does work items until none is left, on any thread, and where the answer then is."""
 
-    run: Callable[[Pieces], None]
+    run: Callable[[WorkItems], None]
     out_BHGD: torch.Tensor
 
 
 def in_vectors(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softmax: Softmax, value_dim: int) -> Work:
-    from ..kernels.attention_blocks import CHUNK_TOKENS  # numba takes 0.2 s to import
-    from ..kernels.attention_kernel import attend
+    from ..kernels.attention import attend  # numba takes 0.2 s to import
 
     scaled_BHGD = (q_BHGD.float() * scale).contiguous()
     out_BHGD = scaled_BHGD.new_zeros(*q_BHGD.shape[:3], value_dim)
     q, out = scaled_BHGD.numpy(), out_BHGD.numpy()
 
-    def run(pieces: Pieces) -> None:
-        attend(q, pages, rows, softmax, out, pieces, Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS))
+    def run(items: WorkItems) -> None:
+        attend(q, pages, rows, softmax, out, items, Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS))
 
     return Work(run=run, out_BHGD=out_BHGD)
 
 
 def in_tiles(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, softmax: Softmax, value_dim: int) -> Work:
     """Takes queries and gives answers in bfloat16 as they are. Torch would convert them on OpenMP's threads, and these
-    then wait actively, in the way of ours: of 11 ms a thread began its first piece 2 ms late."""
-    from ..kernels.attention_blocks import CHUNK_TOKENS
-    from ..kernels.attention_kernel import attend_in_tiles
+    then wait actively, in the way of ours: of 11 ms a thread began its first item 2 ms late."""
+    from ..kernels.amx.attention import attend
 
     q_BHGD = (q_BHGD if q_BHGD.dtype == torch.bfloat16 else q_BHGD.float()).contiguous()
     out_BHGD = q_BHGD.new_empty(*q_BHGD.shape[:3], value_dim)
     q, out = (x_BHGD.view(BITS[x_BHGD.dtype]).numpy() for x_BHGD in (q_BHGD, out_BHGD))
     (H, G, D), factor = q.shape[1:], np.float32(scale)
 
-    def run(pieces: Pieces) -> None:
+    def run(items: WorkItems) -> None:
         scratch = TileScratch.make(H, G, D, value_dim, CHUNK_TOKENS)
-        attend_in_tiles(q, factor, pages, rows, softmax, out, pieces, scratch)
+        attend(q, factor, pages, rows, softmax, out, items, scratch)
 
     return Work(run=run, out_BHGD=out_BHGD)
 
 
 def fit_tiles(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> bool:
-    """Whether `attend_in_tiles` takes such pages, where there is a matrix unit."""
+    """Whether `amx.attention` takes such pages, where there is a matrix unit."""
     is_short = k_NPHD.shape[1] <= TILE_ROWS
     has_whole_tiles = k_NPHD.shape[3] % TILE_DIMS == v_NPHD.shape[3] % TILE_DIMS == 0
     return k_NPHD.dtype == torch.bfloat16 and is_short and has_whole_tiles
@@ -73,7 +71,7 @@ def rows_of(tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tenso
 
 
 def softmax_of(softcap: float | None, sinks_H: torch.Tensor | None, shape: torch.Size) -> Softmax:
-    from ..kernels.attention_kernel import LOWEST
+    from ..kernels.attention import LOWEST
 
     tops_HG = torch.full(shape, float(LOWEST)) if sinks_H is None else sinks_H.view(shape)
     total = 0.0 if sinks_H is None else 1.0

@@ -1,3 +1,9 @@
-"""Code that is compiled at first use: matrix products, decode attention, and steps between products. Here belongs
-what a compiler must see to be fast; the callers are `linear`, `attention` and `model`.
+"""Code that numba compiles at its first use, for what torch has no fast operator for on a CPU: linear layers on weights
+as they are stored, decode attention, and the steps between products. Here may enter what a compiler must see whole to
+be fast; it takes arrays and numbers, and knows no tensor, no model and no plan.
+
+The seam, which `linear`, `attention` and `model` may import: `linear.lay_out_inputs` and `linear.linear`,
+`attention.attend`, and `rowwise.gate_rows`, `norm_rows` and `rotate_rows`; `amx.linear` and `amx.attention` offer the
+same in the processor's matrix unit. `compiler` says which of them can run here, and `arguments` and `amx.scratch` hold
+what they are given; these three load no compiler.
 """

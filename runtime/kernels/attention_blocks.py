@@ -18,7 +18,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .attention_vectors import (
+from .arguments import CHUNK_TOKENS, Span
+from .primitives import (
     FLOATS,
     LANES,
     Builder,
@@ -33,9 +34,7 @@ from .attention_vectors import (
     store,
     sums,
 )
-from .kernel_arguments import Span
 
-CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128
 SCORE_BLOCK = 4 if LANES == 16 else 2  # positions: times 4 queries, sums that fit in 32 registers, or in 16
 ADD_BLOCK = 2 * SCORE_BLOCK  # sums are in memory, the longer the block the seldomer they are loaded
 

@@ -8,10 +8,9 @@ H KV heads, G query heads of each, S positions of a chunk, D of a head.
 import numpy as np
 from numba import njit
 
-from .attention_vectors import highest_of
-from .kernel_arguments import Scratch, Span
-from .numerics import EXP_MIN, FUSED, ONE, REORDERED, ZERO, exp
-from .tile_scratch import TileScratch
+from .arguments import Scores, Span
+from .compiled import FUSED, REORDERED
+from .primitives import EXP_MIN, ONE, ZERO, exp, highest_of
 
 TANH_MAX = np.float32(10)  # tanh is 1 from 9.1 on
 
@@ -39,7 +38,7 @@ def _fade(
 
 
 @njit(fastmath=REORDERED)
-def _raise_tops(num: int, heads: Span, scratch: Scratch | TileScratch, sums_HGD: np.ndarray) -> None:
+def _raise_tops(num: int, heads: Span, scratch: Scores, sums_HGD: np.ndarray) -> None:
     """Raises each query's maximum to that of its scores; its total and sums are then seen from there."""
     _, Gs, S = scratch.scores_HGS.shape
     for h in range(heads[0], heads[1]):
@@ -61,7 +60,7 @@ def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, top: np.floa
 
 
 @njit(fastmath=REORDERED)
-def weigh(num: int, heads: Span, softcap: np.float32, scratch: Scratch | TileScratch, sums_HGD: np.ndarray) -> None:
+def weigh(num: int, heads: Span, softcap: np.float32, scratch: Scores, sums_HGD: np.ndarray) -> None:
     """Turns `num` scores of each query into weights, as seen from the maximum so far."""
     G = scratch.tops_HG.shape[1]
     if softcap > ZERO:

@@ -1,20 +1,27 @@
-"""What the kernels that others call have in common: compiled for the types of their arguments, and kept on disk.
+"""How kernels are compiled, and kept on disk: at their first call, for the types of their arguments.
 
-numba's cache looks only at the time of change of the file that a kernel stands in. So each `*_kernel.py` holds the
-digest of the other files of this package, which a test compares: who edits those edits that line, and numba compiles
-anew.
+numba takes what it has kept while it is of the same version and the file that a kernel stands in is as it was. A kernel
+is made of functions of other files too, so what is kept of ours is fresh only while all files of this package are.
 """
 
+import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from threading import Lock
 from typing import TypeVar, cast
 
-from numba import njit
-
-from .numerics import REORDERED
+from numba import config, njit
+from numba.core.caching import InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
 
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
+
+REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
+FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `exp`
+_LOCK, _PLACES = Lock(), "CACHE_LOCATOR_CLASSES"
 
 
 def kept(function: Function) -> Function:
@@ -22,7 +29,48 @@ def kept(function: Function) -> Function:
     of the interpreter while it runs."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
     try:
-        return cast(Function, njit(cache=True, **options)(function))
+        with _our_places():
+            return cast(Function, njit(cache=True, **options)(function))
     except RuntimeError as error:
         log.info("%s is compiled anew in each process, in 2 to 4 s: %s", function.__name__, error)
         return cast(Function, njit(**options)(function))
+
+
+@cache
+def parts_digest() -> bytes:
+    """SHA-256 of all files of this package."""
+    digest, folder = hashlib.sha256(), Path(__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"\0{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return digest.digest()
+
+
+class _OfAllParts:
+    def get_source_stamp(self) -> bytes:
+        """What is kept under another one is compiled anew."""
+        return parts_digest()
+
+
+class WhereTheUserSays(_OfAllParts, UserProvidedCacheLocator):
+    """In NUMBA_CACHE_DIR."""
+
+
+class BesideTheSource(_OfAllParts, InTreeCacheLocator):
+    """In `__pycache__`, where that can be written."""
+
+
+class InTheUsersCache(_OfAllParts, UserWideCacheLocator):
+    """Elsewhere."""
+
+
+@contextmanager
+def _our_places() -> Iterator[None]:
+    """In their order; numba knows its classes of places by name. A function is given one as it is decorated."""
+    with _LOCK:
+        before = getattr(config, _PLACES)
+        places = (WhereTheUserSays, BesideTheSource, InTheUsersCache)
+        setattr(config, _PLACES, ",".join(f"{__name__}.{place.__name__}" for place in places))
+        try:
+            yield
+        finally:
+            setattr(config, _PLACES, before)

@@ -24,6 +24,6 @@ def has_matrix_unit() -> bool:
     """Whether there is one, and a compiler for it, which this loads."""
     if not has_compiler():
         return False
-    from .tile_unit import may_use_tiles
+    from .amx.unit import may_use_tiles
 
     return may_use_tiles()

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ..attention.host_work import BITS
-from ..kernels.tile_scratch import PAIR_ROWS, TILE_ROWS, aligned_zeros
+from ..kernels.amx.scratch import TILE_ROWS
+from ..kernels.arguments import PAIR_ROWS, aligned_zeros
 from ..plan.placement.memory import LAID_OUT_BYTES
 from ..shared_work import share
 from ..units import round_down, round_up

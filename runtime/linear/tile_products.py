@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from ..kernels.tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS, aligned_zeros
+from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS
+from ..kernels.arguments import PAIR_ROWS, aligned_zeros
 from ..shared_work import Spares
 from .pieces import Piece, Target, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
 
@@ -46,22 +47,22 @@ def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[torch.T
 
 def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     """All but the rows of w behind the last pair of tiles. numba takes 0.2 s to import."""
-    from ..kernels.product_kernel import CHUNK_ROWS, PANEL_NUMBERS, multiply, num_sums, split
+    from ..kernels.amx.linear import CHUNK_ROWS, PANEL_NUMBERS, lay_out_inputs, linear, num_sums
 
     num_rows = x_MK.shape[0]
     num_tiles = -(-num_rows // TILE_ROWS)
     tiles = room_for_inputs(num_tiles * TILE_ROWS * x_MK.shape[1] * PART_BYTES // 4)
 
-    def split_some(span: tuple[int, int]) -> None:
-        split(x_MK, *span, tiles)
+    def lay_out_some(span: tuple[int, int]) -> None:
+        lay_out_inputs(x_MK, *span, tiles)
 
     def multiply_some(piece: Piece) -> None:
         (words_NK, out, column), first, last = piece
         own = _spares().take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
-        multiply(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
+        linear(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
         _spares().give_back(own)
 
-    in_pieces(x_MK, targets, TILE_ROWS, CHUNK_ROWS, split_some, multiply_some)
+    in_pieces(x_MK, targets, TILE_ROWS, CHUNK_ROWS, lay_out_some, multiply_some)
 
 
 def prepare_tiles() -> None:

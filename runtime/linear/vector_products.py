@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..attention.host_work import BITS
+from ..kernels.arguments import PAIR_ROWS
 from ..kernels.compiler import has_compiler
-from ..kernels.tile_scratch import PAIR_ROWS
 from ..shared_work import Spares, share
 from ..units import round_up
 from .pieces import Target, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_groups, step_of
@@ -29,9 +29,9 @@ def _spares() -> Spares[Workspace]:
 @cache
 def _kernel() -> ModuleType:
     """numba takes 0.2 s to import."""
-    from ..kernels import vector_kernel
+    from ..kernels import linear
 
-    return vector_kernel
+    return linear
 
 
 def fit_vectors(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
@@ -66,7 +66,7 @@ def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     def multiply_what_is_left(thread: int) -> None:
         own = _spares().take(lambda: Workspace.make(kernel.TILE_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
         for call in calls:
-            kernel.multiply_in_chains(*call, *own)
+            kernel.linear(*call, *own)
         _spares().give_back(own)
 
     share_groups(x_MK, kernel.INPUT_ROWS, lay_out_some)

@@ -121,9 +121,9 @@ def _with_global(function: Any, name: str, value: object) -> FunctionType:
 @cache
 def _kernel() -> ModuleType:
     """numba takes 0.2 s to import."""
-    from ..kernels import rowwise_kernel
+    from ..kernels import rowwise
 
-    return rowwise_kernel
+    return rowwise
 
 
 def _rows_of(x: torch.Tensor) -> np.ndarray:

@@ -1,14 +1,12 @@
 """The compiled decode attention gives what plain torch and a naive float64 reading of its definition give, and looks at
 nothing outside of a row's range."""
 
-import hashlib
 import logging
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,29 +14,24 @@ import pytest
 import torch
 
 from runtime.attention import host_attention
-from runtime.attention.host_attention import Piece, cut, decode_attention, prepare_decode_attention
+from runtime.attention.host_attention import WorkItem, cut, decode_attention, prepare_decode_attention
 from runtime.attention.plain_attention import decode_attention_torch
-from runtime.kernels import (
-    attention_kernel,
-    compiled,
-    compiler,
-    product_kernel,
-    rowwise_kernel,
-    vector_kernel,
-)
+from runtime.kernels import attention as vector_attention
+from runtime.kernels import compiled, compiler
+from runtime.kernels.amx import attention as amx_attention
 from tests.attention_cases import CASES, NAN, TOLERANCE, Case, P, make, naive, options
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture
-def pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_attention, "MIN_PIECE_BYTES", 1)
+def items_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_attention, "MIN_ITEM_BYTES", 1)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.usefixtures("pieces_of_any_size")
+@pytest.mark.usefixtures("items_of_any_size")
 def test_kernel_and_torch_give_what_the_definition_gives(case: Case, dtype: torch.dtype) -> None:
     inputs = make(case, dtype)
     expected = naive(inputs, case)
@@ -85,7 +78,7 @@ def test_what_is_not_a_number_is_not_hidden(bad: float, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.usefixtures("pieces_of_any_size")
+@pytest.mark.usefixtures("items_of_any_size")
 def test_result_does_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     case = Case(ends=(130, 40, 700), begins=(0, 8, 0))
     inputs = make(case, dtype)
@@ -109,7 +102,7 @@ def test_rows_are_cut_once_a_pass_however_many_lanes_there_are(monkeypatch: pyte
     """Of 32 lanes with two kinds of layers, lanes taking turns within each layer."""
     num_cuts, real_cut = 0, host_attention.cut
 
-    def count(*args: Any) -> list[Piece]:
+    def count(*args: Any) -> list[WorkItem]:
         nonlocal num_cuts
         num_cuts += 1
         return real_cut(*args)
@@ -157,14 +150,14 @@ def test_range_beyond_the_table_is_refused() -> None:
 
 @pytest.mark.parametrize("lengths", [[512] * 64, [4000, 1, 1, 0, 700], [90_000], [0, 5000, 0], [3] * 9, []])
 @pytest.mark.parametrize("num_threads", [1, 2, 16])
-def test_pieces_hold_each_head_of_each_row_once_and_about_the_same_bytes(lengths: list[int], num_threads: int) -> None:
+def test_items_hold_each_head_of_each_row_once_and_about_the_same_bytes(lengths: list[int], num_threads: int) -> None:
     num_heads, position_bytes = 8, 8192
-    pieces = cut(np.array(lengths, dtype=np.int64), num_heads, position_bytes, num_threads)
-    held = [(row, head) for piece in pieces for row in range(*piece.rows) for head in range(*piece.heads)]
+    items = cut(np.array(lengths, dtype=np.int64), num_heads, position_bytes, num_threads)
+    held = [(row, head) for item in items for row in range(*item.rows) for head in range(*item.heads)]
     assert sorted(held) == [(row, head) for row in range(len(lengths)) for head in range(num_heads)]
     if lengths in ([512] * 64, [90_000]) and num_threads > 1:
-        sizes = [sum(lengths[slice(*p.rows)]) * (p.heads[1] - p.heads[0]) for p in pieces]
-        assert len(pieces) >= min(2 * num_threads, num_heads)
+        sizes = [sum(lengths[slice(*p.rows)]) * (p.heads[1] - p.heads[0]) for p in items]
+        assert len(items) >= min(2 * num_threads, num_heads)
         assert max(sizes) <= 2 * min(sizes)
 
 
@@ -179,7 +172,7 @@ def test_what_is_prepared_serves_every_decode_of_its_dtype(dtype: torch.dtype) -
 
 def signatures() -> list[object]:
     """The argument types that the kernel has been compiled for."""
-    kernels = (attention_kernel.attend, attention_kernel.attend_in_tiles)
+    kernels = (vector_attention.attend, amx_attention.attend)
     return [signature for kernel in kernels for signature in getattr(kernel, "signatures")]  # noqa: B009 - the compiler's
 
 
@@ -206,15 +199,6 @@ def test_where_nothing_can_be_written_it_is_compiled_for_the_process(monkeypatch
 
     monkeypatch.setattr(compiled, "njit", njit)
     assert compiled.kept(make) is make
-
-
-def test_what_is_kept_on_disk_follows_the_kernels_parts_too() -> None:
-    """numba compiles anew when a kernel's file changes, and looks at no other."""
-    files = sorted(Path(attention_kernel.__file__).parent.glob("*.py"))
-    source = b"".join(file.read_bytes() for file in files if not file.name.endswith("_kernel.py"))
-    digest = hashlib.sha256(source).hexdigest()
-    kernels = (attention_kernel, product_kernel, rowwise_kernel, vector_kernel)
-    assert {kernel.PARTS_SHA256 for kernel in kernels} == {digest}
 
 
 def test_the_compiler_is_loaded_at_first_use() -> None:

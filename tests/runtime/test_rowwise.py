@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from runtime.kernels.rowwise_kernel import RUN
+from runtime.kernels.rowwise import RUN
 from runtime.model import rowwise
 from runtime.model.rowwise import is_code_of, join_steps, joins_gates
 from runtime.probing.meta import build_meta_model

@@ -11,15 +11,15 @@ import torch
 from runtime.attention import host_attention, host_work
 from runtime.attention.host_attention import decode_attention
 from runtime.attention.host_work import fit_tiles
-from runtime.kernels import tile_unit
+from runtime.kernels.amx import unit
 from tests.attention_cases import CASES, TOLERANCE, Case, make, naive, options
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture
-def pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_attention, "MIN_PIECE_BYTES", 1)
+def items_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_attention, "MIN_ITEM_BYTES", 1)
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_attention, "has_matrix_unit", lambda: False)
 
 
-needs_tiles = pytest.mark.skipif(not tile_unit.may_use_tiles(), reason="the processor has no AMX")
+needs_tiles = pytest.mark.skipif(not unit.may_use_tiles(), reason="the processor has no AMX")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.usefixtures("pieces_of_any_size", "no_tiles")
+@pytest.mark.usefixtures("items_of_any_size", "no_tiles")
 def test_vectors_give_it_of_bfloat16_where_there_are_no_tiles(case: Case) -> None:
     inputs = make(case, torch.bfloat16)
     out = decode_attention(*vars(inputs).values(), **options(case))
@@ -42,7 +42,7 @@ def test_vectors_give_it_of_bfloat16_where_there_are_no_tiles(case: Case) -> Non
 
 @needs_tiles
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.usefixtures("pieces_of_any_size")
+@pytest.mark.usefixtures("items_of_any_size")
 def test_tiles_are_as_exact_as_two_bfloat16_for_each_float32(case: Case) -> None:
     """Scores of peaked softmaxes are large, and so are their errors: 2^-16 of what they are sums of."""
     inputs = make(case, torch.bfloat16)
@@ -111,16 +111,16 @@ def test_the_kernel_is_asked_for_tiles_and_may_refuse(
         asked.append(arguments)
         return answer
 
-    monkeypatch.setattr(tile_unit, "LANES", 16)
-    monkeypatch.setattr(tile_unit.binding, "get_host_cpu_features", lambda: {"amx-bf16": True})
-    monkeypatch.setattr(tile_unit.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
+    monkeypatch.setattr(unit, "LANES", 16)
+    monkeypatch.setattr(unit.binding, "get_host_cpu_features", lambda: {"amx-bf16": True})
+    monkeypatch.setattr(unit.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
     with caplog.at_level(logging.INFO):
-        assert tile_unit.may_use_tiles.__wrapped__() == (answer == 0)
+        assert unit.may_use_tiles.__wrapped__() == (answer == 0)
     assert asked == [(158, 0x1023, 18)]
     assert ("refuses" in caplog.text) == (answer != 0)
 
 
 def test_a_processor_without_tiles_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_unit.binding, "get_host_cpu_features", lambda: {"avx512f": True})
-    monkeypatch.setattr(tile_unit.ctypes, "CDLL", lambda name: pytest.fail("asked"))
-    assert not tile_unit.may_use_tiles.__wrapped__()
+    monkeypatch.setattr(unit.binding, "get_host_cpu_features", lambda: {"avx512f": True})
+    monkeypatch.setattr(unit.ctypes, "CDLL", lambda name: pytest.fail("asked"))
+    assert not unit.may_use_tiles.__wrapped__()

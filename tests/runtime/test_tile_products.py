@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels import compiler
+from runtime.kernels.amx.linear import CHUNK_ROWS
 from runtime.kernels.compiler import has_matrix_unit
-from runtime.kernels.product_kernel import CHUNK_ROWS
 from runtime.linear import multipliers, pieces
 from runtime.linear.stored import StoredWeight
 from runtime.linear.tile_products import fit_tiles, multiply_in_tiles

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.vector_kernel import CHAIN_INPUTS, CHUNK_ROWS
+from runtime.kernels.linear import CHAIN_INPUTS, CHUNK_ROWS
 from runtime.linear import multipliers, pieces
 from runtime.linear.stored import StoredWeight
 from runtime.linear.vector_products import fit_vectors, multiply_in_vectors
@@ -72,7 +72,7 @@ features = binding.get_host_cpu_features()
 features.update({name: False for name in features if name.startswith("avx512")})
 binding.get_host_cpu_features = lambda: features
 import torch
-from runtime.kernels.attention_vectors import LANES
+from runtime.kernels.primitives import LANES
 from runtime.linear.vector_products import multiply_in_vectors
 assert LANES == 8
 torch.manual_seed(0)

@@ -12,9 +12,9 @@ Higher-Precision Computations" (2019).
 import numpy as np
 from numba import njit
 
-from .compiled import kept
-from .numerics import REORDERED
-from .product_tiles import (
+from ..arguments import PAIR_ROWS
+from ..compiled import REORDERED, kept
+from .linear_steps import (
     PAIR_NUMBERS,
     STEP_WORDS,
     SUM_NUMBERS,
@@ -28,11 +28,9 @@ from .product_tiles import (
     zero1,
     zero2,
 )
-from .tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS
-from .tile_unit import configure, release
+from .scratch import TILE_DIMS, TILE_ROWS
+from .unit import configure, release
 
-# See `compiled.py`.
-PARTS_SHA256 = "eb5dd9fe7d21fc2a4f695a02051f7d0dc5f709edabbb4d166160ea718b2ccf50"
 CHUNK_ROWS = 256  # of w: what one call multiplies at most
 CHAIN_STEPS = 32  # 1024 inputs: what they add up to is added up in turn, as long sums are less precise
 CACHED_STEPS = 340  # of x, 1 MiB: where all of it stays in the second cache, rows of w pass by once
@@ -46,7 +44,7 @@ def num_sums(num_rows: int) -> int:
 
 
 @kept
-def split(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -> None:
+def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -> None:
     """Tiles [first, last) of 16 rows of a contiguous x, all depths of each behind one another."""
     M, K = x_MK.shape
     depth = K // TILE_DIMS
@@ -100,7 +98,7 @@ def _give_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, to
 
 
 @kept
-def multiply(
+def linear(
     w_NK: np.ndarray,
     first: int,
     last: int,

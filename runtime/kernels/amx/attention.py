@@ -1,4 +1,5 @@
-"""What the compiled decode attention does with bfloat16 pages where the processor has a matrix unit.
+"""The compiled decode attention over bfloat16 pages where the processor has a matrix unit; elsewhere and over other
+pages: `attention.py` one folder up.
 
 Positions of a page are rows of a tile, so keys and values are loaded as they lie. Loads of tiles do not wait for each
 other and run ahead, so nothing is asked for beforehand: from memory, two threads got 16.0 GB/s so, and between 15.8 and
@@ -11,12 +12,14 @@ row.
 import numpy as np
 from numba import njit
 
-from .attention_blocks import CHUNK_TOKENS
-from .kernel_arguments import Pages, Span
-from .numerics import REORDERED
-from .tile_layout import give_scores, split_weights
-from .tile_scratch import PAIRED, TILE_DIMS, TILE_QUERIES, TILE_ROWS, TileScratch
-from .tile_unit import NUM_TILES, add, configure, load_queries, load_sums, score, store_sums
+from ..arguments import CHUNK_TOKENS, Pages, Rows, Softmax, Span, WorkItems
+from ..attention import page_run
+from ..attention_softmax import weigh
+from ..compiled import REORDERED, kept
+from ..primitives import ZERO, begin_items
+from .layout import give_scores, give_sums, split_queries, split_weights
+from .scratch import PAIRED, TILE_DIMS, TILE_QUERIES, TILE_ROWS, TileScratch
+from .unit import NUM_TILES, add, configure, load_queries, load_sums, release, score, store_sums
 
 
 @njit(fastmath=REORDERED)
@@ -66,7 +69,7 @@ def _add_stretch(
 
 
 @njit(fastmath=REORDERED)
-def score_in_tiles(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: Span, scratch: TileScratch) -> None:
+def _score_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: Span, scratch: TileScratch) -> None:
     """Scores of positions [first, last), a chunk at most."""
     place = first
     while place < last:
@@ -77,7 +80,7 @@ def score_in_tiles(pages: Pages, table_n: np.ndarray, first: int, last: int, hea
 
 
 @njit(fastmath=REORDERED)
-def add_in_tiles(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: Span, scratch: TileScratch) -> None:
+def _add_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: Span, scratch: TileScratch) -> None:
     """Adds their values by the weights that the scores have become."""
     J = scratch.weights_HJPCS.shape[1]
     for h in range(heads[0], heads[1]):
@@ -91,3 +94,63 @@ def add_in_tiles(pages: Pages, table_n: np.ndarray, first: int, last: int, heads
         configure(scratch.shapes, (TILE_ROWS + num - 1) * 64)
         _add_stretch(pages, table_n, first, place, stop, num, heads, scratch)
         place = stop
+
+
+@njit(fastmath=REORDERED)
+def _check_pages(pages: Pages, table_n: np.ndarray, first: int, end: int) -> None:
+    if first < end:
+        for place in range(first - first % pages.page_tokens, end, pages.page_tokens):
+            page_run(pages, table_n, place, end)
+
+
+@njit(fastmath=REORDERED)
+def _attend_item(
+    q_BHGD: np.ndarray,
+    scale: np.float32,
+    pages: Pages,
+    rows: Rows,
+    softmax: Softmax,
+    out_BHGD: np.ndarray,
+    own_rows: Span,
+    heads: Span,
+    scratch: TileScratch,
+) -> None:
+    for row in range(own_rows[0], own_rows[1]):
+        first, end, table_n = rows.begins_B[row], rows.ends_B[row], rows.tables_Bn[row]
+        _check_pages(pages, table_n, first, end)
+        split_queries(q_BHGD, row, scale, heads, scratch.queries_HJTRC)
+        for h in range(heads[0], heads[1]):
+            for g in range(q_BHGD.shape[2]):
+                scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
+                for d in range(scratch.sums_HGD.shape[2]):
+                    scratch.sums_HGD[h, g, d] = ZERO
+        while first < end:
+            last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
+            _score_chunk(pages, table_n, first, last, heads, scratch)
+            weigh(last - first, heads, softmax.softcap, scratch, scratch.sums_HGD)
+            _add_chunk(pages, table_n, first, last, heads, scratch)
+            first = last
+        release()
+        give_sums(scratch.sums_HGD, scratch.totals_HG, heads, out_BHGD, row)
+
+
+@kept
+def attend(
+    q_BHGD: np.ndarray,
+    scale: np.float32,
+    pages: Pages,
+    rows: Rows,
+    softmax: Softmax,
+    out_BHGD: np.ndarray,
+    items: WorkItems,
+    scratch: TileScratch,
+) -> None:
+    """As that in vectors, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of TILE_DIMS, where
+    `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does not matter.
+    Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
+    i = begin_items(items.begun, 1)
+    while i < items.spans_W4.shape[0]:
+        row, last_row, head, last_head = items.spans_W4[i]
+        own_rows, heads = (row, last_row), (head, last_head)
+        _attend_item(q_BHGD, scale, pages, rows, softmax, out_BHGD, own_rows, heads, scratch)
+        i = begin_items(items.begun, 1)

@@ -11,15 +11,11 @@ Multiplication" (2008). Here the inputs are what is laid out anew, as they are f
 import numpy as np
 from numba import njit
 
-from .attention_vectors import LANES
-from .compiled import kept
-from .numerics import REORDERED
-from .taking import take
-from .tile_scratch import PAIR_ROWS
-from .vector_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
+from .arguments import PAIR_ROWS
+from .compiled import REORDERED, kept
+from .linear_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
+from .primitives import LANES, begin_items
 
-# See `compiled.py`.
-PARTS_SHA256 = "eb5dd9fe7d21fc2a4f695a02051f7d0dc5f709edabbb4d166160ea718b2ccf50"
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
 BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block, about: 240 KiB at CHAIN_INPUTS
@@ -120,10 +116,10 @@ def _multiply_tile(
 
 
 @kept
-def multiply_in_chains(
+def linear(
     w_NK: np.ndarray,
     step: int,
-    taken: np.ndarray,
+    begun: np.ndarray,
     inputs: np.ndarray,
     out_MN: np.ndarray,
     begin: int,
@@ -132,14 +128,14 @@ def multiply_in_chains(
     sums: np.ndarray,
 ) -> None:
     """All rows of w but those behind the last `PAIR_ROWS`, times the `num_rows` rows of x in `inputs`, into columns of
-    `out_MN` from `begin` on. Threads that call it with one `taken`, of which the first number was 0, share the rows,
+    `out_MN` from `begin` on. Threads that call it with one `begun`, of which the first number was 0, share the rows,
     `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has a `tile` and `sums` of its own, used anew again
     and again."""
     K = w_NK.shape[1]
     num_groups, least, num_larger = _groups(num_rows)
     num_blocks = _num_blocks(num_groups)
     whole = w_NK.shape[0] // PAIR_ROWS * PAIR_ROWS
-    top = take(taken, step)
+    top = begin_items(begun, step)
     while top < whole:
         width = min(step, whole - top)
         for b in range(num_blocks):
@@ -155,4 +151,4 @@ def multiply_in_chains(
                     next_at = (top + next_n) * K + next_k
                     _multiply_tile(tile, count, inputs, k, num_inputs, block, sums, n, w_NK, next_at, num_next)
             _take_out(sums, width, num_rows, block, out_MN, begin + top)
-        top = take(taken, step)
+        top = begin_items(begun, step)

@@ -9,11 +9,9 @@ import math
 import numpy as np
 from numba import njit
 
-from .compiled import kept
-from .numerics import EXP_MIN, FUSED, ONE, exp
+from .compiled import FUSED, kept
+from .primitives import EXP_MIN, ONE, exp
 
-# See `compiled.py`.
-PARTS_SHA256 = "eb5dd9fe7d21fc2a4f695a02051f7d0dc5f709edabbb4d166160ea718b2ccf50"
 RUN = 1024  # numbers at a time, which stay in the first cache
 
 

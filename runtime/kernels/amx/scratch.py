@@ -6,14 +6,14 @@ of it at most. The four queries of a tile are those of one KV head, zeros where 
 H KV heads, G query heads of each, J tiles of its queries, T tiles of D of a head, S positions of a chunk.
 """
 
-import math
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
+from ..arguments import aligned_zeros
+
 TILE_ROWS, TILE_DIMS, TILE_QUERIES = 16, 32, 4  # TILE_DIMS bfloat16 are the 64 bytes of a row
-PAIR_ROWS = 2 * TILE_ROWS  # of weights, which products take at once
 PAIRED = 2 * TILE_QUERIES  # what stands side by side: high and low parts, or sums of even and of odd dims
 
 
@@ -46,17 +46,10 @@ class TileScratch(NamedTuple):
         )
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Begins at a multiple of 64 bytes: a load of a tile whose rows do not takes six times as long."""
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.zeros(num_bytes + 63, np.uint8)
-    return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % 64)
-
-
 @cache
 def tile_shapes() -> np.ndarray:
     """(2, 16, 64) bytes: how scores, and how values, of 1 to 16 positions of a page have the eight tiles: their numbers
-    in `tile_unit.py`, the form in Intel's manual under LDTILECFG."""
+    in `unit.py`, the form in Intel's manual under LDTILECFG."""
     shapes = aligned_zeros((2, TILE_ROWS, 64), np.uint8)
     shapes[..., 0] = 1  # the form
     for n in range(1, TILE_ROWS + 1):

@@ -1,7 +1,7 @@
 """The processor's matrix unit (Intel AMX) in LLVM's own terms, and what decode attention does with it.
 
 A tile is a register of up to 16 rows of 64 bytes, and there are eight. A product adds to each float32 of one tile a row
-of pairs of bfloat16 times a column of such pairs. `tile_scratch.tile_shapes` says what each tile holds:
+of pairs of bfloat16 times a column of such pairs. `scratch.tile_shapes` says what each tile holds:
 
     in scores:  0-3 queries   4 scores                       6, 7 keys
     in values:  0-3 sums      4, 5 weights, high and low     6, 7 values
@@ -22,9 +22,9 @@ from llvmlite import binding, ir
 from numba import config, types
 from numba.extending import intrinsic
 
-from .attention_blocks import CHUNK_TOKENS
-from .attention_vectors import LANES, Builder, Value, call, place_of
-from .tile_scratch import PAIRED, TILE_DIMS, TILE_ROWS
+from ..arguments import CHUNK_TOKENS
+from ..primitives import LANES, Builder, Value, call, place_of
+from .scratch import PAIRED, TILE_DIMS, TILE_ROWS
 
 log = logging.getLogger(__name__)
 

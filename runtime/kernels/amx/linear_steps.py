@@ -1,4 +1,4 @@
-"""The steps of a product of float32 with bfloat16 weights, in the processor's matrix unit (`tile_unit.py`).
+"""The steps of a product of float32 with bfloat16 weights, in the processor's matrix unit (`unit.py`).
 
 M rows of x, N of w, K inputs. A tile of w is 16 of its rows as they lie, 32 inputs of each; one of x holds 16 pairs of
 inputs of 16 rows; what their products add up to is 16 x 16 of the result, N down and M across. The eight tiles:
@@ -15,10 +15,11 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from .attention_vectors import FLOATS, INTS, LANES, Builder, Value, ints, load, place_of, shuffle, store
-from .tile_layout import EVEN, ODD, nearest, paired
-from .tile_scratch import PAIR_ROWS, TILE_DIMS, TILE_ROWS
-from .tile_unit import BYTE, WORD, tile_op
+from ..arguments import PAIR_ROWS
+from ..primitives import FLOATS, INTS, LANES, Builder, Value, ints, load, place_of, shuffle, store
+from .layout import EVEN, ODD, nearest, paired
+from .scratch import TILE_DIMS, TILE_ROWS
+from .unit import BYTE, WORD, tile_op
 
 PARTS = 3  # bfloat16 that add up to a float32: 8 bits of its 24 each
 TILE_WORDS = TILE_ROWS * TILE_ROWS  # of 32 bits

@@ -1,4 +1,4 @@
-"""Between the plain layout of the compiled decode attention and that of tiles (`tile_scratch.py`): queries and weights
+"""Between the plain layout of the compiled decode attention and that of tiles (`scratch.py`): queries and weights
 are split, scores and sums put back.
 
 H KV heads, G query heads of each, J tiles of its queries, D of a head, S positions of a chunk.
@@ -13,11 +13,23 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .attention_blocks import CHUNK_TOKENS
-from .attention_vectors import FLOATS, INTS, LANES, Builder, Value, ints, load, place_of, shuffle, splat, store
-from .kernel_arguments import Span
-from .numerics import ONE, ZERO
-from .tile_scratch import PAIRED, TILE_DIMS, TILE_QUERIES, TILE_ROWS
+from ..arguments import CHUNK_TOKENS, Span
+from ..primitives import (
+    FLOATS,
+    INTS,
+    LANES,
+    ONE,
+    ZERO,
+    Builder,
+    Value,
+    ints,
+    load,
+    place_of,
+    shuffle,
+    splat,
+    store,
+)
+from .scratch import PAIRED, TILE_DIMS, TILE_QUERIES, TILE_ROWS
 
 WORD = ir.IntType(64)
 HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .attention_vectors import (
+from .primitives import (
     FLOATS,
     LANES,
     Builder,

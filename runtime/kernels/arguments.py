@@ -1,0 +1,81 @@
+"""What kernels are given: arrays that begin where loads want them to, and what goes along with queries.
+
+W work items, B rows, n pages of a row, P positions of a page, H KV heads, G query heads of each, D of a head, S
+positions of a chunk.
+"""
+
+import math
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+PAIR_ROWS = 32  # of weights, which products take at once; what is left behind the last ones they leave to others
+CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128
+Span: TypeAlias = tuple[int, int]  # from the first number up to the second
+
+
+class Pages(NamedTuple):
+    """Keys and values as flat runs of numbers; page i begins at i times the stride and holds (P, H, D)."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    key_stride: int
+    value_stride: int
+    num_pages: int
+    page_tokens: int
+
+
+class Rows(NamedTuple):
+    """Row b sees positions [begins[b], ends[b]) of the pages that `tables[b]` names, in order."""
+
+    tables_Bn: np.ndarray
+    begins_B: np.ndarray
+    ends_B: np.ndarray
+
+
+class WorkItems(NamedTuple):
+    """Of threads that share them: of each its first row and that behind the last, its first KV head and that behind the
+    last. `begun`: one number, how many items have been begun."""
+
+    spans_W4: np.ndarray
+    begun: np.ndarray
+
+
+class Softmax(NamedTuple):
+    """Scores are capped to +-softcap, 0 is not at all. Maxima begin at `tops_HG`, the sinks' scores if there are any,
+    whose weight there is `total`."""
+
+    softcap: np.float32
+    tops_HG: np.ndarray
+    total: np.float32
+
+
+class Scores(Protocol):
+    """What a softmax turns into weights."""
+
+    @property
+    def scores_HGS(self) -> np.ndarray: ...
+    @property
+    def tops_HG(self) -> np.ndarray: ...
+    @property
+    def totals_HG(self) -> np.ndarray: ...
+
+
+class Scratch(NamedTuple):
+    """A thread's own: scores, then weights, of a chunk; the maxima so far; the sums of weights as seen from there."""
+
+    scores_HGS: np.ndarray
+    tops_HG: np.ndarray
+    totals_HG: np.ndarray
+
+    @classmethod
+    def make(cls, num_kv_heads: int, group: int, chunk_tokens: int) -> "Scratch":
+        shape = (num_kv_heads, group)
+        return cls(*(np.empty(s, np.float32) for s in ((*shape, chunk_tokens), shape, shape)))
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Begins at a multiple of 64 bytes: a load of a tile whose rows do not takes six times as long."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(num_bytes + 63, np.uint8)
+    return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % 64)

@@ -1,0 +1,68 @@
+"""What is kept of compiled kernels on disk is taken while all that they are made of is as it was, and not longer."""
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from numba import config
+
+from runtime.kernels import compiled
+
+PLACES = "CACHE_LOCATOR_CLASSES"
+PART = """
+from numba import njit
+
+@njit
+def part(x):
+    return x + {added}
+"""
+KERNEL = """
+from .compiled import kept
+from .folder.part import part
+
+@kept
+def kernel(x):
+    return 10 * part(x)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kernels of its own beside a copy of `compiled`; a kernel in one file is made of a part in another."""
+    folder = tmp_path / "own_kernels"
+    (folder / "folder").mkdir(parents=True)
+    shutil.copy(compiled.__file__, folder)
+    (folder / "kernel.py").write_text(KERNEL)
+    (folder / "folder" / "part.py").write_text(PART.format(added=1))
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+def loaded_anew(package: Path) -> ModuleType:
+    """As in a new process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package.name]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{package.name}.kernel")
+
+
+def result(module: ModuleType) -> tuple[int, bool]:
+    """What the kernel makes of 4, and whether it was compiled for that."""
+    return module.kernel(4), bool(module.kernel.stats.cache_misses)
+
+
+def test_a_kernel_is_compiled_anew_when_a_part_in_another_file_has_changed(package: Path) -> None:
+    assert result(loaded_anew(package)) == (50, True)
+    assert result(loaded_anew(package)) == (50, False)
+    (package / "folder" / "part.py").write_text(PART.format(added=2))
+    assert result(loaded_anew(package)) == (60, True)
+    assert result(loaded_anew(package)) == (60, False)
+
+
+def test_other_functions_are_kept_where_their_owners_say(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, PLACES, "InTreeCacheLocator")
+    loaded_anew(package)
+    assert getattr(config, PLACES) == "InTreeCacheLocator"
