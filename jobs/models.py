@@ -15,9 +15,8 @@ def main(composed: Composed) -> None:
 
     from transformers.utils.logging import set_verbosity_error
 
-    from jobs.planning.making import write_shapes
-    from jobs.planning.support import describe
-    from jobs.planning.support_table import families_named, support_table
+    from jobs.planning.named import write_shapes
+    from jobs.planning.support import describe, families_named, support_table
 
     set_verbosity_error()  # its warnings are about the tiny sizes, not about the families
     if config.shapes is not None:

@@ -30,8 +30,7 @@ def main(composed: Composed) -> None:
 def _write(config: PlanConfig, planned: "Planned") -> None:
     """Tables and pictures: here alone matplotlib is loaded."""
     from jobs.files.publishing import make_directory
-    from jobs.planning.sweeping import run_sweep
-    from jobs.planning.timeline import write_timeline
+    from jobs.planning.plan_files import run_sweep, write_timeline
 
     directory = make_directory(Path(config.plan.directory))
     if config.plan.timeline:

@@ -1,7 +1,8 @@
 """Checkpoints that the tests synthesise once, and the answers that transformers gives for them."""
 
+import gc
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--product", action="store_true", help="run every combination of settings, not only every pair of them"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and test items stay until the end: the garbage collector need not look through them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,16 @@ T = TypeVar("T")
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["tests.unsynced", "jobs.generate", "jobs.run.generation", "runtime.kernels.attention"]
+    [
+        "tests.unsynced",
+        "jobs.generate",
+        "jobs.run.generation",
+        *(f"runtime.kernels.{name}" for name in ("attention_kernel", "rowwise_kernel", "vector_steps")),
+        "transformers.models.llama.modeling_llama",  # what follows would be imported late
+        "pandas",
+        "tests.fuzz.child",
+        "tests.frozen",
+    ]
 )
 
 

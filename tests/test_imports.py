@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,14 @@ def test_the_rules_see_the_project() -> None:
     assert {"runtime.errors", "runtime.plan", "jobs.config.settings", "jobs.datasets.config"} <= set(MODULES)
     assert "runtime.errors" in imports("runtime.config")
     assert "jobs.datasets.config" in imports("jobs.config.settings")
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports in functions and those for type checkers alone count: they only hide a circle."""
+    try:
+        TopologicalSorter({module: imports(module) & set(MODULES) - {module} for module in MODULES}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize("module", RUNTIME)

@@ -1,4 +1,4 @@
-"""From a failure to one line on stderr and an exit code: what stands between a job and the shell.
+"""Turns a failure into one line on stderr and an exit code: what stands between a job and the shell.
 
 Hydra is not imported here (only the job files do that); its exceptions are known by the module they come from.
 """

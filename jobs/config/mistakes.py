@@ -43,7 +43,7 @@ def told(error: Exception, path: Path | None = None) -> MillraceError:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """With what it came out of: who cannot load a library may say no more than that."""
+    """The error and those it came out of: who cannot load a library may say no more than that."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

@@ -33,8 +33,8 @@ def hold_signals() -> None:
 
 
 def end_on_signals() -> None:
-    """From now on one of them, or one that has waited, ends the process with 75, until a `StopFlag` takes over: a job
-    calls this first, as imports from a cold file system can take long and there is nothing to save yet."""
+    """Lets a signal, also one that has waited, end the process with 75 from now on, until a `StopFlag` takes over: a
+    job calls this first, as imports from a cold file system can take long and there is nothing to save yet."""
     for number in heard_signals():
         signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -100,7 +100,8 @@ class StopFlag:
         signal.set_wakeup_fd(self._old_descriptor)
 
     def _forget(self) -> None:
-        """In a forked child, such as a worker of `datasets`: its signals are its own and must not stop the parent."""
+        """Forgets the parent in a forked child, such as a worker of `datasets`: its signals are its own and must not
+        stop the parent."""
         if self._is_watching:
             self._restore()
 

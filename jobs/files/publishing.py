@@ -1,7 +1,8 @@
 """Publishing a file: a reader sees all of it or nothing, whatever is killed and whenever.
 
 A file is written under a hidden name beside its final one, made durable, and only then given its name.
-Hidden means a leading dot: Parquet readers, `datasets` and shell globs pass over it.
+Hidden means a leading dot: Parquet readers, `datasets` and shell globs pass over it. Who may read what a run writes is
+said here too, as prompts and completions are in it.
 """
 
 import errno
@@ -11,8 +12,8 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeAlias
@@ -180,7 +181,8 @@ def _damaged(path: Path, num_bytes: int, reason: str) -> DamagedRunError:
 
 
 def write_parquet(table: pa.Table, file: BinaryIO) -> None:
-    """With page checksums and without statistics: no checksum covers those, and readers trust them to skip rows."""
+    """Writes a table with page checksums and without statistics: no checksum covers those, and readers trust them to
+    skip rows."""
     pq.write_table(table, file, write_page_checksum=True, write_statistics=False)
 
 
@@ -194,3 +196,18 @@ def parse_parquet(data: bytes) -> pa.Table:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+PRIVATE_FOLDER_MODE = 0o700
+OTHERS = 0o077
+
+
+@contextmanager
+def files_made_private() -> Iterator[None]:
+    """What this process makes inside is for its owner alone: by the umask, so that nothing is left out."""
+    before = os.umask(OTHERS)
+    os.umask(before | OTHERS)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -1,8 +1,12 @@
-"""The sizes of a published architecture, of which there is no checkpoint at hand: from its model without weights."""
+"""The sizes of a published architecture, of which there is no checkpoint at hand: transformers builds its model without
+weights. `jobs.models` writes those of the architectures in `conf` to jobs/data/shapes.jsonl.
+"""
 
 import copy
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -21,13 +25,18 @@ from runtime.synthesize.random_weights import RandomWeights
 from runtime.weights.conversions import Conversion
 from runtime.weights.layout import map_weights
 
+from ..config.settings import read_yaml
+from ..config.typed import plain
+from ..files.publishing import json_digest, publish, write_all
+from .shapes import ShapeRow, to_row
+
 STORED = DType.bfloat16  # what nearly all are published in
 
 
 def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
-    """By compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors that transformers
-    would write, one behind the other in a file that does not exist. What the kernels of a host's CPU spare is left
-    out. `architecture`: keys of transformers' config, `model_type` among them.
+    """The shapes of a model by compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors
+    that transformers would write, one behind the other in a file that does not exist. What the kernels of a host's CPU
+    spare is left out. `architecture`: keys of transformers' config, `model_type` among them.
 
     Takes seconds and no memory to speak of. Raises ConfigError where the architecture is impossible.
     """
@@ -79,7 +88,7 @@ def _laid_out(specs: Iterable[TensorSpec], file: str = "model") -> dict[str, Ten
 
 
 def _converted(model: PreTrainedModel, conversions: Iterable[Conversion]) -> dict[str, Parameter]:
-    """As the file of what was converted once would hold them."""
+    """The converted parameters, as the file of what was converted once would hold them."""
     state = model.state_dict()
     specs = [
         TensorSpec(name=target, dtype=conversion.dtype, shape=tuple(state[target].shape))
@@ -88,3 +97,30 @@ def _converted(model: PreTrainedModel, conversions: Iterable[Conversion]) -> dic
     ]
     tensors = _laid_out(specs, file="converted")
     return {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in tensors.items()}
+
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+def architectures() -> dict[str, dict[str, object]]:
+    """The architectures of the models that have a name, by that name."""
+    paths = sorted((CONF / "architecture").glob("*.yaml"))
+    return {path.stem: read_yaml(path) for path in paths if (CONF / "model" / path.name).exists()}
+
+
+def architecture_digest(architecture: Mapping[str, object]) -> str:
+    return json_digest(plain(architecture))[:16]
+
+
+def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
+    return to_row(named_shapes(name, architecture), architecture_digest(architecture))
+
+
+def write_shapes(path: Path) -> Iterator[str]:
+    """Yields each model's name once it is weighed; the file is published behind the last one. Raises OutputError."""
+    lines: list[str] = []
+    for name, architecture in architectures().items():
+        lines.append(json.dumps(make_row(name, architecture), separators=(",", ":")) + "\n")
+        yield name
+    text = "".join(lines).encode()
+    publish(path, lambda file: write_all(file, text), exclusive=False)

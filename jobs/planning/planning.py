@@ -86,7 +86,7 @@ def make_plan(config: PlanConfig) -> Planned:
 
 
 def plan_on(machine: Machine, config: PlanConfig) -> Planned:
-    """As `make_plan`, for a machine that need not be the one of the config."""
+    """Plans what `make_plan` does, for a machine that need not be the one of the config."""
     dtype = _compute_dtype(config, machine)
     shape = read_shape(config.model.name, dtype)
     shape = replace(shape, attention_way=_attention_way(machine, shape, dtype))
@@ -115,7 +115,7 @@ def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> Attenti
 def _run_plan(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], machine: Machine
 ) -> RunPlan:
-    """By the policy that `policy.pin` names among those that runs of this user have kept, as a run takes it."""
+    """The plan of a run, by the policy that `policy.pin` names among those that runs of this user have kept."""
 
     def plan(fixed: RuntimeConfig) -> RunPlan:
         return plan_run(shape, fixed, budgets, sizes, rates=machine.rates)
@@ -134,7 +134,7 @@ def _described(config: MachineConfig) -> MachineConfig:
 
 
 def _compute_dtype(config: PlanConfig, machine: Machine) -> DType:
-    """As `machine_of` takes it, where it is auto."""
+    """The compute dtype; where it is auto, the one that `machine_of` takes."""
     if config.model.dtype is not DType.auto:
         return config.model.dtype
     has_device = machine.device_bytes is not None

@@ -59,7 +59,7 @@ def _line(name: str, tokens_per_second: float | None, num_tokens: int, seconds: 
 
 
 def _utilisation(predicted: Prediction) -> str:
-    """Of the resources that work at all; what binds a phase is marked."""
+    """How busy each resource is that works at all; what binds a phase is marked."""
     phases = predicted.phases
     used = [each for each in Resource if any(phase.busy_seconds[each] for phase in phases.values())]
     lines = [f"  {each.value:<16}{''.join(_share(phase, each) for phase in phases.values())}" for each in used]

@@ -38,7 +38,7 @@ def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
 
 
 def _range(roofs: Roofs) -> tuple[float, float]:
-    """Of intensities: all points and turning points, and where every roof becomes flat."""
+    """The range of intensities that holds all points and turning points, and where every roof becomes flat."""
     turning = [each.intensity for each in roofs.turning_points]
     ridges = [roof.level.flops_per_second / roof.level.bytes_per_second for roof in roofs.roofs]
     asked = [value for each in roofs.operations for value in (each.intensity, each.own_intensity)]
@@ -80,7 +80,7 @@ def _turning_points(axes: Axes, roofs: Roofs) -> None:
 
 
 def _operation(axes: Axes, operation: Operation, marker: str, colour: str) -> None:
-    """At its intensity over the road; a hollow mark where its own memory sees it."""
+    """Marks an operation at its intensity over the link; a hollow mark stands where its own memory sees it."""
     rate = operation.flops_per_second
     style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "", "zorder": 5}
     label = f"{operation.name}: {_number(operation.intensity)} FLOPs per byte, {rate / TERA:,.3g} TFLOP/s"

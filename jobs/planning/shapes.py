@@ -1,25 +1,203 @@
-"""The sizes of the named models, which come with the project: a line each in jobs/data/shapes.jsonl."""
+"""The sizes of the named models, which come with the project: a line of JSON each in jobs/data/shapes.jsonl, in which
+equal stages stand once, and what depends on the compute dtype for each dtype.
+
+A parameter is written as one tensor, however a checkpoint cuts it. What is read back has the same bytes, parameter by
+parameter, one behind the other in a file that does not exist.
+"""
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import groupby
+from math import prod
 from pathlib import Path
+from typing import NotRequired, TypeAlias, TypedDict
 
 from runtime.config import DType
 from runtime.errors import ConfigError
+from runtime.plan.shape.delta_rule import DeltaRule
 from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 
-from .shape_row import ShapeRow, from_row
+Place: TypeAlias = tuple[int, str]  # a stage, and the name of one of its parameters
+
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+OF_DTYPE = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequence", "cross_kv_bytes_per_token")
+STRUCTURED = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")
+OF_HOST = ("has_decode_kernel", "has_joined_gates", "attention_way")  # what follows from where a model runs
+RARE = ("restart_tokens", "has_whole_prompts")  # in a line only where a model has them
+SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_HOST)
+
+
+class ParameterRow(TypedDict):
+    """`name` has `*` for the number of a layer. Where `tied`, its bytes are those of another parameter."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    is_experts: NotRequired[bool]
+    tied: NotRequired[list[int | str]]  # a Place
+
+
+class StageRow(TypedDict):
+    """`count` stages in a row, with parameters as in `layouts[layout]`."""
+
+    count: int
+    kind: str
+    layout: int
+    num_experts: int
+    num_experts_per_token: int
+
+
+class DTypeRow(TypedDict):
+    """`kv_layer_bytes`: runs of layers, as [number of layers, bytes]."""
+
+    compute_dtype_bytes: int
+    kv_layer_bytes: list[list[int]]
+    state_bytes_per_sequence: int
+    cross_kv_bytes_per_token: int
+
+
+class ShapeRow(TypedDict):
+    """`architecture`: digest of what it was made from. `sizes`: fields of ModelShape that are numbers."""
+
+    name: str
+    architecture: str
+    sizes: dict[str, int]
+    bounded_layers: list[int]
+    delta_rule: dict[str, int] | None
+    dtypes: dict[str, DTypeRow]
+    stages: list[StageRow]
+    layouts: list[list[ParameterRow]]
+
+
+def to_row(shapes: Mapping[DType, ModelShape], architecture: str) -> ShapeRow:
+    """`shapes` differ in their compute dtype alone."""
+    shape = next(iter(shapes.values()))
+    layouts: list[list[ParameterRow]] = []
+    numbers: list[int] = []
+    places: dict[frozenset[str], Place] = {}
+    for stage in shape.stages:
+        layout = [_parameter_row(stage.index, parameter, places) for parameter in stage.parameters]
+        if layout not in layouts:
+            layouts.append(layout)
+        numbers.append(layouts.index(layout))
+    delta_rule = shape.delta_rule
+    return ShapeRow(
+        name=shape.name,
+        architecture=architecture,
+        sizes={name: getattr(shape, name) for name in SIZES if name not in RARE or getattr(shape, name)},
+        bounded_layers=sorted(shape.bounded_layers),
+        delta_rule=None if delta_rule is None else {f.name: getattr(delta_rule, f.name) for f in fields(DeltaRule)},
+        dtypes={dtype.value: _dtype_row(of_dtype) for dtype, of_dtype in shapes.items()},
+        stages=_stage_rows(shape.stages, numbers),
+        layouts=layouts,
+    )
+
+
+def from_row(row: ShapeRow, dtype: DType) -> ModelShape:
+    """`dtype`: one of the row's."""
+    file: dict[Place, TensorSlice] = {}
+    stages: list[Stage] = []
+    for stage in row["stages"]:
+        for _ in range(stage["count"]):
+            turn = sum(1 for other in stages if other.kind.value == stage["kind"])
+            stages.append(_stage(len(stages), turn, stage, row["layouts"][stage["layout"]], file))
+    delta_rule, of_dtype = row["delta_rule"], row["dtypes"][dtype.value]
+    return ModelShape(
+        name=row["name"],
+        stages=tuple(stages),
+        bounded_layers=frozenset(row["bounded_layers"]),
+        delta_rule=None if delta_rule is None else DeltaRule(**delta_rule),
+        kv_layer_bytes=tuple(size for count, size in of_dtype["kv_layer_bytes"] for _ in range(count)),
+        compute_dtype_bytes=of_dtype["compute_dtype_bytes"],
+        state_bytes_per_sequence=of_dtype["state_bytes_per_sequence"],
+        cross_kv_bytes_per_token=of_dtype["cross_kv_bytes_per_token"],
+        **row["sizes"],  # pyright: ignore[reportArgumentType] - is_packed is a bool
+    )
+
+
+def _parameter_row(stage: int, parameter: Parameter, places: dict[frozenset[str], Place]) -> ParameterRow:
+    dtype = parameter.slices[0].dtype
+    assert parameter.num_bytes == parameter.num_elements * ITEM_BYTES[dtype], f"{parameter.name} is quantised"
+    name = re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name, count=1)
+    row = ParameterRow(name=name, dtype=dtype, shape=list(parameter.shape))
+    if parameter.is_experts:
+        row["is_experts"] = True
+    tensors = frozenset(piece.name for piece in parameter.slices)
+    if tensors in places:
+        row["tied"] = list(places[tensors])
+    else:
+        places[tensors] = (stage, name)
+    return row
+
+
+def _stage_rows(stages: Sequence[Stage], layouts: Sequence[int]) -> list[StageRow]:
+    rows = [
+        (stage.kind.value, layout, stage.num_experts, stage.num_experts_per_token)
+        for stage, layout in zip(stages, layouts, strict=True)
+    ]
+    return [
+        StageRow(count=len([*group]), kind=kind, layout=layout, num_experts=experts, num_experts_per_token=per_token)
+        for (kind, layout, experts, per_token), group in groupby(rows)
+    ]
+
+
+def _dtype_row(shape: ModelShape) -> DTypeRow:
+    return DTypeRow(
+        compute_dtype_bytes=shape.compute_dtype_bytes,
+        kv_layer_bytes=[[len([*group]), size] for size, group in groupby(shape.kv_layer_bytes)],
+        state_bytes_per_sequence=shape.state_bytes_per_sequence,
+        cross_kv_bytes_per_token=shape.cross_kv_bytes_per_token,
+    )
+
+
+def _stage(
+    index: int, turn: int, row: StageRow, layout: Sequence[ParameterRow], file: dict[Place, TensorSlice]
+) -> Stage:
+    kind = StageKind(row["kind"])
+    return Stage(
+        index=index,
+        name=f"{kind.value} {turn}" if kind.is_layer else kind.value,
+        kind=kind,
+        parameters=tuple(_parameter(index, parameter, file) for parameter in layout),
+        num_experts=row["num_experts"],
+        num_experts_per_token=row["num_experts_per_token"],
+    )
+
+
+def _parameter(stage: int, row: ParameterRow, file: dict[Place, TensorSlice]) -> Parameter:
+    """Tensors are put behind the last of `file`, which is mutated."""
+    name, shape = row["name"], tuple(row["shape"])
+    if "tied" in row:
+        number, other = row["tied"]
+        piece = file[int(number), str(other)]
+    else:
+        last = next(reversed(file.values()), None)
+        piece = file[stage, name] = TensorSlice(
+            name=f"{stage} {name}",
+            file="model",
+            offset=0 if last is None else last.offset + last.num_bytes,
+            num_bytes=prod(shape) * ITEM_BYTES[row["dtype"]],
+            dtype=row["dtype"],
+            shape=shape,
+        )
+    return Parameter(name=name, shape=shape, pieces=((piece,),), is_experts=row.get("is_experts", False))
+
 
 SHAPES = Path(__file__).resolve().parents[1] / "data" / "shapes.jsonl"
 
 
 def read_rows(path: Path = SHAPES) -> dict[str, ShapeRow]:
-    """By name of the model."""
+    """The rows of the file, by name of the model."""
     rows: list[ShapeRow] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {row["name"]: row for row in rows}
 
 
 def read_shape(name: str, dtype: DType) -> ModelShape:
-    """As planned with in compute `dtype`, not auto. Raises ConfigError for a model without a line."""
+    """The shape that is planned with in compute `dtype`, which is not auto. Raises ConfigError for a model without a
+    line."""
     rows = read_rows()
     if name not in rows:
         raise ConfigError(f"model={name} has no sizes to plan with; these have: {', '.join(rows)}")

@@ -79,7 +79,7 @@ def _limit(axis: Axis, fitting: float, refused: float) -> Iterator[Outcome]:
 
 
 def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """Of `config.plan.sweep`, around `planned`. Raises ConfigError where there is nothing to vary."""
+    """The axes of `config.plan.sweep`, around `planned`. Raises ConfigError where there is nothing to vary."""
     kind = config.plan.sweep
     assert kind is not None, "no sweep is asked for"
     axes = {Sweep.memory: _memories, Sweep.batch: _blocks, Sweep.prompt: _prompts, Sweep.bandwidth: _roads}
@@ -193,5 +193,5 @@ def _with_link(machine: Machine, bytes_per_second: float) -> Machine:
 
 
 def _steps(here: float, steps: range, step: float = STEP) -> list[float]:
-    """To three digits; what is configured is among them as it is."""
+    """Values around `here`, rounded to three digits; what is configured is among them as it is."""
     return [float(f"{here * step**number:.3g}") if number else here for number in steps]

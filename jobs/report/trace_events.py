@@ -41,7 +41,7 @@ class Tracks:
 
 
 class TraceEvents:
-    """Of one file. `begin` is the second that becomes 0 in it."""
+    """The events of one file. `begin` is the second that becomes 0 in it."""
 
     def __init__(self, process: Process, begin: float):
         self._process, self._begin = process, begin

@@ -66,7 +66,7 @@ class ChatRenderer(Closing):
         return answer["text"]
 
     def _ask(self, value: object) -> dict[str, str] | None:
-        """None where the process has ended over it, or was ended."""
+        """The process's answer; None where it has ended over the question, or was ended."""
         if self._process is None:
             self._start()
         assert self._process is not None, "it has just been started"

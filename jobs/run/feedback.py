@@ -30,7 +30,8 @@ Plain = TypeVar("Plain")
 
 @dataclass(kw_only=True)
 class Feedback:
-    """Of a run in waves whose policy is searched. `policy`: the one that it goes by, None before it is planned."""
+    """What a run in waves learns whose policy is searched. `policy`: the one that it goes by, None before it is
+    planned."""
 
     path: Path
     runtime: Runtime
@@ -62,7 +63,7 @@ class Feedback:
         self.runtime.rates = self._corrected or self._first
 
     def record(self, plan: RunPlan) -> None:
-        """Before the first block runs as `plan` says. Raises OutputError."""
+        """Keeps the rates and the policy before the first block runs as `plan` says. Raises OutputError."""
         self._first, self.policy = self.runtime.rates, plan.searched
         self._write()
 
@@ -72,7 +73,8 @@ class Feedback:
         return self._first is not None and self._corrected is None
 
     def learn(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
-        """From the first block's, which went `plan`'s way: the plan for those that are left. Raises OutputError."""
+        """The plan for the blocks that are left, from the passes of the first block, which went `plan`'s way. Raises
+        OutputError."""
         assert self._first is not None, "nothing is due"
         measured, predicted = worked(passes)
         self._corrected = corrected(self._first, measured, predicted)

@@ -19,8 +19,7 @@ from runtime.trace import Trace
 from ..config.mistakes import mistakes_logged
 from ..config.settings import GenerateConfig, run_name
 from ..datasets import Row, read_rows, shard_rows, with_former_ids
-from ..files.privacy import PRIVATE_FOLDER_MODE, files_made_private
-from ..files.publishing import publish, write_all
+from ..files.publishing import PRIVATE_FOLDER_MODE, files_made_private, publish, write_all
 from ..report.trace_file import tracing
 from .chat import require_template
 from .continuous import generate_continuously

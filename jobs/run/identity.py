@@ -80,8 +80,9 @@ def _digest_key(file: str) -> str:
 
 
 def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
-    """Of all files that can change the text; of weights only with model.verify=full. Of generation_config.json: what is
-    followed whatever `sampling` says; with `sampling.follow_model` the rest is among the settings."""
+    """The facts of all files that can change the text; those of weights only with model.verify=full, and those of
+    generation_config.json that are followed whatever `sampling` says; with `sampling.follow_model` the rest is among
+    the settings."""
     facts = {f"config.json {key}": value for key, value in _flat(model.config, VERSIONS | PLACES)}
     facts |= _generation_facts(model)
     facts |= _adapter_facts(model.checkpoint.path)
@@ -94,7 +95,7 @@ def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
 
 
 def _generation_facts(model: LoadedModel) -> dict[str, JsonValue]:
-    """Without such a file both are config.json's."""
+    """What the model says of generating. Without a generation_config.json it is config.json that says it."""
     if not (model.checkpoint.path / "generation_config.json").exists():
         return {}
     return {

@@ -46,7 +46,7 @@ class RunManifest:
 
     @property
     def is_old(self) -> bool:
-        """Of a run that was begun by a version that recorded no facts, and no digests of rows."""
+        """Whether a version began the run that recorded no facts, and no digests of rows."""
         return self.format == FORMAT_WITHOUT_FACTS
 
     @property

@@ -40,7 +40,7 @@ class StreamingSession(Protocol):
         ...
 
     def snapshot(self) -> dict[int, Unfinished]:
-        """Of the sequences that `stream` has admitted and not finished, also after it raised Interrupted."""
+        """The state of the sequences that `stream` has admitted and not finished, also after it raised Interrupted."""
         ...
 
 

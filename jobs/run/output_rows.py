@@ -136,7 +136,7 @@ def _kind(value: object) -> str:
 
 
 def _column_type(kinds: set[str]) -> pa.DataType | None:
-    """None where the values agree on no simple type."""
+    """The simple type that all values have; None where they agree on none."""
     agreements = (
         ({"string"}, pa.string()),
         ({"bool"}, pa.bool_()),

@@ -48,7 +48,7 @@ class _Checked:
 
 
 class OtherColumns(ValueError):
-    """Of a part that is whole and this run's, but for the columns that its rows brought along."""
+    """A part is whole and this run's, but for the columns that its rows brought along."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,8 @@ class PartStore:
             )
 
     def _sits_elsewhere(self, path: Path) -> bool:
-        """Of this run, but of a block that the plan does not have so. What cannot be read is not asked."""
+        """Whether a part is this run's, but of a block that the plan does not have so. What cannot be read is not
+        asked."""
         try:
             footer = parse_part(path.read_bytes()).schema.metadata or {}
         except PARQUET_PROBLEMS:
@@ -150,8 +151,8 @@ class PartStore:
         return ours and (block is None or any(footer.get(key) != value for key, value in self._footer(block).items()))
 
     def passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
-        """Of those blocks that are committed; None: of all, for the summary. A block whose cache is gone is missing,
-        and logged."""
+        """The passes of those of `blocks` that are committed; None: of all, for the summary. A block whose cache is
+        gone is missing, and logged."""
         rows: list[PassRow] = []
         for block in sorted(self.blocks if blocks is None else blocks):
             path = self.directory.throughput_part(block)
@@ -272,8 +273,8 @@ class PartStore:
         return PartInfo(block=part.block, rows=Counter(part.table["status"].to_pylist()), sha256=part.sha256)
 
     def _refuse_other_columns(self, verdicts: Sequence[PartInfo | Exception]) -> None:
-        """Of a run whose manifest does not hold the columns of the input: if no part agrees with those of now, the
-        input was changed."""
+        """Refuses to go on where the manifest does not hold the columns of the input and no part agrees with those of
+        now: the input was changed."""
         others = [verdict for verdict in verdicts if isinstance(verdict, OtherColumns)]
         if self.manifest.is_old and others and not any(isinstance(verdict, PartInfo) for verdict in verdicts):
             raise RunMismatchError(

@@ -38,14 +38,14 @@ class PhaseTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTimes:
-    """Of all passes of a run, by phase."""
+    """The times of all passes of a run, by phase."""
 
     prefill: PhaseTimes
     decode: PhaseTimes
 
 
 def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
-    """Of one pass that carries this share of prompts, where all passes of a phase are taken to be alike."""
+    """The times of one pass that carries this share of prompts, where all passes of a phase are taken to be alike."""
 
     def mean(phase: PhaseTime) -> PhaseTimes:
         return PhaseTimes.of(phase).times(1 / phase.num_passes if phase.num_passes else 0.0)

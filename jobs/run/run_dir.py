@@ -80,7 +80,7 @@ class RunDirectory:
         return self.path / ".lock"
 
     def running_block(self, block: int) -> Path:
-        """As `running`, of one block of a run in waves."""
+        """What `running` is, for one block of a run in waves."""
         return self.path / f"running-{block:05d}.parquet"
 
     def generations_part(self, block: int) -> Path:
@@ -132,7 +132,7 @@ def open_run(path: Path, manifest: RunManifest) -> RunState:
 
 
 def is_begun_by_older_version(path: Path) -> bool:
-    """By one that recorded no facts, and called rows that cannot be read otherwise."""
+    """Whether the run was begun by a version that recorded no facts, and called rows that cannot be read otherwise."""
     try:
         return read_json(RunDirectory(path=path).manifest).get("format") == FORMAT_WITHOUT_FACTS
     except (OSError, DamagedRunError):  # `open_run` says so

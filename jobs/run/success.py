@@ -50,7 +50,7 @@ def is_finished(directory: RunDirectory) -> bool:
 
 
 def _sha256(path: Path) -> str | None:
-    """None of a link: what it leads to is not the run's."""
+    """The digest of a file; None for a link, as what it leads to is not the run's."""
     return None if path.is_symlink() else file_sha256(path)
 
 

@@ -1,4 +1,4 @@
-"""From the passes of a run to its numbers: tokens per second by the papers' formulas, bytes and memory per tier.
+"""The numbers that the passes of a run come to: tokens per second by the papers' formulas, bytes and memory per tier.
 
 prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from decode passes / decode time;
 total = generated tokens / (prefill + decode time). Issued tokens are all that were sampled, useful ones those up to
@@ -76,7 +76,7 @@ class PassRow:
 
     @property
     def prefill_share(self) -> float:
-        """Of the pass's work, between 0 and 1."""
+        """How much of the pass's work was prefill, between 0 and 1."""
         if self.phase == "mixed":
             return self.prompt_tokens / self.real_tokens
         return 1.0 if self.phase == "prefill" else 0.0
@@ -130,8 +130,8 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertUse:
-    """Of decode passes: shares of all experts in layers that are read expert by expert. Lanes that ask one by one may
-    read some more than once, and together more than all."""
+    """How many experts decode passes use: shares of all experts in layers that are read expert by expert. Lanes that
+    ask one by one may read some more than once, and together more than all."""
 
     hit: float
     read: float
@@ -178,7 +178,8 @@ class Summary:
 
     @property
     def hit_rate(self) -> float | None:
-        """Of streamed stages, how many were there when a lane first asked; None where nothing streamed."""
+        """How many of the streamed stages were there when a lane first asked, between 0 and 1; None where nothing
+        streamed."""
         asked = self.prefetch_hits + self.prefetch_misses
         return self.prefetch_hits / asked if asked else None
 
@@ -242,7 +243,8 @@ def run_times(passes: Sequence[PassRow], columns: Sequence[str]) -> RunTimes:
 
 
 def expert_use(passes: Sequence[PassRow]) -> ExpertUse | None:
-    """None where no expert was read by itself. A mixed pass counts by its share of decoding."""
+    """How many experts the passes used; None where no expert was read by itself. A mixed pass counts by its share of
+    decoding."""
 
     def added(counts: Iterable[int]) -> float:
         return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))

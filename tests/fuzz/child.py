@@ -1,15 +1,13 @@
-"""Runs cases of one target, one after the other, and says on stdout what became of each. Ended by who watches it."""
+"""Runs cases of one target, one after the other, and reports what became of each. Ended by who watches it."""
 
-import json
 import logging
 import os
 import random
 import resource
 import shutil
-import sys
-import tempfile
 import time
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from runtime.errors import MillraceError
@@ -18,20 +16,26 @@ from tests.fuzz.target import Cases, OutsideError, write
 
 ADDRESS_SPACE = 12 << 30  # on top of what is mapped before the first case
 
+_watchers: list[Connection] = []
 
-def main(name: str, seed: int, first: int, seconds: float, last: int | None) -> None:
-    """A line of JSON for each case that begins, each finding, and counts of the rest."""
+
+def serve(report: Connection, home: Path, name: str, seed: int, first: int, seconds: float, last: int | None) -> None:
+    """Reports each case that begins, and how it ends. `home` is an empty directory, where the file `stderr` gets what
+    is printed."""
+    _watchers.append(report)
+    with (home / "stderr").open("ab") as printed:
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
     logging.disable(logging.CRITICAL)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as home:
-        cases = Cases.of(targets.BY_NAME[name], Path(home))
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE,) * 2)
-        say(ready=True)
-        end, number = time.monotonic() + seconds, first
-        while time.monotonic() < end and (last is None or number <= last):
-            run(cases, seed, number, Path(home) / "case")
-            number += 1
+    cases = Cases.of(targets.BY_NAME[name], home)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + ADDRESS_SPACE,) * 2)
+    say(ready=True)
+    end, number = time.monotonic() + seconds, first
+    while time.monotonic() < end and (last is None or number <= last):
+        run(cases, seed, number, home / "case")
+        number += 1
     say(done=True)
 
 
@@ -40,7 +44,7 @@ def run(cases: Cases, seed: int, number: int, directory: Path) -> None:
     write(cases.files(seed, number), directory)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
-    say(begins=number)
+    say(begins=number, cpu_seconds=sum(os.times()[:4]))
     try:
         cases.target.check(directory, random.Random(number))
         outcome, text = "accepted", ""
@@ -62,17 +66,5 @@ def resident(key: str) -> int:
 
 
 def say(**what: object) -> None:
-    print(json.dumps(what), file=REPORT, flush=True)
-
-
-if __name__ == "__main__":
-    REPORT = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints is no report
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
-    main(
-        given["target"],
-        int(given["seed"]),
-        int(given["first"]),
-        float(given["seconds"]),
-        int(given["last"]) if "last" in given else None,
-    )
+    for watcher in _watchers:
+        watcher.send(what)

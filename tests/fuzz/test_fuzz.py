@@ -1,6 +1,12 @@
 """Ten seconds of each target find nothing; the watch finds what it is there for."""
 
+import os
 import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -41,33 +47,55 @@ def test_only_our_own_errors_are_refusals(
     assert said[-1]["outcome"] == outcome
 
 
-SCRIPT = """
-import os, sys, time
-print('{"ready": true}', flush=True)
-first = int(next(word for word in sys.argv if word.startswith("first=")).partition("=")[2])
-print('{"begins": %d}' % first, flush=True)
-{then}
-print('{"ends": %d, "outcome": "accepted", "text": "", "grown": {grown}}' % first, flush=True)
-print('{"done": true}', flush=True)
-"""
+def hang() -> None:
+    time.sleep(60)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def do_nothing() -> None: ...
+
+
+def fake(
+    then: Callable[[], None],
+    grown: int,
+    report: Connection,
+    home: Path,
+    name: str,
+    seed: int,
+    first: int,
+    seconds: float,
+    last: int | None,
+) -> None:
+    """A child whose one case does `then`."""
+    report.send({"ready": True})
+    report.send({"begins": first, "cpu_seconds": sum(os.times()[:4])})
+    then()
+    report.send({"ends": first, "outcome": "accepted", "text": "", "grown": grown})
+    report.send({"done": True})
 
 
 @pytest.mark.parametrize(
     ("then", "grown", "what"),
     [
-        ("time.sleep(60)", 0, "no end after"),
-        ("while True: pass", 0, "no end after"),
-        ("os.kill(os.getpid(), 9)", 0, "ended the process with -9"),
-        ("", 2**31, "grew by 2.0 GiB"),
-        ("", 0, None),
+        (hang, 0, "no end after"),
+        (spin, 0, "no end after"),
+        (die, 0, "ended the process with -9"),
+        (do_nothing, 2**31, "grew by 2.0 GiB"),
+        (do_nothing, 0, None),
     ],
 )
 def test_a_hang_a_death_and_growth_are_findings_and_the_next_case_goes_on(
-    then: str, grown: int, what: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    then: Callable[[], None], grown: int, what: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "fake.py"
-    script.write_text(SCRIPT.replace("{then}", then).replace("{grown}", str(grown)))
-    monkeypatch.setattr(watch, "CHILD", [str(script)])
+    monkeypatch.setattr(watch, "CHILD", partial(fake, then, grown))
     monkeypatch.setattr(watch, "MAX_SECONDS", 0.5)
     tally = watch.watch("x", seconds=30, seed=0, first=4, last=5)
     assert [finding.number for finding in tally.findings] == ([4, 5] if what else [])

@@ -1,19 +1,19 @@
 """Starts children, ends one that hangs, and counts what they say."""
 
-import json
 import os
-import queue
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[2]
-CHILD = ["-m", "tests.fuzz.child"]
+from tests.fuzz.child import serve
+from tests.processes import PROCESSES
+
+CHILD: Callable[..., None] = serve  # its report, home, target, seed, first case, seconds, last case
 MAX_SECONDS, MAX_GROWTH_BYTES = 10.0, 1 << 30  # of a case
 WALL_FACTOR = 6  # times as long by the clock, where a case gets no processor
 START_SECONDS = 300.0  # imports, on a machine with much else to do
@@ -38,11 +38,30 @@ class Tally:
     target: str
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
-    stderr: str = ""
 
     def __str__(self) -> str:
         accepted, refused = self.counts["accepted"], self.counts["refused"]
         return f"{self.target:14} {accepted:7} accepted {refused:7} refused {len(self.findings):4} findings"
+
+
+@dataclass(frozen=True)
+class Child:
+    """What it prints goes to the file `printed`."""
+
+    process: BaseProcess
+    report: Connection
+    printed: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
+    def ended(self) -> str:
+        """How, and what it printed last."""
+        self.process.join()
+        printed = self.printed.read_bytes()[-2000:] if self.printed.exists() else b""
+        return f"{self.process.exitcode}: {printed.decode('utf-8', 'replace')}"
 
 
 def watch(target: str, *, seconds: float, seed: int, first: int = 0, last: int | None = None) -> Tally:
@@ -60,28 +79,19 @@ def watch(target: str, *, seconds: float, seed: int, first: int = 0, last: int |
 
 def _one_child(tally: Tally, seed: int, first: int, seconds: float, last: int | None) -> tuple[int, float | None]:
     """The number of the case that comes next, and when the child was ready; None where it never was."""
-    words = [f"target={tally.target}", f"seed={seed}", f"first={first}", f"seconds={seconds}"]
-    words += [] if last is None else [f"last={last}"]
-    command = [sys.executable, *CHILD, *words]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        lines: queue.Queue[bytes | None] = queue.Queue()
-        readers = [
-            threading.Thread(target=_put_lines, args=(child, lines), daemon=True),
-            threading.Thread(target=_keep_stderr, args=(child, tally), daemon=True),
-        ]
-        for reader in readers:
-            reader.start()
+    report, there = PROCESSES.Pipe(duplex=False)
+    with report, TemporaryDirectory(prefix="fuzz-") as home:
+        process = PROCESSES.Process(target=CHILD, args=(there, Path(home), tally.target, seed, first, seconds, last))
+        process.start()
+        there.close()
         try:
-            return _listen(tally, seed, first, lines, child)
+            return _listen(tally, seed, first, Child(process, report, Path(home) / "stderr"))
         finally:
-            child.kill()
-            for reader in readers:
-                reader.join()
+            process.kill()
+            process.join()
 
 
-def _listen(
-    tally: Tally, seed: int, first: int, lines: "queue.Queue[bytes | None]", child: "subprocess.Popen[bytes]"
-) -> tuple[int, float | None]:
+def _listen(tally: Tally, seed: int, first: int, child: Child) -> tuple[int, float | None]:
     running, started = None, None
     number = first
     begun, used = 0.0, 0.0  # of the case that runs: by the clock, and the processor time before it
@@ -90,24 +100,23 @@ def _listen(
         tally.findings.append(Finding(target=tally.target, seed=seed, number=number, what=what))
 
     while True:
-        try:
-            line = lines.get(timeout=START_SECONDS if running is None else MAX_SECONDS)
-        except queue.Empty:
+        if not child.report.poll(START_SECONDS if running is None else MAX_SECONDS):
             is_starved = started is not None and cpu_seconds(child.pid) - used < MAX_SECONDS / 2
             if is_starved and time.monotonic() - begun < WALL_FACTOR * MAX_SECONDS:
                 continue  # the machine has much else to do
             find(f"no end after {MAX_SECONDS:.0f} s" if started else "never ready")
             return number + 1, started
-        if line is None:
+        try:
+            said: Mapping[str, object] = child.report.recv()
+        except EOFError:
             if running is not None or started is None:
-                find(f"ended the process with {child.wait()}: {tally.stderr[-2000:]}")
+                find(f"ended the process with {child.ended()}")
             return number + 1, started
-        said: Mapping[str, object] = json.loads(line)
         if "ready" in said:
             started = time.monotonic()
         elif "begins" in said:
             running = number = int(str(said["begins"]))
-            begun, used = time.monotonic(), cpu_seconds(child.pid)
+            begun, used = time.monotonic(), float(str(said["cpu_seconds"]))
         elif "ends" in said:
             running = None
             _count(tally, said, find)
@@ -139,16 +148,3 @@ def _count(tally: Tally, said: Mapping[str, object], find) -> None:
         find(f"a message of {len(str(said['text'])):,} characters: {str(said['text'])[:300]}")
     if grown > MAX_GROWTH_BYTES:
         find(f"grew by {grown / 2**30:.1f} GiB")
-
-
-def _put_lines(child: "subprocess.Popen[bytes]", lines: "queue.Queue[bytes | None]") -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        lines.put(line)
-    lines.put(None)
-
-
-def _keep_stderr(child: "subprocess.Popen[bytes]", tally: Tally) -> None:
-    assert child.stderr is not None
-    for line in child.stderr:
-        tally.stderr = (tally.stderr + line.decode("utf-8", "replace"))[-8000:]

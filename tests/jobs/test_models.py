@@ -7,8 +7,7 @@ import pytest
 from jobs import models
 from jobs.config.cli import run_job
 from jobs.config.settings import ModelsConfig, TableFormat
-from jobs.planning.support import FamilyTraits
-from jobs.planning.support_table import families_named, support_table
+from jobs.planning.support import FamilyTraits, families_named, support_table
 from runtime.config import Lanes
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.planning.making import architecture_digest, architectures, make_row
-from jobs.planning.shape_row import OF_HOST, from_row
-from jobs.planning.shapes import read_rows, read_shape
+from jobs.planning.named import architecture_digest, architectures, make_row
+from jobs.planning.shapes import OF_HOST, from_row, read_rows, read_shape
 from runtime.config import DType, ModelConfig, OffloadConfig, RuntimeConfig, Tier
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES

@@ -1,11 +1,18 @@
-"""A sweep around a plan, from its axes to its files."""
+"""The files that `jobs.plan` writes beside its text: the table and pictures of a sweep, and the trace of the simulated
+passes with its picture, like a run's.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runtime.plan.cost.simulator import Resource
 from runtime.plan.roofs import roofs_of
+from runtime.plan.timeline import Timeline, make_timeline
+from runtime.trace import Row, Span
 
+from ..report.trace_events import PREDICTED
+from ..report.trace_file import publish_trace
+from ..report.trace_picture import Window, draw
 from .config import PlanConfig, Sweep
 from .planning import Planned
 from .roofline_picture import draw_roofline
@@ -42,3 +49,32 @@ def _knees(outcomes: Sequence[Outcome], needed_sequences: float) -> dict[str, fl
     is_reached = [value for value, binding in fitting if binding not in (Resource.disk, Resource.link_in)]
     simulated = {"knee, weights no longer bind": is_reached[0]} if is_reached else {}
     return simulated | {"P2 of feed-forward layers": needed_sequences}
+
+
+NUM_LAYERS_SHOWN = 3  # in the panel that looks closer
+
+
+def write_timeline(planned: Planned, directory: Path) -> str:
+    """Publishes timeline.json and timeline.png; says which passes they show. Raises OutputError."""
+    timeline = make_timeline(planned.shape, planned.run, planned.sizes, planned.machine.rates)
+    spans = [Span(Row(s.resource.value), str(s.action), s.begin, s.end) for s in timeline.spans]
+    publish_trace(directory / "timeline.json", PREDICTED, spans)
+    draw(directory / "timeline.png", spans, _windows(planned, timeline))
+    return timeline.which
+
+
+def _windows(planned: Planned, timeline: Timeline) -> list[Window]:
+    """All of it, and some layers in the middle of the last pass."""
+    passes = timeline.passes
+    title = f"{planned.shape.name} on {planned.machine.name}, predicted: {timeline.which}"
+    marks = [(each.begin, name) for each, name in zip(passes, timeline.names, strict=True)]
+    every = Window(begin=0.0, end=passes[-1].end, title=title, marks=marks)
+    last = passes[-1]
+    half = (last.end - last.begin) * NUM_LAYERS_SHOWN / (2 * len(planned.shape.stages))
+    middle = (last.begin + last.end) / 2
+    closer = Window(
+        begin=max(last.begin, middle - half),
+        end=min(last.end, middle + half),
+        title=f"about {NUM_LAYERS_SHOWN} layers in the middle of the last pass",
+    )
+    return [every, closer]
