@@ -6,51 +6,51 @@ import runpy
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
-import runtime
-from jobs.config.cli import REFUSED, report
-from jobs.config.completion import SHELLS, completions, shell_script
+DOORS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.stem.startswith("_")}
+COMMANDS = [*DOORS, "completion"]
+USAGE = """usage: millrace JOB [key=value ...], and millrace JOB --help for what a job's settings are
 
-COMPLETION = "completion"
+{jobs}
+  completion  a script for TAB in bash, zsh or fish: source <(millrace completion bash)"""
 
 
 def main() -> None:
+    """Little is imported before a job starts: it sees to stop signals first."""
     match sys.argv[1:]:
-        case []:
-            print(help_text(), file=sys.stderr)
-            sys.exit(REFUSED)
+        case [job, *words] if job in DOORS:
+            sys.argv[1:] = words
+            runpy.run_module(f"jobs.{job}", run_name="__main__", alter_sys=True)
+        case ["completion", *words]:
+            from jobs.config.completion import script_or_answer
+
+            text = script_or_answer(words, COMMANDS)
+            print(refuse("completion takes the name of a shell: bash, zsh or fish") if text is None else text, end="")
         case ["--help" | "-h", *_]:
             print(help_text())
         case ["--version", *_]:
+            import runtime
+
             print(f"millrace {runtime.__version__}")
-        case [command, "answer", *words] if command == COMPLETION:
-            print("".join(f"{answer}\n" for answer in completions(words, [*jobs(), COMPLETION])), end="")
-        case [command, shell] if command == COMPLETION and shell in SHELLS:
-            print(shell_script(shell), end="")
-        case [command, *_] if command == COMPLETION:
-            refuse(f"{COMPLETION} takes the name of a shell: {', '.join(SHELLS)}")
-        case [job, *words] if job in jobs():
-            sys.argv[1:] = words
-            runpy.run_module(f"jobs.{job}", run_name="__main__", alter_sys=True)
+        case []:
+            print(help_text(), file=sys.stderr)
+            sys.exit(2)
         case [word, *_]:
-            close = get_close_matches(word, [*jobs(), COMPLETION], n=1)
+            close = get_close_matches(word, COMMANDS, n=1)
             refuse(f"unknown job {word!r}: {f'did you mean {close[0]}?' if close else 'millrace --help lists them'}")
 
 
-def jobs() -> dict[str, str]:
-    """What each module of this folder says of itself, behind its name and up to the first full stop or semicolon."""
-    sources = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("_"))
-    texts = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in sources}
-    return {job: re.split(r"[.;](?:\s|$)", " ".join(text.split()).partition(": ")[2])[0] for job, text in texts.items()}
-
-
 def help_text() -> str:
-    about = {**jobs(), COMPLETION: f"a script for TAB in {' or '.join(SHELLS)}: source <(millrace {COMPLETION} bash)"}
-    lines = "\n".join(f"  {job:<12}{line}" for job, line in about.items())
-    return f"usage: millrace JOB [key=value ...]\n\n{lines}\n\nmillrace JOB --help lists what a job's settings are."
+    """With what each job's module says of itself, up to the first full stop or semicolon."""
+    texts = {job: ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or "" for job, door in DOORS.items()}
+    about = {job: " ".join(text.split()).partition(": ")[2] for job, text in texts.items()}
+    return USAGE.format(jobs="\n".join(f"  {job:<12}{re.split(r'[.;](?: |$)', about[job])[0]}" for job in DOORS))
 
 
-def refuse(message: str) -> None:
+def refuse(message: str) -> NoReturn:
+    from jobs.config.cli import REFUSED, report
+
     report(message)
     sys.exit(REFUSED)
 

@@ -170,6 +170,13 @@ def test_a_promise_names_a_test_that_is_there(path: Path) -> None:
     assert [row for row in promises if "`tests/" not in row] == []
 
 
+@pytest.mark.parametrize("package", ["runtime", "jobs"])
+def test_type_checkers_see_the_annotations_of_what_is_installed(package: str) -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    assert "py.typed" in data[package]
+    assert (ROOT / package / "py.typed").exists()
+
+
 def test_the_oldest_versions_that_are_tested_are_those_that_may_work() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = dict(re.findall(r"([a-z-]+)>=([\d.]+)", str(project["dependencies"])))

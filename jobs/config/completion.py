@@ -21,9 +21,16 @@ FLAGS = ("--help", "--multirun", "--cfg")  # Hydra's, of which a user has a use
 OF_HYDRA = ("hydra", "defaults")
 
 
-def shell_script(shell: str) -> str:
-    """What `source` takes in one of `SHELLS`; it asks for `completions` at each TAB."""
-    return files("jobs").joinpath("data", f"completion.{shell}").read_text(encoding="utf-8")
+def script_or_answer(words: Sequence[str], commands: Iterable[str]) -> str | None:
+    """Of one of `SHELLS` the script that it sources; of `answer WORD ...`, as the script asks at each TAB, the
+    `completions` of these words, one a line; None of anything else."""
+    match words:
+        case [shell] if shell in SHELLS:
+            return files("jobs").joinpath("data", f"completion.{shell}").read_text(encoding="utf-8")
+        case ["answer", *typed]:
+            return "".join(f"{word}\n" for word in completions(typed, commands))
+        case _:
+            return None
 
 
 def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:

@@ -66,6 +66,7 @@ def test_help_has_a_line_for_each_job_and_alone_it_is_refused_with_that(end_of: 
     [
         ("generat", "error: unknown job 'generat': did you mean generate?"),
         ("model=mixtral", "error: unknown job 'model=mixtral': millrace --help lists them"),
+        ("completions", "error: unknown job 'completions': did you mean completion?"),
         ("__main__", "error: unknown job '__main__': millrace --help lists them"),
     ],
 )
@@ -90,6 +91,12 @@ def test_a_job_is_refused_as_python_m_refuses_it(
     assert end.errors[0].startswith(error)
 
 
+@pytest.mark.parametrize("words", [(), ("tcsh",), ("bash", "zsh")])
+def test_completion_of_no_shell_that_is_known_is_refused(end_of: Callable[..., End], words: tuple[str, ...]) -> None:
+    errors = ["error: completion takes the name of a shell: bash, zsh or fish"]
+    assert end_of("completion", *words) == End(code=2, printed=[], errors=errors)
+
+
 def test_a_job_ends_with_its_own_exit_code(
     end_of: Callable[..., End], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -111,6 +118,15 @@ def test_a_job_that_starts_itself_again_comes_back_with_its_settings(is_installe
     assert ended.returncode == 0, ended.stderr
     assert "run: '1000'\n" in ended.stdout, "only a process that was started again has this in its environment"
     assert "- a b\n" in ended.stdout
+
+
+def test_a_job_is_begun_before_anything_of_ours_is_imported() -> None:
+    """From there on a stop signal ends it with 75."""
+    program = "import runpy, sys; runpy.run_module = lambda *_, **__: print(sorted(name for name in sys.modules"
+    program += " if name.partition('.')[0] in ('jobs', 'runtime', 'yaml'))); sys.argv = ['millrace', 'generate']"
+    program += "; from jobs.__main__ import main; main()"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "['jobs', 'jobs.__main__']\n", ended.stderr
 
 
 def test_a_launcher_can_take_its_job_to_another_process() -> None:

@@ -92,7 +92,7 @@ def test_bash_completes_a_whole_command_at_tab(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment, start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
-    too_late = Timer(60, shell.kill)  # what reads from it then fails
+    too_late = Timer(120, shell.kill)  # what reads from it then fails
     too_late.start()
     for line in (b"source <(millrace completion bash)\n", typed, b"exit\n"):
         said = b""
