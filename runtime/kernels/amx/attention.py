@@ -145,9 +145,9 @@ def attend(
     items: WorkItems,
     scratch: TileScratch,
 ) -> None:
-    """As that in vectors, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of TILE_DIMS, where
-    `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does not matter.
-    Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
+    """What attention in vectors does, of pages of bfloat16 of up to TILE_ROWS positions and heads of multiples of
+    TILE_DIMS, where `may_use_tiles`. Queries and `out` are both float32 or the bits of bfloat16; what `out` held does
+    not matter. Infinite keys and values may end as NaN, and what is smaller than float32's normal numbers is zero."""
     i = begin_items(items.begun, 1)
     while i < items.spans_W4.shape[0]:
         row, last_row, head, last_head = items.spans_W4[i]

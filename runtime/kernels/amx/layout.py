@@ -117,7 +117,7 @@ def give_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHGD
 
 
 def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """From four positions of four queries in each of four vectors to 16 positions in the vector of each query."""
+    """Turns four positions of four queries in each of four vectors into 16 positions in the vector of each query."""
     eight = [[4 * p + g for p in range(8)] for g in range(4)]  # positions of two vectors
     upper, lower = (
         [shuffle(builder, a, b, eight[0] + eight[1]), shuffle(builder, a, b, eight[2] + eight[3])]

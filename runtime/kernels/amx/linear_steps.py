@@ -34,7 +34,7 @@ def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_b
 
 
 def _adder(across: int) -> Any:
-    """Of one or two tiles across: adds the products with 32 rows of w from w[at] on, at one depth of all parts."""
+    """Adds, for one or two tiles across, the products with 32 rows of w from w[at] on, at one depth of all parts."""
 
     @intrinsic
     def add(typing: Any, w: Any, w_at: Any, row_numbers: Any, x: Any, x_at: Any, x_numbers: Any) -> Any:
