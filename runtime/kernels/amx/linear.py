@@ -39,7 +39,7 @@ PANEL_NUMBERS = CHUNK_ROWS * CHAIN_STEPS * TILE_DIMS  # of a chain of a call's r
 
 
 def num_sums(num_rows: int) -> int:
-    """The sizes of a call with so many rows of x, and of a chain of it."""
+    """How many sums a call with so many rows of x holds; a chain of it holds as many."""
     return (1 + CHUNK_ROWS // PAIR_ROWS * -(-num_rows // SUM_NUMBERS)) * BLOCK_NUMBERS
 
 
