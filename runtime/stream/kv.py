@@ -18,9 +18,7 @@ from ..store.transfer import PendingTransfer
 from ..trace import Row, Trace
 from .counters import StreamCounters
 from .device import ComputeDevice
-from .disk_pages import DiskPages
-from .kv_slot import KVSlot
-from .pinned_pages import PinnedPages
+from .kv_pages import DiskPages, KVSlot, PinnedPages
 
 
 @dataclass(frozen=True)
