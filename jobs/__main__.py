@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def help_text() -> str:
-    """With what each job's module says of itself, up to the first full stop or semicolon."""
+    """The help text, with what each job's module says of itself, up to the first full stop or semicolon."""
     texts = {job: ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or "" for job, door in DOORS.items()}
     about = {job: " ".join(text.split()).partition(": ")[2] for job, text in texts.items()}
     return USAGE.format(jobs="\n".join(f"  {job:<12}{re.split(r'[.;](?: |$)', about[job])[0]}" for job in DOORS))

@@ -164,7 +164,7 @@ def virtual_time() -> Iterator[VirtualTime]:
     clock, stream = VirtualTime(), runtime.stream
     with pytest.MonkeyPatch.context() as patch:
         clock.take_over(
-            patch, runtime.engine.monitor, runtime.store.transfer, stream.clock, stream.staging, stream.weights
+            patch, runtime.engine.monitor, runtime.store.transfer, stream.clock, stream.slots, stream.weights
         )
         yield clock
 
