@@ -1,5 +1,6 @@
 """A run that an earlier version of Millrace began and did not finish goes on with this one: `tests/begun_before`."""
 
+import json
 import logging
 import shutil
 from collections import Counter
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from hydra import compose, initialize_config_dir
 
+import runtime
 from jobs.config.settings import GenerateConfig, load
 from jobs.run.generation import Outcome, generate
 
@@ -68,4 +70,6 @@ def test_a_run_begun_before_goes_on_from_its_tokens_and_keeps_its_parts(
     assert not list(outcome.directory.glob("running*"))
     assert not (outcome.directory / "quarantine").exists()
 
-    assert rows == rows_of(finish(run, tmp_path / "fresh").directory)
+    fresh = finish(run, tmp_path / "fresh").directory
+    assert rows == rows_of(fresh)
+    assert json.loads((fresh / "run.json").read_text())["versions"]["millrace"] == runtime.__version__
