@@ -22,8 +22,8 @@ OF_HYDRA = ("hydra", "defaults")
 
 
 def script_or_answer(words: Sequence[str], commands: Iterable[str]) -> str | None:
-    """Of one of `SHELLS` the script that it sources; of `answer WORD ...`, as the script asks at each TAB, the
-    `completions` of these words, one a line; None of anything else."""
+    """The name of one of `SHELLS` gives the script that it sources; `answer WORD ...`, which that script asks at each
+    TAB, gives the `completions` of these words, one a line. The result is None for any other words."""
     match words:
         case [shell] if shell in SHELLS:
             return files("jobs").joinpath("data", f"completion.{shell}").read_text(encoding="utf-8")
@@ -34,10 +34,10 @@ def script_or_answer(words: Sequence[str], commands: Iterable[str]) -> str | Non
 
 
 def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:
-    """What the last of `words` can become, whole words; those that end in `=` or `.` want more behind them.
+    """The result is what the last of `words` can become, as whole words; those that end in `=` or `.` want more.
 
-    `words` are those behind the name of the program, the one at the cursor being last and maybe empty; `commands` may
-    come first. Of a job that is not known, and of values that no one can list, nothing."""
+    `words` stand behind the name of the program, and the last of them, which may be empty, is at the cursor; `commands`
+    may come first. The result is empty for a job that is not known and for values that no one can list."""
     *before, word = words or [""]
     if not before:
         return _those_that_begin(word, (*commands, "--help", "--version"))
@@ -66,7 +66,7 @@ class _JobSettings:
             self._tree = _merged(self._tree, settings)
 
     def keys(self, word: str) -> Iterator[str]:
-        """The settings of the group that `word` has reached; a group itself takes an option too, behind `=`."""
+        """These are the settings of the group that `word` has reached; a group takes an option too, behind `=`."""
         parent = word.rpartition(".")[0]
         below, prefix = self._at(parent), f"{parent}." if parent else ""
         for name, value in below.items() if isinstance(below, Mapping) else ():
@@ -78,7 +78,7 @@ class _JobSettings:
                     yield f"{prefix}{name}."
 
     def values(self, word: str) -> Iterator[str]:
-        """`<key>=<value>` for what the key in `word` can be, as far as it can be listed."""
+        """Each result is `<key>=<value>`, for every value of the key in `word`, as far as they can be listed."""
         key = word.partition("=")[0]
         if key in self._groups:
             names = [file.name for file in _folder(key).iterdir()]
@@ -88,7 +88,7 @@ class _JobSettings:
         return (f"{key}={value}" for value in values)
 
     def _option(self, group: str) -> Settings:
-        """The file that is chosen of a group, or that of the group that it follows; nothing where there is none."""
+        """The chosen file of a group is read, or that of the group that it follows; a missing one is empty."""
         option = self._options[group]
         if option.startswith("${"):
             option = self._options.get(option[2:-1], "")
@@ -103,7 +103,7 @@ class _JobSettings:
 
 
 def _default_options(primary: Settings) -> Iterator[tuple[str, str]]:
-    """Groups in the order of the job's defaults list, each with its option; Hydra's own are left out."""
+    """The groups come in the order of the job's defaults list, each with its option; Hydra's own are left out."""
     defaults = primary.get("defaults", [])
     assert isinstance(defaults, list)
     for entry in defaults:
@@ -122,7 +122,7 @@ def _merged(settings: Settings, others: Settings) -> Settings:
 
 
 def _choices(key: str) -> list[str]:
-    """The members of an enum in the engine's settings, with `null` where it may be none."""
+    """The result is the members of an enum in the engine's settings, with `null` where the key may be null."""
     hint: object = RuntimeConfig
     for name in key.split("."):
         hint = typing.get_type_hints(hint).get(name) if isinstance(hint, type) and is_dataclass(hint) else None
