@@ -160,6 +160,26 @@ def test_texts_name_only_what_is_there(path: Path) -> None:
     assert missing == []
 
 
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("entrance", ["README.md", "ARCHITECTURE.md"])
+def test_every_page_of_the_documents_is_linked(entrance: str) -> None:
+    text = (ROOT / entrance).read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if f"](docs/{page.name})" not in text] == []
+
+
+def test_the_readme_is_short_and_its_table_too() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 120] == []
+    table = [line for line in lines if line.startswith("| ") and not line.startswith("| model")]
+    assert (len(lines) <= 90, 0 < len(table) <= 8) == (True, True)
+
+
+def test_the_architecture_is_one_page() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()) <= 80
+
+
 @pytest.mark.parametrize("path", [ROOT / "docs" / "reliability.md", ROOT / "SECURITY.md"], ids=relative)
 def test_a_promise_names_a_test_that_is_there(path: Path) -> None:
     named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", path.read_text(encoding="utf-8"))

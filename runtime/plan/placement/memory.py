@@ -21,7 +21,7 @@ GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours,
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
 # What choosing tokens makes of the few logits that it takes at a time, see engine/sampling/sampler.py.
 SAMPLING_BYTES = 24 * MIB
-ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see ARCHITECTURE.md
+ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see docs/memory.md
 
 
 @dataclass(frozen=True, kw_only=True)
