@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from .batching.admission import AdmissionLimits
 from .batching.balance import Block
 from .config import Admission, PolicyConfig
-from .engine.continuous import Continuous, ContinuousPacked, ContinuousPadded
+from .engine.batcher import Batcher, ContinuousBatcher, StaticBatcher
 from .engine.engine import Engine
 from .engine.records import PassRecord
 from .engine.resumption import begun, resumed, resumed_lane
 from .engine.sampling.stopping import decode_text
 from .engine.sequence import Completion, Request, Unfinished
 from .engine.sequence import Sequence as Running
-from .engine.wave import run_block
 from .model.loading import LoadedModel
 from .plan.placement.defaults import chunk_tokens
 from .plan.placement.memory import PAGE_TOKENS, resumed_chunks
@@ -26,7 +25,11 @@ def ignore(record: PassRecord) -> None:
 
 
 class Session:
-    """Valid inside `Runtime.session`; once it has raised, for `snapshot` alone. Not thread-safe."""
+    """Valid inside `Runtime.session`; once it has raised, for `snapshot` alone. Not thread-safe.
+
+    Requests go by their positions in `requests`, which are those that the plan was made of. `on_pass` is called after
+    each pass, once all completions that ended in it have been taken.
+    """
 
     def __init__(self, model: LoadedModel, engine: Engine, plan: RunPlan, policy: PolicyConfig):
         self._model, self._engine, self._plan, self._policy = model, engine, plan, policy
@@ -36,17 +39,28 @@ class Session:
         """Runs a first pass, that of the heaviest block, and forgets it."""
         if self._policy.admission is Admission.continuous:
             running = {i: begun(requests[i]) for block in self._plan.blocks for i in block.members}
-            next(self._continuous({i: s for i, s in running.items() if s.finish is None}).run(), None)
-            return
-        heaviest = max(self._plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
-        lanes = [
-            [Running(request=requests[i]) for i in group if requests[i].max_new_tokens]
-            for group in heaviest.micro_batches
-        ]
-        next(run_block(self._engine, heaviest.index, lanes), None)
+            batcher = self._continuous({i: s for i, s in running.items() if s.finish is None})
+        else:
+            heaviest = max(self._plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
+            lanes = [
+                [Running(request=requests[i]) for i in group if requests[i].max_new_tokens]
+                for group in heaviest.micro_batches
+            ]
+            batcher = StaticBatcher.of_block(self._engine.lanes, heaviest.index, lanes)
+        with batcher:
+            self._engine.step(batcher)
+
+    def generate(self, requests: Sequence[Request], on_pass: OnPass = ignore) -> Iterator[tuple[int, Completion]]:
+        """Generates all blocks of the plan, as its policy admits them, and gives completions as they finish."""
+        if self._policy.admission is Admission.continuous:
+            order = [i for block in self._plan.blocks for i in block.members]
+            yield from self.stream(order, requests, {}, on_pass)
+        else:
+            for block in self._plan.blocks:
+                yield from self.wave(block, block.members, requests, {}, on_pass)
 
     def run(self, block: Block, requests: Sequence[Request], on_pass: OnPass = ignore) -> list[Completion]:
-        """Generates one block. Completions are in the order of `block.members`; `on_pass` is called after each pass."""
+        """Generates one block. Completions are in the order of `block.members`."""
         completions = dict(self.wave(block, block.members, requests, {}, on_pass))
         return [completions[i] for i in block.members]
 
@@ -60,18 +74,16 @@ class Session:
     ) -> Iterator[tuple[int, Completion]]:
         """Generates one block, of whose members only those in `left`, and gives them as they finish.
 
-        `unfinished`, `on_pass`: as in `stream`. With the same members left and none of them begun, a block always comes
-        to the same bits.
+        `unfinished`: those that an earlier process has begun, from where they go on. With the same members left and
+        none of them begun, a block always comes to the same bits.
         """
         lanes = [
             self._resumed_lane([i for i in group if i in left], requests, unfinished) for group in block.micro_batches
         ]
         self._open = {i: sequence for lane in lanes for i, sequence in lane.items()}
-        yield from self._take_finished()
-        open_lanes = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
-        for record in run_block(self._engine, block.index, open_lanes, self._chunks(block, requests, open_lanes)):
-            yield from self._take_finished()
-            on_pass(record)
+        entering = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
+        chunks = self._chunks(block, requests, entering)
+        return self._generate(StaticBatcher.of_block(self._engine.lanes, block.index, entering, chunks), on_pass)
 
     def stream(
         self,
@@ -80,16 +92,18 @@ class Session:
         unfinished: Mapping[int, Unfinished],
         on_pass: OnPass = ignore,
     ) -> Iterator[tuple[int, Completion]]:
-        """Continuous admission: requests enter in `order` as others finish, and come out as they finish.
-
-        `unfinished`: those that an earlier process has begun, from where they go on. `on_pass` is called after each
-        pass, once all that finished in it has been taken.
-        """
+        """Continuous admission: requests enter in `order` as others finish, and come out as they finish. `unfinished`
+        as in `wave`."""
         self._open = {i: self._resumed(requests[i], unfinished.get(i)) for i in order}
+        entering = {i: sequence for i, sequence in self._open.items() if sequence.finish is None}
+        return self._generate(self._continuous(entering), on_pass)
+
+    def _generate(self, batcher: Batcher, on_pass: OnPass) -> Iterator[tuple[int, Completion]]:
         yield from self._take_finished()
-        for record, _ in self._continuous(self._open).run():
-            yield from self._take_finished()
-            on_pass(record)
+        with batcher:
+            while (record := self._engine.step(batcher)) is not None:
+                yield from self._take_finished()
+                on_pass(record)
 
     def snapshot(self) -> dict[int, Unfinished]:
         """Of the sequences of `wave` or `stream` that have begun and not finished; also after it was interrupted."""
@@ -127,17 +141,18 @@ class Session:
             spare_bytes=max(0, compute.left_bytes),
         )
 
-    def _continuous(self, sequences: Mapping[int, Running]) -> Continuous:
-        sequences, num_lanes, lane_size = dict(sequences), self._plan.num_lanes, self._plan.lane_size
+    def _continuous(self, sequences: Mapping[int, Running]) -> Batcher:
+        num_lanes, lane_size = self._plan.num_lanes, self._plan.lane_size
         if not self._model.shape.is_packed:
-            return ContinuousPadded(self._engine, sequences, num_lanes=num_lanes, lane_size=lane_size)
+            waiting = list(sequences.values())
+            return StaticBatcher.of_line(self._engine.lanes, waiting, num_lanes=num_lanes, lane_size=lane_size)
         limits = AdmissionLimits(
             num_lanes=num_lanes,
             lane_size=lane_size,
             lane_tokens=max(lane_size, chunk_tokens(self._policy)),
             page_tokens=PAGE_TOKENS,
         )
-        return ContinuousPacked(self._engine, sequences, limits)
+        return ContinuousBatcher(self._engine.lanes, sequences, limits)
 
     def _take_finished(self) -> list[tuple[int, Completion]]:
         finished = [i for i, sequence in self._open.items() if sequence.finish is not None]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from runtime import Runtime, RuntimeConfig, api
+from runtime import Runtime, RuntimeConfig, planning
 from runtime.config import ModelConfig
 from runtime.linear import pieces
 from runtime.linear.multipliers import choose_multipliers
@@ -93,7 +93,7 @@ def measured_once() -> Iterator[None]:
     tests measuring itself calls it where it is defined."""
     rates: dict[object, MachineRates] = {}
     caches: dict[object, CacheShape] = {}
-    measure_rates, measure_cache = api.measure_rates, loading.measure_cache
+    measure_rates, measure_cache = planning.measure_rates, loading.measure_cache
 
     def rates_of(
         loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: Usual, paged: Collection[int]
@@ -110,7 +110,7 @@ def measured_once() -> Iterator[None]:
         return caches[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "measure_rates", rates_of)
+        patch.setattr(planning, "measure_rates", rates_of)
         patch.setattr(loading, "measure_cache", cache_of)
         yield
 

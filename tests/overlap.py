@@ -35,7 +35,7 @@ from runtime.config import (
 from runtime.engine.experts import BatchedExperts
 from runtime.engine.lanes.lane import Lane
 from runtime.engine.monitor import PassMonitor
-from runtime.engine.player import Crew, PassPlayer
+from runtime.engine.player import PassContext, Player
 from runtime.engine.workers import AttentionWorkers
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.script import Durations, Script
@@ -203,7 +203,7 @@ def _played(
         return {}
 
     with reader, PromptStream(shape, placement, device, reader) as weights:
-        crew = Crew(
+        context = PassContext(
             weights=weights,
             weights_of=bound,
             experts=cast(BatchedExperts, ScriptedExperts(device, durations, is_in_step=case.is_in_step)),
@@ -213,14 +213,13 @@ def _played(
             kv=None,
             first_layer=shape.layers[0].index,
         )
-        for number in range(WARM_UP + MEASURED):
+        player = Player(context)
+        for _ in range(WARM_UP + MEASURED):
             lanes = [
                 ScriptedLane(device, placement.decode_walk, durations, lane, is_in_step=case.is_in_step)
                 for lane in range(NUM_LANES)
             ]
-            player = PassPlayer([cast(Lane, lane) for lane in lanes], [lane.begin() for lane in lanes], crew, ())
-            player.play([*(schedule.prologue if not number else ()), *schedule.cycle])
-            player.finish()
+            player.play(schedule, placement.decode_walk, [cast(Lane, lane) for lane in lanes])
             device.finish()
             ends.append(clock.now)
         device.settle()

@@ -23,7 +23,7 @@ class ScriptedLane:
         self._device, self._durations, self._lane, self._is_in_step = device, durations, lane, is_in_step
         self._walk, self._stage, self._stops = walk, walk.first_stage, list[Event]()
 
-    def begin(self) -> NeedStage:
+    def begin_pass(self, new_tokens: Sequence[int] | None = None) -> NeedStage:
         return NeedStage(self._stage)
 
     def advance(self, answer: object) -> Event | None:

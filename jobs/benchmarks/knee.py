@@ -59,10 +59,10 @@ def stand(
     runtime = Runtime(config)
     shape = runtime.model.shape
     plan = runtime.plan(requests_of(runtime, prompts(num_prompts, shape.vocab_size, prompt_tokens)))
-    assert runtime.rates is not None, "a plan measures them"
+    assert plan.rates is not None, "a plan measures them"
     budgets = runtime.budgets()
     machine = Machine(
-        name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=runtime.rates
+        name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=plan.rates
     )
     return standing(LayerWork.of(shape), machine, Tier.nvme, num_sequences=num_prompts, num_rows=plan.lane_size)
 

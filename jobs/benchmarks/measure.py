@@ -147,11 +147,7 @@ def _generated(task: Task, ours: Ours, folder: str) -> Result:
         tracing(Path(folder) / "trace", trace) as write_trace,
         runtime.confirmed_session(requests) as (plan, session),
     ):
-        if ours.admission is Admission.continuous:
-            order = [i for block in plan.blocks for i in block.members]
-            completions = [completion for _, completion in session.stream(order, requests, {}, on_pass)]
-        else:
-            completions = [c for block in plan.blocks for c in session.run(block, requests, on_pass)]
+        completions = [completion for _, completion in session.generate(requests, on_pass)]
     tokens = {int(completion.request.id): list(completion.token_ids) for completion in completions}
     seconds = sum(record.seconds for record in passes) + sum(writing_seconds)
     return Result(

@@ -60,11 +60,15 @@ class Feedback:
         if corrected_values is not None:
             self._corrected = self._read("rates", corrected_values, MachineRates.from_plain)
         self.policy = self._read("policy", values.get("policy"), Policy.from_plain)
-        self.runtime.rates = self._corrected or self._first
+
+    @property
+    def rates(self) -> MachineRates | None:
+        """Those that the run goes by: as corrected, or as measured; None where they are still to be measured."""
+        return self._corrected or self._first
 
     def record(self, plan: RunPlan) -> None:
         """Keeps the rates and the policy before the first block runs as `plan` says. Raises OutputError."""
-        self._first, self.policy = self.runtime.rates, plan.searched
+        self._first, self.policy = plan.rates, plan.searched
         self._write()
 
     @property
@@ -86,7 +90,7 @@ class Feedback:
                 predicted[resource],
             )
         better = self.runtime.revised(plan, self.requests, self._corrected)
-        self.runtime.rates, self.policy = self._corrected, better.searched
+        self.policy = better.searched
         self._write()
         return better
 

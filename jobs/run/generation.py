@@ -1,19 +1,18 @@
 """A run from rows to parts: fix the plan, generate the blocks that are not committed yet, commit each, sum up."""
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.config import Admission, PolicyKind
 from runtime.errors import RunMismatchError
-from runtime.plan.cost.predict import Prediction
 from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
-from runtime.session import Session
 from runtime.trace import Trace
 
 from ..config.mistakes import mistakes_logged
@@ -22,12 +21,11 @@ from ..datasets import Row, read_rows, shard_rows, with_former_ids
 from ..files.publishing import PRIVATE_FOLDER_MODE, files_made_private, publish, write_all
 from ..report.trace_file import tracing
 from .chat import require_template
-from .continuous import generate_continuously
 from .feedback import Feedback
 from .identity import manifest_of
 from .input_digests import InputDigests, digest_input, first_changed, keep_rows
 from .manifest import RunManifest
-from .open_run import Surroundings
+from .open_run import Surroundings, generate_blocks
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore
 from .plan_file import PlannedRequest, fix_plan, read_plan
@@ -36,7 +34,6 @@ from .run_dir import RunDirectory, RunState, is_begun_by_older_version, open_run
 from .running import remove_committed
 from .success import is_finished
 from .summary import MemoryUse, Summary, summarize, write_summary
-from .waves import generate_waves
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +57,14 @@ def run_directory(config: GenerateConfig) -> Path:
 
 def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome:
     """Runs, or goes on with, the job that `config` describes. Raises the errors of runtime.errors."""
-    with files_made_private() if config.output_private else nullcontext():
-        return _generate(config, should_stop)
+    privacy = files_made_private() if config.output_private else nullcontext()
+    with privacy, _opened(config, should_stop) as run:
+        return run.outcome_if_finished() or run.finish()
 
 
-def _generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome:
+@contextmanager
+def _opened(config: GenerateConfig, should_stop: Callable[[], bool]) -> Iterator["_Run"]:
+    """Reads the data set, and begins the run's directory or opens it again; holds its lock."""
     trace = Trace() if config.trace else None
     runtime = Runtime(config.runtime, should_stop=should_stop, trace=trace)
     require_template(runtime.model.tokenizer, config.dataset)
@@ -85,16 +85,8 @@ def _generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcom
             state.directory.path.chmod(PRIVATE_FOLDER_MODE)  # of an earlier start it may be open
         if state.manifest.facts:
             keep_rows(state.directory.row_digests, digests)
-
-        def store_for(plan: list[PlannedRequest]) -> PartStore:
-            return PartStore(
-                directory=state.directory, manifest=state.manifest, plan=plan, columns=columns, fixed=fixed
-            )
-
-        plan = _known_plan(state) if is_finished(state.directory) else None
-        if plan is not None:
-            return _outcome(store_for(plan), None, runtime, was_finished=True)
-        return _Run(state, runtime, ask(runtime, rows), store_for, config, trace).finish()
+        store = partial(PartStore, directory=state.directory, manifest=state.manifest, columns=columns, fixed=fixed)
+        yield _Run(state, runtime, rows, lambda plan: store(plan=plan), config)
 
 
 def _open(path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequence[Row]) -> RunState:
@@ -114,90 +106,106 @@ def _known_plan(state: RunState) -> list[PlannedRequest] | None:
 
 
 class _Run:
-    """One start of a run that has blocks left."""
+    """One start of a run. `store_of` makes the store of its parts from the plan's seats."""
 
     def __init__(
         self,
         state: RunState,
         runtime: Runtime,
-        asked: Asked,
-        store_for: Callable[[list[PlannedRequest]], PartStore],
+        rows: Sequence[Row],
+        store_of: Callable[[list[PlannedRequest]], PartStore],
         config: GenerateConfig,
-        trace: Trace | None,
     ):
-        self._state, self._runtime, self._asked, self._store_for = state, runtime, asked, store_for
-        self._config, self._trace = config, trace
-        policy, rates = config.policy, state.directory.rates
-        may_learn = policy.kind is PolicyKind.hrm and policy.pin is None and policy.admission is Admission.wave
-        self._feedback = Feedback(path=rates, runtime=runtime, requests=asked.requests) if may_learn else None
+        self._state, self._runtime, self._rows, self._config = state, runtime, rows, config
+        self._store_of = store_of
+
+    def outcome_if_finished(self) -> Outcome | None:
+        """What a run came to whose every part is there; None where something is left to do. Raises DamagedRunError."""
+        plan = _known_plan(self._state) if is_finished(self._state.directory) else None
+        return _outcome(self._store_of(plan), None, self._runtime, was_finished=True) if plan is not None else None
 
     def finish(self) -> Outcome:
-        """Where the first block shows that another way is faster, the session ends, and the run goes on as one that is
-        resumed would."""
-        if not self._asked.requests:
-            return self._finished(self._opened(()), None)
-        if self._feedback is not None:
-            self._feedback.restore()
+        """Generates what is left, commits it and sums the run up. Where the first block shows that another way is
+        faster, the session ends, and the run goes on as one that is resumed would."""
+        asked = ask(self._runtime, self._rows)
+        if not asked.requests:
+            return self._finished(asked, self._seated(asked, ()), None)
+        feedback = self._feedback(asked)
         while True:
             fixed = _known_plan(self._state)
-            known = unseat(fixed, self._asked) if fixed is not None else None
-            policy = self._feedback.policy if self._feedback is not None else None
-            with self._runtime.confirmed_session(self._asked.requests, blocks=known, known=policy) as (plan, session):
-                store = self._opened(plan.blocks)
-                if self._generate_left(plan, session, store):
-                    return self._finished(store, plan)
+            with self._runtime.confirmed_session(
+                asked.requests,
+                rates=feedback.rates if feedback is not None else None,
+                blocks=unseat(fixed, asked) if fixed is not None else None,
+                known=feedback.policy if feedback is not None else None,
+            ) as (plan, session):
+                store = self._seated(asked, plan.blocks)
+                for blocks, way in self._stretches(plan, store, feedback):
+                    if (way.policy, way.kv) != (plan.policy, plan.kv):
+                        log.info("policy=hrm: from now on %s", way.searched)
+                        break
+                    with self._surroundings(asked, store, way) as around:
+                        generate_blocks(session, blocks, around)
+                else:
+                    return self._finished(asked, store, plan)
 
-    def _opened(self, blocks: Sequence[Block]) -> PartStore:
-        planned = seat(self._asked, blocks)
-        store = self._store_for(planned)
+    def _feedback(self, asked: Asked) -> Feedback | None:
+        """What the run learns from its first block, where the policy is searched."""
+        policy = self._config.policy
+        if policy.kind is not PolicyKind.hrm or policy.pin is not None or policy.admission is not Admission.wave:
+            return None
+        feedback = Feedback(path=self._state.directory.rates, runtime=self._runtime, requests=asked.requests)
+        feedback.restore()
+        return feedback
+
+    def _seated(self, asked: Asked, blocks: Sequence[Block]) -> PartStore:
+        """The store of the plan's parts; writes the plan down, or checks it against what is written."""
+        planned = seat(asked, blocks)
+        store = self._store_of(planned)
         if not self._state.directory.plan.exists():
             store.require_seats()
         fix_plan(self._state.directory.plan, planned, may_lack_digest=self._state.manifest.is_old)
         return store
 
-    def _generate_left(self, plan: RunPlan, session: Session, store: PartStore) -> bool:
-        """False: blocks are left that had better go another way."""
-        done, feedback = store.committed(), self._feedback
+    def _stretches(
+        self, plan: RunPlan, store: PartStore, feedback: Feedback | None
+    ) -> Iterator[tuple[list[Block], RunPlan]]:
+        """The blocks that are left, those together that go by one plan, and that plan: where the run learns from its
+        first block, that one first. Each stretch is asked for when the one before it is committed."""
+        done = store.committed()
         if self._state.is_resumed:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
         text = schedule_text(plan)
         publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
         remove_committed(self._state.directory, done)
-        left = [block for block in plan.blocks if block.index not in done]
-        first = plan.blocks[0]
+        left, first = [block for block in plan.blocks if block.index not in done], plan.blocks[0]
         if feedback is not None and first in left:
             feedback.record(plan)
-            self._generate([first], session, store, plan.prediction)
+            yield [first], plan
             left.remove(first)
         if feedback is not None and feedback.is_due and left:
-            better = feedback.learn(plan, store.passes([first.index]))
-            if (better.policy, better.kv) != (plan.policy, plan.kv):
-                log.info("policy=hrm: from now on %s", better.searched)
-                return False
-            plan = better
-        self._generate(left, session, store, plan.prediction)
-        return True
+            plan = feedback.learn(plan, store.passes([first.index]))
+        yield left, plan
 
-    def _finished(self, store: PartStore, plan: RunPlan | None) -> Outcome:
+    @contextmanager
+    def _surroundings(self, asked: Asked, store: PartStore, plan: RunPlan) -> Iterator[Surroundings]:
+        with tracing(self._state.directory.trace, self._runtime.trace) as write_trace:
+            yield Surroundings(
+                asked=asked,
+                store=store,
+                admission=self._config.policy.admission,
+                checkpoint_seconds=self._config.checkpoint_seconds,
+                after_pass=write_trace,
+                prediction=plan.prediction,
+            )
+
+    def _finished(self, asked: Asked, store: PartStore, plan: RunPlan | None) -> Outcome:
         num_blocks = len(plan.blocks) if plan is not None else 0
-        if self._asked.rejected and num_blocks not in store.committed():
-            store.commit(num_blocks, rejected_rows(self._asked), [])
+        if asked.rejected and num_blocks not in store.committed():
+            store.commit(num_blocks, rejected_rows(asked), [])
         outcome = _outcome(store, plan, self._runtime, was_finished=False)
         store.finish()
         return outcome
-
-    def _generate(self, blocks: list[Block], session: Session, store: PartStore, prediction: Prediction | None) -> None:
-        is_wave = self._config.policy.admission is Admission.wave
-        with tracing(self._state.directory.trace, self._trace) as write_trace:
-            around = Surroundings(
-                asked=self._asked,
-                store=store,
-                checkpoint_seconds=self._config.checkpoint_seconds,
-                after_pass=write_trace,
-                prediction=prediction,
-            )
-            generate = generate_waves if is_wave else generate_continuously
-            generate(session, blocks, around)
 
 
 def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_finished: bool) -> Outcome:

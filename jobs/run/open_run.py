@@ -1,4 +1,5 @@
-"""Blocks that are open together, generated as their rows come; a checkpoint keeps what no part holds yet.
+"""Blocks that are left, generated as their rows come, each committed as it is complete; a checkpoint keeps what no part
+holds yet. In waves a block runs to its end before the next one begins; with continuous admission all of them are open.
 
 All is recorded between two passes, when every row of the last one is known.
 """
@@ -7,9 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from runtime.batching.balance import Block
+from runtime.config import Admission
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request, Unfinished
 from runtime.errors import MillraceError
@@ -25,22 +28,37 @@ from .running import Running, RunningFile
 log = logging.getLogger(__name__)
 
 
-class StreamingSession(Protocol):
-    """What is asked of `runtime.api.Session`. Requests go by their positions in `requests`."""
+OnPass = Callable[[PassRecord], None]
+Completions = Iterator[tuple[int, Completion]]
+
+
+class BlockSession(Protocol):
+    """What is asked of `runtime.session.Session`. Requests go by their positions in `requests`."""
+
+    def wave(
+        self,
+        block: Block,
+        left: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass,
+    ) -> Completions:
+        """As `stream`, of one block, whose requests in `left` enter together."""
+        ...
 
     def stream(
         self,
         order: Sequence[int],
         requests: Sequence[Request],
         unfinished: Mapping[int, Unfinished],
-        on_pass: Callable[[PassRecord], None],
-    ) -> Iterator[tuple[int, Completion]]:
+        on_pass: OnPass,
+    ) -> Completions:
         """Completions as they finish, of requests that are admitted in `order` and go on from `unfinished`. `on_pass`
         is called after each pass, once the completions that ended in it have been taken. Raises Interrupted."""
         ...
 
     def snapshot(self) -> dict[int, Unfinished]:
-        """The state of the sequences that `stream` has admitted and not finished, also after it raised Interrupted."""
+        """The sequences that have been admitted and have not finished, also after Interrupted was raised."""
         ...
 
 
@@ -50,26 +68,38 @@ class Surroundings:
 
     asked: Asked
     store: PartStore
+    admission: Admission
     checkpoint_seconds: float | None
     after_pass: Callable[[], None] = lambda: None
     prediction: Prediction | None = None
 
 
+def generate_blocks(session: BlockSession, blocks: Sequence[Block], around: Surroundings) -> None:
+    """Generates and commits `blocks`, as their rows are admitted. Raises Interrupted or OutputError: what was sampled
+    of the blocks that were open is then saved, or, with `checkpoint_seconds` None, lost."""
+    most = sum(_most_tokens(block, around) for block in blocks)
+    groups = [[block] for block in blocks] if around.admission is Admission.wave else [blocks]
+    with Progress(most, len(blocks)) as progress:
+        for group in groups:
+            run = OpenRun(session, group, around)
+            progress.know(sum(_most_tokens(block, around) for block in group) - run.num_tokens)
+            run.finish(progress)
+
+
+def _most_tokens(block: Block, around: Surroundings) -> int:
+    return sum(around.asked.requests[i].max_new_tokens for i in block.members)
+
+
 class OpenRun:
     """One start of blocks that are open together: all that are left, or, in waves, one. Reads what an earlier start has
-    saved of them. `block`: the one of a wave, None where blocks overlap; `recorded`: passes that parts have."""
+    saved of them. `num_tokens`: as many at most are still to be generated."""
 
-    def __init__(
-        self,
-        session: StreamingSession,
-        blocks: Sequence[Block],
-        around: Surroundings,
-        *,
-        block: int | None = None,
-        recorded: frozenset[int] = frozenset(),
-    ):
+    def __init__(self, session: BlockSession, blocks: Sequence[Block], around: Surroundings):
         self._session, self._around = session, around
-        store, self._is_wave = around.store, block is not None
+        store, self._is_wave = around.store, around.admission is Admission.wave
+        self._stream = partial(session.wave, blocks[0]) if self._is_wave else session.stream
+        block = blocks[0].index if self._is_wave else None
+        recorded = frozenset[int]() if self._is_wave else frozenset(row.pass_index for row in store.passes())
         self._parts = OpenParts(store, blocks)
         self._checkpoint = RunningFile(directory=store.directory, manifest=store.manifest, plan=store.plan, block=block)
         self._order = [i for each in blocks for i in each.members]
@@ -81,10 +111,6 @@ class OpenRun:
         self.num_tokens = sum(around.asked.requests[i].max_new_tokens for i in self._order) - num_known
         self._saved_at = time.monotonic()
 
-    def __len__(self) -> int:
-        """Parts."""
-        return len(self._parts)
-
     def finish(self, progress: Progress) -> None:
         """Generates what is open and commits each part as it is complete. Saves the rest every `checkpoint_seconds`,
         and when an error of ours ends the run; what any other exception leaves may be half a pass, and only what was
@@ -95,7 +121,7 @@ class OpenRun:
             self._end_pass(record, progress)
 
         try:
-            for i, completion in self._session.stream(self._order, requests, unfinished, end_pass):
+            for i, completion in self._stream(self._order, requests, unfinished, end_pass):
                 self._parts.add(completed_row(self._around.asked.request_rows[i], completion))
                 self._unfinished.pop(i, None)
                 progress.finish_row(completion)

@@ -8,11 +8,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from greenlet import getcurrent
 
+from ..errors import BrokenModelError
 from ..events import Weights
 from ..linear.stored import StoredWeight
+from ..model.loading import LoadedModel
 from ..model.stages import EMBEDDING, StreamedModule
+from .batcher import Batcher, StaticBatcher
+from .lanes.factory import LaneFactory
 from .lanes.lane import Lane
+from .records import PassCounts
 from .sequence import Sequence
+
+MOST_EXPLAINED = 16  # passes of a session: a run of many broken rows shall not take twice its time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,56 @@ class Watch:
                 self.origins[id(sequence)] = Origin(
                     module=module.name, stage=module.stage, tensors=tensors, dtype=hidden.dtype
                 )
+
+
+class Inquiry:
+    """Says of rows without finite numbers where these began. `step` runs the passes of a batcher."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        lanes: LaneFactory,
+        step: Callable[[Batcher], object],
+        weights_of: Callable[[int], Weights],
+    ):
+        self._model, self._lanes, self._step, self._weights_of = model, lanes, step, weights_of
+        self._num_explained, self._is_asking = 0, False
+
+    def explain(self, groups: Rows[Rows[Sequence]], counts: PassCounts) -> None:
+        """Runs the rows of a pass that gave no finite numbers once more, in as many lanes as they had, and adds what it
+        finds to their errors. `groups` are the sequences that were in the pass's lanes, `counts` what it came to.
+
+        Raises BrokenModelError where all rows of the pass are broken, and the weights must be why.
+        """
+        broken = [[s for s in group if s.is_broken] for group in groups]
+        all_broken = [s for group in broken for s in group]
+        if self._is_asking or not all_broken or self._num_explained >= MOST_EXPLAINED:
+            return
+        self._num_explained += 1
+        has_encoder = self._model.start_token_id is not None
+        again = [[repeated(s, has_encoder=has_encoder) for s in group] for group in broken if group]
+        origins = self._origins(again)
+        for sequence, copy in zip(all_broken, [s for group in again for s in group], strict=True):
+            if (origin := origins.get(id(copy))) is not None:
+                sequence.error = f"{sequence.error}; {origin}"
+        is_total = counts.useful_tokens == 0
+        if is_total and (len(all_broken) > 1 or any(origin.is_in_weights for origin in origins.values())):
+            raise BrokenModelError(
+                f"model.path={self._model.checkpoint.path}: all {len(all_broken)} rows of a pass have failed, the "
+                f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"
+            )
+
+    def _origins(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, Origin]:
+        lanes = [self._lanes.lane(group) for group in groups]
+        watch = Watch(lanes=lanes, weights_of=self._weights_of)
+        self._is_asking = True
+        try:
+            with watch.over(self._model.staged.modules), StaticBatcher(iter(lanes), num_lanes=len(lanes)) as batcher:
+                while self._step(batcher) is not None:
+                    pass
+        finally:
+            self._is_asking = False
+        return watch.origins
 
 
 def _broken_weights(weights: Weights, prefix: str) -> Iterator[str]:

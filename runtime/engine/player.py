@@ -1,6 +1,6 @@
-"""Plays the actions of one pass on real lanes: the one interpreter of schedules."""
+"""Plays the actions of passes on real lanes: the one interpreter of schedules."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ import torch
 from ..errors import ConfigError, Interrupted
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..plan.schedule.actions import Action, Op
+from ..plan.schedule.schedule import Schedule
+from ..plan.schedule.walk import Walk
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
 from .experts import BatchedExperts
@@ -18,12 +20,15 @@ from .lanes.lane import Lane
 from .monitor import PassMonitor
 from .workers import AttentionWorkers
 
-Stops: TypeAlias = tuple[type[Event], ...]
+Answer: TypeAlias = Weights | torch.Tensor
+
+# What a lane parks at, beside the next stage, while an action carries it on.
+STOPS: Mapping[Op, type[Event]] = {Op.pre: NeedAttention, Op.route: NeedExperts}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crew:
-    """Who carries out what the actions say. `weights_of` gives a stage's weights, once they are in compute memory.
+class PassContext:
+    """Those who carry out what the actions say. `weights_of` gives a stage's weights, once they are in compute memory.
 
     `should_stop` is asked whenever a lane enters a stage; when it says yes, `Interrupted` is raised. `workers` are
     there where the CPU attends, `kv` where keys and values travel.
@@ -39,79 +44,154 @@ class Crew:
     first_layer: int  # the stage of decoder layer 0
 
 
-class PassPlayer:
-    """One pass. `lanes` have begun it and wait for `events`; stages in `travelling` want their KV fetched."""
+class Player:
+    """Plays one pass after the other, on one thread. It knows what the slots hold, and so whether a pass flows on from
+    the one before."""
 
-    def __init__(self, lanes: Rows[Lane], events: Rows[NeedStage], crew: Crew, travelling: Iterable[int]):
-        self._lanes, self._crew, self._travelling = lanes, crew, frozenset(travelling)
-        self._events: list[Event | None] = list(events)
+    def __init__(self, context: PassContext):
+        self._context = context
+        weights = context.weights
+        self._lanes: Rows[Lane] = ()
+        self._events: list[Event | None] = []
+        self._travelling = frozenset[int]()
         self._attending: dict[int, Future[torch.Tensor]] = {}  # by lane
         self._mixed: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
-        self._do: dict[Op, Callable[[Action], None]] = {
-            Op.read: lambda action: crew.weights.read(action.its_stage, action.page),
-            Op.copy: lambda action: crew.weights.copy(action.its_stage, action.page),
-            Op.free: lambda action: crew.weights.free(action.its_stage),
-            Op.run: self._run,
-            Op.pre: self._pre,
+        self._played: Schedule | None = None
+        self._has_lost_a_pass = False
+        self._moves: dict[Op, Callable[[Action], None]] = {
+            Op.read: lambda action: weights.read(action.its_stage, action.page),
+            Op.copy: lambda action: weights.copy(action.its_stage, action.page),
+            Op.free: lambda action: weights.free(action.its_stage),
             Op.attend: self._attend,
-            Op.post: self._post,
-            Op.route: self._route,
             Op.experts: self._run_experts,
-            Op.end: self._end,
             Op.fetch: self._fetch,
             Op.store: self._store,
             Op.sync: self._sync,
         }
+        self._answers: dict[Op, Callable[[Action], Answer | None]] = {
+            Op.run: self._whole_stage,
+            Op.pre: self._stage,
+            Op.post: self._attention,
+            Op.route: self._attention_or_stage,
+            Op.end: lambda action: self._mixed.pop(action.turn[1], None),
+        }
 
-    def play(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            self._do[action.op](action)
+    def play(
+        self, schedule: Schedule, walk: Walk, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None] | None = None
+    ) -> None:
+        """Takes the lanes through all stages of a pass. Mutates the lanes, whose tokens are then ready to be drawn.
 
-    def finish(self) -> None:
-        """The player is of no more use: it lets go of the lanes at once, not when garbage is next collected."""
-        self._do.clear()
-        assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
+        `new_tokens`: of each lane, how many tokens of each of its sequences the pass carries; None: the lane's choice.
+        Raises Interrupted, and whatever a lane or a stream raises: the pass is lost then, and no other can be played,
+        as slots, workers and trips still hold what was on its way.
+        """
+        assert not self._has_lost_a_pass, "an earlier pass of this session was lost: open another session"
+        self._lanes, self._travelling = lanes, frozenset(walk.travelling)
+        try:
+            self._events = [
+                lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)
+            ]
+            for action in self._actions(schedule):
+                if (move := self._moves.get(action.op)) is not None:
+                    move(action)
+                elif (answer := self._answers[action.op](action)) is not None:
+                    self._advance(action, answer)
+            assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
+        except BaseException:
+            self._has_lost_a_pass = True
+            for lane in lanes:
+                lane.abandon()
+            raise
+        finally:
+            self._lanes, self._events = (), []  # what lanes hold is free with them, not when garbage is next collected
+        self._played = schedule
 
-    def _run(self, action: Action) -> None:
-        self._crew.experts.expect(action.its_stage)
-        self._enter(action)
+    def _actions(self, schedule: Schedule) -> Rows[Action]:
+        """The cycle, and before it the prologue where the slots do not hold what the schedule expects because the last
+        pass has left it there."""
+        if self._played is not None and self._played.prologue == schedule.prologue:
+            return schedule.cycle
+        self._context.weights.drop()
+        return *schedule.prologue, *schedule.cycle
 
-    def _pre(self, action: Action) -> None:
-        self._enter(action, (NeedAttention,))
+    def _advance(self, action: Action, answer: Answer) -> None:
+        """Carries a lane on until it asks for another stage, or stops where the action says so. A stage may be several
+        modules: the lane asks for its weights again."""
+        stage, lane = action.turn
+        stop = STOPS.get(action.op, ())
+        begin = self._context.monitor.begin_compute()
+        event = self._lanes[lane].advance(answer)
+        while event is not None and not isinstance(event, stop) and not _leaves(event, stage):
+            event = self._lanes[lane].advance(self._answer(stage, event))
+        self._events[lane] = event
+        self._context.monitor.end_compute(stage, action, begin)
+
+    def _answer(self, stage: int, event: Event) -> Answer:
+        """What is answered at once, where the lane stands."""
+        if isinstance(event, NeedStage):
+            return self._context.weights_of(stage)
+        if isinstance(event, NeedExperts):
+            return self._context.experts.run(stage, [event])[0]
+        return self._attend_here(stage, event)
+
+    def _stage(self, action: Action) -> Weights:
+        """The weights of the stage that the lane enters; its keys and values are bound, where they travel."""
+        if self._context.should_stop():
+            raise Interrupted("stopped on request; start the same command again to go on")
+        stage, lane = action.turn
+        event = self._events[lane]
+        if event != NeedStage(stage):
+            raise ConfigError(
+                f"model.path: this model's class asks for {event} where '{action}' is due: its layers do not follow "
+                "one another, so they cannot be streamed"
+            )
+        if stage in self._travelling:
+            layer = self._layer(stage)
+            self._lanes[lane].kv.bind(layer, self._kv.acquire(layer, lane))
+        return self._context.weights_of(stage)
+
+    def _whole_stage(self, action: Action) -> Weights:
+        """The weights of a stage that the lane passes in one go, its experts included."""
+        self._context.experts.expect(action.its_stage)
+        return self._stage(action)
+
+    def _attention(self, action: Action) -> torch.Tensor | None:
+        """The workers' answer, or where they have not been asked one's own; None where the lane waits for none."""
+        stage, lane = action.turn
+        event = self._events[lane]
+        if not isinstance(event, NeedAttention):
+            return None
+        self._context.experts.expect(stage)  # the lane that goes on is the next one to ask for experts
+        pending = self._attending.pop(lane, None)
+        return pending.result() if pending is not None else self._attend_here(stage, event)
+
+    def _attention_or_stage(self, action: Action) -> Answer | None:
+        """What takes a lane to its router: attention, or the whole stage where nothing attends apart."""
+        if self._events[action.turn[1]] == NeedStage(action.its_stage):
+            return self._whole_stage(action)
+        return self._attention(action)
 
     def _attend(self, action: Action) -> None:
         stage, lane = action.turn
         event = self._events[lane]
         if isinstance(event, NeedAttention) and event.is_decode:  # not every layer of every family attends
-            assert self._crew.workers is not None, f"'{action}': nobody attends on the CPU"
-            self._attending[lane] = self._crew.workers.submit(self._crew.monitor.watched(stage, action, event.compute))
+            assert self._context.workers is not None, f"'{action}': nobody attends on the CPU"
+            compute = self._context.monitor.watched(stage, action, event.compute)
+            self._attending[lane] = self._context.workers.submit(compute)
 
-    def _post(self, action: Action) -> None:
-        event = self._events[action.turn[1]]
-        if isinstance(event, NeedAttention):
-            self._go_on(action, self._attended(action, event))
-
-    def _route(self, action: Action) -> None:
-        stage, lane = action.turn
-        event = self._events[lane]
-        if isinstance(event, NeedAttention):
-            self._go_on(action, self._attended(action, event), (NeedExperts,))
-        elif event == NeedStage(stage):
-            self._crew.experts.expect(stage)
-            self._enter(action, (NeedExperts,))
+    def _attend_here(self, stage: int, event: NeedAttention) -> torch.Tensor:
+        begin = self._context.monitor.begin_compute()
+        out = event.compute()
+        self._context.monitor.end_attention(stage, begin)
+        return out
 
     def _run_experts(self, action: Action) -> None:
         parked = [(lane, event) for lane, event in enumerate(self._events) if isinstance(event, NeedExperts)]
         if parked:
-            begin = self._crew.monitor.begin_compute()
-            answers = self._crew.experts.run(action.its_stage, [event for _, event in parked])
-            self._crew.monitor.end_compute(action.its_stage, action, begin)
+            begin = self._context.monitor.begin_compute()
+            answers = self._context.experts.run(action.its_stage, [event for _, event in parked])
+            self._context.monitor.end_compute(action.its_stage, action, begin)
             self._mixed = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
-
-    def _end(self, action: Action) -> None:
-        answer = self._mixed.pop(action.turn[1], None)
-        if answer is not None:
-            self._go_on(action, answer)
 
     def _fetch(self, action: Action) -> None:
         stage, lane = action.turn
@@ -124,64 +204,17 @@ class PassPlayer:
         self._kv.store(layer, lane, self._lanes[lane].kv.changed)
 
     def _sync(self, action: Action) -> None:
-        self._crew.weights.sync()
-        if self._crew.kv is not None:
-            self._crew.kv.sync()
-
-    def _enter(self, action: Action, stops: Stops = ()) -> None:
-        if self._crew.should_stop():
-            raise Interrupted("stopped on request; start the same command again to go on")
-        stage, lane = action.turn
-        event = self._events[lane]
-        if event != NeedStage(stage):
-            raise ConfigError(
-                f"model.path: this model's class asks for {event} where '{action}' is due: its layers do not follow "
-                "one another, so they cannot be streamed"
-            )
-        if stage in self._travelling:
-            layer = self._layer(stage)
-            self._lanes[lane].kv.bind(layer, self._kv.acquire(layer, lane))
-        self._go_on(action, self._crew.weights_of(stage), stops)
-
-    def _go_on(self, action: Action, answer: Weights | torch.Tensor, stops: Stops = ()) -> None:
-        """Until the lane asks for another stage, or for one of `stops`. A stage may be several modules: the lane asks
-        for its weights again."""
-        stage, lane = action.turn
-        begin = self._crew.monitor.begin_compute()
-        event = self._lanes[lane].advance(answer)
-        while event is not None and not isinstance(event, stops) and not _leaves(event, stage):
-            event = self._lanes[lane].advance(self._answer(stage, event))
-        self._events[lane] = event
-        self._crew.monitor.end_compute(stage, action, begin)
-
-    def _attended(self, action: Action, event: NeedAttention) -> torch.Tensor:
-        """The workers' answer, or where they have not been asked one's own."""
-        stage, lane = action.turn
-        self._crew.experts.expect(stage)  # the lane that goes on is the next one to ask for experts
-        pending = self._attending.pop(lane, None)
-        return pending.result() if pending is not None else self._attend_here(stage, event)
-
-    def _attend_here(self, stage: int, event: NeedAttention) -> torch.Tensor:
-        begin = self._crew.monitor.begin_compute()
-        out = event.compute()
-        self._crew.monitor.end_attention(stage, begin)
-        return out
-
-    def _answer(self, stage: int, event: Event) -> Weights | torch.Tensor:
-        """At once, where the lane stands."""
-        if isinstance(event, NeedStage):
-            return self._crew.weights_of(stage)
-        if isinstance(event, NeedExperts):
-            return self._crew.experts.run(stage, [event])[0]
-        return self._attend_here(stage, event)
+        self._context.weights.sync()
+        if self._context.kv is not None:
+            self._context.kv.sync()
 
     @property
     def _kv(self) -> KVStream:
-        assert self._crew.kv is not None, "keys and values travel without a stream"
-        return self._crew.kv
+        assert self._context.kv is not None, "keys and values travel without a stream"
+        return self._context.kv
 
     def _layer(self, stage: int) -> int:
-        return stage - self._crew.first_layer
+        return stage - self._context.first_layer
 
 
 def _leaves(event: Event, stage: int) -> bool:

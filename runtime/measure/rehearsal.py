@@ -10,7 +10,7 @@ import torch
 from ..cache.paged import PagedKV
 from ..cache.pages import KVPages, PagePool, num_pages_for
 from ..config import SamplingConfig
-from ..engine.lanes.lane import Lane, LaneKit
+from ..engine.lanes.lane import Lane, LaneContext
 from ..engine.lanes.packed import PackedLane
 from ..engine.lanes.padded import PaddedLane
 from ..engine.lanes.seq2seq import Seq2SeqLane
@@ -111,9 +111,9 @@ class Rehearsal:
             return PackedLane(kit, sequences, PagedKV(KVPages(1, self.device), expands=self.loaded.expands_latents))
         return PaddedLane(kit, sequences) if start is None else Seq2SeqLane(kit, sequences, start)
 
-    def _kit(self, pool: PagePool) -> LaneKit:
+    def _kit(self, pool: PagePool) -> LaneContext:
         vocab_size, place = self.loaded.shape.vocab_size, self.device.torch_device
-        return LaneKit(
+        return LaneContext(
             model=self.loaded.staged.model,
             sampler=Sampler(SamplingConfig(), vocab_size=vocab_size, device=place),
             device=self.device,

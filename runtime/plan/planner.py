@@ -34,8 +34,9 @@ WORTHWHILE = 0.02  # of a run's time, to be won by another size of micro-batches
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """`prediction` is None when nothing was measured to predict from, `choice` when nothing was searched, `searched`
-    when no search, neither this one nor an earlier, came to how it goes."""
+    """`rates` are those that it was planned by, None where nothing was measured, and then there is no `prediction`
+    either. `choice` is None when nothing was searched, `searched` when no search, neither this one nor an earlier, came
+    to how it goes."""
 
     blocks: tuple[Block, ...]
     budgets: Budgets
@@ -43,6 +44,7 @@ class RunPlan:
     policy: PolicyConfig  # as resolved: hrm has become fixed; tokens of a prefill pass are said
     kv: KVConfig  # as resolved with it
     prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
+    rates: MachineRates | None
     prediction: Prediction | None
     choice: Choice | None = None
     searched: Policy | None = None
@@ -135,6 +137,7 @@ def _plan_in_order(
         policy=way.config.policy,
         kv=config.kv,
         prefetch=way.prefetch,
+        rates=rates,
         prediction=prediction,
     )
 

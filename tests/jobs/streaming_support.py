@@ -6,18 +6,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jobs.datasets import Row
-from jobs.run.continuous import generate_continuously
 from jobs.run.manifest import RunManifest
-from jobs.run.open_run import Surroundings
+from jobs.run.open_run import Surroundings, generate_blocks
 from jobs.run.output_rows import generation_schema, infer_column_schema
 from jobs.run.parts import PartStore
 from jobs.run.plan_file import fix_plan
 from jobs.run.requests import Asked, seat
 from jobs.run.run_dir import RunDirectory
 from jobs.run.running import remove_committed
-from jobs.run.waves import generate_waves
 from runtime.batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
 from runtime.batching.balance import Block, plan_blocks
+from runtime.config import Admission
 from runtime.engine.records import PassCounts, PassRecord, Phase, StageTimes
 from runtime.engine.sequence import Completion, FinishReason, Request, TokenLogprobs, Unfinished
 from runtime.errors import Interrupted
@@ -81,7 +80,8 @@ def start_waves(
     done = store.committed()
     remove_committed(store.directory, done)
     left = [block for block in blocks_of(asked) if block.index not in done]
-    generate_waves(session, left, Surroundings(asked=asked, store=store, checkpoint_seconds=checkpoint_seconds))
+    around = Surroundings(asked=asked, store=store, admission=Admission.wave, checkpoint_seconds=checkpoint_seconds)
+    generate_blocks(session, left, around)
     store.finish()
     return store
 
@@ -93,8 +93,10 @@ def run_at(
     asked = asked or made()
     store = store_at(path, asked)
     left = [block for block in blocks_of(asked) if block.index not in store.committed()]
-    around = Surroundings(asked=asked, store=store, checkpoint_seconds=checkpoint_seconds)
-    generate_continuously(session, left, around)
+    around = Surroundings(
+        asked=asked, store=store, admission=Admission.continuous, checkpoint_seconds=checkpoint_seconds
+    )
+    generate_blocks(session, left, around)
     store.finish()
     return store
 

@@ -79,8 +79,7 @@ def test_its_kernel_is_ready_before_the_first_pass(reference: References, monkey
         assert prepared == expected, "its memory is in no budget"
         prepared.clear()
         requests = [runtime.request("0", ref.prompts[0])]
-        runtime.rates = RATES
-        plan = runtime.plan([request for request in requests if isinstance(request, Request)])
+        plan = runtime.plan([request for request in requests if isinstance(request, Request)], rates=RATES)
         with runtime.session(plan):
             assert prepared == expected
 

@@ -74,7 +74,6 @@ class Bench:
         self.directory = reference.directory
         config = RuntimeConfig(model=ModelConfig(name="test", path=str(self.directory), dtype=DType.float32))
         self.runtime = Runtime(config, device=FakeDevice())
-        self.runtime.rates = RATES
         self._requests = [
             self._request(reference.prompts[place], num) for place, num in zip(PROMPTS, NUM_NEW_TOKENS, strict=True)
         ]
@@ -88,7 +87,7 @@ class Bench:
     def plan(self, combination: Combination) -> RunPlan:
         """Raises ConfigError where the combination is refused."""
         self.runtime.config = combination.config(self.directory)
-        return self.runtime.plan(self._requests)
+        return self.runtime.plan(self._requests, rates=RATES)
 
     def is_exact(self, plan: RunPlan, number: int) -> bool:
         """Of the combination that was planned last, on a device whose streams run as `number` has it, and files too."""

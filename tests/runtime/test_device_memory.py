@@ -64,8 +64,8 @@ def test_a_revised_plan_has_the_memory_that_its_session_holds(device: CachingDev
     requests = requests_of(runtime)
     with runtime.confirmed_session(requests) as (plan, _):
         assert device.own.allocated > 0
-        assert runtime.rates is not None
-        assert runtime.revised(plan, requests, runtime.rates).budgets == plan.budgets
+        assert plan.rates is not None
+        assert runtime.revised(plan, requests, plan.rates).budgets == plan.budgets
         assert runtime.budgets() != plan.budgets
 
 

@@ -4,15 +4,21 @@ from typing import cast
 
 from runtime.engine.experts import BatchedExperts
 from runtime.engine.monitor import PassMonitor
-from runtime.engine.player import Crew, PassPlayer
+from runtime.engine.player import PassContext, Player
 from runtime.plan.schedule.actions import Action, Op
+from runtime.plan.schedule.schedule import Schedule
+from runtime.plan.schedule.walk import Walk
 from runtime.stream.kv import KVStream
 from runtime.stream.weights import WeightStream
+
+WALK = Walk(num_stages=2, streamed=(), num_slots=1)
 
 
 class Waiting:
     def __init__(self) -> None:
         self.num_syncs = 0
+
+    def drop(self) -> None: ...
 
     def sync(self) -> None:
         self.num_syncs += 1
@@ -21,7 +27,7 @@ class Waiting:
 def test_a_barrier_waits_for_weights_and_for_keys_and_values() -> None:
     weights, kv = Waiting(), Waiting()
     for travelling, expected in ((None, (1, 0)), (kv, (2, 1))):
-        crew = Crew(
+        context = PassContext(
             weights=cast(WeightStream, weights),
             weights_of=lambda stage: {},
             experts=cast(BatchedExperts, None),
@@ -31,5 +37,5 @@ def test_a_barrier_waits_for_weights_and_for_keys_and_values() -> None:
             kv=cast(KVStream | None, travelling),
             first_layer=1,
         )
-        PassPlayer([], [], crew, []).play([Action(Op.sync, None)])
+        Player(context).play(Schedule(prologue=(), cycle=(Action(Op.sync, None),)), WALK, [])
         assert (weights.num_syncs, kv.num_syncs) == expected

@@ -7,9 +7,9 @@ from typing import cast
 import pytest
 
 from runtime.batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting
-from runtime.engine import continuous
-from runtime.engine.continuous import ContinuousPacked
-from runtime.engine.engine import Engine
+from runtime.engine import batcher
+from runtime.engine.batcher import ContinuousBatcher
+from runtime.engine.lanes.factory import LaneFactory
 from runtime.engine.sequence import FinishReason, Request, Sequence
 
 LIMITS = AdmissionLimits(num_lanes=1, lane_size=5, lane_tokens=8, page_tokens=4)
@@ -29,21 +29,11 @@ class Lane:
         pass
 
 
-class AnEngine:
-    """Its passes end no sequence, but for the last pass, which ends all."""
-
+class Lanes:
     num_free_pages = 0
 
-    def __init__(self, sequences: Rows[Sequence], num_passes: int):
-        self._sequences, self._left = sequences, num_passes
-
-    def packed_lane(self, sequences: Rows[Sequence]) -> Lane:
+    def packed(self, sequences: Rows[Sequence]) -> Lane:
         return Lane(list(sequences))
-
-    def run_pass(self, *_: object) -> None:
-        self._left -= 1
-        for sequence in self._sequences if not self._left else []:
-            sequence.finish = FinishReason.length
 
 
 def test_the_first_that_gave_way_is_the_first_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +51,13 @@ def test_the_first_that_gave_way_is_the_first_to_go_on(monkeypatch: pytest.Monke
         lines.append([each.request for each in waiting])
         return next(plans)
 
-    monkeypatch.setattr(continuous, "plan_pass", plan_pass)
-    engine = cast(Engine, AnEngine(sequences, num_passes=3))
-    passes = list(ContinuousPacked(engine, dict(enumerate(sequences)), LIMITS).run())
+    monkeypatch.setattr(batcher, "plan_pass", plan_pass)
+    batches = ContinuousBatcher(cast(LaneFactory, Lanes()), dict(enumerate(sequences)), LIMITS)
+    for _ in range(3):  # passes end no sequence, but for the last pass, which ends all
+        last = batches.next_batch()
     assert lines == [[0, 1, 2, 3, 4], [5], [2, 3, 4, 5]]
-    assert passes[-1][1] == [0, 1, 2, 3, 4, 5]
+    assert last is not None
+    assert [s.request.id for lane in last.lanes for s in lane.sequences] == ["0", "1", "2", "3", "4", "5"]
+    for sequence in sequences:
+        sequence.finish = FinishReason.length
+    assert batches.next_batch() is None

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from runtime.api import Runtime
 from runtime.config import (
-    Admission,
     DType,
     MachineConfig,
     ModelConfig,
@@ -27,6 +26,7 @@ from runtime.config import (
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion
 from runtime.measure.machine import device_name
+from runtime.plan.cost.rates import MachineRates
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import available_bytes, peak_resident_bytes
 from runtime.units import GIB, gib_to_bytes
@@ -70,6 +70,7 @@ class GpuBench:
         self._weight_bytes = size.of_layers(num_layers)
         self._host_gib = (free_bytes - self._weight_bytes) / GIB  # later, what torch keeps pinned looks taken
         self._runtimes: dict[Way, Runtime] = {}
+        self._rates: MachineRates | None = None  # measured once for all: they only predict here, and decide nothing
         self._batch_sizes: dict[Way, int] = {}
         self._whole: PeerModel | None = None
 
@@ -109,13 +110,10 @@ class GpuBench:
         runtime = self._runtime(way)
         requests = requests_of(runtime, self._prompts(way))
         passes: list[PassRecord] = []
-        with runtime.confirmed_session(requests) as (plan, session):
+        with runtime.confirmed_session(requests, rates=self._rates) as (plan, session):
+            self._rates = plan.rates
             session.probe(requests)
-            if way.admission is Admission.continuous:
-                order = [i for block in plan.blocks for i in block.members]
-                done = [each for _, each in session.stream(order, requests, {}, passes.append)]
-            else:
-                done = [each for block in plan.blocks for each in session.run(block, requests, passes.append)]
+            done = [completion for _, completion in session.generate(requests, passes.append)]
         return Measurement(
             way=way.name,
             num_layers=self._model(way).num_layers,
@@ -125,7 +123,7 @@ class GpuBench:
         )
 
     def _runtime(self, way: Way) -> Runtime:
-        """Kept. Rates are measured once for all: they only predict here, and decide nothing."""
+        """A runtime for each way, kept."""
         if way not in self._runtimes:
             config, model = self._config(way), self._model(way)
             is_read = way.tier is Tier.nvme
@@ -133,9 +131,7 @@ class GpuBench:
                 Runtime(config, device=self._device) if is_read else DrawnRuntime(config, self._device, model.weights)
             )
             self._runtimes[way] = made
-        runtime = self._runtimes[way]
-        runtime.rates = next((each.rates for each in self._runtimes.values() if each.rates is not None), None)
-        return runtime
+        return self._runtimes[way]
 
     def _config(self, way: Way) -> RuntimeConfig:
         gpu = self._task.gpu

@@ -11,16 +11,16 @@ from greenlet import GreenletExit
 from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ..records import PassCounts
 from ..sequence import Sequence
-from .lane import Lane, LaneKit, TravellingKV
+from .lane import Lane, LaneContext, TravellingKV
 from .padded import PaddedLane
 
 
 class ApartLane(Lane):
     """Rows of finished sequences leave it."""
 
-    def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
-        super().__init__(kit, sequences)
-        self._rows = [PaddedLane(kit, [sequence]) for sequence in sequences]
+    def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
+        super().__init__(context, sequences)
+        self._rows = [PaddedLane(context, [sequence]) for sequence in sequences]
         self._runs: list[LaneRun] = []
         self._at = 0  # the row that runs
 

@@ -21,7 +21,7 @@ from ..sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneKit:
+class LaneContext:
     """What the lanes of a run share. Keys and values of layers in `travels` live in a tier; `rope_lengths` is there
     where rotary embeddings depend on a sequence's length."""
 
@@ -58,10 +58,10 @@ class Lane(ABC):
     """`begin_pass`, then `advance` until it returns None, then `draw` and `end_pass`; `sequences` holds those still
     unfinished."""
 
-    def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
-        self._model, self._sampler, self._device = kit.model, kit.sampler, kit.device.torch_device
+    def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
+        self._model, self._sampler, self._device = context.model, context.sampler, context.device.torch_device
         self.sequences = list(sequences)
-        self._rope_lengths = kit.rope_lengths
+        self._rope_lengths = context.rope_lengths
         self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None
         self._drawing: list[Sequence] = []

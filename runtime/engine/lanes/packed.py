@@ -9,15 +9,15 @@ from ...cache.paged import PagedKV
 from ...events import NeedStage
 from ..records import PassCounts
 from ..sequence import Sequence
-from .lane import Lane, LaneKit
+from .lane import Lane, LaneContext
 
 
 class PackedLane(Lane):
     """Sequences may enter and leave between passes, and a pass may carry prompts beside tokens that are decoded."""
 
-    def __init__(self, kit: LaneKit, sequences: Rows[Sequence], cache: PagedKV):
-        super().__init__(kit, [])
-        self._chunk_tokens, self._cache = kit.prefill_chunk_tokens, cache
+    def __init__(self, context: LaneContext, sequences: Rows[Sequence], cache: PagedKV):
+        super().__init__(context, [])
+        self._chunk_tokens, self._cache = context.prefill_chunk_tokens, cache
         self._new: list[int] = []
         self._has_decoded = False
         for sequence in sequences:

@@ -15,7 +15,7 @@ from ...plan.placement.memory import chunk_columns
 from ...probing.generating import PassInputs
 from ..records import PassCounts
 from ..sequence import Sequence
-from .lane import LaneKit
+from .lane import LaneContext
 from .rectangle import RectangleLane
 
 
@@ -23,22 +23,22 @@ class PaddedLane(RectangleLane):
     """Prefilled in chunks of columns. Where one row begins again the whole rectangle does, in the memory that it had:
     what others have generated is as wide as their answers were planned."""
 
-    def __init__(self, kit: LaneKit, sequences: Rows[Sequence]):
-        self._kit = kit
-        super().__init__(kit, sequences, *self._empty(sequences), padding_side="left")
+    def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
+        self._context = context
+        super().__init__(context, sequences, *self._empty(sequences), padding_side="left")
 
     def _empty(self, sequences: Rows[Sequence]) -> tuple[Cache, RectangleKV]:
         """A cache for all that the sequences may come to, and its travelling layers."""
-        kit = self._kit
+        context = self._context
         self._num_prompt = {s.request.key: s.num_known for s in sequences}  # with what was generated earlier
         self._width = max(self._num_prompt.values())
         self._columns = self._width
-        if not kit.has_whole_prompts:
-            self._columns = chunk_columns(len(sequences), self._width, kit.prefill_chunk_tokens)
+        if not context.has_whole_prompts:
+            self._columns = chunk_columns(len(sequences), self._width, context.prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
-        cache = rectangle_cache(kit.model.config, capacity, kit.device, kit.travels)
-        return cache, RectangleKV(cache, len(sequences), capacity, kit.pool)
+        cache = rectangle_cache(context.model.config, capacity, context.device, context.travels)
+        return cache, RectangleKV(cache, len(sequences), capacity, context.pool)
 
     def _real_tokens(self, width: int) -> torch.Tensor | None:
         mask = self._mask_BS[:, self._done : self._end]

@@ -10,14 +10,16 @@ from transformers import Cache
 from ...attention.upload import upload
 from ...cache.rectangle import RectangleKV
 from ..sequence import Sequence
-from .lane import Lane, LaneKit
+from .lane import Lane, LaneContext
 
 
 class RectangleLane(Lane):
     """`kv`: the layers of `cache` that travel. Rows of finished sequences leave the rectangle."""
 
-    def __init__(self, kit: LaneKit, sequences: Rows[Sequence], cache: Cache, kv: RectangleKV, *, padding_side: str):
-        super().__init__(kit, sequences)
+    def __init__(
+        self, context: LaneContext, sequences: Rows[Sequence], cache: Cache, kv: RectangleKV, *, padding_side: str
+    ):
+        super().__init__(context, sequences)
         self._padding_side = padding_side
         self._fill(cache, kv)
 

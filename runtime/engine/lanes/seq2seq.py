@@ -10,7 +10,7 @@ from ...attention.upload import upload
 from ...cache.rectangle import RectangleKV, cross_rectangle_cache
 from ..records import PassCounts
 from ..sequence import Sequence
-from .lane import LaneKit
+from .lane import LaneContext
 from .rectangle import RectangleLane
 
 
@@ -18,15 +18,17 @@ class Seq2SeqLane(RectangleLane):
     """A right-padded rectangle of prompts; no padding among generated tokens, as all rows begin together. Rows that go
     on bring equally many, which the decoder is given in chunks of columns: its head makes logits of each."""
 
-    def __init__(self, kit: LaneKit, sequences: Rows[Sequence], start_token_id: int):
+    def __init__(self, context: LaneContext, sequences: Rows[Sequence], start_token_id: int):
         width = max(len(s.request.prompt_ids) for s in sequences)
         longest = max(s.request.max_new_tokens for s in sequences)
         assert len({len(s.generated) for s in sequences}) == 1, "rows that begin together have generated equally much"
-        cache = cross_rectangle_cache(kit.model.get_decoder().config, longest, width, kit.device, kit.travels)
-        kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, kit.pool)
-        super().__init__(kit, sequences, cache, kv, padding_side="right")
+        cache = cross_rectangle_cache(
+            context.model.get_decoder().config, longest, width, context.device, context.travels
+        )
+        kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, context.pool)
+        super().__init__(context, sequences, cache, kv, padding_side="right")
         self._start_token_id = start_token_id
-        self._columns = max(1, kit.prefill_chunk_tokens // len(sequences))
+        self._columns = max(1, context.prefill_chunk_tokens // len(sequences))
         self._done = 0  # positions of the decoder that the cache holds
         self._encoded_BSD: torch.Tensor | None = None
 

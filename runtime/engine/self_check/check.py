@@ -26,12 +26,12 @@ from ...plan.planner import RunPlan, plan_run
 from ...store.reader import Reader
 from ...stream.device import ComputeDevice
 from ...units import MIB, format_bytes
+from ..batcher import StaticBatcher
 from ..engine import Engine
 from ..sequence import Request
 from ..sequence import Sequence as Running
 from ..setup import Setup
 from ..streams import open_streams
-from ..wave import run_block
 from .dictated import Dictated, dictated, heard_from_generate
 from .dictation import Dictation
 
@@ -204,8 +204,9 @@ class _Check:
             engine = Engine(setup, streams, sampler, self.should_stop)
             for block in plan.blocks:
                 lanes = [[Running(request=told.requests[i]) for i in group] for group in block.micro_batches]
-                for _ in run_block(engine, block.index, lanes):
-                    pass
+                with StaticBatcher.of_block(engine.lanes, block.index, lanes) as batcher:
+                    while engine.step(batcher) is not None:
+                        pass
         return plan, {id: torch.stack(rows) for id, rows in sampler.heard.items()}
 
     @property

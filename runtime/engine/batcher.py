@@ -1,0 +1,167 @@
+"""Who is in the lanes, from pass to pass: in a wave nobody joins a lane, in continuous batching sequences come and go
+(Orca, Yu et al. 2022).
+"""
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import islice
+
+from ..batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
+from ..closing import Closing
+from .lanes.factory import LaneFactory
+from .lanes.lane import Lane
+from .lanes.packed import PackedLane
+from .records import Phase
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one pass carries. `new_tokens`: of each lane, how many tokens of each of its sequences; None: the lane's
+    choice. `block` and `index` are for the record of the pass."""
+
+    block: int
+    index: int
+    phase: Phase
+    lanes: Rows[Lane]
+    new_tokens: Rows[Rows[int]] | None = None
+
+
+class Batcher(Closing):
+    """Gives the engine batch after batch until every sequence has finished. Closing it closes the lanes that are open
+    and gives back their KV pages; the sequences keep what they have generated."""
+
+    def __init__(self, block: int = 0):
+        self._block, self._num_passes = block, 0
+
+    @abstractmethod
+    def next_batch(self) -> Batch | None:
+        """The next pass, of those that are left once the last one has ended; None when nobody is. Moves sequences into
+        lanes and out of them."""
+
+    def _batch(self, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int]] | None = None) -> Batch:
+        index, self._num_passes = self._num_passes, self._num_passes + 1
+        return Batch(block=self._block, index=index, phase=phase, lanes=lanes, new_tokens=new_tokens)
+
+
+class StaticBatcher(Batcher):
+    """Lanes that nobody joins: each runs to its end. Where more wait than there may be lanes, the next one enters as a
+    lane ends; a wave is a line of which nobody waits, reproducible whenever a run is stopped and resumed."""
+
+    def __init__(self, line: Iterator[Lane], *, num_lanes: int, block: int = 0):
+        """At most `num_lanes` lanes of the line, none of them empty, are open at a time."""
+        super().__init__(block)
+        self._line, self._num_lanes = line, num_lanes
+        self._lanes: list[Lane] = []
+
+    @staticmethod
+    def of_block(
+        lanes: LaneFactory,
+        block: int,
+        micro_batches: Rows[Rows[Sequence]],
+        chunks: Rows[int | None] | None = None,
+    ) -> "StaticBatcher":
+        """All micro-batches of a block side by side. `chunks`: of each, how many tokens it prefills in a pass; None: as
+        many as the policy says."""
+        entering = zip(micro_batches, chunks or [None] * len(micro_batches), strict=True)
+        line = (lanes.lane(micro_batch, chunk) for micro_batch, chunk in entering if micro_batch)
+        return StaticBatcher(line, num_lanes=len(micro_batches), block=block)
+
+    @staticmethod
+    def of_line(
+        lanes: LaneFactory, sequences: Iterable[Sequence], *, num_lanes: int, lane_size: int
+    ) -> "StaticBatcher":
+        """Continuous admission of padded lanes, which cannot be joined: the next `lane_size` sequences enter as a new
+        lane when one has ended."""
+        waiting = iter(sequences)
+        micro_batches = iter(lambda: list(islice(waiting, lane_size)), [])
+        return StaticBatcher(map(lanes.lane, micro_batches), num_lanes=num_lanes)
+
+    def next_batch(self) -> Batch | None:
+        self._close_done()
+        self._lanes.extend(islice(self._line, self._num_lanes - len(self._lanes)))
+        if not self._lanes:
+            return None
+        unfilled = [lane for lane in self._lanes if lane.is_filling]  # by themselves: an encoder is theirs alone
+        return self._batch(Phase.prefill, unfilled) if unfilled else self._batch(self._phase(), list(self._lanes))
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        self._lanes = []
+
+    def _phase(self) -> Phase:
+        """Where no lane is filled: a sequence that begins again does so beside those that decode, and a decoder whose
+        encoder has run may be behind what it had generated before."""
+        return Phase.decode if all(lane.is_prefilled for lane in self._lanes) else Phase.mixed
+
+    def _close_done(self) -> None:
+        for lane in self._lanes:
+            if lane.is_done:
+                lane.close()
+        self._lanes = [lane for lane in self._lanes if not lane.is_done]
+
+
+class ContinuousBatcher(Batcher):
+    """Packed lanes that never run dry: sequences that finish leave between passes, waiting ones enter, and a pass
+    carries prompts beside tokens that are decoded. `batching/admission.py` decides, this acts.
+
+    `sequences` by request index, in the order in which they enter; those that are finished already are left out.
+    """
+
+    def __init__(self, lanes: LaneFactory, sequences: Mapping[int, Sequence], limits: AdmissionLimits):
+        super().__init__()
+        self._factory, self._sequences, self._limits = lanes, sequences, limits
+        self._line = deque(sequences)
+        self._lanes: list[PackedLane] = [lanes.packed([]) for _ in range(limits.num_lanes)]
+        self._lane_of: dict[int, int] = {}  # seated requests, in the order of admission
+
+    def next_batch(self) -> Batch | None:
+        self._lane_of = {i: lane for i, lane in self._lane_of.items() if self._sequences[i].finish is None}
+        if not self._line and not self._lane_of:
+            return None
+        new_tokens = self._seat()
+        news = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
+        busy = {lane: new for lane, new in news.items() if any(new)}
+        return self._batch(_phase(busy), list(busy), list(busy.values()))
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+    def _seat(self) -> dict[int, int]:
+        """Moves sequences in and out; returns how many tokens each (by `id`) brings into the pass."""
+        most = self._limits.num_lanes * self._limits.lane_size
+        waiting = [self._waiting(i) for i in islice(self._line, most)]
+        plan = plan_pass(waiting, [self._state(i) for i in self._lane_of], self._factory.num_free_pages, self._limits)
+        for i in reversed(plan.preempted):
+            self._lanes[self._lane_of.pop(i)].leave(self._sequences[i])
+            self._line.appendleft(i)
+        for i, lane in plan.admitted:
+            assert self._line.popleft() == i, "requests enter in the order of the line"
+            self._lanes[lane].enter(self._sequences[i])
+            self._lane_of[i] = lane
+        return {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
+
+    def _waiting(self, i: int) -> Waiting:
+        s = self._sequences[i]
+        num_most = most_cached(len(s.request.prompt_ids), s.request.max_new_tokens)
+        return Waiting(request=i, num_known=s.num_known, num_most=num_most)
+
+    def _state(self, i: int) -> SeatState:
+        s, waiting = self._sequences[i], self._waiting(i)
+        return SeatState(
+            request=i,
+            lane=self._lane_of[i],
+            num_cached=s.num_cached,
+            num_known=waiting.num_known,
+            num_most=waiting.num_most,
+        )
+
+
+def _phase(lanes: Iterable[PackedLane]) -> Phase:
+    is_prefilled = {sequence.is_prefilled for lane in lanes for sequence in lane.sequences}
+    return Phase.mixed if len(is_prefilled) > 1 else Phase.decode if True in is_prefilled else Phase.prefill

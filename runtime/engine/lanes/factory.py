@@ -1,0 +1,43 @@
+"""Makes lanes of the kind that a model's class allows."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+
+from ...cache.paged import PagedKV
+from ...cache.pages import KVPages
+from ...model.loading import LoadedModel
+from ..sequence import Sequence
+from .apart import ApartLane
+from .lane import Lane, LaneContext
+from .packed import PackedLane
+from .padded import PaddedLane
+from .seq2seq import Seq2SeqLane
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneFactory:
+    """The lanes of a run share `pages` and what `context` holds. A lane gives its KV pages back as it is closed."""
+
+    model: LoadedModel
+    context: LaneContext
+    pages: KVPages
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.pages.pool.num_free
+
+    def packed(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> PackedLane:
+        cache = PagedKV(self.pages, expands=self.model.expands_latents, travels=self.context.travels)
+        return PackedLane(self._context(chunk_tokens), sequences, cache)
+
+    def lane(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> Lane:
+        """A lane of at least one sequence. `chunk_tokens`: how many it prefills in a pass; None: as the policy says."""
+        if self.model.shape.is_packed:
+            return self.packed(sequences, chunk_tokens)
+        context, start = self._context(chunk_tokens), self.model.start_token_id
+        if start is not None:
+            return Seq2SeqLane(context, sequences, start)
+        return (ApartLane if self.model.habits.apart else PaddedLane)(context, sequences)
+
+    def _context(self, chunk_tokens: int | None) -> LaneContext:
+        return self.context if chunk_tokens is None else replace(self.context, prefill_chunk_tokens=chunk_tokens)

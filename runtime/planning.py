@@ -1,0 +1,135 @@
+"""From requests to the plan of a run: rates are measured where nobody gave them, and where the policy is left open, one
+that a search has chosen before is found again, or a new one is searched.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .batching.balance import Block
+from .budgets import budgets_of, reclaim
+from .choices import plan_by_choice, policies_directory, question
+from .config import PolicyKind, RuntimeConfig
+from .measure.calibrate import measure_rates
+from .measure.machine import device_name
+from .measure.machine_cache import Host, this_host
+from .model.loading import LoadedModel
+from .plan.advice import advice
+from .plan.cost.rates import MachineRates
+from .plan.cost.typical_load import Usual
+from .plan.facts import PlanFacts
+from .plan.placement.defaults import chunk_tokens
+from .plan.placement.memory import SequenceSize
+from .plan.placement.placement import Budgets
+from .plan.placement.run_load import micro_batches_of
+from .plan.planner import RunPlan, plan_run
+from .plan.schedule.schedule import require_slots
+from .plan.search.policy import Policy
+from .store.reader import Reader
+from .stream.device import ComputeDevice
+
+log = logging.getLogger(__name__)
+
+WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it predictions say nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
+
+    The methods raise ConfigError or BudgetError where what is asked for cannot be, before anything is read.
+    """
+
+    model: LoadedModel
+    config: RuntimeConfig
+    device: ComputeDevice
+    open_reader: Callable[[], Reader]
+
+    @property
+    def host(self) -> Host:
+        """The machine that measured rates hold for."""
+        return this_host(device_name(self.device), torch.get_num_threads())
+
+    @property
+    def budgets(self) -> Budgets:
+        """The memory that a run may use, as much of it as is free now where the settings say none."""
+        return budgets_of(self.config.offload, self.device)
+
+    def plan(
+        self,
+        sizes: Sequence[SequenceSize],
+        *,
+        rates: MachineRates | None = None,
+        blocks: tuple[Block, ...] | None = None,
+        known: Policy | None = None,
+        num_halvings: int = 0,
+    ) -> RunPlan:
+        """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`: of the run that is
+        resumed; otherwise the policy chooses them. `known`: what a search came to before, which `policy=hrm` goes by as
+        long as it fits. `num_halvings` as for `plan_run`."""
+        reclaim(self.device)
+        budgets = self.budgets
+        first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
+        for walk in (first.placement.walk, first.placement.decode_walk):
+            require_slots(walk, first.num_lanes)
+        if rates is None and sizes:
+            rates = self.measured(first, sizes)
+        is_searched = self.config.policy.kind is PolicyKind.hrm and bool(sizes)
+        kept = blocks if budgets.has_device or is_searched else first.blocks
+
+        def plan(config: RuntimeConfig) -> RunPlan:
+            return plan_run(
+                self.model.shape, config, budgets, sizes, rates=rates, blocks=kept, num_halvings=num_halvings
+            )
+
+        if not is_searched:
+            return plan(self.config)
+        machine = f"{self.config.machine.name} {self.host}"
+        return plan_by_choice(
+            policies_directory(self.config.offload.cache_dir),
+            question(machine, self.model.shape, self.config, budgets, sizes) if blocks is None else None,
+            self.config,
+            plan,
+            has_device=budgets.has_device,
+            num_halvings=num_halvings,
+            known=known,
+        )
+
+    def measured(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
+        """The rates of this machine at the sizes that `plan`'s passes have, in about a second."""
+        lanes = micro_batches_of(plan.blocks[0], sizes)
+        usual = Usual.of(self.model.shape, lanes, chunk_tokens(plan.policy))
+        with self.open_reader() as reader:
+            return measure_rates(self.model, reader, self.device, usual, plan.placement.paged)
+
+    def revised(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
+        """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or
+        its own. Blocks stay what they are, and so do budgets: the memory that `plan`'s session holds is taken now."""
+
+        def planned(config: RuntimeConfig) -> RunPlan:
+            return plan_run(self.model.shape, config, plan.budgets, sizes, rates=rates, blocks=plan.blocks)
+
+        same = planned(replace(self.config, policy=plan.policy, kv=plan.kv))
+        found = planned(self.config)
+        assert same.prediction is not None, "rates are given"
+        assert found.prediction is not None, "rates are given"
+        is_worth_it = found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
+        return found if is_worth_it else replace(same, searched=plan.searched)
+
+    def facts(self, plan: RunPlan) -> PlanFacts:
+        dtype = str(self.model.compute_dtype).removeprefix("torch.")
+        return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype)
+
+    def announce(self, plan: RunPlan, advised: set[str]) -> None:
+        """Logs what the plan is, its ledgers, and advice on it; of that only what is not in `advised`, to which it is
+        added."""
+        log.info("%s", self.facts(plan))
+        for ledger in plan.placement.ledgers:
+            log.info("%s", ledger)
+        found = advice(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
+        for sentence in found:
+            if sentence not in advised:
+                log.warning("%s", sentence)
+        advised.update(found)
