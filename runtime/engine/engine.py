@@ -83,6 +83,7 @@ class Engine:
 
         Raises Interrupted, BrokenModelError when none of the sequences gets a finite number, and what streams raise.
         """
+        assert not self._player.has_lost_a_pass, "an earlier pass of this session was lost: open another session"
         batch = batcher.next_batch()
         if batch is None:
             return None

@@ -57,7 +57,7 @@ class Player:
         self._attending: dict[int, Future[torch.Tensor]] = {}  # by lane
         self._mixed: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
         self._played: Schedule | None = None
-        self._has_lost_a_pass = False
+        self.has_lost_a_pass = False
         self._moves: dict[Op, Callable[[Action], None]] = {
             Op.read: lambda action: weights.read(action.its_stage, action.page),
             Op.copy: lambda action: weights.copy(action.its_stage, action.page),
@@ -85,7 +85,6 @@ class Player:
         Raises Interrupted, and whatever a lane or a stream raises: the pass is lost then, and no other can be played,
         as slots, workers and trips still hold what was on its way.
         """
-        assert not self._has_lost_a_pass, "an earlier pass of this session was lost: open another session"
         self._lanes, self._travelling = lanes, frozenset(walk.travelling)
         try:
             self._events = [
@@ -98,7 +97,7 @@ class Player:
                     self._advance(action, answer)
             assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
         except BaseException:
-            self._has_lost_a_pass = True
+            self.has_lost_a_pass = True
             for lane in lanes:
                 lane.abandon()
             raise
