@@ -9,7 +9,7 @@ import torch
 
 from runtime.attention.plain_attention import decode_attention_torch
 from runtime.linear import multipliers
-from runtime.model import attention, loading, rowwise
+from runtime.model import attention, host_ops, loading
 from runtime.plan.shape.shapes import Parameter
 from runtime.weights import stage_weights as weights
 
@@ -29,7 +29,7 @@ def operators_of_a_device() -> Iterator[None]:
     plain_argument = weights._plain_argument
     with ExitStack() as stack:
         for module, name, value in (
-            (rowwise, "has_compiler", lambda: False),
+            (host_ops, "has_compiler", lambda: False),
             (loading, "has_compiler", lambda: False),
             (multipliers, "has_compiler", lambda: False),
             (multipliers, "has_matrix_unit", lambda: False),

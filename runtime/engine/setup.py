@@ -7,8 +7,8 @@ import torch
 from ..attention.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
 from ..linear.multipliers import choose_multipliers, prepare_products
+from ..model.host_ops import prepare_host_ops
 from ..model.loading import LoadedModel
-from ..model.rowwise import prepare_rows
 from ..plan.placement.placement import Placement
 from ..profiles import ProductTable
 from ..stream.device import ComputeDevice
@@ -40,5 +40,5 @@ def prepare_kernels(model: LoadedModel, products: ProductTable | None) -> None:
     if model.compute_dtype == torch.float32:
         slices = [piece for stage in model.shape.stages for p in stage.parameters for piece in p.slices]
         stored = {piece.dtype for piece in slices if len(piece.shape) >= 2}
-        prepare_rows()
+        prepare_host_ops()
         prepare_products([TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())])

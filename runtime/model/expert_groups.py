@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..linear.stored import StoredWeight
 from ..plan.placement.experts import GROUPED_VISITS, suits_all
-from .experts import Experts, Visits, bias_of, has_norm, matrix_names
+from .experts import Experts, Visits, activated, bias_of, has_norm, matrix_names
 
 VECTOR_BYTES = 16  # at which torch's kernel wants every row and every expert to begin
 MOST_GROUPS = 1023  # that it takes
@@ -182,6 +182,6 @@ def _outputs(
         return out if bias is None else out + bias[experts_V]
 
     inner = projected(x_VD, stacks.up, up)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    inner = activated(experts, inner)
     out = projected(inner, stacks.down, down)
     return experts.post_expert_norm(out) if has_norm(experts) else out

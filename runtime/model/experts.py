@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from ..events import NeedExperts, need_tensor
+from .fused import FusedGate
 
 NAME = "millrace_sorted"
 
@@ -118,9 +119,18 @@ def matrix_names(module: torch.nn.Module) -> tuple[str, str]:
 def _output(experts: Experts, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
     up, down = matrices
     inner = _project(experts, matrices, up, expert, x)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    inner = activated(experts, inner)
     out = _project(experts, matrices, down, expert, inner)
     return experts.post_expert_norm(out) if has_norm(experts) else out
+
+
+def activated(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
+    """Applies the activation, and the gate of gated experts: (V, 2H) or (V, H) to (V, H)."""
+    if not experts.has_gate:
+        return experts.act_fn(inner)
+    act = getattr(experts, "act_fn", None)  # gated experts of some classes have none
+    out = act.gated(inner) if isinstance(act, FusedGate) else None
+    return experts._apply_gate(inner) if out is None else out
 
 
 def _project(experts: Experts, matrices: Matrices, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:

@@ -31,13 +31,14 @@ from ..weights.layout import map_weights
 from ..weights.quantization import pair_scales, take_quantization
 from . import attention, experts
 from .buffers import fill_buffers
-from .compiled_steps import compile_steps, require_accelerator
+from .compiled_ops import compiled_ops, require_accelerator
 from .excerpt import Excerpt
+from .fused import fuse
+from .host_ops import host_ops
 from .rope_lengths import RopeLengths, follow_lengths
-from .rowwise import join_steps
 from .sizes import shape_of
 from .stages import StagedModel, stage_model
-from .traits import ExpertKind, choose_lanes, expert_kind, measure_cache
+from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache
 from .unread import leave_unread
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,45 @@ class LoadedModel:
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Hollow:
+    """A checkpoint, and the model that its config describes: its parameters are on the meta device. `described` is the
+    config as published, `quantization` what it says of stored weights."""
+
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+    dtype: torch.dtype
+    described: Mapping[str, object]
+    quantization: Mapping[str, object]
+    generation: ModelGeneration
+
+    @property
+    def class_name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def is_seq2seq(self) -> bool:
+        return self.model.config.is_encoder_decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lanes:
+    """How lanes run a model: packed or padded, and what its class does in them."""
+
+    is_packed: bool
+    habits: PaddedHabits
+    cache: CacheShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bytes:
+    """Where the bytes of all parameters lie, by full name, and of which files they are."""
+
+    parameters: Mapping[str, Parameter]
+    fingerprint: str
+    digests: Mapping[str, str]
+
+
 def load_model(
     config: ModelConfig,
     device: torch.device,
@@ -77,10 +117,51 @@ def load_model(
     excerpt: Excerpt | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> LoadedModel:
-    """Raises CheckpointError or ConfigError with what to change. `express`: see `map_weights`. `excerpt`: of a model
-    that was loaded whole before, this alone."""
+    """Opens a checkpoint, maps its bytes to parameters, and stages the model that asks for them.
+
+    `express`: see `map_weights`. `excerpt` loads a part of a model that was loaded whole before. Raises CheckpointError
+    or ConfigError with what to change.
+    """
     if config.compile:
         require_accelerator(device)
+    hollow = _open(config, device, cache_dir, excerpt)
+    lanes = _choose_lanes(hollow, config, excerpt)
+    weights = _map_bytes(hollow, config, cache_dir, express=express, should_stop=should_stop)
+    dtypes = {name: tensor.dtype for name, tensor in hollow.model.state_dict(keep_vars=True).items()}
+    _fuse(hollow, config, device)
+    rope_lengths = follow_lengths(hollow.model)
+    with class_refused(hollow.class_name):
+        staged = stage_model(hollow.model)
+        shape = shape_of(config.name, staged, weights.parameters, lanes.cache, is_packed=lanes.is_packed)
+    fill_buffers(staged, weights.parameters)
+    _move_buffers(hollow.model, device)
+    in_kernel = lanes.is_packed and not lanes.cache.is_latent and device.type == "cpu" and has_compiler()
+    return LoadedModel(
+        staged=staged,
+        shape=replace(
+            shape,
+            has_decode_kernel=in_kernel,
+            has_whole_prompts=bool(lanes.habits.whole),
+            restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
+        ),
+        expands_latents=lanes.cache.is_latent,
+        habits=lanes.habits,
+        rope_lengths=rope_lengths,
+        dtypes=dtypes,
+        compute_dtype=hollow.dtype,
+        tokenizer=load_tokenizer(config.tokenizer, hollow.checkpoint),
+        generation=hollow.generation,
+        eos_token_ids=hollow.generation.eos_token_ids,
+        start_token_id=hollow.generation.start_token_id if hollow.is_seq2seq else None,
+        checkpoint=hollow.checkpoint,
+        config=hollow.described,
+        fingerprint=weights.fingerprint,
+        digests=weights.digests,
+    )
+
+
+def _open(config: ModelConfig, device: torch.device, cache_dir: str | None, excerpt: Excerpt | None) -> _Hollow:
+    """Reads the small files and the headers of a checkpoint, and builds the model without its weights."""
     path = find_checkpoint(config, cache_dir)
     checkpoint = open_checkpoint(path)
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
@@ -97,19 +178,41 @@ def load_model(
         keep_computed(model, checkpoint.tensors.keys())
         if excerpt is not None:
             excerpt.cut(model)
+    return _Hollow(
+        checkpoint=checkpoint,
+        model=model,
+        dtype=dtype,
+        described=described,
+        quantization=quantization,
+        generation=generation,
+    )
+
+
+def _choose_lanes(hollow: _Hollow, config: ModelConfig, excerpt: Excerpt | None) -> _Lanes:
+    """Runs the class without weights to see what it does in lanes, and registers our functions with it."""
+    model = hollow.model
+    with class_refused(hollow.class_name):
         is_packed, reason = choose_lanes(model, config.lanes) if excerpt is None else (excerpt.is_packed, "")
-        tries = not is_packed and not hf_config.is_encoder_decoder
-        habits = padded_habits(model) if tries else PaddedHabits()
+        is_probed = not is_packed and not hollow.is_seq2seq
+        habits = padded_habits(model) if is_probed else PaddedHabits()
         cache = measure_cache(model)
         _register(model, is_packed=is_packed)
     if reason:
         log.info("lanes are padded: %s", reason)
     for reason in filter(None, (habits.apart, habits.whole)):
         log.info("padded lanes: %s", reason)
+    return _Lanes(is_packed=is_packed, habits=habits, cache=cache)
+
+
+def _map_bytes(
+    hollow: _Hollow, config: ModelConfig, cache_dir: str | None, *, express: bool, should_stop: Callable[[], bool]
+) -> _Bytes:
+    """Finds the bytes of each parameter. Layouts that no byte ranges can express are converted into a file of ours."""
+    checkpoint, model = hollow.checkpoint, hollow.model
     if checkpoint.gguf is not None:
         weights = map_gguf(model, checkpoint)
     else:
-        weights = map_weights(model, pair_scales(checkpoint.tensors, quantization), express=express)
+        weights = map_weights(model, pair_scales(checkpoint.tensors, hollow.quantization), express=express)
     kept, is_verified = cache_root(cache_dir), config.verify is Verify.full
     fingerprint = checkpoint.fingerprint()
     digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
@@ -120,40 +223,22 @@ def load_model(
         if is_verified:
             digests |= digest_files(_files_of(converted), kept, should_stop)
     parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
-    dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
-    if config.compile:
-        log.info("model.compile: %d steps between products run compiled", compile_steps(model))
-    elif dtype == torch.float32 and device.type == "cpu":
-        join_steps(model)
-    rope_lengths = follow_lengths(model)
-    with class_refused(type(model).__name__):
-        staged = stage_model(model)
-        shape = shape_of(config.name, staged, parameters, cache, is_packed=is_packed)
-    fill_buffers(staged, parameters)
-    _move_buffers(model, device)
-    in_kernel = is_packed and not cache.is_latent and device.type == "cpu" and has_compiler()
-    return LoadedModel(
-        staged=staged,
-        shape=replace(
-            shape,
-            has_decode_kernel=in_kernel,
-            has_whole_prompts=bool(habits.whole),
-            restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
-        ),
-        expands_latents=cache.is_latent,
-        habits=habits,
-        rope_lengths=rope_lengths,
-        dtypes=dtypes,
-        compute_dtype=dtype,
-        tokenizer=load_tokenizer(config.tokenizer, checkpoint),
-        generation=generation,
-        eos_token_ids=generation.eos_token_ids,
-        start_token_id=generation.start_token_id if hf_config.is_encoder_decoder else None,
-        checkpoint=checkpoint,
-        config=described,
-        fingerprint=fingerprint,
-        digests=digests,
-    )
+    return _Bytes(parameters=parameters, fingerprint=fingerprint, digests=digests)
+
+
+def _fuse(hollow: _Hollow, config: ModelConfig, device: torch.device) -> None:
+    """Mutates the model: puts stand-ins in the places of its modules, where there are operations for this device."""
+    ops = compiled_ops() if config.compile else None
+    if ops is None and hollow.dtype == torch.float32 and device.type == "cpu":
+        ops = host_ops()
+    if ops is None:
+        return
+    counts = fuse(hollow.model, ops)
+    if counts:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        log.info("%s: %s are fused, all else is transformers' own code", hollow.class_name, kinds)
+    else:
+        log.info("%s: nothing is fused, as its code between products is that of no class known here", hollow.class_name)
 
 
 def _identity(fingerprint: str, digests: Mapping[str, str]) -> str:

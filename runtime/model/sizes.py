@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
 from ..probing.decoder_config import decoder_config, head_size, largest, num_attention_heads
-from .rowwise import joins_gates
+from .experts import is_experts
+from .fused import FusedGatedMLP
 from .stages import StagedModel
 from .traits import CacheShape, bounded_layers, delta_rule, expanded_width
 
@@ -48,10 +50,17 @@ def shape_of(
         expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
         bounded_layers=frozenset() if is_packed else bounded_layers(model),
         has_joined_gates=not cache.bytes_per_sequence  # beside recurrent mixers, which may be as wide
-        and all(joins_gates(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),
+        and all(has_fused_gate(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),
         delta_rule=delta_rule(model),
         score_heads=num_heads // num_kv_heads if has_own_scores else 0,
     )
+
+
+def has_fused_gate(layer: nn.Module) -> bool:
+    """Tells whether a layer's one feed-forward is ours and takes a few rows at a time."""
+    ours = [module for module in layer.modules() if isinstance(module, FusedGatedMLP)]
+    is_alone = len(ours) == 1 and not any(is_experts(module) for module in layer.modules())
+    return is_alone and ours[0].ops.mlp_rows is not None
 
 
 def _intermediate_size(parameters: list[Parameter]) -> int:

@@ -17,7 +17,7 @@ from .ledger import Entry
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
 PANEL_BYTES = 16 * MIB  # of widened weights, at most
 LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
-GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/rowwise.py
+GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/fused.py
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
 # What choosing tokens makes of the few logits that it takes at a time, see engine/sampling/sampler.py.
 SAMPLING_BYTES = 24 * MIB

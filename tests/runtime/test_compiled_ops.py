@@ -11,8 +11,10 @@ from transformers.models.llama import modeling_llama as llama
 
 from runtime.config import ModelConfig, Tier
 from runtime.errors import ConfigError
-from runtime.model import compiled_steps, loading
-from runtime.model.compiled_steps import _compiled, _rotary, compile_steps, plain_gate, plain_norm
+from runtime.model import compiled_ops, loading
+from runtime.model.compiled_ops import _compiled, plain_gate, plain_norm
+from runtime.model.compiled_ops import compiled_ops as ops_of_a_device
+from runtime.model.fused import FusedRMSNorm, fuse
 from tests.fake_device import FakeDevice
 from tests.runtime.test_fidelity import config_for, tokens
 from tests.support import Reference
@@ -21,7 +23,7 @@ from tests.support import Reference
 @pytest.fixture(autouse=True)
 def _traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Through all of torch.compile but the compiler, which is a device's."""
-    monkeypatch.setattr(compiled_steps, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_ops, "BACKEND", "aot_eager")
     _compiled.cache_clear()
     with torch.inference_mode():
         yield
@@ -51,17 +53,16 @@ def test_every_step_is_as_precise_as_the_plain_one(dtype: torch.dtype) -> None:
     pairs = [
         (_compiled(plain_norm)(x, weight, 1e-5), norm(x)),
         (_compiled(plain_gate)(gate, up), nn.functional.silu(gate) * up),
-        *zip(_rotary(q, k, cos, sin), llama.apply_rotary_pos_emb(q, k, cos, sin), strict=True),
+        *zip(ops_of_a_device().rotate(q, k, cos, sin), llama.apply_rotary_pos_emb(q, k, cos, sin), strict=True),
     ]
     for ours, plain in pairs:
         torch.testing.assert_close(ours, plain)
 
 
 def test_code_that_differs_stays() -> None:
-    assert compile_steps(GemmaRMSNorm(64)) == 0
-    norm = llama.LlamaRMSNorm(64)
-    assert compile_steps(norm) == 1
-    assert "forward" in vars(norm)
+    modules = nn.ModuleList([GemmaRMSNorm(64), llama.LlamaRMSNorm(64)])
+    assert fuse(modules, ops_of_a_device()) == {"RMS norms": 1}
+    assert [type(module) for module in modules] == [GemmaRMSNorm, FusedRMSNorm]
 
 
 def test_a_cpu_refuses_it(reference: Callable[[str], Reference]) -> None:
@@ -71,6 +72,6 @@ def test_a_cpu_refuses_it(reference: Callable[[str], Reference]) -> None:
 
 
 def test_without_the_compilers_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_steps, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiled_ops, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"model\.compile=true needs the package triton"):
-        compiled_steps.require_accelerator(torch.device("cuda"))
+        compiled_ops.require_accelerator(torch.device("cuda"))

@@ -1,0 +1,224 @@
+"""Modules of ours that take the place of transformers' own where these do several operations between two products:
+RMS norms, gated feed-forwards, attention with rotary embeddings, and the gates of experts.
+
+transformers has the same code a hundred times over, once for each family. The rule: a module is replaced if its class
+runs the same instructions, on the same names and constants, as the class of Llama, Mistral, Mixtral, Qwen2 or Qwen3
+that is named here, and so do the functions that it calls by name; its activation must be SiLU. Whatever differs by an
+instruction stays as it is. A stand-in has the original's parameters and children under the same names. Its results
+differ from the original's in the last bits of float32.
+
+T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+EXPERTS: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
+Rotated = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedOps:
+    """What stand-ins compute with. An operation returns None where it cannot read the tensors that it is given; the
+    stand-in then runs the plain code. Feed-forwards take `mlp_rows` rows at a time, None: all of them at once."""
+
+    norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor | None]  # x (..., H), weight (H), eps -> (..., H)
+    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # silu(gate) * up, where gate was or beside it
+    gate_halves: Callable[[torch.Tensor], torch.Tensor | None]  # (V, 2H) -> (V, H)
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rotated | None]  # q, k, cos, sin -> q, k
+    mlp_rows: int | None
+
+
+class _StandIn(nn.Module):
+    """A module that shares the parameters, children and attributes of the one that it replaces: whoever still holds
+    the original finds the same weights bound to it."""
+
+    def __init__(self, original: nn.Module, ops: FusedOps):
+        super().__init__()
+        vars(self).update(vars(original))
+        self.ops = ops
+
+
+class FusedRMSNorm(_StandIn):
+    """Llama's RMS norm in one pass over memory. After Zhang and Sennrich, "Root Mean Square Layer Normalization"
+    (2019)."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        out = self.ops.norm(hidden_states, cast(torch.Tensor, self.weight), cast(float, self.variance_epsilon))
+        return llama.LlamaRMSNorm.forward(cast(llama.LlamaRMSNorm, self), hidden_states) if out is None else out
+
+
+class FusedGatedMLP(_StandIn):
+    """Llama's feed-forward, whose gate is applied in one pass. After Shazeer, "GLU Variants Improve Transformer"
+    (2020)."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (..., D) to (..., D), `mlp_rows` rows at a time: what lies between gate and down is several times as
+        wide."""
+        if self.ops.mlp_rows is None:
+            return self.down_proj(self._inner(x))
+        runs = x.reshape(-1, x.shape[-1]).split(self.ops.mlp_rows)
+        outs = [self.down_proj(self._inner(x_RD)) for x_RD in runs]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        out = self.ops.gate(gate, up)
+        return nn.functional.silu(gate) * up if out is None else out
+
+
+class FusedGate(nn.Module):
+    """The SiLU of an experts module: alone as before, and together with what it gates in one pass."""
+
+    def __init__(self, act: nn.Module, ops: FusedOps):
+        super().__init__()
+        self.act, self.ops = act, ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x)
+
+    def gated(self, gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
+        """Returns silu of the first half of each row times its second half (V, H), None where it must go by the plain
+        code."""
+        return self.ops.gate_halves(gate_up_V2H)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AttentionCode:
+    """A class's attention that `FusedAttention` can do: whether queries and keys are normalised head by head, and
+    what window it hands to its attention function."""
+
+    forward: Callable[..., object]
+    has_norms: bool = False
+    window: Callable[[Any], dict[str, int | None]] = lambda attention: {"sliding_window": attention.sliding_window}
+
+
+_ATTENTION_CODES = (
+    _AttentionCode(forward=llama.LlamaAttention.forward, window=lambda attention: {}),
+    _AttentionCode(
+        forward=MistralAttention.forward,
+        window=lambda attention: {"sliding_window": getattr(attention.config, "sliding_window", None)},
+    ),
+    _AttentionCode(forward=Qwen2Attention.forward),
+    _AttentionCode(forward=Qwen3Attention.forward, has_norms=True),
+)
+
+
+class FusedAttention(_StandIn):
+    """Attention of Llama and its kin, whose queries and keys are rotated in one pass. After Su et al., "RoFormer:
+    Enhanced Transformer with Rotary Position Embedding" (2021)."""
+
+    def __init__(self, original: nn.Module, ops: FusedOps, code: _AttentionCode):
+        super().__init__(original, ops)
+        self.has_norms, self.window = code.has_norms, code.window(original)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Maps (B, T, D) to the same. Keys and values go to `past_key_values`, what attends is transformers' own
+        function of the name in the config, or ours."""
+        own: Any = self
+        shape = hidden_states.shape[:-1]
+        q, k, v = (
+            project(hidden_states).view(*shape, -1, own.head_dim) for project in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        if self.has_norms:
+            q, k = own.q_norm(q), own.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        rotated = self.ops.rotate(q, k, *position_embeddings)
+        q, k = llama.apply_rotary_pos_emb(q, k, *position_embeddings) if rotated is None else rotated
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, own.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(own.config._attn_implementation, llama.eager_attention_forward)
+        out, scores = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=own.scaling, **self.window, **kwargs)
+        return own.o_proj(out.reshape(*shape, -1).contiguous()), scores
+
+
+def fuse(model: nn.Module, ops: FusedOps) -> Counter[str]:
+    """Puts stand-ins in the places of modules inside `model` that do what they do. Returns how many, by kind."""
+    counts, made = Counter[str](), dict[nn.Module, nn.Module]()  # of one that has several places, one stand-in
+    for parent in reversed(list(model.modules())):  # children before what takes them over
+        for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
+            stand_in = made.get(child) or _stand_in(parent, name, child, ops)
+            if stand_in is not None:
+                made[child] = parent._modules[name] = stand_in
+    counts.update(_KINDS[type(stand_in)] for stand_in in made.values())
+    return counts
+
+
+_KINDS: dict[type[nn.Module], str] = {
+    FusedRMSNorm: "RMS norms",
+    FusedGatedMLP: "gated feed-forwards",
+    FusedAttention: "rotary embeddings",
+    FusedGate: "gates of experts",
+}
+
+
+def _stand_in(parent: nn.Module, name: str, child: nn.Module, ops: FusedOps) -> nn.Module | None:
+    forward = type(child).forward
+    if is_code_of(forward, llama.LlamaRMSNorm.forward):
+        return FusedRMSNorm(child, ops)
+    if is_code_of(forward, llama.LlamaMLP.forward) and _is_silu(getattr(child, "act_fn", None)):
+        return FusedGatedMLP(child, ops)
+    if name == "act_fn" and _is_silu(child):
+        is_known = is_code_of(getattr(type(parent), "_apply_gate", None), EXPERTS._apply_gate)
+        return FusedGate(child, ops) if is_known else None
+    code = next((each for each in _ATTENTION_CODES if is_code_of(forward, each.forward)), None)
+    return FusedAttention(child, ops, code) if code is not None and _calls_as_llama(forward) else None
+
+
+def _calls_as_llama(forward: Callable[..., object]) -> bool:
+    """Whether the functions that an attention class calls by name are those of Llama, and theirs in turn."""
+    known = {"apply_rotary_pos_emb": "rotate_half", "eager_attention_forward": "repeat_kv"}
+    for name, inner in known.items():
+        function = _globals_of(forward).get(name)
+        if not is_code_of(function, vars(llama)[name]):
+            return False
+        if not is_code_of(_globals_of(function).get(inner), vars(llama)[inner]):
+            return False
+    return True
+
+
+def _globals_of(function: object) -> dict[str, object]:
+    return getattr(function, "__globals__", {})
+
+
+def is_code_of(function: object, known: object) -> bool:
+    """Whether a function has the same instructions on the same names and constants as another; what they are called
+    with and say of themselves may differ."""
+    own, other = (getattr(each, "__code__", None) for each in (function, known))
+    return isinstance(own, CodeType) and isinstance(other, CodeType) and _body(own, function) == _body(other, known)
+
+
+def _body(code: CodeType, function: object) -> tuple[object, ...]:
+    constants = [each for each in code.co_consts if each is not None and each != function.__doc__]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+
+def _is_silu(module: object) -> bool:
+    return isinstance(module, nn.SiLU | SiLUActivation)

@@ -1,0 +1,109 @@
+"""Fused operations on a CPU, by compiled kernels that read and write each number once: RMS norms, SiLU gates, rotary
+embeddings. They take float32 in a processor's memory, rows one behind the other, and leave everything else to others.
+
+T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
+"""
+
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..kernels.compiler import has_compiler
+from ..linear.pieces import share_groups
+from ..plan.placement.memory import GATED_ROWS
+from .fused import FusedOps, Rotated
+
+
+def host_ops() -> FusedOps | None:
+    """Returns None where there is no compiler, as plain code is then the fastest."""
+    if not has_compiler():
+        return None
+    return FusedOps(norm=norm, gate=gate, gate_halves=gate_halves, rotate=rotate, mlp_rows=GATED_ROWS)
+
+
+def prepare_host_ops() -> None:
+    """Loads, and at the first time compiles, all kernels, so that no pass takes their time and memory."""
+    if has_compiler():
+        rows_BThD = torch.ones(1, 1, 2, 2)
+        norm(rows_BThD, rows_BThD[0, 0, 0], 0.0)
+        gate(rows_BThD[0, 0], rows_BThD[0, 0])
+        rotate(rows_BThD, rows_BThD, rows_BThD[0, :, :1], rows_BThD[0, :, :1])
+
+
+@cache
+def _kernel() -> ModuleType:
+    """Imports numba, which takes 0.2 s, as late as possible."""
+    from ..kernels import rowwise
+
+    return rowwise
+
+
+def _rows_of(x: torch.Tensor) -> np.ndarray:
+    """Sees (..., H) as (T, H)."""
+    return x.numpy().reshape(-1, x.shape[-1])
+
+
+def _fits(*tensors: torch.Tensor) -> bool:
+    """Tells whether kernels can read them: rows of float32 one behind the other."""
+    for each in tensors:
+        if type(each) not in (torch.Tensor, nn.Parameter) or each.dtype is not torch.float32 or not each.is_cpu:
+            return False
+        if not each.is_contiguous() or not each.numel():
+            return False
+    return True
+
+
+def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor | None:
+    """Divides (..., H) by the root of its mean square and `eps`, and multiplies it by the weight."""
+    if not _fits(x, weight_H) or weight_H.shape != x.shape[-1:]:
+        return None
+    out, norm_rows = torch.empty_like(x), _kernel().norm_rows
+    x_TH, out_TH = _rows_of(x), _rows_of(out)
+    arrays = (x_TH, weight_H.detach().numpy(), np.float32(eps), out_TH)
+    share_groups(x_TH, 1, lambda rows: norm_rows(*arrays, *rows))
+    return out
+
+
+def gate(gate_TH: torch.Tensor, up_TH: torch.Tensor) -> torch.Tensor | None:
+    """Writes silu(gate) * up (T, H) over the gates."""
+    return _gated(gate_TH, up_TH, 0, gate_TH) if _fits(gate_TH, up_TH) else None
+
+
+def gate_halves(gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
+    """Makes (V, H) of rows that hold a gate and what it lets through, (V, 2H)."""
+    if gate_up_V2H.dim() != 2 or not _fits(gate_up_V2H):
+        return None
+    num_rows, num_gates = gate_up_V2H.shape[0], gate_up_V2H.shape[1] // 2
+    return _gated(gate_up_V2H, gate_up_V2H, num_gates, gate_up_V2H.new_empty(num_rows, num_gates))
+
+
+def _gated(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: torch.Tensor) -> torch.Tensor:
+    """Writes silu(gate) * up, of H numbers from the first and from `up_begin` on, to `out_TH`, which may be `gate_TN`
+    itself."""
+    out, kernel = out_TH.numpy(), _kernel()
+    arrays = (gate_TN.numpy(), up_TN.numpy(), up_begin, out)
+    share_groups(out, 1, lambda rows: kernel.gate_rows(*arrays, *rows, np.empty(kernel.RUN, np.float32)))
+    return out_TH
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rotated | None:
+    """Turns queries and keys (B, h, T, D) by angles (B, T, D)."""
+    B, _, T, D = q.shape
+    rows = [each.transpose(1, 2) for each in (q, k)]  # as products leave them
+    is_each_token = cos.shape == sin.shape == (k.shape[0], *k.shape[2:]) == (B, T, D)
+    if not is_each_token or not _fits(*rows, cos, sin):
+        return None
+    cos_TD, sin_TD = _rows_of(cos), _rows_of(sin)
+    q_BThD, k_BThD = (_rotated(x_BThD, cos_TD, sin_TD) for x_BThD in rows)
+    return q_BThD.transpose(1, 2), k_BThD.transpose(1, 2)
+
+
+def _rotated(x_BThD: torch.Tensor, cos_TD: np.ndarray, sin_TD: np.ndarray) -> torch.Tensor:
+    """Turns pairs of numbers that lie half a head apart."""
+    out, rotate_rows = torch.empty_like(x_BThD), _kernel().rotate_rows
+    x_ThD, out_ThD = (each.numpy().reshape(-1, *each.shape[2:]) for each in (x_BThD, out))
+    share_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
+    return out
