@@ -1,19 +1,68 @@
-"""How fast attention goes: decode over pages of keys and values, by their bytes, and prompts, by FLOPs.
+"""How fast attention goes: decode over pages of keys and values, by their bytes, and prompts, by FLOPs."""
 
-The shape is a layer of Llama-3-8B: 32 query heads over 8 KV heads of 128.
-"""
+from dataclasses import dataclass
 
 import torch
 
 from ..attention.even_rows import EvenRows, attend_prompt
-from ..cache.pages import split_pages
+from ..cache.pages import KVPages, num_pages_for
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
-from .products import DTYPES
+from .linear import DTYPES
 from .timing import Probe, Timed
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
-NUM_POSITIONS = 512
+NUM_POSITIONS = 512  # of a row, and of a prompt, where no run says it
+ANYTHING = 0.5  # what cached positions hold that nobody computed: memory never written would be read too fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The heads of a layer, and the dtype of its queries, keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def position_bytes(self) -> int:
+        """Keys and values of one position."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @staticmethod
+    def of_llama_3_8b(dtype: torch.dtype) -> "AttentionShape":
+        return AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
+
+
+def decoding(
+    shape: AttentionShape, device: ComputeDevice, num_rows: int, num_positions: int, *, num_layers: int = 1
+) -> Timed:
+    """Bytes of keys and values: rows of a lane over pages of their own, which lie in any order, layer after layer."""
+    num_row_pages = num_pages_for(num_positions)
+    num_pages = num_rows * num_row_pages
+    pages = KVPages(num_pages, device)
+    token = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=shape.dtype)
+    layers = [pages.layer(index, token, token) for index in range(num_layers)]
+    pages.fill(ANYTHING)
+    q_BHD = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device.torch_device)
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))
+    rows = EvenRows(order.view(num_rows, -1).tolist(), num_positions, device)
+
+    def sweep() -> None:
+        for k_NPHD, v_NPHD in layers:
+            rows.attend(q_BHD, k_NPHD, v_NPHD)
+
+    return Timed(num_layers * num_rows * num_positions * shape.position_bytes, sweep, device.finish)
+
+
+def prefilling(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timed:
+    """FLOPs of the pairs that see each other in one prompt: products with keys, then with values."""
+    q, k, v = (
+        torch.ones(1, num_heads, num_tokens, shape.head_dim, dtype=shape.dtype, device=device.torch_device)
+        for num_heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    flops = 2.0 * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1)
+    return Timed(flops, lambda: attend_prompt(q, k, v, device), device.finish)
 
 
 def attention_name(dtype: str, *, is_on_cpu: bool) -> str:
@@ -25,43 +74,17 @@ def prefill_name(dtype: str) -> str:
 
 
 def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
-    """`num_bytes` of keys and values: more than a cache holds."""
+    """A layer of Llama-3-8B over `num_bytes` of keys and values: more than a cache holds."""
+    shape = AttentionShape.of_llama_3_8b(DTYPES[dtype])
+    row_bytes = num_pages_for(NUM_POSITIONS) * PAGE_TOKENS * shape.position_bytes
+    num_rows = max(1, num_bytes // row_bytes)
     places = [ComputeDevice("cpu"), *([device] if device.is_accelerator else [])]
-    return [*(_decode(dtype, place, num_bytes) for place in places), _prefill(dtype, device)]
-
-
-def _decode(dtype: str, device: ComputeDevice, num_bytes: int) -> Probe:
-    """Rows of `NUM_POSITIONS` positions, whose pages lie in any order."""
-    place, number = device.torch_device, DTYPES[dtype]
-    page_bytes = 2 * PAGE_TOKENS * NUM_KV_HEADS * HEAD_DIM * number.itemsize
-    num_row_pages = NUM_POSITIONS // PAGE_TOKENS
-    num_rows = max(1, num_bytes // (page_bytes * num_row_pages))
-    num_pages = num_rows * num_row_pages
-    pages = device.zeros(num_pages * page_bytes)[: num_pages * page_bytes]
-    pages.view(number).copy_(torch.rand(page_bytes).to(number).repeat(len(pages) // page_bytes // number.itemsize))
-    token = torch.empty(1, NUM_KV_HEADS, 1, HEAD_DIM, dtype=number)
-    k_NPHD, v_NPHD = split_pages(pages.view(num_pages, page_bytes), token, token)
-    q_BHD = torch.randn(num_rows, NUM_HEADS, HEAD_DIM).to(number).to(place)
-    tables = torch.randperm(num_pages).view(num_rows, -1).tolist()
-    rows = EvenRows(tables, NUM_POSITIONS, device)
-
-    def act() -> None:
-        rows.attend(q_BHD, k_NPHD, v_NPHD)
-
-    name = attention_name(dtype, is_on_cpu=not device.is_accelerator)
-    return Probe(name=name, unit="GB/s", read=Timed(num_pages * page_bytes, act, device.finish))
-
-
-def _prefill(dtype: str, device: ComputeDevice) -> Probe:
-    """A prompt of `NUM_POSITIONS`. FLOPs of the pairs that see each other: products with keys, then with values."""
-    q, k, v = (
-        torch.randn(1, num_heads, NUM_POSITIONS, HEAD_DIM).to(DTYPES[dtype]).to(device.torch_device)
-        for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-    )
-    num_pairs = NUM_POSITIONS * (NUM_POSITIONS + 1) / 2
-    flops = 4.0 * num_pairs * NUM_HEADS * HEAD_DIM
-
-    def act() -> None:
-        attend_prompt(q, k, v, device)
-
-    return Probe(name=prefill_name(dtype), unit="GFLOP/s", read=Timed(flops, act, device.finish))
+    probes = [
+        Probe(
+            name=attention_name(dtype, is_on_cpu=not place.is_accelerator),
+            unit="GB/s",
+            read=decoding(shape, place, num_rows, NUM_POSITIONS),
+        )
+        for place in places
+    ]
+    return [*probes, Probe(name=prefill_name(dtype), unit="GFLOP/s", read=prefilling(shape, device, NUM_POSITIONS))]

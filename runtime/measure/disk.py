@@ -26,11 +26,16 @@ REST_SECONDS = 0.25  # before a burst: what a disk or its host has put aside mea
 SUSTAINED, BURST = "disk, sustained", "disk, burst"
 
 
-def reading(reader: Reader, extents: Sequence[Extent], target: torch.Tensor) -> Timed:
-    """Of bytes. `target`: page-aligned host memory, uint8, that holds them all."""
+def reading(reader: Reader, batches: Sequence[Sequence[Extent]], target: torch.Tensor) -> Timed:
+    """Bytes of the extents of all batches, which are submitted one behind the other. `target`: page-aligned host
+    memory, uint8, that holds each batch by itself."""
     view = target.numpy().data
-    num_bytes = sum(extent.num_bytes for extent in extents)
-    return Timed(num_bytes, lambda: reader.submit(extents, view).wait())
+
+    def act() -> None:
+        for pending in [reader.submit(extents, view) for extents in batches]:
+            pending.wait()
+
+    return Timed(sum(extent.num_bytes for extents in batches for extent in extents), act)
 
 
 @contextmanager
@@ -50,7 +55,7 @@ def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece
         whole = reader(usual.reader_threads, usual.read_chunk_mib)
         pieces = _pieces(path, file_bytes, piece_bytes)
         probes = [
-            Probe(name=SUSTAINED, unit="GB/s", read=reading(whole, _pieces(path, file_bytes, file_bytes), target)),
+            Probe(name=SUSTAINED, unit="GB/s", read=reading(whole, [_pieces(path, file_bytes, file_bytes)], target)),
             Probe(name=BURST, unit="GB/s", read=partial(_rested, _turns(whole, pieces, target))),
         ]
         for depth, block in product(DEPTHS, BLOCK_MIB):

@@ -11,10 +11,18 @@ from ..stream.device import ComputeDevice
 from ..units import MIB
 from .attention import attention_name, attention_probes, prefill_name
 from .disk import disk_probes
+from .linear import (
+    DTYPES,
+    MOST_ROWS_BESIDE,
+    Matrices,
+    ProbeSeries,
+    product_kinds,
+    product_probes,
+    upcast_probes,
+    usual_kind,
+)
 from .memory import memory_probes
 from .multipliers import multiplier_rows
-from .products import DTYPES, MOST_ROWS_BESIDE, Matrices, product_kinds, product_probes, usual_kind, widening_probes
-from .row import Row
 from .timing import Figure, Probe
 
 LONGEST_SHARE, LEAST_LONGEST_SECONDS = 0.02, 0.05  # of `seconds`: a product that takes longer ends its row
@@ -27,7 +35,7 @@ class MachineProbes:
     """`products` by compute dtype. `notes` say what is not measured, and why."""
 
     probes: Sequence[Probe]
-    products: Mapping[str, Row]
+    products: Mapping[str, ProbeSeries]
     notes: Sequence[str]
 
 
@@ -39,8 +47,8 @@ def machine_probes(config: MeasureConfig, device: ComputeDevice) -> Iterator[Mac
     with disk_probes(config.directory, device, file_bytes=disk_bytes, piece_bytes=PIECE_MIB * MIB) as disk:
         probes = [*disk, *memory_probes(device, num_bytes=memory_bytes)]
         longest = max(LEAST_LONGEST_SECONDS, config.seconds * LONGEST_SHARE)
-        usual: dict[str, Row] = {}
-        rows: list[Row] = []
+        usual: dict[str, ProbeSeries] = {}
+        rows: list[ProbeSeries] = []
         for kind in product_kinds(device):
             is_usual = kind == usual_kind(kind.compute, device)
             numbers = [number for number in config.gemm_rows if is_usual or number <= MOST_ROWS_BESIDE]
@@ -50,14 +58,14 @@ def machine_probes(config: MeasureConfig, device: ComputeDevice) -> Iterator[Mac
         if not device.is_accelerator:
             rows += multiplier_rows(config.gemm_rows, matrices, longest_seconds=longest)
         probes += [probe for row in rows for probe in row.probes.values()]
-        probes += widening_probes(device, width=config.matrix_width)
+        probes += upcast_probes(device, width=config.matrix_width)
         for dtype in DTYPES:
             probes += attention_probes(dtype, device, num_bytes=memory_bytes // WEIGHT_SHARE)
         yield MachineProbes(probes=probes, products=usual, notes=[row.end for row in rows if row.end is not None])
 
 
 def dtype_rates(
-    dtype: str, products: Row, rows: Sequence[int], figures: Mapping[str, Figure], device: ComputeDevice
+    dtype: str, products: ProbeSeries, rows: Sequence[int], figures: Mapping[str, Figure], device: ComputeDevice
 ) -> DTypeRates:
     """With a rate for each of `rows`."""
     return DTypeRates(

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
+from ..plan.cost.stage_work import INNER_TRIPS
 from ..stream.device import ComputeDevice
 from .timing import Probe, Timed
 
@@ -22,11 +24,18 @@ def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
     return [*probes, *_device_probes(device, host)] if device.is_accelerator else probes
 
 
-def copy_in(device: ComputeDevice, source: torch.Tensor, target: torch.Tensor) -> Timed:
-    """Of bytes, on the device's copy stream."""
+def copying(device: ComputeDevice, source: torch.Tensor, target: torch.Tensor) -> Timed:
+    """Bytes copied to or from a device, on its copy stream."""
     return _copies(
         device, lambda: device.copy(source, target, on=device.copy_stream, after=device.new_event()), len(source)
     )
+
+
+def gating(num_rows: int, num_columns: int, dtype: torch.dtype, device: ComputeDevice) -> Timed:
+    """Bytes that a gate's activation and its product with what it lets through read and write, of (num_rows,
+    num_columns) each, as torch's own operators go over them."""
+    gate, up = torch.ones(2, num_rows, num_columns, dtype=dtype, device=device.torch_device)
+    return Timed(INNER_TRIPS * gate.nbytes, lambda: F.silu(gate) * up, device.finish)
 
 
 def _within(buffer: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Timed:
@@ -43,13 +52,10 @@ def _device_probes(device: ComputeDevice, pageable: torch.Tensor) -> list[Probe]
         device.copy(pinned, arrived, on=device.copy_stream, after=device.new_event())
         device.copy(on_device, back, on=other_stream, after=device.new_event())
 
-    def out() -> None:
-        device.copy(on_device, back, on=device.copy_stream, after=device.new_event())
-
     num_bytes = len(pageable)
     reads = {
-        LINK_IN: copy_in(device, pinned, arrived),
-        LINK_OUT: _copies(device, out, num_bytes),
+        LINK_IN: copying(device, pinned, arrived),
+        LINK_OUT: copying(device, on_device, back),
         "both ways at once, pinned": _copies(device, both, 2 * num_bytes, other_stream),
         "host to device, pageable": Timed(num_bytes, lambda: arrived.copy_(pageable), device.finish),
         "device to host, pageable": Timed(num_bytes, lambda: pageable.copy_(on_device), device.finish),
@@ -68,6 +74,6 @@ def _copies(device: ComputeDevice, act: Callable[[], object], num_bytes: int, *s
 
 
 def _filled(buffer: torch.Tensor) -> torch.Tensor:
-    """With numbers around 1: pages of zeros may be one page, and bits at random may be denormal numbers."""
+    """`buffer`, with numbers around 1: pages of zeros may be one page, and bits at random may be denormal numbers."""
     buffer.view(torch.float32).fill_(1.0).view(-1)[::3].mul_(1.5)
     return buffer

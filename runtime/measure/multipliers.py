@@ -3,33 +3,33 @@
 M rows, N outputs, K inputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, product
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 import torch
 
 from ..linear.multipliers import MULTIPLIERS, STORED, fitting, usual_multiplier
 from ..profiles import Multiplier, ProductTable
-from .products import Matrices
-from .row import Row, row_of
+from ..stream.device import ComputeDevice
+from .linear import Matrices, ProbeSeries, multiplying, series_of
 from .timing import Figure, Probe, Timed
 
 WORTHWHILE = 0.05  # by which another must be faster than the usual one: less is what a minute changes
 ROWS = (1, 4, 16, 64, 256, 512)  # behind which ratios change little; beyond MANY_ROWS panels are larger
 
 
-def multiplier_rows(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[Row]:
-    """Of FLOPs, for each way to multiply a kind of weights."""
+def multiplier_rows(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[ProbeSeries]:
+    """Probes of FLOPs, for each way to multiply a kind of weights."""
 
-    def row(stored: str, is_tall: bool, multiplier: Multiplier) -> Row:
+    def series(stored: str, is_tall: bool, multiplier: Multiplier) -> ProbeSeries:
         def probe(num_rows: int) -> tuple[Probe, Timed]:
             return _probe(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier, matrices=matrices)
 
         name = f"{multiplier.value}, {ProductTable.kind(stored, is_tall=is_tall)}"
-        return row_of(name, _rows(rows), probe, longest_seconds=longest_seconds)
+        return series_of(name, _rows(rows), probe, longest_seconds=longest_seconds)
 
     return [
-        row(stored, is_tall, multiplier)
+        series(stored, is_tall, multiplier)
         for stored, is_tall in product(STORED.values(), (False, True))
         for multiplier in candidates(stored)
     ]
@@ -62,7 +62,7 @@ def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> Product
 
 
 def _rows(rows: Sequence[int]) -> list[int]:
-    """As far as products are measured at all."""
+    """The rows that ways are compared at, as far as products are measured at all."""
     return [number for number in ROWS if number <= max(rows)]
 
 
@@ -81,16 +81,10 @@ def _probe(
     """Weights have four times as many outputs as inputs, or the other way round."""
     num_inputs = matrices.width * 2 if is_tall else matrices.width // 2
     name = _name(stored, is_tall=is_tall, num_rows=num_rows, multiplier=multiplier)
-    act = _act(MULTIPLIERS[multiplier], torch.randn(num_rows, num_inputs), matrices.of(stored))
-    timed = Timed(2.0 * num_rows * matrices.width**2, act)
+    batches = [[matrix.view(-1, num_inputs)] for matrix in matrices.of(stored)]
+
+    def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        return MULTIPLIERS[multiplier](x_MK, [weight_NK])
+
+    timed = multiplying([torch.randn(num_rows, num_inputs)], batches, ComputeDevice("cpu"), multiply)
     return Probe(name=name, unit="GFLOP/s", read=timed), timed
-
-
-def _act(
-    multiply: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor],
-    x_MK: torch.Tensor,
-    matrices: Sequence[torch.Tensor],
-) -> Callable[[], torch.Tensor]:
-    """Each call takes the next matrix."""
-    weights = cycle([matrix.view(-1, x_MK.shape[1]) for matrix in matrices])
-    return lambda: multiply(x_MK, [next(weights)])

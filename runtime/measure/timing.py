@@ -1,4 +1,6 @@
-"""What is measured, and the statistics of it: rounds over all probes, so that a spread shows what a minute changes."""
+"""One timer, and the statistics of what it reads: a run that is about to start takes the median of a few acts; whoever
+has the time goes in rounds over all probes, so that a spread shows what a minute changes.
+"""
 
 import math
 import time
@@ -10,6 +12,8 @@ GIGA = 1e9
 SHORTEST_SECONDS = 1e-7  # that a clock tells from nothing
 OVER_SHARE = 0.25  # by which rounds may pass the time they were given: each probe ends its share with a whole reading
 READING_SECONDS = 4e-3  # at least: shorter ones are as long as what starts and stops the clock
+NUM_REPEATS = 5  # of an act, where a run waits for its rate
+LONG_SECONDS = 0.1  # what takes so long is done once: it is its own average
 
 Clock = Callable[[], float]
 
@@ -52,8 +56,11 @@ class Probe:
 
 
 class Timed:
-    """Readings of how much of `amount` is done a second, in units of 1e9. Each repeats `act` as often as it takes to
-    last `READING_SECONDS`, then calls `finish`, which waits for what `act` has only begun."""
+    """Times `act`, which does `amount` of something, and `finish`, which waits for what `act` has only begun.
+
+    Called as a probe, it takes one reading, in units of 1e9 a second, of as many acts as it takes to last
+    `READING_SECONDS`. `rate` and `rate_once` are for a run that cannot wait so long, in units a second.
+    """
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class Timed:
         *,
         clock: Clock = time.perf_counter,
     ):
-        self._amount, self._act, self._finish, self._clock = amount, act, finish, clock
+        self._amount, self.act, self._finish, self._clock = amount, act, finish, clock
         self._num_acts = 0  # of a reading
 
     def __call__(self) -> float:
@@ -73,8 +80,26 @@ class Timed:
                 return self._amount / seconds / GIGA
         return self._amount * self._num_acts / self._run(self._num_acts) / GIGA
 
+    def rate(self) -> float:
+        return self._amount / self.seconds()
+
+    def rate_once(self) -> float:
+        """The rate of the first act: what is read from a disk is read for good."""
+        return self._amount / self._run(1)
+
+    def seconds(self) -> float:
+        """The median of a few acts; the first, which compiles and takes up pages, is not counted, and the first long
+        one behind it decides."""
+        self._run(1)
+        found: list[float] = []
+        while len(found) < NUM_REPEATS:
+            found.append(self._run(1))
+            if found[-1] > LONG_SECONDS:
+                return found[-1]
+        return median(found)
+
     def warm_seconds(self) -> float:
-        """Of an act behind another, which compiles and takes up pages, and decides nothing."""
+        """The seconds of an act behind another, which compiles and takes up pages, and decides nothing."""
         self._run(1)
         seconds = max(self._run(1), SHORTEST_SECONDS)
         self._num_acts = max(1, math.ceil(READING_SECONDS / seconds))
@@ -83,7 +108,7 @@ class Timed:
     def _run(self, num_acts: int) -> float:
         begin = self._clock()
         for _ in range(num_acts):
-            self._act()
+            self.act()
         self._finish()
         return self._clock() - begin
 
@@ -96,9 +121,9 @@ def measure(
     clock: Clock = time.perf_counter,
     advance: Callable[[str], object] = lambda name: None,
 ) -> Measured:
-    """Each probe in each round as often as its share of `seconds` allows, once at least; a round's value is the median
-    of its readings. Behind the first, no round begins that would end after `seconds` if it took as long as the last
-    one. `advance` is told each probe that a round, or the warm-up before them, is done with."""
+    """Reads each probe in each round as often as its share of `seconds` allows, once at least; a round's value is the
+    median of its readings. Behind the first, no round begins that would end after `seconds` if it took as long as the
+    last one. `advance` is told each probe that a round, or the warm-up before them, is done with."""
     for probe in probes:
         probe.read()
         advance(probe.name)

@@ -1,4 +1,4 @@
-"""With anchored rates a layer takes each rehearsed lane as long as it took it."""
+"""With anchored rates a layer takes each profiled lane as long as it took it."""
 
 from dataclasses import replace
 
@@ -39,14 +39,14 @@ def took(lane: LaneWork, factor: float, attention: float = 0.0) -> LayerSeconds:
     return LayerSeconds(before=0.0, inside=rest + factor * products(RATES, lane), attention=attention)
 
 
-def test_each_rehearsed_lane_takes_what_it_took() -> None:
+def test_each_profiled_lane_takes_what_it_took() -> None:
     passes = [(DECODE, took(DECODE, 1.5)), (PROMPTS, took(PROMPTS, 1.2))]
     rates = anchored(RATES, SHAPE, WORK, passes)
     for lane, seconds in passes:
         assert inside(rates, lane) == pytest.approx(seconds.inside)
 
 
-def test_between_rehearsed_rows_rates_change_by_their_distance_and_beyond_as_at_the_last() -> None:
+def test_between_profiled_rows_rates_change_by_their_distance_and_beyond_as_at_the_last() -> None:
     rates = MachineRates(disk_bytes_per_second=1e9, gemm_flops_per_second=dict.fromkeys((1, 8, 36, 64, 128), 8e6))
     slow = [(lane, LayerSeconds(before=0.0, inside=f * products(rates, lane), attention=0.0)) for lane, f in
             ((DECODE, 2.0), (PROMPTS, 1.0))]  # fmt: skip

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from runtime.config import ModelConfig
-from runtime.measure import calibrate
-from runtime.measure.calibrate import _Bench, measure_rates
+from runtime.measure.calibrate import RunProbes, measure_rates
+from runtime.measure.timing import Timed
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel, load_model
 from runtime.plan.cost.rates import MachineRates
@@ -40,60 +39,72 @@ def reader() -> Iterator[Reader]:
 
 
 @pytest.fixture
-def bench(loaded: LoadedModel, reader: Reader) -> _Bench:
-    return _Bench(loaded=loaded, reader=reader, device=CPU, usual=USUAL, paged=frozenset())
+def bench(loaded: LoadedModel, reader: Reader) -> RunProbes:
+    return RunProbes(loaded=loaded, reader=reader, device=CPU, usual=USUAL, paged=frozenset())
+
+
+class Rate:
+    """Of a probe that takes no time."""
+
+    def __init__(self, rate: float):
+        self.rate = self.rate_once = lambda: rate
 
 
 def acts_take(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     """One after the other, and then again; each is done once."""
     left = (seconds[turn % len(seconds)] for turn in count())
 
-    def timed(bench: _Bench, act: Callable[[], object]) -> float:
-        act()
+    def timed(self: Timed) -> float:
+        self.act()
         return next(left)
 
-    monkeypatch.setattr(_Bench, "_seconds", timed)
+    monkeypatch.setattr(Timed, "seconds", timed)
 
 
-def test_a_product_is_two_flops_for_each_row_and_weight(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_is_two_flops_for_each_row_and_weight(bench: RunProbes, monkeypatch: pytest.MonkeyPatch) -> None:
     acts_take(monkeypatch, 4.0)
     with torch.inference_mode():
-        found = bench.products(bench.layer().weights)
+        found = bench.matmuls(bench.layer(bench.typical).weights)
     heads = (2 * NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM  # queries and what comes of them, keys, values
     num_weights = HIDDEN * heads + 3 * HIDDEN * INNER
     assert found == {rows: 2 * rows * num_weights / 4.0 for rows in (1, 4, 16, 32)}
 
 
-def test_a_disk_gives_the_bytes_of_all_layers_that_were_read(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_gives_the_bytes_of_all_layers_that_were_read(bench: RunProbes, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = (2.5 * turn for turn in count())
-    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     sizes = [slot_layout(stage).num_bytes for stage in bench.shape.layers]
     assert len(sizes) == NUM_LAYERS
-    assert bench.disk(CPU.host_buffer(max(sizes))) == sum(sizes) / 2.5
+    timed = bench.disk(CPU.host_buffer(max(sizes)))
+    monkeypatch.setattr(timed, "_clock", lambda: next(ticks))
+    assert timed.rate_once() == sum(sizes) / 2.5
 
 
 def test_links_are_measured_in_and_then_out(
     loaded: LoadedModel, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acts_take(monkeypatch, 2.0, 5.0)  # the first copy is to the device
-    bench = _Bench(loaded=loaded, reader=reader, device=FakeDevice(), usual=USUAL, paged=frozenset())
+    bench = RunProbes(loaded=loaded, reader=reader, device=FakeDevice(), usual=USUAL, paged=frozenset())
     assert bench.links(CPU.host_buffer(10_000_000)[:10_000_000]) == (5e6, 2e6)
 
 
-def test_decode_attention_reads_keys_and_values(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_attention_reads_keys_and_values(bench: RunProbes, monkeypatch: pytest.MonkeyPatch) -> None:
     acts_take(monkeypatch, 0.5)
     position_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * bench.loaded.compute_dtype.itemsize
-    assert bench.decode_attention(CPU) == NUM_LAYERS * USUAL.num_rows * USUAL.num_positions * position_bytes / 0.5
+    assert (
+        bench.decode_attention(CPU).rate() == NUM_LAYERS * USUAL.num_rows * USUAL.num_positions * position_bytes / 0.5
+    )
 
 
 def test_each_rate_is_taken_for_what_it_is(
     loaded: LoadedModel, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {"disk": 1.0, "links": (2.0, 3.0), "memory": 4.0, "prompt_attention": 5.0, "products": {1: 8.0}}
+    found = {
+        "disk": Rate(1.0), "links": (2.0, 3.0), "memory": Rate(4.0), "prompt_attention": Rate(5.0), "matmuls": {1: 8.0}
+    }  # fmt: skip
     for name, rate in found.items():
-        monkeypatch.setattr(_Bench, name, lambda bench, *given, rate=rate: rate)
-    monkeypatch.setattr(_Bench, "decode_attention", lambda bench, device: 6.0 if device.is_accelerator else 7.0)
-    monkeypatch.setattr(_Bench, "rehearsed", lambda bench, rates: rates)
+        monkeypatch.setattr(RunProbes, name, lambda bench, *given, rate=rate: rate)
+    monkeypatch.setattr(RunProbes, "decode_attention", lambda bench, device: Rate(6.0 if device.is_accelerator else 7))
+    monkeypatch.setattr(RunProbes, "profiled", lambda bench, rates: rates)
     assert measure_rates(loaded, reader, FakeDevice(), USUAL) == MachineRates(
         disk_bytes_per_second=1.0,
         link_in_bytes_per_second=2.0,
@@ -104,14 +115,3 @@ def test_each_rate_is_taken_for_what_it_is(
         cpu_attention_bytes_per_second=7.0,
         gemm_flops_per_second={1: 8.0},
     )
-
-
-def test_seconds_are_the_median_behind_the_first_time(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    lasting = iter([9.0, 0.01, 0.05, 0.02, 0.03, 0.04])
-    now = [0.0]
-
-    def act() -> None:
-        now[0] += next(lasting)
-
-    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    assert bench._seconds(act) == pytest.approx(0.03)

@@ -11,18 +11,19 @@ from runtime.config import DType, MachineConfig
 from runtime.errors import ConfigError
 from runtime.measure.attention import attention_name, prefill_name
 from runtime.measure.disk import SUSTAINED, disk_probes
-from runtime.measure.machine import dtype_rates, machine_probes
-from runtime.measure.products import (
+from runtime.measure.linear import (
     DTYPES,
     Matrices,
+    ProbeSeries,
     ProductKind,
     product_kinds,
     product_of,
     product_probes,
+    series_of,
     usual_kind,
 )
-from runtime.measure.row import Row, row_of
-from runtime.measure.timing import READING_SECONDS, Figure, Probe, Timed, figure_of, measure
+from runtime.measure.machine import dtype_rates, machine_probes
+from runtime.measure.timing import LONG_SECONDS, READING_SECONDS, Figure, Probe, Timed, figure_of, measure
 from runtime.plan.cost.profile import machine_of
 from runtime.profiles import MeasureConfig
 from runtime.stream.device import ComputeDevice
@@ -82,6 +83,21 @@ def test_the_slow_first_act_is_in_no_reading() -> None:
     assert [timed(), timed()] == [1.0, 1.0]
 
 
+def test_a_run_takes_the_median_of_five_acts_behind_the_first() -> None:
+    clock, seconds = HandClock(), iter([9.0, 0.01, 0.05, 0.02, 0.03, 0.04])
+    assert Timed(6.0, lambda: clock.take(next(seconds)), clock=clock).rate() == pytest.approx(6 / 0.03)
+
+
+def test_a_run_does_what_takes_long_once_behind_the_first() -> None:
+    clock, seconds = HandClock(), iter([9.0, 0.01, LONG_SECONDS * 1.5])
+    assert Timed(6.0, lambda: clock.take(next(seconds)), clock=clock).rate() == pytest.approx(4 / LONG_SECONDS)
+
+
+def test_a_run_reads_its_disk_once_and_that_counts() -> None:
+    clock, seconds = HandClock(), iter([2.0])
+    assert Timed(6.0, lambda: clock.take(next(seconds)), clock=clock).rate_once() == 3.0
+
+
 def test_a_figure_is_the_median_of_rounds_whose_values_are_medians_of_readings() -> None:
     """Two rounds of two seconds each, a reading a second; the warm-up's 1000 is in none of them."""
     clock = HandClock()
@@ -109,7 +125,7 @@ def test_a_first_act_that_compiles_says_nothing_of_how_often_the_others_are_repe
     assert clock.now - before == pytest.approx(READING_SECONDS)
 
 
-def row(clock: HandClock, seconds: dict[int, list[float]]) -> Row:
+def series(clock: HandClock, seconds: dict[int, list[float]]) -> ProbeSeries:
     """Of products whose acts take these seconds, the last for good."""
 
     def probe(num_rows: int) -> tuple[Probe, Timed]:
@@ -117,24 +133,24 @@ def row(clock: HandClock, seconds: dict[int, list[float]]) -> Row:
         timed = Timed(1.0, lambda: clock.take(next(each)), clock=clock)
         return Probe(name=f"M={num_rows}", unit="GFLOP/s", read=timed), timed
 
-    return row_of("product", list(seconds), probe, longest_seconds=0.4)
+    return series_of("product", list(seconds), probe, longest_seconds=0.4)
 
 
 def test_a_cold_first_call_ends_no_row() -> None:
-    found = row(HandClock(), {1: [3.0, 1e-6], 8: [0.5, 1e-6], 16: [0.3]})
+    found = series(HandClock(), {1: [3.0, 1e-6], 8: [0.5, 1e-6], 16: [0.3]})
     assert list(found.probes) == [1, 8, 16]
     assert found.end is None
 
 
 def test_a_row_ends_behind_the_first_product_that_is_slow_when_warm_and_says_so() -> None:
-    found = row(HandClock(), {4: [0.5], 1: [0.1], 16: [0.6], 64: [0.7]})
+    found = series(HandClock(), {4: [0.5], 1: [0.1], 16: [0.6], 64: [0.7]})
     assert list(found.probes) == [1, 4]
     assert found.end == (
         "product: M=4 takes 0.5 s, more than 0.4 s, and so M=16, 64 is not measured and counts as fast as M=4; "
         "raise measure.seconds to measure it"
     )
     assert [found.nearest(num_rows).name for num_rows in (1, 4, 16, 64)] == ["M=1", "M=4", "M=4", "M=4"]
-    assert row(HandClock(), {1: [0.1], 4: [0.5]}).end is None, "nothing is missing"
+    assert series(HandClock(), {1: [0.1], 4: [0.5]}).end is None, "nothing is missing"
 
 
 def test_rounds_go_over_all_probes_so_that_a_slow_minute_is_in_every_spread() -> None:
@@ -193,7 +209,7 @@ def test_no_list_of_rates_is_shorter_than_its_rows() -> None:
     figures = {f"M={rows}": Figure(value=float(rows), low=1.0, high=1.0, unit="") for rows in (1, 4)}
     others = (attention_name("float32", is_on_cpu=True), prefill_name("float32"))
     figures |= {name: Figure(value=1.0, low=1.0, high=1.0, unit="") for name in others}
-    cut = row(HandClock(), {1: [0.1], 4: [0.5], 16: [0.6], 64: [0.7]})
+    cut = series(HandClock(), {1: [0.1], 4: [0.5], 16: [0.6], 64: [0.7]})
     assert dtype_rates("float32", cut, [1, 4, 16, 64], figures, CPU).gemm_gflops == [1.0, 4.0, 4.0, 4.0]
 
 
@@ -203,7 +219,7 @@ def test_a_product_is_the_one_that_a_model_would_compute(kind: ProductKind) -> N
     matrices = Matrices(CPU, width=256, num_bytes=1)
     x_MK = torch.randn(2, 256).to(DTYPES[kind.compute])
     with torch.inference_mode():
-        out_MN = product_of(kind, x_MK, matrices)()
+        out_MN = product_of(kind, x_MK, matrices, CPU).act()
     weight = matrices.of(kind.stored)[0].float()
     expected = x_MK.float() @ (weight if kind.is_flipped else weight.T)
     assert out_MN.dtype == DTYPES[kind.compute]

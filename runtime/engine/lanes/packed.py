@@ -37,8 +37,8 @@ class PackedLane(Lane):
         return not self._has_decoded and not self.is_prefilled
 
     def enter(self, sequence: Sequence, *, past: int = 0) -> None:
-        """Whatever it has cached elsewhere is computed again, but for `past` positions of which a rehearsal takes that
-        nobody will look at them."""
+        """Takes a sequence in. Whatever it has cached elsewhere is computed again, but for `past` positions, which a
+        profiling pass takes for cached."""
         sequence.num_cached = past
         self.sequences.append(sequence)
         self._cache.add(past)

@@ -8,7 +8,7 @@ from ..shape.model import ModelShape
 from ..shape.shapes import Parameter, Stage, StageKind
 
 # How often the operators of transformers' decoder layers go over a token's vectors, each read or write counted; nothing
-# is fused; what a CPU's joined steps spare shows when a layer is rehearsed. Two norms at 7 and two sums at 3, and what
+# is fused; what a CPU's joined steps spare shows in a profiling pass. Two norms at 7 and two sums at 3, and what
 # attention is handed and gives; rotary embeddings of queries and keys at 8, the cache and a change of layout; an
 # activation and its product with the gate.
 HIDDEN_TRIPS = 24

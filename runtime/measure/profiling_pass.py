@@ -1,4 +1,4 @@
-"""A layer rehearsed: how long a lane such as a run's takes to pass it, with the lane's and the model's own code."""
+"""A profiling pass: how long a lane such as a run's takes to pass a layer, with the lane's and the model's own code."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,13 +7,10 @@ from statistics import fmean
 
 import torch
 
-from ..cache.paged import PagedKV
-from ..cache.pages import KVPages, PagePool, num_pages_for
+from ..cache.pages import KVPages, num_pages_for
 from ..config import SamplingConfig
+from ..engine.lanes.factory import LaneFactory
 from ..engine.lanes.lane import Lane, LaneContext
-from ..engine.lanes.packed import PackedLane
-from ..engine.lanes.padded import PaddedLane
-from ..engine.lanes.seq2seq import Seq2SeqLane
 from ..engine.sampling.sampler import Sampler
 from ..engine.sequence import Request
 from ..engine.sequence import Sequence as Running
@@ -23,16 +20,16 @@ from ..model.stages import hollow_weights
 from ..plan.cost.calibration import LayerSeconds
 from ..plan.cost.lane_work import Piece
 from ..stream.device import ComputeDevice
+from .attention import ANYTHING
 
 NUM_SINGLE = 9
 MOST_TIMES, ENOUGH_SECONDS = 10, 1.5
-ANYTHING = 0.5  # what cached positions hold that nobody computed: memory never written would be read too fast
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
-    """`weights` are those of `stage`, the first layer that the forward enters. `forget` is called before each time: it
-    pushes them out of the processor's caches."""
+class ProfilingPass:
+    """Passes of a lane through one layer. `weights` are those of `stage`, the first layer that the forward enters.
+    `forget` is called before each time: it pushes them out of the processor's caches."""
 
     loaded: LoadedModel
     device: ComputeDevice
@@ -41,13 +38,13 @@ class Rehearsal:
     forget: Callable[[], object]
 
     def packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
-        """A pass of these, all in one lane; positions that are past are taken for cached. The mean, as what a run adds
-        up has its slow turns among them.
+        """The seconds of a pass of these, all in one lane; positions that are past are taken for cached. The mean, as
+        what a run adds up has its slow turns among them.
 
         Allocates the pages of a layer for all positions.
         """
-        pages = KVPages(sum(num_pages_for(piece.past + piece.new) for piece in pieces), self.device)
-        lane = PackedLane(self._kit(pages.pool), [], PagedKV(pages, expands=self.loaded.expands_latents))
+        lanes = self._lanes(sum(num_pages_for(piece.past + piece.new) for piece in pieces))
+        lane = lanes.packed([])
 
         def once() -> LayerSeconds:
             self.forget()
@@ -57,7 +54,7 @@ class Rehearsal:
             return self._once(lane, [piece.new for piece in pieces])
 
         once()
-        pages.fill(ANYTHING)
+        lanes.pages.fill(ANYTHING)
         times = [once()]
         while len(times) < MOST_TIMES and sum(each.inside for each in times) < ENOUGH_SECONDS:
             times.append(once())
@@ -65,13 +62,15 @@ class Rehearsal:
         return LayerSeconds(before=before, inside=inside, attention=attention)
 
     def single(self) -> LayerSeconds:
-        """A first pass of one token, in a lane of the kind that the model's class allows. The median; weights may come
-        from the processor's caches."""
-        times = [self._once(self._lane()) for _ in range(NUM_SINGLE + 1)][1:]
+        """The seconds of a first pass of one token, in a lane of the kind that the model's class allows. The median;
+        weights may come from the processor's caches."""
+        request = Request(id="", prompt_ids=(0,), max_new_tokens=1)
+        lanes = self._lanes(1)
+        times = [self._once(lanes.lane([Running(request=request)])) for _ in range(NUM_SINGLE + 1)][1:]
         return sorted(times, key=lambda each: each.inside)[NUM_SINGLE // 2]
 
     def _once(self, lane: Lane, new_tokens: Sequence[int] | None = None) -> LayerSeconds:
-        """The lane's sequences leave it."""
+        """The seconds of one pass, behind which the lane's sequences leave it."""
         attention = 0.0
         try:
             start = time.perf_counter()
@@ -92,7 +91,7 @@ class Rehearsal:
             lane.close()
 
     def _answer(self, event: Event) -> tuple[Weights | torch.Tensor, float]:
-        """And the seconds of attention."""
+        """The answer, and the seconds of attention."""
         if isinstance(event, NeedStage):
             return self.weights, 0.0
         if isinstance(event, NeedExperts):
@@ -104,20 +103,15 @@ class Rehearsal:
         self.device.finish()
         return answer, time.perf_counter() - begin
 
-    def _lane(self) -> Lane:
-        sequences = [Running(request=Request(id="", prompt_ids=(0,), max_new_tokens=1))]
-        kit, start = self._kit(PagePool(1)), self.loaded.start_token_id
-        if self.loaded.shape.is_packed:
-            return PackedLane(kit, sequences, PagedKV(KVPages(1, self.device), expands=self.loaded.expands_latents))
-        return PaddedLane(kit, sequences) if start is None else Seq2SeqLane(kit, sequences, start)
-
-    def _kit(self, pool: PagePool) -> LaneContext:
+    def _lanes(self, num_pages: int) -> LaneFactory:
         vocab_size, place = self.loaded.shape.vocab_size, self.device.torch_device
-        return LaneContext(
+        pages = KVPages(num_pages, self.device)
+        context = LaneContext(
             model=self.loaded.staged.model,
             sampler=Sampler(SamplingConfig(), vocab_size=vocab_size, device=place),
             device=self.device,
-            pool=pool,
+            pool=pages.pool,
             travels=frozenset(),
             prefill_chunk_tokens=1,
         )
+        return LaneFactory(model=self.loaded, context=context, pages=pages)

@@ -1,5 +1,5 @@
-"""How fast the engine multiplies: products of M rows with weights as they are stored, in the orientations that models
-have, and how fast quantised rows are widened.
+"""How fast the engine multiplies: M rows by weights as they are stored, in the orientations that models have, and how
+fast quantised rows are upcast.
 
 Weights are taken in turns from so many matrices that none is in a cache when its turn comes: in a run they come from a
 slot that was just filled. M rows, N outputs, K inputs.
@@ -18,10 +18,10 @@ from ..linear.stored import StoredWeight
 from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
 from ..weights.gguf_blocks import GgufRows
-from .row import Row, row_of
 from .timing import Probe, Timed
 
 MOST_ROWS_BESIDE = 256  # of kinds that only a person looks at
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,6 +53,39 @@ def product_kinds(device: ComputeDevice) -> list[ProductKind]:
     return [*usual, *([] if device.is_accelerator else others), *flipped]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProbeSeries:
+    """One kind of product by its rows M, from the smallest up to those that would take too long. `end` says why larger
+    ones of those that were wanted are missing; None: none is."""
+
+    probes: dict[int, Probe]
+    end: str | None
+
+    def nearest(self, num_rows: int) -> Probe:
+        """The probe of so many rows, or where those were too many of the most."""
+        return self.probes[min(num_rows, max(self.probes))]
+
+
+def series_of(
+    name: str, rows: Sequence[int], probe: Callable[[int], tuple[Probe, Timed]], *, longest_seconds: float
+) -> ProbeSeries:
+    """`probe` makes the one of M rows, with what it reads. Behind the first product that takes more than
+    `longest_seconds`, warm, no larger one is measured: it would be no faster."""
+    probes: dict[int, Probe] = {}
+    wanted = sorted(rows)
+    for place, num_rows in enumerate(wanted):
+        probes[num_rows], timed = probe(num_rows)
+        seconds = timed.warm_seconds()
+        if seconds > longest_seconds and wanted[place + 1 :]:
+            missing = ", ".join(map(str, wanted[place + 1 :]))
+            end = (
+                f"{name}: M={num_rows} takes {seconds:.2g} s, more than {longest_seconds:.2g} s, and so M={missing} "
+                f"is not measured and counts as fast as M={num_rows}; raise measure.seconds to measure it"
+            )
+            return ProbeSeries(probes=probes, end=end)
+    return ProbeSeries(probes=probes, end=None)
+
+
 class Matrices:
     """(width, width) matrices of each dtype, `num_bytes` of them or one, made when they are first asked for."""
 
@@ -68,26 +101,45 @@ class Matrices:
         return self._made[dtype]
 
 
+def multiplying(
+    inputs: Sequence[torch.Tensor],
+    batches: Sequence[Sequence[torch.Tensor]],
+    device: ComputeDevice,
+    multiply: Multiply = F.linear,
+) -> Timed:
+    """FLOPs of products with the matrices of one batch, one after the other, each by the input (M, K) at its place; the
+    next act takes the next batch. All batches have matrices of the same shapes."""
+    turns = cycle(batches)
+
+    def act() -> torch.Tensor:
+        return [multiply(x_MK, weight) for x_MK, weight in zip(inputs, next(turns), strict=True)][-1]
+
+    flops = sum(2.0 * len(x_MK) * weight.numel() for x_MK, weight in zip(inputs, batches[0], strict=True))
+    return Timed(flops, act, device.finish)
+
+
 def product_probes(
     kind: ProductKind, rows: Sequence[int], matrices: Matrices, device: ComputeDevice, *, longest_seconds: float
-) -> Row:
-    """By M."""
+) -> ProbeSeries:
+    """One kind of product by M."""
 
     def probe(num_rows: int) -> tuple[Probe, Timed]:
         x_MK = torch.randn(num_rows, matrices.width, device=device.torch_device).to(DTYPES[kind.compute])
-        timed = Timed(2.0 * num_rows * matrices.width**2, product_of(kind, x_MK, matrices), device.finish)
+        timed = product_of(kind, x_MK, matrices, device)
         return Probe(name=kind.name(num_rows), unit="GFLOP/s", read=timed), timed
 
-    return row_of(str(kind), rows, probe, longest_seconds=longest_seconds)
+    return series_of(str(kind), rows, probe, longest_seconds=longest_seconds)
 
 
-def product_of(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices) -> Callable[[], torch.Tensor]:
-    """Each call takes the next matrix."""
-    weights = cycle([_as_model_has_it(matrix, x_MK.dtype) for matrix in matrices.of(kind.stored)])
+def product_of(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, device: ComputeDevice) -> Timed:
+    """Each act takes the next matrix."""
+    batches = [[_as_model_has_it(matrix, x_MK.dtype)] for matrix in matrices.of(kind.stored)]
     bias_N = x_MK.new_zeros(matrices.width)
-    if kind.is_flipped:
-        return lambda: torch.addmm(bias_N, x_MK, next(weights))
-    return lambda: F.linear(x_MK, next(weights))
+
+    def flipped(x_MK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(bias_N, x_MK, weight_KN)
+
+    return multiplying([x_MK], batches, device, flipped if kind.is_flipped else F.linear)
 
 
 def _as_model_has_it(matrix: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
@@ -96,8 +148,8 @@ def _as_model_has_it(matrix: torch.Tensor, compute: torch.dtype) -> torch.Tensor
     return StoredWeight([[matrix]], matrix.shape, compute, is_stacked=False)
 
 
-def widening_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
-    """Numbers of float32 that quantised rows become, as inside a product: a panel at a time."""
+def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
+    """Numbers of float32 that quantised rows are upcast to, as inside a product: a panel at a time."""
 
     def probe(name: str, rows: Rows) -> Probe:
         def act() -> None:
