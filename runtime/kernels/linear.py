@@ -8,13 +8,15 @@ Blocks for each level of caches, and sums in registers, after Goto and van de Ge
 Multiplication" (2008). Here the inputs are what is laid out anew, as they are fewer than the weights.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
-from .arguments import PAIR_ROWS
+from .arguments import PAIR_ROWS, Span
 from .compiled import REORDERED, kept
 from .linear_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
-from .primitives import LANES, begin_items
+from .primitives import LANES, Place, RowsAt, begin_items
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
@@ -22,6 +24,22 @@ BLOCK_GROUPS = 240 // INPUT_ROWS  # of rows of x in a block, about: 240 KiB at C
 MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
 TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
 SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * INPUT_ROWS
+
+
+class Block(NamedTuple):
+    """Groups [first, last) of rows of x, of `least` vectors each; those before `num_larger` have one more."""
+
+    first: int
+    last: int
+    least: int
+    num_larger: int
+
+
+class Ahead(NamedTuple):
+    """Rows of w that are multiplied next, from its number `at` on."""
+
+    at: int
+    num_rows: int
 
 
 @njit(fastmath=REORDERED)
@@ -50,71 +68,54 @@ def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) 
             num_rows = max(0, min(LANES, M - begin - m))
             for k in range(0, K, LANES):
                 to = begin * K + k * width + m
-                transpose(x_MK, (begin + m) * K + k, K, num_rows, inputs, to, width, LANES)
+                transpose(RowsAt(x_MK, (begin + m) * K + k, K), num_rows, RowsAt(inputs, to, width), LANES)
 
 
 @njit(fastmath=REORDERED)
-def _take_out(
-    sums: np.ndarray, width: int, num_rows: int, block: tuple[int, int, int, int], out_MN: np.ndarray, begin: int
-) -> None:
+def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out_MN: np.ndarray, begin: int) -> None:
     """Sums of `width` rows of w with a block, as columns of out from `begin` on."""
-    first, last, least, num_larger = block
-    row, N, at = (first * least + min(first, num_larger)) * LANES, out_MN.shape[1], 0
-    for g in range(first, last):
-        apart = (least + (g < num_larger)) * LANES
+    row, N, at = (block.first * block.least + min(block.first, block.num_larger)) * LANES, out_MN.shape[1], 0
+    for g in range(block.first, block.last):
+        apart = (block.least + (g < block.num_larger)) * LANES
         for m in range(0, min(apart, num_rows - row), LANES):
             for n in range(0, width, LANES):
-                to = (row + m) * N + begin + n
-                transpose(sums, at + n * apart + m, apart, LANES, out_MN, to, N, min(LANES, num_rows - row - m))
+                columns, out = RowsAt(sums, at + n * apart + m, apart), RowsAt(out_MN, (row + m) * N + begin + n, N)
+                transpose(columns, LANES, out, min(LANES, num_rows - row - m))
         row, at = row + apart, at + CHUNK_ROWS * apart
 
 
 @njit(fastmath=REORDERED)
 def _multiply_tile(
     tile: np.ndarray,
-    count: int,
+    span: Span,
     inputs: np.ndarray,
-    k: int,
-    num_inputs: int,
-    block: tuple[int, int, int, int],
+    chain: Span,
+    block: Block,
     sums: np.ndarray,
-    n: int,
     w_NK: np.ndarray,
-    next_at: int,
-    num_next: int,
+    ahead: Ahead,
 ) -> None:
-    """`count` widened rows of w, from the n-th of their chunk on, times inputs [k, k + num_inputs) of a block, which is
-    groups [first, last) of `least` vectors, those before `num_larger` of one more. `num_next` rows are asked ahead."""
-    first, last, least, num_larger = block
-    K, vector = w_NK.shape[1], 0
-    share = -(-num_next // ((last - first) * -(-count * least // WEIGHT_ROWS)))  # with each of the products
-    begin = first * least + min(first, num_larger)
-    for g in range(first, last):
-        num_vectors = least + (g < num_larger)
+    """Widened rows of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead are asked
+    for beside it."""
+    K, k, vector, n, count = w_NK.shape[1], chain[0], 0, span[0], span[1] - span[0]
+    num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
+    next_at, num_left = ahead.at, ahead.num_rows
+    share = -(-num_left // num_products)  # with each of the products
+    begin = block.first * block.least + min(block.first, block.num_larger)
+    for g in range(block.first, block.last):
+        num_vectors = block.least + (g < block.num_larger)
         x_at, height = ((begin + vector) * K + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
         for r in range(0, count, height):
-            rows, now = min(height, count - r), min(share, num_next)
-            at, is_first = (vector * CHUNK_ROWS + (n + r) * num_vectors) * LANES, k == 0
-            add_products(
-                tile,
-                r * CHAIN_INPUTS,
-                rows,
-                inputs,
-                x_at,
-                num_vectors,
-                num_inputs,
-                sums,
-                at,
-                is_first,
-                w_NK,
-                next_at,
-                K,
-                now,
-            )
-            next_at, num_next = next_at + now * K, num_next - now
+            rows, now = min(height, count - r), min(share, num_left)
+            own = Place(sums, (vector * CHUNK_ROWS + (n + r) * num_vectors) * LANES)
+            weights, next_rows = Place(tile, r * CHAIN_INPUTS), RowsAt(w_NK, next_at, K)
+            x, num_inputs = Place(inputs, x_at), chain[1] - k
+            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now)
+            next_at, num_left = next_at + now * K, num_left - now
         vector += num_vectors
 
 
+# Not in named tuples, which from Python take a microsecond to unpack at each call.
 @kept
 def linear(
     w_NK: np.ndarray,
@@ -139,16 +140,16 @@ def linear(
     while top < whole:
         width = min(step, whole - top)
         for b in range(num_blocks):
-            block = (b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
+            block = Block(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
             for k in range(0, K, CHAIN_INPUTS):
                 num_inputs = min(CHAIN_INPUTS, K - k)
                 for n in range(0, width, WEIGHT_ROWS):
                     count = min(WEIGHT_ROWS, width - n)
                     for r in range(count):
-                        widen(w_NK, (top + n + r) * K + k, num_inputs, tile, r * CHAIN_INPUTS)
+                        widen(Place(w_NK, (top + n + r) * K + k), num_inputs, Place(tile, r * CHAIN_INPUTS))
                     next_n, next_k = (n + count, k) if n + count < width else (0, k + num_inputs)
                     num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K else 0
-                    next_at = (top + next_n) * K + next_k
-                    _multiply_tile(tile, count, inputs, k, num_inputs, block, sums, n, w_NK, next_at, num_next)
+                    ahead, chain = Ahead((top + next_n) * K + next_k, num_next), (k, k + num_inputs)
+                    _multiply_tile(tile, (n, n + count), inputs, chain, block, sums, w_NK, ahead)
             _take_out(sums, width, num_rows, block, out_MN, begin + top)
         top = begin_items(begun, step)

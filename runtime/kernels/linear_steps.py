@@ -9,9 +9,8 @@ M rows of x, N of w, K inputs.
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -20,10 +19,13 @@ from .primitives import (
     FLOATS,
     LANES,
     Builder,
+    Place,
+    RowsAt,
     Value,
+    apart_of,
+    first_of,
     load,
     multiply_add,
-    place_of,
     prefetch,
     shuffle,
     splat,
@@ -38,24 +40,23 @@ _AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3
 
 
 @intrinsic
-def _transpose(
-    typing: Any, rows: Any, at: Any, apart: Any, num_rows: Any, place: Any, to: Any, to_apart: Any, num_kept: Any
-) -> Any:
+def _transpose(typing: Any, rows: Any, num_rows: Any, out: Any, num_kept: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = place_of(context, builder, rows, *arguments[:2])
-        target = place_of(context, builder, place, *arguments[4:6])
+        columns, num_read, written, num_written = arguments
+        first, apart = first_of(context, builder, rows, columns), apart_of(builder, columns)
+        target, out_apart = first_of(context, builder, out, written), apart_of(builder, written)
         read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
         for i, own in enumerate(read):
             builder.store(FLOATS(None), own)
-            with builder.if_then(_is_above(builder, arguments[3], i), likely=True):
-                builder.store(load(builder, types.float32, _nth(builder, first, i, arguments[2]), None), own)
+            with builder.if_then(_is_above(builder, num_read, i), likely=True):
+                builder.store(load(builder, types.float32, _nth(builder, first, i, apart), None), own)
         for i, vector in enumerate(_transposed(builder, [builder.load(own) for own in read])):
-            with builder.if_then(_is_above(builder, arguments[7], i), likely=True):
-                store(builder, vector, _nth(builder, target, i, arguments[6]))
+            with builder.if_then(_is_above(builder, num_written, i), likely=True):
+                store(builder, vector, _nth(builder, target, i, out_apart))
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(rows, n, n, n, place, n, n, n), build
+    return types.void(rows, n, out, n), build
 
 
 def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
@@ -85,55 +86,66 @@ def _is(builder: Builder, number: Value, wanted: int) -> Value:
 
 
 @intrinsic
-def _widen(typing: Any, rows: Any, at: Any, num_inputs: Any, place: Any, to: Any) -> Any:
+def _widen(typing: Any, row: Any, num_inputs: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        stored, n = place_of(context, builder, rows, *arguments[:2]), arguments[1].type
-        widened = place_of(context, builder, place, *arguments[3:])
-        with cgutils.for_range_slice(builder, n(0), arguments[2], n(LANES), n) as (k, _):
-            store(builder, load(builder, rows.dtype, builder.gep(stored, [k]), None), builder.gep(widened, [k]))
+        stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
+        widened, dtype, n = first_of(context, builder, out, arguments[2]), row.types[0].dtype, end.type
+        with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
+            store(builder, load(builder, dtype, builder.gep(stored, [k]), None), builder.gep(widened, [k]))
         return context.get_dummy_value()
 
-    n = types.intp
-    return types.void(rows, n, n, place, n), build
+    return types.void(row, types.intp, out), build
+
+
+class _Given(NamedTuple):
+    """To `add_products`, in its order: the compiler's types of arguments, or their values."""
+
+    weights: Any
+    num_rows: Any
+    inputs: Any
+    num_vectors: Any
+    num_inputs: Any
+    sums: Any
+    is_first: Any
+    ahead: Any
+    num_ahead: Any
 
 
 @intrinsic
 def _add_products(
     typing: Any,
-    tile: Any,
-    tile_at: Any,
+    weights: Any,
     num_rows: Any,
-    x: Any,
-    x_at: Any,
+    inputs: Any,
     num_vectors: Any,
     num_inputs: Any,
     sums: Any,
-    sums_at: Any,
     is_first: Any,
-    w: Any,
-    next_at: Any,
-    apart: Any,
-    num_next: Any,
+    ahead: Any,
+    num_ahead: Any,
 ) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        weights, inputs = (place_of(context, builder, *pair) for pair in ((tile, *arguments[:2]), (x, *arguments[3:5])))
-        results = place_of(context, builder, sums, *arguments[7:9])
-        ahead = place_of(context, builder, w, *arguments[10:12])
+        given = _Given(*arguments)
+        firsts = [
+            first_of(context, builder, kind, value)
+            for kind, value in ((weights, given.weights), (inputs, given.inputs), (sums, given.sums))
+        ]
+        next_rows, apart = first_of(context, builder, ahead, given.ahead), apart_of(builder, given.ahead)
 
         def ask_ahead(k: Value) -> None:
-            with cgutils.for_range(builder, arguments[13], intp=k.type) as loop:
-                prefetch(builder, ahead, builder.add(builder.mul(loop.index, arguments[12]), k))
+            with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
+                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), k))
 
         for vectors in range(1, MOST_VECTORS + 1):
-            with builder.if_then(_is(builder, arguments[5], vectors)):
+            with builder.if_then(_is(builder, given.num_vectors, vectors)):
                 for rows in range(EVEN_ROWS, WEIGHT_ROWS // vectors + 1, EVEN_ROWS):
-                    with builder.if_then(_is(builder, arguments[2], rows)):
-                        totals = _totals(builder, weights, rows, inputs, vectors, arguments[6], ask_ahead)
-                        _give(builder, totals, results, arguments[9])
+                    with builder.if_then(_is(builder, given.num_rows, rows)):
+                        totals = _totals(builder, firsts[0], rows, firsts[1], vectors, given.num_inputs, ask_ahead)
+                        _give(builder, totals, firsts[2], given.is_first)
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(tile, n, n, x, n, n, n, sums, n, types.boolean, w, n, n, n), build
+    return types.void(weights, n, inputs, n, n, sums, types.boolean, ahead, n), build
 
 
 def _totals(
@@ -174,14 +186,12 @@ def _give(builder: Builder, totals: list[Value], results: Value, is_first: Value
         store(builder, builder.fadd(before, total), place)
 
 
-# `num_rows`, up to LANES, of rows from rows[at] on, `apart` numbers apart, as columns of a square of LANES x LANES; its
-# first `num_kept` rows go to place[to] and on, `to_apart` apart. Columns that have no row are 0.
-transpose: Callable[[np.ndarray, int, int, int, np.ndarray, int, int, int], None] = cast(Any, _transpose)
-# `num_inputs` numbers, a multiple of LANES, from rows[at] on, as float32 to place[to].
-widen: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _widen)
-# `num_rows` widened rows from tile[tile_at] on times `num_vectors` vectors, (num_inputs, num_vectors, LANES) from
-# x[x_at] on, into (num_rows, num_vectors, LANES) from sums[sums_at] on. Meanwhile the same inputs of `num_next` rows
-# from w[next_at] on, `apart` numbers apart, are asked into the second cache: neither waits for the other.
-add_products: Callable[
-    [np.ndarray, int, int, np.ndarray, int, int, int, np.ndarray, int, bool, np.ndarray, int, int, int], None
-] = cast(Any, _add_products)
+# `num_rows`, up to LANES, of rows as columns of a square of LANES x LANES, the first `num_kept` rows of which go to
+# `out`. Columns that have no row are 0.
+transpose: Callable[[RowsAt, int, RowsAt, int], None] = cast(Any, _transpose)
+# So many numbers, a multiple of LANES, of a row as float32.
+widen: Callable[[Place, int, Place], None] = cast(Any, _widen)
+# `num_rows` widened rows of weights times `num_vectors` vectors, (num_inputs, num_vectors, LANES) of inputs, into
+# (num_rows, num_vectors, LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of
+# `num_ahead` rows of stored weights are asked into the second cache: neither waits for the other.
+add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int], None] = cast(Any, _add_products)

@@ -8,7 +8,7 @@ numba knows no 16-bit floats, so uint16 stands for the bits of bfloat16 and int1
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from llvmlite import binding, ir
@@ -34,6 +34,30 @@ EXP_MIN = np.float32(-87)  # exp stays a normal number
 def place_of(context: Any, builder: Builder, array: Any, value: Value, index: Value) -> Value:
     """Where the number lies that is `index` numbers after the first."""
     return builder.gep(make_array(array)(context, builder, value).data, [index])
+
+
+class Place(NamedTuple):
+    """The numbers of an array from one of them on."""
+
+    numbers: np.ndarray
+    at: int
+
+
+class RowsAt(NamedTuple):
+    """Rows of an array from one of its numbers on; they begin `apart` numbers apart."""
+
+    numbers: np.ndarray
+    at: int
+    apart: int
+
+
+def first_of(context: Any, builder: Builder, kind: Any, value: Value) -> Value:
+    """Where a `Place` begins, or `RowsAt`, of which these are the compiler's type and value."""
+    return place_of(context, builder, kind.types[0], *(builder.extract_value(value, i) for i in range(2)))
+
+
+def apart_of(builder: Builder, rows: Value) -> Value:
+    return builder.extract_value(rows, RowsAt._fields.index("apart"))
 
 
 def call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -> Value:

@@ -39,14 +39,15 @@ def _adder(across: int) -> Any:
     @intrinsic
     def add(typing: Any, w: Any, w_at: Any, row_numbers: Any, x: Any, x_at: Any, x_numbers: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            rows, row = place_of(context, builder, w, *arguments[:2]), arguments[2]
-            inputs = place_of(context, builder, x, *arguments[3:5])
+            weights, first_weight, row, all_inputs, first_input, tile = arguments
+            rows = place_of(context, builder, w, weights, first_weight)
+            inputs = place_of(context, builder, x, all_inputs, first_input)
             for i in range(2):
                 at = builder.mul(row, WORD(i * TILE_ROWS))
                 _move(builder, "tileloadd64", 4 + i, rows, at, builder.mul(row, WORD(2)))
             for part in range(PARTS):
                 for j in range(across):
-                    at = builder.add(builder.mul(arguments[5], WORD(j)), WORD(part * TILE_WORDS))
+                    at = builder.add(builder.mul(tile, WORD(j)), WORD(part * TILE_WORDS))
                     _move(builder, "tileloadd64", 6 + j, inputs, at, WORD(4 * TILE_ROWS))
                     for i in range(2):
                         tile_op(builder, "tdpbf16ps", BYTE(2 * j + i), BYTE(4 + i), BYTE(6 + j))

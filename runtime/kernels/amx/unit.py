@@ -111,21 +111,22 @@ def _load_queries(typing: Any, queries: Any, at: Any, num: Any) -> Any:
 @intrinsic
 def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: Any, score_at: Any, is_begun: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = place_of(context, builder, keys, *arguments[:2])
-        rows = _Rows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS)
-        score_first = place_of(context, builder, scores, *arguments[4:6])
+        all_keys, first_key, key_bytes, num_tiles, all_scores, first_score, is_later = arguments
+        first = place_of(context, builder, keys, all_keys, first_key)
+        rows = _Rows(builder=builder, first=first, row_bytes=key_bytes, tile_numbers=TILE_DIMS)
+        score_first = place_of(context, builder, scores, all_scores, first_score)
         score = _Rows(builder=builder, first=score_first, row_bytes=WORD(4 * PAIRED))
 
         def multiply(i: int) -> None:
             rows.load(READ[i % 2], i)
             tile_op(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ[i % 2]), BYTE(i))
 
-        with builder.if_else(arguments[6]) as (begun, fresh):
+        with builder.if_else(is_later) as (begun, fresh):
             with begun:
                 score.load(SCORES)
             with fresh:
                 tile_op(builder, "tilezero", BYTE(SCORES))
-        _each_tile(builder, arguments[3], multiply)
+        _each_tile(builder, num_tiles, multiply)
         score.store(SCORES)
         return context.get_dummy_value()
 
@@ -150,11 +151,12 @@ def _moved_sums(name: str) -> Callable[..., None]:
 @intrinsic
 def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: Any, weight_at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        first = place_of(context, builder, values, *arguments[:2])
-        rows = _Rows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS)
+        all_values, first_value, value_bytes, num_tiles, all_weights, first_weight = arguments
+        first = place_of(context, builder, values, all_values, first_value)
+        rows = _Rows(builder=builder, first=first, row_bytes=value_bytes, tile_numbers=TILE_DIMS)
         weight = _Rows(
             builder=builder,
-            first=place_of(context, builder, weights, *arguments[4:6]),
+            first=place_of(context, builder, weights, all_weights, first_weight),
             row_bytes=WORD(4 * CHUNK_TOKENS),
             tile_numbers=PAIRED * CHUNK_TOKENS,
         )
@@ -166,7 +168,7 @@ def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: A
 
         weight.load(HIGH_WEIGHTS)
         weight.load(LOW_WEIGHTS, 1)
-        _each_tile(builder, arguments[3], multiply)
+        _each_tile(builder, num_tiles, multiply)
         return context.get_dummy_value()
 
     n = types.intp
