@@ -24,7 +24,8 @@ from runtime.config import (
 )
 from runtime.errors import ConfigError
 
-from ..datasets.config import DatasetConfig, ShardConfig
+from ..datasets.config import DatasetConfig
+from ..datasets.fields import ShardConfig
 from ..files.publishing import JsonValue, json_digest
 from .gone_keys import gone_values
 from .typed import build, flatten, plain

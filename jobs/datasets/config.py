@@ -1,10 +1,23 @@
-"""Which prompts a run answers and how they are read. `conf/dataset/*.yaml` mirrors `DatasetConfig` key for key."""
+"""Which prompts a run answers: `KINDS` says of each kind how it is read and which keys it knows, and `read_rows` reads.
+`conf/dataset/*.yaml` mirrors `DatasetConfig` key for key.
+"""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import partial
+from itertools import islice
+from pathlib import Path
 
-from runtime.config import require
-from runtime.units import GIB, MIB
+from runtime.errors import DatasetError, require
+
+from .fields import MAX_ROWS, DatasetFields
+from .jsonl import read_jsonl, read_jsonl_path
+from .row_rules import CountTokens, read_prompts, read_questions, read_reasoning, read_summarization
+from .rows import Row, number_rows, refuse_bad_rows, repeat_rows, resolve_duplicates, warn_of_empty_fields
+from .tables import read_csv, read_hub, read_parquet
+
+SAMPLE_PATH = Path(__file__).parents[1] / "data" / "sample.jsonl"
 
 
 class DatasetKind(Enum):
@@ -18,159 +31,77 @@ class DatasetKind(Enum):
     hub = "hub"
 
 
-class DuplicatePolicy(Enum):
-    """What two rows with one id mean: `refuse` the input, or keep the `first` of them."""
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How one kind of data set becomes rows. `keys` are those that it knows of the keys which not every kind knows."""
 
-    refuse = "refuse"
-    first = "first"
-
-
-class BadRowPolicy(Enum):
-    """What an unreadable row means: an `error_row` in the output, or `fail` before anything is generated."""
-
-    error_row = "error_row"
-    fail = "fail"
+    rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]  # a row rule, and what reads its records
+    keys: frozenset[str] = frozenset()
+    needs: str = "dataset.path=<file or directory>"  # what is said where `path` is known and missing
 
 
-class ReasoningMode(Enum):
-    pattern_match = "pattern_match"
-    variable_substitution = "variable_substitution"
-    induction = "induction"
+_TABLE = frozenset({"path", "prompt_field", "id_field", "max_new_tokens_field", "temperature_field", "stop_field"})
+_HELM = frozenset({"trial", "num_examples"})
 
-
-_K = DatasetKind
-_TABLES = {_K.parquet, _K.csv, _K.hub}
-_HELM = {_K.helm_synthetic_reasoning, _K.helm_summarization}
-_PATH = {_K.mtbench, _K.helm_summarization, _K.jsonl, *_TABLES}
-
-MAX_ROWS = 50_000_000  # of a run: each is held in memory, in about 1 KiB
-
-OVERRIDE_FIELDS = ("max_new_tokens_field", "temperature_field", "stop_field")  # of what a row may ask for itself
-
-# A key missing here means something to every kind.
-_MEANT_FOR: dict[str, set[DatasetKind]] = {
-    "path": _PATH,
-    "prompt_field": {_K.jsonl, *_TABLES},
-    "messages_field": {_K.jsonl, _K.parquet, _K.hub},
-    "id_field": {_K.jsonl, _K.helm_summarization, *_TABLES},
-    "max_new_tokens_field": {_K.jsonl, *_TABLES},
-    "temperature_field": {_K.jsonl, *_TABLES},
-    "stop_field": {_K.jsonl, *_TABLES},
-    "json_field": {_K.jsonl, _K.helm_summarization},
-    "csv_delimiter": {_K.csv},
-    "hub_config": {_K.hub},
-    "hub_split": {_K.hub},
-    "hub_revision": {_K.hub},
-    "mode": {_K.helm_synthetic_reasoning},
-    "trial": _HELM,
-    "num_examples": _HELM,
-    "examples_path": {_K.helm_summarization},
-    "article_field": {_K.helm_summarization},
-    "summary_field": {_K.helm_summarization},
-    "window_tokens": {_K.helm_summarization},
-    "reserve_tokens": {_K.helm_summarization},
+KINDS = {
+    DatasetKind.sample: Kind(rows=partial(read_questions, lambda config: read_jsonl(str(SAMPLE_PATH)))),
+    DatasetKind.mtbench: Kind(
+        rows=partial(read_questions, read_jsonl_path),
+        keys=frozenset({"path"}),
+        needs="dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",
+    ),
+    DatasetKind.helm_synthetic_reasoning: Kind(rows=read_reasoning, keys=_HELM | {"mode"}),
+    DatasetKind.helm_summarization: Kind(
+        rows=read_summarization,
+        keys=_HELM
+        | {"path", "id_field", "json_field", "examples_path", "article_field", "summary_field"}
+        | {"window_tokens", "reserve_tokens"},
+        needs="dataset.path=articles.jsonl (articles with summaries; they are not bundled)",
+    ),
+    DatasetKind.jsonl: Kind(
+        rows=partial(read_prompts, read_jsonl_path), keys=_TABLE | {"messages_field", "json_field"}
+    ),
+    DatasetKind.parquet: Kind(rows=partial(read_prompts, read_parquet), keys=_TABLE | {"messages_field"}),
+    DatasetKind.csv: Kind(rows=partial(read_prompts, read_csv), keys=_TABLE | {"csv_delimiter"}),
+    DatasetKind.hub: Kind(
+        rows=partial(read_prompts, read_hub),
+        keys=_TABLE | {"messages_field", "hub_config", "hub_split", "hub_revision"},
+        needs="dataset.path=<hub id or local directory>",
+    ),
 }
-
-_PATH_HINTS = {
-    _K.mtbench: "dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",
-    _K.helm_summarization: "dataset.path=articles.jsonl (articles with summaries; they are not bundled)",
-    _K.hub: "dataset.path=<hub id or local directory>",
-}
+_NOT_FOR_ALL = frozenset[str]().union(*(kind.keys for kind in KINDS.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetConfig:
+class DatasetConfig(DatasetFields):
     """One data set. A key set for a kind that has no use for it is refused, so that no setting is silently ignored."""
 
     kind: DatasetKind = DatasetKind.sample
-    path: str | None = None  # a file or a directory of files; for hub: a hub id or a local directory
-
-    prompt_field: str = "prompt"
-    messages_field: str | None = None  # instead of prompt_field: a list of {role, content}
-    id_field: str | None = None  # null: the row's number in the input, counted from 0
-    max_new_tokens_field: str | None = None  # a row's own sampling.max_new_tokens; where it is null: the run's
-    temperature_field: str | None = None  # a row's own sampling.temperature
-    stop_field: str | None = None  # a row's own sampling.stop: a text, or a list of texts
-    json_field: str | None = None  # where the list of rows lies in a .json document, dotted: `data.examples`
-    csv_delimiter: str = ","
-    hub_config: str | None = None
-    hub_split: str = "train"
-    hub_revision: str | None = None
-
-    mode: ReasoningMode = ReasoningMode.pattern_match
-    trial: int = 0  # which in-context examples: HELM's train trial index
-    num_examples: int = 5  # in-context examples per prompt
-    examples_path: str | None = None  # where they come from; null: from `path`, and then not asked themselves
-    article_field: str = "article"
-    summary_field: str = "summary"
-    window_tokens: int | None = None  # prompt + reserve_tokens must fit; null: nothing is cut
-    reserve_tokens: int = 64  # kept free for the completion: sampling.max_new_tokens
-
-    chat_template: bool = False  # render through the model's own template
-    system_prompt: str | None = None
-    keep_columns: bool = True  # pass the row's other fields through to the output
-    max_row_bytes: int = 8 * MIB  # of one row as it is stored: a longer one is an error row and is not kept in memory
-    limit: int | None = None  # rows read, before repeat
-    repeat: int = 1  # times each row is asked; replicas of `a` are `a#1`, `a#2` ...
-    dedupe: DuplicatePolicy = DuplicatePolicy.refuse
-    on_bad_row: BadRowPolicy = BadRowPolicy.error_row
 
     def __post_init__(self) -> None:
-        self._check_keys_have_a_use()
-        self._check_fields()
-        self._check_counts()
-
-    def _check_keys_have_a_use(self) -> None:
+        kind, name = KINDS[self.kind], f"dataset.kind={self.kind.value}"
         for field in fields(self):
-            unused = self.kind not in _MEANT_FOR.get(field.name, set(DatasetKind))
+            unused = field.name in _NOT_FOR_ALL - kind.keys
             is_set = getattr(self, field.name) != field.default
-            require(not (unused and is_set), f"dataset.{field.name} has no meaning for dataset.kind={self.kind.value}")
-        hint = _PATH_HINTS.get(self.kind, "dataset.path=<file or directory>")
-        require(self.kind not in _PATH or bool(self.path), f"dataset.kind={self.kind.value} needs {hint}")
-
-    def _check_fields(self) -> None:
-        for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
-            require(bool(getattr(self, key)), f"dataset.{key} is empty")
-        optional = ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path")
-        for key in (*optional, *OVERRIDE_FIELDS):
-            require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
-        for key in ("messages_field", "system_prompt"):
-            needs_template = getattr(self, key) is not None
-            require(self.chat_template or not needs_template, f"dataset.{key} needs dataset.chat_template=true")
-        delimiter = self.csv_delimiter
-        require(
-            len(delimiter) == 1 and delimiter.isascii() and delimiter not in '"\r\n\0',
-            f"dataset.csv_delimiter must be one ASCII character, got {delimiter!r}",
-        )
-
-    def _check_counts(self) -> None:
-        limit = self.limit
-        require(limit is None or 1 <= limit <= MAX_ROWS, f"dataset.limit must be 1 to {MAX_ROWS:,} rows, got {limit}")
-        require(1 <= self.repeat <= MAX_ROWS, f"dataset.repeat must be 1 to {MAX_ROWS:,}, got {self.repeat}")
-        require(
-            1 <= self.max_row_bytes <= GIB,
-            f"dataset.max_row_bytes must be 1 to {GIB:,} bytes, got {self.max_row_bytes}",
-        )
-        require(self.trial >= 0, f"dataset.trial must be 0 or more, got {self.trial}")
-        require(0 <= self.num_examples <= 1000, f"dataset.num_examples must be 0 to 1000, got {self.num_examples}")
-        require(self.reserve_tokens >= 0, f"dataset.reserve_tokens must be 0 tokens or more, got {self.reserve_tokens}")
-        require(
-            self.window_tokens is None or self.window_tokens > self.reserve_tokens,
-            f"dataset.window_tokens must be above dataset.reserve_tokens={self.reserve_tokens}, "
-            f"got {self.window_tokens}",
-        )
+            require(not (unused and is_set), f"dataset.{field.name} has no meaning for {name}")
+        require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
+        super().__post_init__()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardConfig:
-    """Which part of the rows this process takes: every `count`-th, starting at `index`."""
+def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None) -> list[Row]:
+    """All rows of a data set: limited, repeated, with distinct ids, in an order that only the input decides.
 
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        require(1 <= self.count <= MAX_ROWS, f"shard.count must be 1 to {MAX_ROWS:,}, got {self.count}")
-        require(
-            0 <= self.index < self.count,
-            f"shard.index must be 0 to {self.count - 1} (shard.count={self.count}), got {self.index}",
-        )
+    `count_tokens` counts a prompt's tokens as the model will see it; needed for `dataset.window_tokens` only.
+    Raises ConfigError when it is missing, DatasetError when the data set as a whole cannot be used: not there, not
+    readable, empty, a column missing, ids that repeat (`dedupe=refuse`), a bad row (`on_bad_row=fail`).
+    """
+    rows = list(islice(KINDS[config.kind].rows(config, count_tokens), config.limit))
+    if not rows:
+        raise DatasetError(f"dataset.path={config.path} holds no rows (dataset.kind={config.kind.value})")
+    require(
+        len(rows) * config.repeat <= MAX_ROWS,
+        f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
+    )
+    refuse_bad_rows(rows, config.on_bad_row)
+    warn_of_empty_fields(rows, config)
+    return number_rows(resolve_duplicates(repeat_rows(rows, config.repeat), config.dedupe))

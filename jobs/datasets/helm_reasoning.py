@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from .config import ReasoningMode
+from .fields import ReasoningMode
 from .helm import Item, choose_examples
 
 SEED = 42

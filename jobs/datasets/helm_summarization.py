@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .config import DatasetConfig
+from .fields import DatasetFields
 from .helm import Item, choose_examples
 from .records import BadRecord, Content, Fields, Json, Record, check_text, read_field
 
@@ -19,14 +19,14 @@ MIN_EXAMPLE_WORDS, MAX_EXAMPLE_WORDS = 50, 150
 REQUEST = "Summarize the above article in 1 sentence.\n"
 
 
-def read_item(fields: Fields, config: DatasetConfig) -> Item:
+def read_item(fields: Fields, config: DatasetFields) -> Item:
     """Article (whitespace collapsed, first 512 words) and summary of a record. Raises BadRecord."""
     article = _clean(read_field(fields, config.article_field, "article_field"), "the article", joined=True)
     summary = _clean(read_field(fields, config.summary_field, "summary_field"), "the summary", joined=False)
     return Item(input=" ".join(article.split()[:MAX_ARTICLE_WORDS]), answer=summary)
 
 
-def select_examples(records: Sequence[Record], config: DatasetConfig) -> dict[int, Item]:
+def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[int, Item]:
     """The in-context examples by their position in `records`, in prompt order.
 
     Candidates are records with an article of 50 to 150 words; records that cannot be read are no candidates.
@@ -43,7 +43,7 @@ def select_examples(records: Sequence[Record], config: DatasetConfig) -> dict[in
     return {candidate.position: candidate for candidate in chosen}
 
 
-def build_content(item: Item, examples: Sequence[Item], config: DatasetConfig, count_tokens: CountTokens) -> Content:
+def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, count_tokens: CountTokens) -> Content:
     """The prompt, fitted into the window: examples go from the last on, then words from the end of the article.
 
     HELM cuts a prompt without examples from its right end, request included; here the request stays, which differs only

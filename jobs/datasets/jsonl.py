@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runtime.errors import DatasetError
 
-from .config import DatasetConfig
+from .fields import DatasetFields
 from .files import bounded_lines, list_files, open_bytes, reading
 from .records import Json, Record, shorten, too_long
 
@@ -22,7 +22,7 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz"
 
 
 def read_jsonl(
-    path: str, json_field: str | None = None, key: str = "path", *, max_row_bytes: int = DatasetConfig.max_row_bytes
+    path: str, json_field: str | None = None, key: str = "path", *, max_row_bytes: int = DatasetFields.max_row_bytes
 ) -> Iterator[Record]:
     """The records of a file or of a directory's files, in order.
 
@@ -37,6 +37,11 @@ def read_jsonl(
                 yield from _read_document(file, json_field, max_row_bytes)
             else:
                 yield from _read_lines(file, max_row_bytes)
+
+
+def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
+    """The records at `dataset.path`, as `read_jsonl` reads them."""
+    return read_jsonl(config.path or "", config.json_field, max_row_bytes=config.max_row_bytes)
 
 
 def parse_json(text: str) -> Json:

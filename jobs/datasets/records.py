@@ -1,12 +1,14 @@
-"""From one record of an input to its id, text and columns, or to the reason why it has none."""
+"""One record of an input: its id, text, columns and own settings are read here, or the reason why it has none."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from runtime.config import SamplingOverrides
 from runtime.errors import DatasetError
 
-from .config import OVERRIDE_FIELDS, DatasetConfig
+from .fields import OVERRIDE_FIELDS, DatasetFields
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Fields: TypeAlias = dict[str, Json]
@@ -21,6 +23,8 @@ TYPE_NAMES = {
     dict: "an object",
 }
 NUM_FIELDS_LISTED = 8
+
+AS_THE_RUN = SamplingOverrides()
 
 
 class BadRecord(ValueError):
@@ -59,7 +63,7 @@ def too_long(name: str, place: str, num_bytes: int, max_row_bytes: int) -> Recor
 
 
 def num_text_bytes(value: object) -> int:
-    """Of all texts in a row of a table, at least: characters are counted as one byte."""
+    """The bytes of all texts in a row of a table, at least: characters are counted as one byte."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -120,7 +124,7 @@ def read_messages(fields: Fields, name: str) -> list[Message]:
     return messages
 
 
-def read_content(fields: Fields, config: DatasetConfig) -> Content:
+def read_content(fields: Fields, config: DatasetFields) -> Content:
     """The prompt or the messages in the fields that the config names."""
     if config.messages_field is not None:
         return Content(messages=read_messages(fields, config.messages_field))
@@ -136,8 +140,8 @@ def read_first_turn(fields: Fields) -> Content:
     return Content(prompt=check_text(turns[0], "turn 1"))
 
 
-def add_chat(content: Content, config: DatasetConfig) -> Content:
-    """With a chat template: the prompt as a user message, and the system prompt first unless the chat has its own."""
+def add_chat(content: Content, config: DatasetFields) -> Content:
+    """The content as a chat where there is a chat template: system prompt first, unless the chat has its own."""
     if not config.chat_template:
         return content
     messages = content.messages or [{"role": "user", "content": content.prompt}]
@@ -146,14 +150,14 @@ def add_chat(content: Content, config: DatasetConfig) -> Content:
     return Content(prompt=content.prompt, messages=messages, reference=content.reference)
 
 
-def named_fields(config: DatasetConfig) -> dict[str, str]:
+def named_fields(config: DatasetFields) -> dict[str, str]:
     """The fields that the config names, by key: text, id and what a row asks otherwise than the run."""
     text = "prompt_field" if config.messages_field is None else "messages_field"
     keys = ("id_field", text, *OVERRIDE_FIELDS)
     return {key: name for key in keys if (name := getattr(config, key)) is not None}
 
 
-def check_columns(names: list[str], config: DatasetConfig, place: str) -> None:
+def check_columns(names: list[str], config: DatasetFields, place: str) -> None:
     """Refuse a table that lacks a column the config names, or has a name twice. Raises DatasetError."""
     if len(set(names)) != len(names):
         raise DatasetError(f"{place} has two columns of the same name: {', '.join(map(shorten, names))}")
@@ -161,3 +165,45 @@ def check_columns(names: list[str], config: DatasetConfig, place: str) -> None:
         if name not in names:
             listed = ", ".join(map(shorten, names))
             raise DatasetError(f"{place} has no column {shorten(name)} (dataset.{key}); its columns: {listed}")
+
+
+def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
+    """What a record asks otherwise than the run, in the columns that `dataset.*_field` names, read strictly.
+
+    A column that is absent, null or empty text (which is what a CSV file has for nothing) leaves the run's own setting.
+    Numbers may be text, as all of a CSV file is; a whole number may be stored as 12.0, as pandas does beside a null.
+    Raises BadRecord naming the column and its key.
+    """
+    given: dict[str, Any] = {}
+    for key, read in zip(OVERRIDE_FIELDS, (_whole_number, _number, _texts), strict=True):
+        name: str = getattr(config, key) or ""
+        value = fields.get(name) if name else None
+        if value is not None and value != "":
+            given[key.removesuffix("_field")] = read(value, f"the field {shorten(name)} (dataset.{key})")
+    return SamplingOverrides(**given) if given else AS_THE_RUN
+
+
+def _whole_number(value: Json, what: str) -> int:
+    number = _number(value, what)
+    if number != int(number):
+        raise BadRecord(f"{what} is {number}, not a whole number")
+    return int(number)
+
+
+def _number(value: Json, what: str) -> float:
+    """A number that is finite, and 0 or above."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a number")
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise BadRecord(f"{what} is {shorten(str(value))}, not a number") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise BadRecord(f"{what} must be 0 or more, got {number}")
+    return number
+
+
+def _texts(value: Json, what: str) -> list[str]:
+    """One stop string or a list of them."""
+    items = value if isinstance(value, list) else [value]
+    return [check_text(item, f"a stop string of {what}") for item in items]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from runtime.config import SamplingOverrides
 from runtime.errors import DatasetError
 
-from .config import OVERRIDE_FIELDS, BadRowPolicy, DatasetConfig, DuplicatePolicy, ShardConfig
+from .fields import OVERRIDE_FIELDS, BadRowPolicy, DatasetFields, DuplicatePolicy, ShardConfig
 from .records import Json, Message, shorten
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
     logger.warning("%s", report)
 
 
-def warn_of_empty_fields(rows: Sequence[Row], config: DatasetConfig) -> None:
+def warn_of_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
     """A mistyped `dataset.*_field` of JSON lines is no error, since any row may lack the field: all rows do."""
     for key in OVERRIDE_FIELDS:
         name = getattr(config, key)

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from runtime.errors import DatasetError
 from runtime.units import MIB
 
-from .config import DatasetConfig
+from .fields import DatasetFields
 from .files import list_files, reading
 from .records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
 
@@ -31,7 +31,7 @@ _MAX_CSV_BLOCK_BYTES = 2**31 - 1
 _FIRST_CSV_ROW = 2  # what pyarrow calls the first row below the header
 
 
-def read_parquet(config: DatasetConfig) -> Iterator[Record]:
+def read_parquet(config: DatasetFields) -> Iterator[Record]:
     """Rows of a Parquet file, or of a directory's files by name. Page checksums are verified where there are any."""
     for path in list_files(config.path or "", (".parquet",)):
         with _arrow_reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -42,7 +42,7 @@ def read_parquet(config: DatasetConfig) -> Iterator[Record]:
             yield from _records(_rows_of(batches), path.name, config.max_row_bytes)
 
 
-def read_csv(config: DatasetConfig) -> Iterator[Record]:
+def read_csv(config: DatasetFields) -> Iterator[Record]:
     """Rows of a CSV file with a header line, or of a directory's files by name. Every value is text: `007` stays `007`.
 
     A row with too few or too many fields, or one that is not UTF-8, is a bad record; the others are still read.
@@ -52,7 +52,7 @@ def read_csv(config: DatasetConfig) -> Iterator[Record]:
             yield from _read_csv_file(path, config)
 
 
-def read_hub(config: DatasetConfig) -> Iterator[Record]:
+def read_hub(config: DatasetFields) -> Iterator[Record]:
     """Rows of `datasets.load_dataset` for a hub id or a local directory. Raises DatasetError with what it said."""
     import datasets  # slow to import, and needed by this kind only
     from datasets.exceptions import DatasetsError
@@ -91,7 +91,7 @@ def as_json(value: object) -> Json:
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
-def _needed_columns(config: DatasetConfig) -> list[str]:
+def _needed_columns(config: DatasetFields) -> list[str]:
     return list(dict.fromkeys(named_fields(config).values()))
 
 
@@ -118,7 +118,7 @@ def _records(rows: Iterator[dict[str, object]], source: str, max_row_bytes: int)
         yield Record(name=name, place=place, fields=fields)
 
 
-def _read_csv_file(path: Path, config: DatasetConfig) -> Iterator[Record]:
+def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
     bad: dict[int, str] = {}
 
     def skip_bad(row: pa_csv.InvalidRow) -> str:

@@ -12,7 +12,7 @@ from runtime.engine.tokens import tokenize_each
 from runtime.errors import require
 
 from ..datasets import Row
-from ..datasets.config import MAX_ROWS
+from ..datasets.fields import MAX_ROWS
 from .chat import ChatRenderer, TemplateRefusal
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.datasets import DatasetConfig, DatasetKind, Row, read_rows
-from jobs.datasets.config import MAX_ROWS
+from jobs.datasets.fields import MAX_ROWS
 from jobs.run.requests import ask
 from runtime import Runtime, RuntimeConfig
 from runtime.config import SamplingConfig

@@ -1,19 +1,20 @@
-"""`read_rows`: from a data set's config to the rows of a run."""
+"""Row rules: how records become rows. A rule takes the settings and yields rows, numbered from 0 in the input's order;
+what is wrong with one record becomes the error of its row.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
-from pathlib import Path
+from typing import TypeAlias
 
 from runtime.config import SamplingOverrides
-from runtime.errors import ConfigError, DatasetError, require
+from runtime.errors import ConfigError
 
 from . import helm_reasoning, helm_summarization
-from .config import MAX_ROWS, DatasetConfig, DatasetKind
+from .fields import DatasetFields
 from .helm_summarization import CountTokens
 from .jsonl import read_jsonl
-from .overrides import AS_THE_RUN, read_overrides
 from .records import (
+    AS_THE_RUN,
     BadRecord,
     Content,
     Fields,
@@ -23,63 +24,35 @@ from .records import (
     read_content,
     read_first_turn,
     read_id,
+    read_overrides,
 )
-from .rows import Row, number_rows, refuse_bad_rows, repeat_rows, resolve_duplicates, warn_of_empty_fields
-from .tables import read_csv, read_hub, read_parquet
+from .rows import Row
 
-SAMPLE_PATH = Path(__file__).parents[1] / "data" / "sample.jsonl"
 MT_BENCH_ID = "question_id"
 
-_READERS: dict[DatasetKind, Callable[[DatasetConfig], Iterator[Record]]] = {
-    DatasetKind.sample: lambda config: read_jsonl(str(SAMPLE_PATH)),
-    DatasetKind.mtbench: lambda config: read_jsonl(config.path or "", max_row_bytes=config.max_row_bytes),
-    DatasetKind.jsonl: lambda config: read_jsonl(
-        config.path or "", config.json_field, max_row_bytes=config.max_row_bytes
-    ),
-    DatasetKind.parquet: read_parquet,
-    DatasetKind.csv: read_csv,
-    DatasetKind.hub: read_hub,
-}
+ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
 
 
-def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None) -> list[Row]:
-    """All rows of a data set: limited, repeated, with distinct ids, in an order that only the input decides.
-
-    `count_tokens` counts a prompt's tokens as the model will see it; needed for `dataset.window_tokens` only.
-    Raises ConfigError when it is missing, DatasetError when the data set as a whole cannot be used: not there, not
-    readable, empty, a column missing, ids that repeat (`dedupe=refuse`), a bad row (`on_bad_row=fail`).
-    """
-    rows = list(islice(_read(config, count_tokens), config.limit))
-    if not rows:
-        raise DatasetError(f"dataset.path={config.path} holds no rows (dataset.kind={config.kind.value})")
-    require(
-        len(rows) * config.repeat <= MAX_ROWS,
-        f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
-    )
-    refuse_bad_rows(rows, config.on_bad_row)
-    warn_of_empty_fields(rows, config)
-    return number_rows(resolve_duplicates(repeat_rows(rows, config.repeat), config.dedupe))
+def read_prompts(read: ReadRecords, config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    """A row for each record that `read` yields: the prompt or the messages in the fields that the config names."""
+    return _make_rows(enumerate(read(config)), config, partial(read_content, config=config), config.id_field)
 
 
-def _read(config: DatasetConfig, count_tokens: CountTokens | None) -> Iterator[Row]:
-    if config.kind is DatasetKind.helm_synthetic_reasoning:
-        return _read_reasoning(config)
-    if config.kind is DatasetKind.helm_summarization:
-        return _read_summarization(config, count_tokens)
-    records = enumerate(_READERS[config.kind](config))
-    if config.kind in (DatasetKind.sample, DatasetKind.mtbench):
-        return _make_rows(records, config, read_first_turn, MT_BENCH_ID)
-    return _make_rows(records, config, partial(read_content, config=config), config.id_field)
+def read_questions(read: ReadRecords, config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    """MT-Bench's questions: the first turn of each, as raw text, by its `question_id`."""
+    return _make_rows(enumerate(read(config)), config, read_first_turn, MT_BENCH_ID)
 
 
-def _read_reasoning(config: DatasetConfig) -> Iterator[Row]:
+def read_reasoning(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    """HELM's synthetic reasoning: prompts that rules make, no input is read."""
     prompts = helm_reasoning.build_prompts(config.mode, config.num_examples, config.trial)
     for index, item in enumerate(prompts):
         content = Content(prompt=item.input, reference=item.answer)
         yield _make_row(index, f"{config.mode.value}-{index}", content, {}, config)
 
 
-def _read_summarization(config: DatasetConfig, count_tokens: CountTokens | None) -> Iterator[Row]:
+def read_summarization(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    """HELM's summarization: prompts with examples in front, cut to the window. Raises ConfigError without a counter."""
     if config.window_tokens is not None and count_tokens is None:
         raise ConfigError("dataset.window_tokens needs a tokenizer to count with; pass count_tokens, or set it to null")
     counter = count_tokens or len
@@ -102,13 +75,13 @@ def _read_summarization(config: DatasetConfig, count_tokens: CountTokens | None)
 
 
 def _make_rows(
-    records: Iterable[tuple[int, Record]], config: DatasetConfig, content_of: ReadContent, id_field: str | None
+    records: Iterable[tuple[int, Record]], config: DatasetFields, content_of: ReadContent, id_field: str | None
 ) -> Iterator[Row]:
     for index, record in records:
         yield _row_of(record, index, config, content_of, id_field)
 
 
-def _row_of(record: Record, index: int, config: DatasetConfig, content_of: ReadContent, id_field: str | None) -> Row:
+def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadContent, id_field: str | None) -> Row:
     """A record's row; whatever is wrong with the record, the row has the best id there is."""
     row_id, former_id = (str(index), None) if id_field is None else (f"bad-row-{index}", record.name)
     fields = record.fields
@@ -127,7 +100,7 @@ def _make_row(
     row_id: str,
     content: Content,
     columns: Fields,
-    config: DatasetConfig,
+    config: DatasetFields,
     overrides: SamplingOverrides = AS_THE_RUN,
 ) -> Row:
     chat = add_chat(content, config)

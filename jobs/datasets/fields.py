@@ -1,0 +1,119 @@
+"""What readers and row rules go by: all settings of a data set but its kind, and shards of its rows."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from runtime.config import require
+from runtime.units import GIB, MIB
+
+MAX_ROWS = 50_000_000  # of a run: each is held in memory, in about 1 KiB
+
+OVERRIDE_FIELDS = ("max_new_tokens_field", "temperature_field", "stop_field")  # of what a row may ask for itself
+
+
+class DuplicatePolicy(Enum):
+    """What two rows with one id mean: `refuse` the input, or keep the `first` of them."""
+
+    refuse = "refuse"
+    first = "first"
+
+
+class BadRowPolicy(Enum):
+    """What an unreadable row means: an `error_row` in the output, or `fail` before anything is generated."""
+
+    error_row = "error_row"
+    fail = "fail"
+
+
+class ReasoningMode(Enum):
+    pattern_match = "pattern_match"
+    variable_substitution = "variable_substitution"
+    induction = "induction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFields:
+    """Where a data set is, what its records are called, and what is done with its rows; kinds read some of these."""
+
+    path: str | None = None  # a file or a directory of files; for hub: a hub id or a local directory
+
+    prompt_field: str = "prompt"
+    messages_field: str | None = None  # instead of prompt_field: a list of {role, content}
+    id_field: str | None = None  # null: the row's number in the input, counted from 0
+    max_new_tokens_field: str | None = None  # a row's own sampling.max_new_tokens; where it is null: the run's
+    temperature_field: str | None = None  # a row's own sampling.temperature
+    stop_field: str | None = None  # a row's own sampling.stop: a text, or a list of texts
+    json_field: str | None = None  # where the list of rows lies in a .json document, dotted: `data.examples`
+    csv_delimiter: str = ","
+    hub_config: str | None = None
+    hub_split: str = "train"
+    hub_revision: str | None = None
+
+    mode: ReasoningMode = ReasoningMode.pattern_match
+    trial: int = 0  # which in-context examples: HELM's train trial index
+    num_examples: int = 5  # in-context examples per prompt
+    examples_path: str | None = None  # where they come from; null: from `path`, and then not asked themselves
+    article_field: str = "article"
+    summary_field: str = "summary"
+    window_tokens: int | None = None  # prompt + reserve_tokens must fit; null: nothing is cut
+    reserve_tokens: int = 64  # kept free for the completion: sampling.max_new_tokens
+
+    chat_template: bool = False  # render through the model's own template
+    system_prompt: str | None = None
+    keep_columns: bool = True  # pass the row's other fields through to the output
+    max_row_bytes: int = 8 * MIB  # of one row as it is stored: a longer one is an error row and is not kept in memory
+    limit: int | None = None  # rows read, before repeat
+    repeat: int = 1  # times each row is asked; replicas of `a` are `a#1`, `a#2` ...
+    dedupe: DuplicatePolicy = DuplicatePolicy.refuse
+    on_bad_row: BadRowPolicy = BadRowPolicy.error_row
+
+    def __post_init__(self) -> None:
+        self._check_fields()
+        self._check_counts()
+
+    def _check_fields(self) -> None:
+        for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
+            require(bool(getattr(self, key)), f"dataset.{key} is empty")
+        optional = ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path")
+        for key in (*optional, *OVERRIDE_FIELDS):
+            require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
+        for key in ("messages_field", "system_prompt"):
+            needs_template = getattr(self, key) is not None
+            require(self.chat_template or not needs_template, f"dataset.{key} needs dataset.chat_template=true")
+        delimiter = self.csv_delimiter
+        require(
+            len(delimiter) == 1 and delimiter.isascii() and delimiter not in '"\r\n\0',
+            f"dataset.csv_delimiter must be one ASCII character, got {delimiter!r}",
+        )
+
+    def _check_counts(self) -> None:
+        limit = self.limit
+        require(limit is None or 1 <= limit <= MAX_ROWS, f"dataset.limit must be 1 to {MAX_ROWS:,} rows, got {limit}")
+        require(1 <= self.repeat <= MAX_ROWS, f"dataset.repeat must be 1 to {MAX_ROWS:,}, got {self.repeat}")
+        require(
+            1 <= self.max_row_bytes <= GIB,
+            f"dataset.max_row_bytes must be 1 to {GIB:,} bytes, got {self.max_row_bytes}",
+        )
+        require(self.trial >= 0, f"dataset.trial must be 0 or more, got {self.trial}")
+        require(0 <= self.num_examples <= 1000, f"dataset.num_examples must be 0 to 1000, got {self.num_examples}")
+        require(self.reserve_tokens >= 0, f"dataset.reserve_tokens must be 0 tokens or more, got {self.reserve_tokens}")
+        require(
+            self.window_tokens is None or self.window_tokens > self.reserve_tokens,
+            f"dataset.window_tokens must be above dataset.reserve_tokens={self.reserve_tokens}, "
+            f"got {self.window_tokens}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """Which part of the rows this process takes: every `count`-th, starting at `index`."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        require(1 <= self.count <= MAX_ROWS, f"shard.count must be 1 to {MAX_ROWS:,}, got {self.count}")
+        require(
+            0 <= self.index < self.count,
+            f"shard.index must be 0 to {self.count - 1} (shard.count={self.count}), got {self.index}",
+        )
