@@ -18,26 +18,26 @@ def main(composed: Composed) -> None:
     config = load(BenchConfig, composed)
     logging.basicConfig(level=config.log_level.value.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
 
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from jobs.benchmarks.picture import draw_rates
-    from jobs.benchmarks.report import commit, hardware, rounds_table, stated
+    from jobs.benchmarks.report import commit, draw_rates, hardware, round_rows, stated
     from jobs.benchmarks.suites import run_suite
     from runtime.origin.location import find_checkpoint
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]
-    found = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))
+    done = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))
     command = "python -m jobs.bench " + " ".join(argument for argument in sys.argv[1:] if "path=" not in argument)
-    table = f"{found.table}\n\n{stated(config.rounds, command.strip())}"
+    table = f"{done.table}\n\n{stated(config.rounds, command.strip())}"
     folder = Path(config.output_root) / "bench" / config.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(table + "\n")
-    pq.write_table(rounds_table(found.rounds), folder / "rounds.parquet")
-    rates = {name: [result.rate for result in results] for name, results in found.rounds.items() if results[0].tokens}
+    pq.write_table(pa.Table.from_pylist(round_rows(done.rounds)), folder / "rounds.parquet")
+    rates = {name: [result.rate for result in results] for name, results in done.rounds.items() if results[0].tokens}
     if rates:
-        draw_rates(folder / "rates.png", rates, found.peers, f"{hardware()}, commit {commit()}", "generated tokens/s")
-    if found.draw is not None:
-        found.draw(folder)
+        draw_rates(folder / "rates.png", rates, done.peers, f"{hardware()}, commit {commit()}", "generated tokens/s")
+    if done.draw is not None:
+        done.draw(folder)
     print(table)
 
 

@@ -24,11 +24,6 @@ NO_SUBJECT = re.compile(
 # Debts of the move into rooms. These lists only become shorter.
 LONG_FUNCTIONS: set[str] = set()
 CRUMBS: set[str] = {
-    "jobs.benchmarks.batch_size",
-    "jobs.benchmarks.guests",
-    "jobs.benchmarks.peers",
-    "jobs.benchmarks.picture",
-    "jobs.benchmarks.reading",
     "jobs.measuring.config",
     "jobs.measuring.progress",
     "jobs.run.passes",
@@ -39,8 +34,6 @@ CRUMBS: set[str] = {
     "runtime.weights.converted",
 }
 ROOMS_WITHOUT_SUBJECTS: set[str] = {
-    "jobs.benchmarks",
-    "jobs.benchmarks.gpu",
     "jobs.measuring",
     "jobs.run",
     "runtime",

@@ -1,14 +1,22 @@
 """Decode throughput against block size, measured and predicted, and the block from which on more sequences gain little:
 the knee, beside the one of the hierarchical roofline."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from ..report.figure import figure
-from .task import Result
+from runtime.config import OffloadConfig, Tier
+from runtime.plan.cost.layer_work import LayerWork
+from runtime.plan.cost.machine import Machine
+from runtime.plan.search.ridge_points import Standing, standing
+
+from .millrace import opened
+from .report import table
+from .runner import answer
+from .task import Result, Task
 
 LITTLE = 1.2  # times the throughput, by twice the sequences
 HEIGHT_PIXELS = 520
@@ -31,7 +39,7 @@ def block_sizes(most: int) -> list[int]:
 
 
 def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> list[BlockRates]:
-    """Of rounds by block. Prefill gives the first of each sequence's tokens."""
+    """Rates of rounds by block. Prefill gives the first of each sequence's tokens."""
     found = []
     for block, results in sorted(rounds.items()):
         tokens = block * (num_new_tokens - 1)
@@ -55,28 +63,27 @@ def knee(rates: Mapping[int, float]) -> int | None:
 
 
 def blocks_table(name: str, rates: Sequence[BlockRates], needed_sequences: float) -> str:
-    lines = [
-        f"| {name}, nvme, block | decode, measured | x the block before | decode, predicted | predicted / measured |",
-        "|---|---|---|---|---|",
-    ]
+    rows: list[list[str]] = []
     before: BlockRates | None = None
     for each in rates:
-        gain = f"{each.measured / before.measured:.2f}" if before is not None else "-"
         low, high = each.spread
-        lines.append(
-            f"| {each.block} | {each.measured:.2f} tok/s ({low:.2f}-{high:.2f}) | {gain} "
-            f"| {each.predicted:.2f} tok/s | {each.predicted / each.measured:.2f} |"
+        rows.append(
+            [
+                f"{each.block}",
+                f"{each.measured:.2f} tok/s ({low:.2f}-{high:.2f})",
+                f"{each.measured / before.measured:.2f}" if before is not None else "-",
+                f"{each.predicted:.2f} tok/s",
+                f"{each.predicted / each.measured:.2f}",
+            ]
         )
         before = each
+    headings = [f"{name}, nvme, block", "decode, measured", "x the block before", "decode, predicted"]
     measured, predicted = (knee(one) for one in _both(rates))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"The knee, the first block whose doubling gains less than {LITTLE} times: measured {measured or 'none'}, "
-            f"predicted {predicted or 'none'}. Roofline (P2): from {needed_sequences:.0f} sequences on the disk no "
-            "longer bounds decode.",
-        ]
+    return (
+        f"{table([*headings, 'predicted / measured'], rows)}\n\n"
+        f"The knee, the first block whose doubling gains less than {LITTLE} times: measured {measured or 'none'}, "
+        f"predicted {predicted or 'none'}. Roofline (P2): from {needed_sequences:.0f} sequences on the disk no "
+        "longer bounds decode."
     )
 
 
@@ -86,6 +93,8 @@ def _both(rates: Sequence[BlockRates]) -> tuple[dict[int, float], dict[int, floa
 
 def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float, title: str) -> None:
     """Publishes it, as svg or png by the suffix; raises OutputError."""
+    from ..report.figure import figure  # matplotlib
+
     blocks = [each.block for each in rates]
     measured = [each.measured for each in rates]
     errors = [[each.measured - each.spread[0] for each in rates], [each.spread[1] - each.measured for each in rates]]
@@ -104,3 +113,26 @@ def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float
         axes.set_title(title, loc="left", fontsize=10)
         axes.legend(frameon=False)
         made.tight_layout()
+
+
+def needed_sequences(task: Task) -> float:
+    """How many sequences reach P2, where the disk no longer bounds decode, as HRM says in a process of its own."""
+    return answer(__name__, asdict(task))["needed_sequences"]
+
+
+def stand(task: Task) -> Standing:
+    """The operating point of a block of all prompts, whose weights are streamed from disk, by rates that are measured
+    on the checkpoint's own layers, as a run measures them."""
+    runtime, requests = opened(task, OffloadConfig(tier=Tier.nvme))
+    plan = runtime.plan(requests)
+    assert plan.rates is not None, "a plan measures them"
+    budgets = runtime.budgets()
+    machine = Machine(
+        name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=plan.rates
+    )
+    work = LayerWork.of(runtime.model.shape)
+    return standing(work, machine, Tier.nvme, num_sequences=task.num_prompts, num_rows=plan.lane_size)
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, float]]:
+    yield {"needed_sequences": stand(Task(**question)).needed_sequences}

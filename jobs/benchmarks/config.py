@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from runtime.config import ModelConfig, require
+from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
 
 from ..config.settings import LogLevel
-from .contenders import PEERS, PREDICTED, Contender
+from .contenders import CONTENDERS, PEERS, PREDICTED, Contender, Ours, Peer
 from .gpu.config import GpuConfig
+from .task import Task
 
 
 class Suite(Enum):
@@ -94,3 +96,24 @@ class BenchConfig:
             f"suite=policies divides all prompts into blocks: num_prompts must be 4 or more, got {self.num_prompts}",
         )
         require(self.weight_share > 0, f"weight_share must be above 0, got {self.weight_share}")
+
+
+def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> Task:
+    """What the settings ask of one contender."""
+    entry = CONTENDERS[contender]
+    batch_size = config.batch_sizes.get(contender, config.batch_size)
+    return Task(
+        contender=contender.value,
+        path=path,
+        num_prompts=num_prompts,
+        prompt_tokens=config.prompt_tokens,
+        num_new_tokens=config.num_new_tokens,
+        ignore_eos=config.ignore_eos,
+        batch_size=batch_size if isinstance(entry, Peer) and entry.batch_sizes else None,
+        micro_batch_size=config.micro_batch_size,
+        num_micro_batches=config.num_micro_batches or -(-num_prompts // (config.micro_batch_size or MICRO_BATCH_SIZE)),
+        weight_share=config.weight_share,
+        num_threads=config.num_threads,
+        schedule=(entry.schedule if isinstance(entry, Ours) else Ours.schedule).value,
+        limit_minutes=config.peer_minutes if isinstance(entry, Peer) else None,
+    )

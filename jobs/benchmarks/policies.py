@@ -7,13 +7,13 @@ from statistics import median
 
 from runtime.config import Attention, Order, PolicyKind
 
-from .config import BenchConfig
+from .config import BenchConfig, task_of
 from .contenders import Contender
+from .report import table
 from .task import Result, Task
-from .worker import task_of
 
 SIZES = ((1, 4), (1, 2), (1, 1), (4, 4), (2, 2))  # micro-batches of a block, and which part of all prompts each has
-WAYS = (
+VARIANTS = (
     (Order.zigzag, Attention.device),
     (Order.zigzag, Attention.cpu),
     (Order.flexgen, Attention.device),
@@ -50,7 +50,7 @@ def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
     base = replace(task_of(config, Contender.nvme, path, config.num_prompts), num_kv_seats=config.num_prompts)
     yield Attempt(path=path, task=replace(base, policy=PolicyKind.hrm.value))
     for count, part in SIZES:
-        for order, attention in WAYS:
+        for order, attention in VARIANTS:
             task = replace(
                 base,
                 micro_batch_size=max(1, config.num_prompts // part),
@@ -62,7 +62,7 @@ def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
 
 
 def worth_repeating(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]:
-    """Of each checkpoint what was searched, and the fastest of the grid."""
+    """What was searched for each checkpoint, and the fastest of its grid."""
     found: list[Attempt] = []
     for path in {attempt.path: None for attempt in rounds}:
         mine = [attempt for attempt in rounds if attempt.path == path]
@@ -74,6 +74,7 @@ def worth_repeating(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]
 def policies_table(rounds: Mapping[Attempt, Sequence[Result]]) -> str:
     """Fastest first. What comes of the grid's fastest is flattered where only one round measured it."""
     lines: list[str] = []
+    headings = ["policy", "tokens/s, median (min-max)", "rounds", "predicted"]
     for path in {attempt.path: None for attempt in rounds}:
         mine = sorted((a for a in rounds if a.path == path), key=lambda a: -_rate(rounds[a]))
         searched = next(a for a in mine if a.is_searched)
@@ -82,20 +83,18 @@ def policies_table(rounds: Mapping[Attempt, Sequence[Result]]) -> str:
         lines += [
             f"{Path(path).name}: hrm at {ratio:.2f} of the best of {len(mine) - 1} policies ({best.name})",
             "",
-            "| policy | tokens/s, median (min-max) | rounds | predicted |",
-            "|---|---|---|---|",
-            *(_row(attempt, rounds[attempt]) for attempt in mine),
+            table(headings, [_row(attempt, rounds[attempt]) for attempt in mine]),
             "",
         ]
     return "\n".join(lines).rstrip()
 
 
-def _row(attempt: Attempt, results: Sequence[Result]) -> str:
+def _row(attempt: Attempt, results: Sequence[Result]) -> list[object]:
     rates = [result.rate for result in results]
     seconds = median(result.predicted_prefill_seconds + result.predicted_decode_seconds for result in results)
     predicted = f"{sum(map(len, results[0].tokens)) / seconds:.1f}" if seconds else "-"
     name = attempt.name + (f": {results[0].policy}" if attempt.is_searched else "")
-    return f"| {name} | {median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f}) | {len(rates)} | {predicted} |"
+    return [name, f"{median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f})", len(rates), predicted]
 
 
 def _rate(results: Sequence[Result]) -> float:

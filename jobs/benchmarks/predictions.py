@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from .report import table
 from .task import Result
 
 
@@ -21,7 +22,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the checkpoint; where it lies is nobody's business."""
+        """The checkpoint's name; where it lies is nobody's business."""
         return Path(self.path).name
 
 
@@ -41,7 +42,7 @@ class Outcome:
 
     @property
     def deviation(self) -> float:
-        """Of the prediction from what was measured, as a share of it."""
+        """How far the prediction is from what was measured, as a share of it."""
         return abs(self.ratio - 1)
 
 
@@ -65,22 +66,22 @@ def _outcome(case: Case, phase: str, result: Result) -> Outcome:
 
 
 def predictions_table(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        "| checkpoint | contender | block | phase | predicted | measured | predicted / measured |",
-        "|---|---|---|---|---|---|---|",
-        *(_row(outcome) for outcome in outcomes),
+    headings = ["checkpoint", "contender", "block", "phase", "predicted", "measured", "predicted / measured"]
+    rows = [
+        [
+            each.case.name,
+            each.case.contender,
+            each.case.num_sequences,
+            each.phase,
+            f"{each.predicted_seconds:.2f} s",
+            f"{each.measured_seconds:.2f} s",
+            f"{each.ratio:.2f}",
+        ]
+        for each in outcomes
     ]
-    deviations = [outcome.deviation for outcome in outcomes]
     worst = max(outcomes, key=lambda outcome: outcome.deviation)
     where = f"{worst.case.name}, {worst.case.contender}, block {worst.case.num_sequences}, {worst.phase}"
-    return "\n".join(
-        [*lines, "", f"Off by {median(deviations):.1%} in the median, by {worst.deviation:.1%} at worst ({where})."]
-    )
-
-
-def _row(outcome: Outcome) -> str:
-    case = outcome.case
     return (
-        f"| {case.name} | {case.contender} | {case.num_sequences} | {outcome.phase} "
-        f"| {outcome.predicted_seconds:.2f} s | {outcome.measured_seconds:.2f} s | {outcome.ratio:.2f} |"
+        f"{table(headings, rows)}\n\nOff by {median(each.deviation for each in outcomes):.1%} in the median, by "
+        f"{worst.deviation:.1%} at worst ({where})."
     )

@@ -1,19 +1,67 @@
-"""What the disk gives without our machinery."""
+"""What disk and memory give without a model's work: layers that are only read, memory that is only read, and decode
+attention over KV pages in it.
+
+The shape of the KV is a layer of Llama-3-8B: 64 sequences of 512 positions, 32 query heads over 8 KV heads of 128. So
+many layers lie side by side that a sweep over them finds nothing of the sweep before in any cache.
+"""
 
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from threading import local
 
-from runtime.config import OffloadConfig
-from runtime.plan.shape.extents import Extent
+import torch
+
+from runtime.api import Runtime
+from runtime.attention.host_attention import decode_attention
+from runtime.attention.plain_attention import decode_attention_torch
+from runtime.cache.pages import split_pages
+from runtime.config import DType, OffloadConfig
+from runtime.engine.sequence import Request
+from runtime.plan.placement.memory import PAGE_TOKENS
+from runtime.plan.schedule.actions import WEIGHT_OPS
+from runtime.plan.schedule.schedule import make_schedule
+from runtime.plan.shape.extents import Extent, slot_layout
+from runtime.stream.device import ComputeDevice
+from runtime.stream.host_memory import peak_resident_bytes, resident_bytes
+from runtime.stream.weights import WeightStream
 from runtime.units import MIB
 
+from .contenders import Act, Sweep
+from .task import Result
 
-def read_plainly(extents: Sequence[Extent], offload: OffloadConfig, num_times: int) -> tuple[float, int]:
+READ_PASSES = 4
+NUM_ROWS, NUM_POSITIONS, NUM_KV_HEADS, GROUP, HEAD_DIM = 64, 512, 8, 4, 128
+NUM_PAGES = NUM_ROWS * NUM_POSITIONS // PAGE_TOKENS
+SWEPT_BYTES = 1536 * MIB  # three times the largest cache that we met (480 MiB)
+NUM_SWEEPS = 5
+
+
+def read_layers(runtime: Runtime, requests: Sequence[Request], *, is_plain: bool) -> Result:
+    """Reads every streamed layer READ_PASSES times: by the schedule without its `run` actions, or by a plain reader of
+    the same file ranges with as many threads."""
+    plan = runtime.plan(requests)
+    shape, walk = runtime.model.shape, plan.placement.walk
+    with runtime.reader() as reader:
+        if is_plain:
+            extents = [e for stage in walk.streamed for e in slot_layout(shape.stages[stage]).extents]
+            seconds, num_bytes = _read_plainly(extents, runtime.config.offload)
+        else:
+            schedule = make_schedule(walk, 1)
+            loads = [action for action in schedule.cycle if action.op in WEIGHT_OPS]
+            with WeightStream(shape, plan.placement, runtime.device, reader) as stream:
+                begin = time.monotonic()
+                for action in [*schedule.prologue, *loads * READ_PASSES]:
+                    getattr(stream, action.op.value)(action.stage)
+                seconds = time.monotonic() - begin
+                num_bytes = stream.take_counters().bytes_read
+    return _result(seconds, num_bytes, runtime.baseline_bytes)
+
+
+def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[float, int]:
     """Seconds and bytes of threads that each read the next chunk into a buffer of their own."""
     chunk = offload.read_chunk_mib * MIB
     files = {e.file: os.open(e.file, os.O_RDONLY | os.O_DIRECT) for e in extents}
@@ -31,8 +79,70 @@ def read_plainly(extents: Sequence[Extent], offload: OffloadConfig, num_times: i
 
     begin = time.monotonic()
     with ThreadPoolExecutor(offload.reader_threads) as pool:
-        num_bytes = sum(pool.map(read, islice(cycle(jobs), num_times * len(jobs))))
+        num_bytes = sum(pool.map(read, islice(cycle(jobs), READ_PASSES * len(jobs))))
     seconds = time.monotonic() - begin
     for descriptor in files.values():
         os.close(descriptor)
     return seconds, num_bytes
+
+
+def sweep(entry: Sweep) -> Result:
+    """Goes NUM_SWEEPS times over SWEPT_BYTES of layers, with as many threads as torch has. The first time, which
+    compiles and takes up pages, is not counted."""
+    baseline, device, num_bytes = resident_bytes(), ComputeDevice("cpu"), layer_bytes(entry.dtype)
+    layers = [_filled(device, entry.dtype) for _ in range(SWEPT_BYTES // num_bytes)]
+    act = _read if entry.act is Act.read else _attention(entry)
+    begin = 0.0
+    for turn in range(NUM_SWEEPS + 1):
+        if turn == 1:
+            begin = time.monotonic()
+        for layer in layers:
+            act(layer)
+    return _result(time.monotonic() - begin, NUM_SWEEPS * len(layers) * num_bytes, baseline)
+
+
+def _result(seconds: float, num_bytes: int, baseline_bytes: int) -> Result:
+    return Result(
+        seconds=seconds,
+        prefill_seconds=0.0,
+        rate=num_bytes / seconds,
+        peak_bytes=peak_resident_bytes(),
+        baseline_bytes=baseline_bytes,
+        bytes_read=num_bytes,
+        tokens=[],
+    )
+
+
+def layer_bytes(dtype: DType) -> int:
+    """Bytes of the keys and values of one layer."""
+    return 2 * NUM_PAGES * PAGE_TOKENS * NUM_KV_HEADS * HEAD_DIM * _torch_dtype(dtype).itemsize
+
+
+def _torch_dtype(dtype: DType) -> torch.dtype:
+    return getattr(torch, dtype.value)
+
+
+def _filled(device: ComputeDevice, dtype: DType) -> torch.Tensor:
+    """(N, numbers of a page): keys, then values, in the memory that a run has its KV in."""
+    num_bytes = layer_bytes(dtype)
+    flat = device.zeros(num_bytes)[:num_bytes].view(_torch_dtype(dtype))
+    return flat.uniform_(-1, 1).view(NUM_PAGES, -1)
+
+
+def _read(layer: torch.Tensor) -> None:
+    layer.sum()
+
+
+def _attention(entry: Sweep) -> Callable[[torch.Tensor], None]:
+    tables = torch.randperm(NUM_PAGES).view(NUM_ROWS, -1).to(torch.int32)
+    begins, ends = torch.zeros(NUM_ROWS, dtype=torch.int32), torch.full((NUM_ROWS,), NUM_POSITIONS, dtype=torch.int32)
+    dtype = _torch_dtype(entry.dtype)
+    q = torch.randn(NUM_ROWS, NUM_KV_HEADS * GROUP, HEAD_DIM).to(dtype)
+    token = torch.empty(1, NUM_KV_HEADS, 1, HEAD_DIM, dtype=dtype)
+    attention = decode_attention_torch if entry.act is Act.operators else decode_attention
+
+    def act(layer: torch.Tensor) -> None:
+        k, v = split_pages(layer.view(torch.uint8), token, token)
+        attention(q, k, v, tables, begins, ends, scale=HEAD_DIM**-0.5)
+
+    return act

@@ -1,24 +1,23 @@
-"""What a run of many rows takes before its first token: `python -m jobs.benchmarks.rows JSON` answers in JSON.
+"""What a run of many rows takes before its first token.
 
 It is `jobs.generate`'s own road, data set to plan file, with the tiny model; stopped where generation would begin.
 """
 
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes
-from runtime.units import MIB
 
 from ..config.settings import GenerateConfig
 from ..datasets.config import DatasetConfig, DatasetKind
-from .isolated import answer
+from .runner import answer
 from .task import Result
 
 NUMBERS_OF_ROWS = (10, 1_000, 10_000, 100_000)
@@ -34,8 +33,8 @@ class Rows:
 
 
 def measured_rows(rows: Rows) -> Result:
-    """In a process of its own, whose start counts."""
-    return Result(**answer("jobs.benchmarks.rows", {"begun": time.monotonic(), "rows": asdict(rows)}))
+    """Measures in a process of its own, whose start counts."""
+    return Result(**answer(__name__, {"begun": time.monotonic(), "rows": asdict(rows)}))
 
 
 def measure(rows: Rows, begun: float) -> Result:
@@ -86,26 +85,5 @@ def _write_rows(path: Path, count: int) -> None:
             file.write(json.dumps({"prompt": f"Question {index}: {'what comes next? ' * (index % 5)}"}) + "\n")
 
 
-def rows_table(found: Mapping[Rows, Result]) -> str:
-    """The seconds and MiB that a row adds are those beyond the fewest rows of the same policy."""
-    lines = [
-        "| rows | policy | to the first pass | per row beyond the fewest | peak memory | per row beyond the fewest |",
-        "|---|---|---|---|---|---|",
-    ]
-    for rows, result in found.items():
-        fewest = min((each for each in found if each.policy == rows.policy), key=lambda each: each.count)
-        num_more = rows.count - fewest.count
-        seconds, num_bytes = "-", "-"
-        if num_more:
-            seconds = f"{(result.seconds - found[fewest].seconds) / num_more * 1e3:.3f} ms"
-            num_bytes = f"{(result.peak_bytes - found[fewest].peak_bytes) / num_more / 1024:.2f} KiB"
-        lines.append(
-            f"| {rows.count:,} | {rows.policy} | {result.seconds:.1f} s | {seconds} "
-            f"| {result.peak_bytes / MIB:.0f} MiB | {num_bytes} |"
-        )
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    sys.stdout.write(json.dumps(asdict(measure(Rows(**asked["rows"]), asked["begun"]))) + "\n")
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(measure(Rows(**question["rows"]), question["begun"]))

@@ -1,19 +1,75 @@
-"""What a token costs as a model and what is asked of it grow: layers, vocabulary, prompts, block, rows."""
+"""What a token costs as a model and what is asked of it grow: layers, vocabulary, prompts, block, rows. The model is a
+small Llama, streamed whole from its files."""
 
+import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from runtime.units import MIB
+import torch
 
-from .isolated import answer
-from .rows import NUMBERS_OF_ROWS, Rows, measured_rows, rows_table
-from .scale_size import NUM_NEW_TOKENS, QUANTITIES, Size, sizes
-from .scale_worker import synthesize
-from .task import Result
+from runtime.api import Runtime
+from runtime.config import (
+    MachineConfig,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    SamplingConfig,
+    Tier,
+)
+from runtime.plan.placement.memory import PAGE_TOKENS
+from runtime.synthesize.checkpoints import synthesize_checkpoint
+from runtime.units import MIB, round_up
+
+from .millrace import generated, requests_of
+from .report import table
+from .rows import NUMBERS_OF_ROWS, Rows, measured_rows
+from .runner import answer
+from .task import Result, forget_pages
+
+HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS = 64, 64, 9
+KV_BYTES = 2 * HEAD_DIM * 4  # of a position in a layer: one head of keys and one of values, in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A small Llama, and `block` prompts of `prompt_tokens` each."""
+
+    num_layers: int = 4
+    vocab_size: int = 2048
+    prompt_tokens: int = 64
+    block: int = 32
+    hidden_size: int = 384
+
+    def doubled(self, quantity: str, times: int) -> "Size":
+        return replace(self, **{quantity: getattr(self, quantity) << times})
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values at the end, in whole pages."""
+        return self.num_layers * self.block * round_up(self.prompt_tokens + NUM_NEW_TOKENS, PAGE_TOKENS) * KV_BYTES
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers, vocabulary {self.vocab_size}, prompts of {self.prompt_tokens}, "
+            f"block {self.block}"
+        )
+
+
+QUANTITIES = ("num_layers", "vocab_size", "prompt_tokens", "block")
+NUM_DOUBLINGS = 3
+
+
+def sizes(base: Size) -> dict[str, list[Size]]:
+    """The sizes by what is doubled, from `base` on: every quantity's first is the same."""
+    return {quantity: [base.doubled(quantity, turn) for turn in range(NUM_DOUBLINGS + 1)] for quantity in QUANTITIES}
+
 
 MeasureSize = Callable[[Size, Path, int], Result]
 MeasureRows = Callable[[Rows], Result]
@@ -22,9 +78,9 @@ Measurements = Mapping[Size, Sequence[Result]]
 
 
 def measured_size(size: Size, path: Path, num_threads: int) -> Result:
-    """In a process of its own."""
-    asked = {"size": asdict(size), "path": str(path), "num_threads": num_threads}
-    return Result(**answer("jobs.benchmarks.scale_worker", asked))
+    """Measures in a process of its own."""
+    question = {"size": asdict(size), "path": str(path), "num_threads": num_threads}
+    return Result(**answer(__name__, question))
 
 
 def measure_sizes(
@@ -53,31 +109,41 @@ def measure_rows(say: Say, measure: MeasureRows = measured_rows) -> dict[Rows, R
 
 
 def scale_table(base: Size, rounds: Measurements, rows: Mapping[Rows, Result]) -> str:
-    """Of several rounds the medians."""
+    """A row for each size, with medians of its rounds, and a row for each number of rows."""
+    headings = ["doubled", "to", "prefill, per token", "x", "decode, per token", "x", "all", "x"]
+    headings += ["peak above baseline", "of it KV", "read"]
     lines = [
-        "| doubled | to | prefill, per token | x | decode, per token | x | all | x | peak above baseline | of it KV "
-        "| read |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        _row(quantity, size, before, rounds)
+        for quantity, grown in sizes(base).items()
+        for before, size in zip([None, *grown], grown, strict=False)
     ]
-    for quantity, grown in sizes(base).items():
-        before: Size | None = None
-        for size in grown:
-            lines.append(_row(quantity, size, before, rounds))
-            before = size
-    return "\n".join([*lines, "", _layers(base, rounds), "", rows_table(rows)])
+    return "\n\n".join([table(headings, lines), _layers(base, rounds), rows_table(rows)])
 
 
-def _row(quantity: str, size: Size, before: Size | None, rounds: Measurements) -> str:
-    times = [_prefill_seconds, _decode_seconds, _seconds]
-    cells = []
-    for seconds in times:
+def rows_table(results: Mapping[Rows, Result]) -> str:
+    """The seconds and MiB that a row adds are those beyond the fewest rows of the same policy."""
+    table_rows = []
+    for rows, result in results.items():
+        fewest = min((each for each in results if each.policy == rows.policy), key=lambda each: each.count)
+        num_more = rows.count - fewest.count
+        seconds, num_bytes = "-", "-"
+        if num_more:
+            seconds = f"{(result.seconds - results[fewest].seconds) / num_more * 1e3:.3f} ms"
+            num_bytes = f"{(result.peak_bytes - results[fewest].peak_bytes) / num_more / 1024:.2f} KiB"
+        peak = f"{result.peak_bytes / MIB:.0f} MiB"
+        table_rows.append([f"{rows.count:,}", rows.policy, f"{result.seconds:.1f} s", seconds, peak, num_bytes])
+    more = "per row beyond the fewest"
+    return table(["rows", "policy", "to the first pass", more, "peak memory", more], table_rows)
+
+
+def _row(quantity: str, size: Size, before: Size | None, rounds: Measurements) -> list[object]:
+    cells = [quantity, getattr(size, quantity)]
+    for seconds in (_prefill_seconds, _decode_seconds, _seconds):
         now = seconds(size, rounds[size])
-        ratio = f"{now / seconds(before, rounds[before]):.2f}" if before is not None else "-"
-        cells.append(f"{now:.2f} s | {ratio}" if seconds is _seconds else f"{now * 1e3:.3f} ms | {ratio}")
-    return (
-        f"| {quantity} | {getattr(size, quantity)} | {' | '.join(cells)} | {_peak_bytes(rounds[size]) / MIB:.0f} MiB "
-        f"| {size.kv_bytes / MIB:.0f} MiB | {median(each.bytes_read for each in rounds[size]) / MIB:.0f} MiB |"
-    )
+        cells.append(f"{now:.2f} s" if seconds is _seconds else f"{now * 1e3:.3f} ms")
+        cells.append(f"{now / seconds(before, rounds[before]):.2f}" if before is not None else "-")
+    read = median(each.bytes_read for each in rounds[size])
+    return [*cells, *(f"{num / MIB:.0f} MiB" for num in (_peak_bytes(rounds[size]), size.kv_bytes, read))]
 
 
 def _layers(base: Size, rounds: Measurements) -> str:
@@ -111,3 +177,46 @@ def _seconds(size: Size, results: Sequence[Result]) -> float:
 
 def _peak_bytes(results: Sequence[Result]) -> float:
     return median(each.peak_bytes - each.baseline_bytes for each in results)
+
+
+def synthesize(size: Size, path: Path) -> None:
+    """Random weights in bfloat16; `path` must be empty or not there."""
+    architecture = {
+        "vocab_size": size.vocab_size,
+        "hidden_size": size.hidden_size,
+        "intermediate_size": 11 * size.hidden_size // 4,
+        "num_hidden_layers": size.num_layers,
+        "num_attention_heads": size.hidden_size // HEAD_DIM,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": size.prompt_tokens + NUM_NEW_TOKENS,
+        "tie_word_embeddings": False,
+    }
+    synthesize_checkpoint(model="llama", overrides=architecture, directory=path, dtype=torch.bfloat16)
+
+
+def measure(size: Size, path: Path, num_threads: int) -> Result:
+    """No layer stays, whatever memory is free. The checkpoint's pages are dropped from the page cache first."""
+    torch.set_num_threads(num_threads)
+    forget_pages(path)
+    runtime = Runtime(_config(size, path, num_threads))
+    draw = random.Random(size.prompt_tokens)
+    ids = [[draw.randrange(10, size.vocab_size) for _ in range(size.prompt_tokens)] for _ in range(size.block)]
+    requests = requests_of(runtime, ids)
+    return replace(generated(runtime, requests).result, tokens=[])
+
+
+def _config(size: Size, path: Path, num_threads: int) -> RuntimeConfig:
+    return RuntimeConfig(
+        model=ModelConfig(name="bench", path=str(path)),
+        offload=OffloadConfig(tier=Tier.nvme, resident_layers=0),
+        policy=PolicyConfig(
+            kind=PolicyKind.fixed, micro_batch_size=LANE_SIZE, num_micro_batches=-(-size.block // LANE_SIZE)
+        ),
+        sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
+        machine=MachineConfig(num_threads=num_threads),
+    )
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    size = Size(**question["size"])
+    yield asdict(measure(size, Path(question["path"]), question["num_threads"]))

@@ -1,42 +1,30 @@
 """What is measured in which order: each suite's measurements, rounds of them, and its table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
 from runtime.errors import MillraceError
 
-from .batch_size import with_batch_size
-from .blocks import block_rates, block_sizes, blocks_table, draw_blocks
-from .config import BenchConfig, Suite
+from .blocks import block_rates, block_sizes, blocks_table, draw_blocks, needed_sequences
+from .config import BenchConfig, Suite, task_of
 from .contenders import Contender, Ours, Peer
 from .floor import floors_of, floors_table, product_seconds
 from .gpu.suite import run_gpu
-from .knee import needed_sequences
 from .policies import Attempt, attempts, policies_table, worth_repeating
 from .predictions import Case, outcomes_of, predictions_table
-from .report import commit, hardware, markdown
-from .scale import measure_rows, measure_sizes, scale_table
-from .scale_size import Size
-from .task import Result, Task
-from .worker import measured, task_of
+from .report import commit, hardware, speed_table
+from .runner import measured
+from .scale import Size, measure_rows, measure_sizes, scale_table
+from .task import Measured, Result, Task
 
 Measure = Callable[[Task], Result]
 Say = Callable[[str], object]
 Named = TypeVar("Named")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """`rounds` by what was measured; `peers`: which of it is not Millrace; `draw` publishes a picture of its own."""
-
-    table: str
-    rounds: Mapping[str, Sequence[Result]]
-    peers: Sequence[str] = ()
-    draw: Callable[[Path], None] | None = None
+TRIED_PROMPTS, TRIED_NEW_TOKENS = 128, 8  # at most, to find a batch size
 
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
@@ -44,8 +32,7 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     speed and predictions, a contender that cannot run, or a peer that takes too long, is left out, and the table says
     why. Raises MillraceError where none is left, and where Millrace fails later."""
     if config.suite is Suite.gpu:
-        done = run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
-        return Measured(table=done.table, rounds=done.rounds, peers=done.peers)
+        return run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
     if config.suite is Suite.policies:
         return _policies(config, paths, say, measure)
     if config.suite is Suite.scale:
@@ -55,12 +42,7 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     if config.suite is Suite.floor:
         return _floor(config, paths, say, measure)
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]
-    tasks = {
-        Case(path=path, contender=contender.value, num_sequences=block): task_of(config, contender, path, block)
-        for path in paths
-        for contender in config.contenders
-        for block in blocks
-    }
+    tasks = {case: task for path in paths for case, task in _cases(config, path, config.contenders, blocks).items()}
     rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
     refusals = _over_budget(tasks, say, measure)
     if len(refusals) == len(tasks):
@@ -73,7 +55,7 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     if config.suite is Suite.predictions:
         table = predictions_table([outcome for case in rounds for outcome in outcomes_of(case, rounds[case])])
     else:
-        table = markdown({case.contender: results for case, results in rounds.items()}) if rounds else "Nothing ran."
+        table = speed_table({case.contender: results for case, results in rounds.items()}) if rounds else "Nothing ran."
         table += "".join(f"\n\n{case.contender} is left out: {why}" for case, why in refusals.items())
     return _done(table, rounds, [case for case in rounds if isinstance(tasks[case].entry, Peer)])
 
@@ -112,21 +94,41 @@ def _choose_batch_sizes(tasks: dict[Named, Task], say: Say, measure: Measure) ->
     return refusals
 
 
+def with_batch_size(task: Task, measure: Measure, say: Say) -> Task:
+    """`task` as it is where its batch size is given or it has none; else with the size after which the rate falls, or
+    after which the peer fails. Raises MillraceError where it fails with the smallest."""
+    entry = task.entry
+    if task.batch_size is not None or not isinstance(entry, Peer) or not entry.batch_sizes:
+        return task
+    num_prompts = min(task.num_prompts, TRIED_PROMPTS)
+    sizes = [size for size in entry.batch_sizes if size <= num_prompts] or [num_prompts]
+    if len(sizes) == 1:
+        return replace(task, batch_size=sizes[0])
+    part = replace(task, num_prompts=num_prompts, num_new_tokens=min(task.num_new_tokens, TRIED_NEW_TOKENS))
+    best, best_rate = sizes[0], 0.0
+    for size in sizes:
+        try:
+            rate = measure(replace(part, batch_size=size)).rate
+        except MillraceError as error:
+            if size == sizes[0]:
+                raise
+            say(f"{task.contender} in batches of {size}: {error}")
+            break
+        say(f"{task.contender} in batches of {size}: {rate:.1f} tok/s")
+        if rate < best_rate:
+            break
+        best, best_rate = size, rate
+    return replace(task, batch_size=best)
+
+
 def _scale(config: BenchConfig, say: Say) -> Measured:
     sizes, rows = measure_sizes(Size(), config.rounds, config.num_threads, say), measure_rows(say)
     return _done(scale_table(Size(), sizes, rows), {**sizes, **{each: [found] for each, found in rows.items()}})
 
 
 def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measured:
-    tasks = {
-        Case(path=path, contender=Contender.nvme.value, num_sequences=block): task_of(
-            config, Contender.nvme, path, block
-        )
-        for block in block_sizes(config.num_prompts)
-    }
-    rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
-    for turn in range(config.rounds):
-        _measure_all(turn, tasks, rounds, say, measure)
+    tasks = _cases(config, path, [Contender.nvme], block_sizes(config.num_prompts))
+    rounds = _all_rounds(config.rounds, tasks, say, measure)
     largest = max(rounds, key=lambda case: case.num_sequences)
     needed = needed_sequences(tasks[largest])
     rates = block_rates({case.num_sequences: results for case, results in rounds.items()}, config.num_new_tokens)
@@ -142,13 +144,9 @@ def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure
     tables: list[str] = []
     rounds: dict[Case, list[Result]] = {}
     for path in paths:
-        tasks = {
-            Case(path=path, contender=contender.value, num_sequences=block): task_of(config, contender, path, block)
-            for contender, block in [(Contender.plain_read, 1), *product(config.contenders, config.blocks)]
-        }
-        own: dict[Case, list[Result]] = {case: [] for case in tasks}
-        for turn in range(config.rounds):
-            _measure_all(turn, tasks, own, say, measure)
+        tasks = _cases(config, path, [Contender.plain_read], [1])
+        tasks |= _cases(config, path, config.contenders, config.blocks)
+        own = _all_rounds(config.rounds, tasks, say, measure)
         reading, *cases = own
         seconds = product_seconds(tasks[reading])
         rate = median(result.rate for result in own[reading])
@@ -157,6 +155,21 @@ def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure
         )
         rounds |= own
     return _done("\n\n".join(tables), rounds)
+
+
+def _cases(config: BenchConfig, path: str, contenders: Sequence[Contender], blocks: Sequence[int]) -> dict[Case, Task]:
+    return {
+        Case(path=path, contender=contender.value, num_sequences=block): task_of(config, contender, path, block)
+        for contender in contenders
+        for block in blocks
+    }
+
+
+def _all_rounds(num_rounds: int, tasks: Mapping[Named, Task], say: Say, measure: Measure) -> dict[Named, list[Result]]:
+    rounds: dict[Named, list[Result]] = {name: [] for name in tasks}
+    for turn in range(num_rounds):
+        _measure_all(turn, tasks, rounds, say, measure)
+    return rounds
 
 
 def _measure_all(

@@ -1,7 +1,8 @@
 """What is asked of one measurement and what it answers, and what all contenders have in common."""
 
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,10 @@ from threading import Event, Thread
 import numpy as np
 
 from runtime.config import Attention, Order, PolicyKind
+from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak
 
 from .contenders import CONTENDERS, Contender, Entry
 
-REFUSED = "error: "  # begins what a worker says last where Millrace refuses
 FORGET_SECONDS = 0.5  # less than a step of any peer takes
 
 
@@ -66,6 +67,37 @@ class Result:
     peak_device_bytes: int = 0
     bytes_copied: int = 0  # to the device
     bytes_returned: int = 0  # from it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a suite has measured. `rounds` by what was measured; `peers`: which of it is not Millrace; `draw` publishes
+    a picture of its own."""
+
+    table: str
+    rounds: Mapping[str, Sequence[Result]]
+    peers: Sequence[str] = ()
+    draw: Callable[[Path], None] | None = None
+
+
+def timed(generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int, batch_size: int | None) -> Result:
+    """Times a peer's `generate`, which answers with the new tokens of each prompt by its number, and counts what the
+    kernel has counted meanwhile. `baseline_bytes`: from which peak memory counts, what the libraries take."""
+    read_before = disk_read_bytes()
+    reset_peak()
+    begin = time.monotonic()
+    tokens = generate()
+    seconds = time.monotonic() - begin
+    return Result(
+        seconds=seconds,
+        prefill_seconds=0.0,
+        rate=sum(map(len, tokens.values())) / seconds,
+        peak_bytes=peak_resident_bytes(),
+        baseline_bytes=baseline_bytes,
+        bytes_read=disk_read_bytes() - read_before,
+        tokens=[tokens[number] for number in sorted(tokens)],
+        batch_size=batch_size,
+    )
 
 
 def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:

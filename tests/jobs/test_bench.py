@@ -1,7 +1,7 @@
 """Contenders get the same prompts and give the same tokens; the table has a row for each. Speed is not asserted."""
 
+import io
 import json
-import runpy
 import shutil
 import subprocess
 import sys
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from jobs.benchmarks import attention
-from jobs.benchmarks.config import BenchConfig
+from jobs.benchmarks import reading
+from jobs.benchmarks.config import BenchConfig, task_of
 from jobs.benchmarks.contenders import CONTENDERS, Contender, Ours, Peer, Reading, Sweep
 from jobs.benchmarks.measure import measure
-from jobs.benchmarks.report import markdown
+from jobs.benchmarks.report import speed_table
+from jobs.benchmarks.runner import failure
 from jobs.benchmarks.task import Result, Task, prompts
-from jobs.benchmarks.worker import Ended, _why, task_of
+from jobs.benchmarks.worker import respond
 from runtime.config import DType, ModelConfig, Order
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
@@ -25,7 +26,7 @@ from runtime.units import MIB
 GENERATING = [
     contender
     for contender, entry in CONTENDERS.items()
-    if isinstance(entry, Ours) or (isinstance(entry, Peer) and entry.guest is None and entry.dtype is DType.float32)
+    if isinstance(entry, Ours) or (isinstance(entry, Peer) and entry.isolation is None and entry.dtype is DType.float32)
 ]
 READING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, Reading)]
 SWEEPING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, Sweep)]
@@ -60,7 +61,7 @@ def test_every_contender_generates_the_same_tokens_and_has_its_row() -> None:
     expected = rounds["transformers"][0].tokens
     assert [len(tokens) for tokens in expected] == [4] * 5
     assert all(results[0].tokens == expected for results in rounds.values())
-    table = markdown(rounds)
+    table = speed_table(rounds)
     assert all(f"| {name} |" in table for name in rounds)
     assert table.count("5 of 5") == len(rounds)
 
@@ -76,20 +77,20 @@ def test_reading_contenders_read_the_streamed_layers_in_every_pass(contender: Co
 def test_sweeping_contenders_go_over_more_than_a_cache_holds_as_often_as_they_say(
     contender: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "NUM_PAGES", 64)
-    monkeypatch.setattr(attention, "NUM_ROWS", 2)
-    monkeypatch.setattr(attention, "SWEPT_BYTES", 24 * MIB)
+    monkeypatch.setattr(reading, "NUM_PAGES", 64)
+    monkeypatch.setattr(reading, "NUM_ROWS", 2)
+    monkeypatch.setattr(reading, "SWEPT_BYTES", 24 * MIB)
     result = measured(contender)
-    assert result.bytes_read == attention.NUM_SWEEPS * 24 * MIB
+    assert result.bytes_read == reading.NUM_SWEEPS * 24 * MIB
     assert result.rate == pytest.approx(result.bytes_read / result.seconds)
     assert result.tokens == []
 
 
 def test_attention_is_set_beside_a_link_on_paper() -> None:
     result = replace(measured_nothing(), rate=32e9)
-    table = markdown({"memory_read": [result], "attention_bfloat16": [result]})
+    table = speed_table({"memory_read": [result], "attention_bfloat16": [result]})
     assert "| attention_bfloat16 | 128 MiB | 4.2 ms | 8.4 ms | 2.00 |" in table
-    assert "on paper" not in markdown({"memory_read": [result]})
+    assert "on paper" not in speed_table({"memory_read": [result]})
 
 
 def test_a_model_as_small_as_the_default_has_the_least_memory_that_its_weights_can_stream_in(
@@ -105,13 +106,10 @@ def test_a_model_as_small_as_the_default_has_the_least_memory_that_its_weights_c
     assert "nvme: weight_share=0.25 comes to" in capsys.readouterr().err
 
 
-def test_a_worker_that_cannot_run_says_why_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_cannot_run_says_why_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = replace(task_of(BenchConfig(), Contender.none, str(tmp_path), 5), is_check=True)
-    monkeypatch.setattr(sys, "argv", ["measure", json.dumps(asdict(task))])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("jobs.benchmarks.measure", run_name="__main__")
+        respond(["jobs.benchmarks.measure", json.dumps(asdict(task))], io.StringIO())
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {tmp_path}")
@@ -120,10 +118,10 @@ def test_a_worker_that_cannot_run_says_why_in_one_line(
 
 def test_what_a_refused_worker_says_last_is_told_in_one_line() -> None:
     said = "WARNING error: of no matter\nerror: the run needs 2 GiB more\nhost memory:\n  total  9 GiB > 7 GiB\n"
-    why = _why(Ended(exit_code=2, stdout="", stderr=said))
+    why = failure(2, said)
     assert why == "cannot run: the run needs 2 GiB more; host memory:; total  9 GiB > 7 GiB"
     odd = "an error: of no matter\nValueError: odd\n"
-    assert _why(Ended(exit_code=1, stdout="", stderr=odd)) == "ended with exit code 1: ValueError: odd"
+    assert failure(1, odd) == "ended with exit code 1: ValueError: odd"
 
 
 def test_every_contender_is_in_the_table_and_finding_out_what_it_is_loads_no_torch() -> None:

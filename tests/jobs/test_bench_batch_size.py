@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from jobs.benchmarks.batch_size import with_batch_size
-from jobs.benchmarks.config import BenchConfig
+from jobs.benchmarks.config import BenchConfig, task_of
 from jobs.benchmarks.contenders import Contender
-from jobs.benchmarks.suites import run_suite
+from jobs.benchmarks.suites import run_suite, with_batch_size
 from jobs.benchmarks.task import Result, Task
-from jobs.benchmarks.worker import task_of
 from runtime.errors import ConfigError, MillraceError
 
 

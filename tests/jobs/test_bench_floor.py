@@ -2,16 +2,14 @@
 
 import pytest
 
-from jobs.benchmarks import floor_worker
-from jobs.benchmarks.config import BenchConfig, Suite
+from jobs.benchmarks import floor
+from jobs.benchmarks.config import BenchConfig, Suite, task_of
 from jobs.benchmarks.contenders import Contender
-from jobs.benchmarks.floor import Floor, ProductSeconds, floors_of, floors_table
-from jobs.benchmarks.floor_worker import products
+from jobs.benchmarks.floor import Floor, ProductSeconds, floors_of, floors_table, products
 from jobs.benchmarks.measure import measure
 from jobs.benchmarks.predictions import Case
 from jobs.benchmarks.suites import run_suite
 from jobs.benchmarks.task import Result, prompts
-from jobs.benchmarks.worker import task_of
 from runtime.api import Runtime
 from runtime.config import ModelConfig, RuntimeConfig
 from runtime.errors import ConfigError
@@ -43,8 +41,8 @@ def test_the_longer_of_reading_and_multiplying_is_the_floor() -> None:
 
 
 def test_the_table_names_no_directory() -> None:
-    floor = Floor(case=CASE, phase="decode", reading=8.0, multiplying=6.0, measured=16.0)
-    assert "| llama, nvme, 128, decode | 8.0 s | 6.0 s | 16.0 s | 50% |" in floors_table([floor])
+    near = Floor(case=CASE, phase="decode", reading=8.0, multiplying=6.0, measured=16.0)
+    assert "| llama, nvme, 128, decode | 8.0 s | 6.0 s | 16.0 s | 50% |" in floors_table([near])
 
 
 def test_each_matrix_of_layers_and_head_is_multiplied_once() -> None:
@@ -56,9 +54,9 @@ def test_each_matrix_of_layers_and_head_is_multiplied_once() -> None:
 
 
 def test_products_are_timed_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floor_worker, "LEAST_SECONDS", 0.002)
-    monkeypatch.setattr(floor_worker, "MOST_COPIES", 3)
-    found = floor_worker.measure(path=str(find_checkpoint(ModelConfig(), None)), rows=[2, 64], num_threads=1)
+    monkeypatch.setattr(floor, "LEAST_SECONDS", 0.002)
+    monkeypatch.setattr(floor, "MOST_COPIES", 3)
+    found = floor.measure(path=str(find_checkpoint(ModelConfig(), None)), rows=[2, 64], num_threads=1)
     assert found[64][0] > found[2][0] > 0
     assert found[2][1] > 0
 

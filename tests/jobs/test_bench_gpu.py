@@ -1,24 +1,25 @@
-"""`suite=gpu` at toy size: every way runs on a CPU and on a double of a device; its table says what was measured."""
+"""`suite=gpu` at toy size: variants run on a CPU and on a double of a device; the table says what was measured."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from jobs.benchmarks.gpu import bench, drawn, link, missing, worker
-from jobs.benchmarks.gpu.__main__ import asked
-from jobs.benchmarks.gpu.bench import GpuBench
+from jobs.benchmarks import contenders
+from jobs.benchmarks.contenders import VARIANTS, Variant
+from jobs.benchmarks.gpu import bench, device, missing, random_init
+from jobs.benchmarks.gpu.__main__ import settings
+from jobs.benchmarks.gpu.bench import GpuBench, measurements
 from jobs.benchmarks.gpu.config import GpuConfig
-from jobs.benchmarks.gpu.messages import GpuTask, Machine, Measurement, as_line
 from jobs.benchmarks.gpu.missing import complaints
-from jobs.benchmarks.gpu.models import DrawnModel, DrawnRuntime, draw_model, parameters_of
+from jobs.benchmarks.gpu.random_init import RandomInitModel, RandomInitRuntime, outline_model, parameters_of
 from jobs.benchmarks.gpu.suite import run_gpu
-from jobs.benchmarks.gpu.ways import WAYS, Way
-from jobs.benchmarks.gpu.worker import answers
+from jobs.benchmarks.gpu.task import GpuTask, Machine, Measurement
 from jobs.benchmarks.task import Result
 from runtime import ModelConfig, RuntimeConfig
 from runtime.config import DType, Tier
@@ -40,26 +41,26 @@ RESULT = Result(seconds=1.0, prefill_seconds=0.5, rate=1.0, peak_bytes=0, baseli
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn, "TILE_ELEMENTS", 10_007)
-    monkeypatch.setattr(link, "COPY_BYTES", MIB)
+    monkeypatch.setattr(random_init, "TILE_ELEMENTS", 10_007)
+    monkeypatch.setattr(device, "COPY_BYTES", MIB)
     monkeypatch.setattr(bench, "DEVICE_SHARE", 0.05)  # of so small a device most is room to work in
 
 
 @pytest.mark.parametrize("device", [ComputeDevice("cpu"), FakeDevice()], ids=["cpu", "double"])
 def test_every_way_is_measured_and_bytes_over_the_link_are_counted(device: ComputeDevice) -> None:
-    machine, *answered = answers(TASK, device)
+    machine, *answered = measurements(TASK, device)
     assert isinstance(machine, Machine)
     assert bool(machine.link) == device.is_accelerator
-    found = {each.way: each for each in answered if isinstance(each, Measurement)}
-    assert [(name, each.refusal) for name, each in found.items()] == [(way.name, "") for way in WAYS]
-    for way in WAYS:
-        result = found[way.name].result
+    found = {each.variant: each for each in answered if isinstance(each, Measurement)}
+    assert [(name, each.refusal) for name, each in found.items()] == [(variant.name, "") for variant in VARIANTS]
+    for variant in VARIANTS:
+        result = found[variant.name].result
         assert result is not None
-        assert [len(tokens) for tokens in result.tokens] == [3] * (8 // way.part)
+        assert [len(tokens) for tokens in result.tokens] == [3] * (8 // variant.part)
         assert 0 < result.prefill_seconds < result.seconds
-        assert bool(result.bytes_copied) == (not way.is_cut and (device.is_accelerator or way.is_peer))
-        assert bool(result.bytes_read) == (way.tier is Tier.nvme)
-        assert bool(found[way.name].phases) == (not way.is_peer)
+        assert bool(result.bytes_copied) == (not variant.is_cut and (device.is_accelerator or variant.is_peer))
+        assert bool(result.bytes_read) == (variant.entry.tier is Tier.nvme)
+        assert bool(found[variant.name].phases) == (not variant.is_peer)
     assert {each.phase for each in found["millrace"].phases} == {"prefill", "decode"}
     assert {each.num_passes for each in found["millrace"].phases} == {1, 2}
     assert {each.phase for each in found["millrace, admission=continuous"].phases} >= {"mixed"}
@@ -69,59 +70,59 @@ def test_every_way_is_measured_and_bytes_over_the_link_are_counted(device: Compu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device_every_way_stays_within_the_memory_that_it_may_use() -> None:
     limit = replace(GPU, device="cuda", device_memory_gib=1.0)
-    _, *answered = answers(replace(TASK, gpu=limit), ComputeDevice("cuda"))
+    _, *answered = measurements(replace(TASK, gpu=limit), ComputeDevice("cuda"))
     found = [each for each in answered if isinstance(each, Measurement)]
-    assert [(each.way, each.refusal) for each in found] == [(way.name, "") for way in WAYS]
+    assert [(each.variant, each.refusal) for each in found] == [(variant.name, "") for variant in VARIANTS]
     assert all(each.result is not None and 0 < each.result.peak_device_bytes <= GIB for each in found)
 
 
 def test_a_way_that_fails_is_named_once_and_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(self: GpuBench, way: Way) -> Measurement:
-        if way.kind == "accelerate":
+    def measure(self: GpuBench, variant: Variant) -> Measurement:
+        if variant.name == "accelerate cpu_offload":
             raise RuntimeError("no hooks")
-        return Measurement(way=way.name, num_layers=3, result=RESULT)
+        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(GpuBench, "measure", measure)
-    _, *found = answers(replace(TASK, rounds=2), ComputeDevice("cpu"))
+    _, *found = measurements(replace(TASK, rounds=2), ComputeDevice("cpu"))
     refused = [each for each in found if isinstance(each, Measurement) and each.refusal]
-    assert [(each.way, each.refusal) for each in refused] == [("accelerate cpu_offload", "RuntimeError: no hooks")]
-    assert len(found) == 2 * len(WAYS) - 1
+    assert [(each.variant, each.refusal) for each in refused] == [("accelerate cpu_offload", "RuntimeError: no hooks")]
+    assert len(found) == 2 * len(VARIANTS) - 1
 
 
 def test_nothing_begins_that_took_longer_than_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
-    def measure(self: GpuBench, way: Way) -> Measurement:
-        now[0] += 50.0 if way.is_peer else 10.0
-        return Measurement(way=way.name, num_layers=3, result=RESULT)
+    def measure(self: GpuBench, variant: Variant) -> Measurement:
+        now[0] += 50.0 if variant.is_peer else 10.0
+        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(GpuBench, "measure", measure)
-    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-    _, *found = answers(replace(TASK, rounds=3, seconds=265.0), ComputeDevice("cpu"))
-    again = [each.way for each in found if isinstance(each, Measurement)][len(WAYS) :]
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    _, *found = measurements(replace(TASK, rounds=3, seconds=265.0), ComputeDevice("cpu"))
+    again = [each.variant for each in found if isinstance(each, Measurement)][len(VARIANTS) :]
     assert now[0] <= 265.0
-    assert again == [way.name for way in WAYS if not way.is_peer]
+    assert again == [variant.name for variant in VARIANTS if not variant.is_peer]
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> DrawnModel:
-    return draw_model(GPU, tmp_path, 2)
+def model(tmp_path: Path) -> RandomInitModel:
+    return outline_model(GPU, tmp_path, 2)
 
 
-def runtime_of(model: DrawnModel) -> DrawnRuntime:
+def runtime_of(model: RandomInitModel) -> RandomInitRuntime:
     config = RuntimeConfig(model=ModelConfig(path=str(model.path), dtype=DType.bfloat16))
-    return DrawnRuntime(config, ComputeDevice("cpu"), model.weights)
+    return RandomInitRuntime(config, ComputeDevice("cpu"), model.weights)
 
 
-def test_an_outline_takes_no_disk(model: DrawnModel) -> None:
+def test_an_outline_takes_no_disk(model: RandomInitModel) -> None:
     files = list(model.path.glob("*.safetensors"))
     assert sum(512 * file.stat().st_blocks for file in files) < sum(file.stat().st_size for file in files) / 4
 
 
 def test_weights_are_the_same_as_bytes_of_a_stage_and_as_tensors(
-    model: DrawnModel, monkeypatch: pytest.MonkeyPatch
+    model: RandomInitModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawn, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(random_init, "CHUNK_BYTES", 4096)
     runtime = runtime_of(model)
     tensors, layout = (
         model.weights.tensors(parameters_of(runtime), 2),
@@ -137,14 +138,14 @@ def test_weights_are_the_same_as_bytes_of_a_stage_and_as_tensors(
             assert torch.equal(part, buffer[begin : begin + piece.num_bytes])
 
 
-def test_a_model_of_fewer_layers_has_the_first_ones_of_another(model: DrawnModel, tmp_path: Path) -> None:
-    fewer = draw_model(GPU, tmp_path, 1)
+def test_a_model_of_fewer_layers_has_the_first_ones_of_another(model: RandomInitModel, tmp_path: Path) -> None:
+    fewer = outline_model(GPU, tmp_path, 1)
     mine, theirs = (each.weights.tensors(parameters_of(runtime_of(each)), 1) for each in (fewer, model))
     assert mine.keys() < theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
-def test_matrices_are_random_with_the_deviation_of_a_checkpoint_and_no_row_comes_twice(model: DrawnModel) -> None:
+def test_matrices_are_random_with_the_deviation_of_a_checkpoint_and_no_row_comes_twice(model: RandomInitModel) -> None:
     tensors = model.weights.tensors(parameters_of(runtime_of(model)), 1)
     experts = tensors["model.layers.0.mlp.experts.gate_up_proj"].float()
     assert experts.std().item() == pytest.approx(2 * 128**-0.5, rel=0.05)
@@ -153,62 +154,62 @@ def test_matrices_are_random_with_the_deviation_of_a_checkpoint_and_no_row_comes
     assert tensors["model.norm.weight"].abs().eq(1).all()
 
 
-def measurement(way: Way, rate: float, token: int) -> Measurement:
+def measurement(variant: Variant, rate: float, token: int) -> Measurement:
     result = replace(
-        RESULT, seconds=2.0, rate=rate, tokens=[[token]], bytes_copied=0 if way.is_cut else 48 * 10**9,
+        RESULT, seconds=2.0, rate=rate, tokens=[[token]], bytes_copied=0 if variant.is_cut else 48 * 10**9,
         peak_device_bytes=GIB,
     )  # fmt: skip
-    return Measurement(way=way.name, num_layers=2 if way.is_cut else 4, num_sequences=1, result=result)
+    return Measurement(variant=variant.name, num_layers=2 if variant.is_cut else 4, num_sequences=1, result=result)
 
 
 def test_the_table_says_rates_ratios_and_the_share_of_the_link() -> None:
     machine = Machine(device="gpu", link={LINK_IN: 50.0}, num_layers=4, weight_bytes=GIB)
-    found = [measurement(way, 10.0 if way.is_peer else 30.0, int(way.is_peer)) for way in WAYS]
+    found = [measurement(variant, 10.0 if variant.is_peer else 30.0, int(variant.is_peer)) for variant in VARIANTS]
 
     def work(task: GpuTask) -> Iterator[str]:
-        yield as_line(machine)
-        yield from map(as_line, found)
+        yield json.dumps(asdict(machine))
+        yield from (json.dumps(asdict(each)) for each in found)
         raise MillraceError("the machine is gone")
 
     said: list[str] = []
     done = run_gpu(GPU, 20, 3, said.append, work)
     times = "0.50 s | 1.50 s | 1 GiB"
-    assert len(said) == 1 + len(WAYS) + len(list(complaints()))
+    assert len(said) == 1 + len(VARIANTS) + len(list(complaints()))
     assert f"| millrace | 4 | 1 | 30.0 (30.0-30.0) | 3.00 | {times} | 44.7 GiB | 48% | 1 of 1 |" in done.table
     assert f"| transformers in the device | 2 | 1 | 10.0 (10.0-10.0) | 1.00 | {times} | - | - | 0 of 1 |" in done.table
     assert "the worker cannot run here: the machine is gone" in done.table
-    assert done.rounds.keys() == {way.name for way in WAYS}
+    assert done.rounds.keys() == {variant.name for variant in VARIANTS}
 
 
 def test_no_way_may_take_more_of_the_device_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
     caps: list[int] = []
 
-    def measured(self: GpuBench, way: Way) -> Measurement:
-        return Measurement(way=way.name, num_layers=3, result=RESULT)
+    def measured(self: GpuBench, variant: Variant) -> Measurement:
+        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
 
-    monkeypatch.setattr(bench, "cap", lambda device, num_bytes: caps.append(num_bytes))
+    monkeypatch.setattr(bench, "limit", lambda device, num_bytes: caps.append(num_bytes))
     for name in ("_millrace", "_peer"):
         monkeypatch.setattr(GpuBench, name, measured)
-    list(answers(replace(TASK, gpu=replace(GPU, num_layers=2)), ComputeDevice("cpu")))
-    assert caps == len(WAYS) * [int(0.07 * GIB)]
+    list(measurements(replace(TASK, gpu=replace(GPU, num_layers=2)), ComputeDevice("cpu")))
+    assert caps == len(VARIANTS) * [int(0.07 * GIB)]
 
 
 def test_a_way_that_would_measure_something_else_is_left_out_and_says_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def measure(self: GpuBench, way: Way) -> Measurement:
-        return Measurement(way=way.name, num_layers=3, result=RESULT)
+    def measure(self: GpuBench, variant: Variant) -> Measurement:
+        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(GpuBench, "measure", measure)
-    monkeypatch.setattr(missing, "find_spec", lambda name: None if name == "numba" else name)
+    monkeypatch.setattr(contenders, "find_spec", lambda name: None if name == "numba" else name)
     assert [line for line in complaints() if line.startswith("numba is not installed: 'millrace, attention=cpu'")]
-    _, *found = answers(TASK, ComputeDevice("cpu"))
-    refused = {each.way: each.refusal for each in found if isinstance(each, Measurement) and each.refusal}
+    _, *found = measurements(TASK, ComputeDevice("cpu"))
+    refused = {each.variant: each.refusal for each in found if isinstance(each, Measurement) and each.refusal}
     assert refused == {"millrace, attention=cpu": "numba is not installed"}
 
 
 def test_without_what_millrace_cannot_do_without_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missing, "find_spec", lambda name: None if name == "greenlet" else name)
+    monkeypatch.setattr(contenders, "find_spec", lambda name: None if name == "greenlet" else name)
     said: list[str] = []
     with pytest.raises(MillraceError, match="greenlet not installed"):
         run_gpu(GPU, 20, 1, said.append, lambda task: pytest.fail("a worker was started"))
@@ -225,23 +226,23 @@ def test_a_version_outside_of_what_the_project_names_is_told(monkeypatch: pytest
 def test_the_command_and_its_worker_import_nothing_that_a_plain_image_lacks() -> None:
     lacking = ("hydra", "omegaconf", "datasets", "pyarrow", "numba", "matplotlib", "accelerate")
     blocked = f"import sys; sys.modules.update(dict.fromkeys({lacking!r}))"
-    program = f"{blocked}; import jobs.benchmarks.gpu.__main__, jobs.benchmarks.gpu.worker"
+    program = f"{blocked}; import jobs.benchmarks.gpu.__main__, jobs.benchmarks.gpu.bench, jobs.benchmarks.worker"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
 
 
 def test_the_plain_command_takes_the_keys_of_the_job() -> None:
-    found = asked(["toy", "gpu.device=cuda:1", "gpu.minutes=2", 'gpu.shape={"hidden_size": 64}', "rounds=2"])
+    found = settings(["toy", "gpu.device=cuda:1", "gpu.minutes=2", 'gpu.shape={"hidden_size": 64}', "rounds=2"])
     assert (found.gpu.device, found.gpu.minutes, found.gpu.shape, found.rounds) == ("cuda:1", 2, {"hidden_size": 64}, 2)
-    assert asked([]).gpu == GpuConfig()
+    assert settings([]).gpu == GpuConfig()
     for wrong, key in (("gpu.minuts=2", "gpu.minutes"), ("minutes", "KEY=VALUE"), ("gpu.num_layers=x", "num_layers")):
         with pytest.raises(ConfigError, match=key):
-            asked([wrong])
+            settings([wrong])
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_without_an_accelerator_the_worker_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(MillraceError, match="exit code 1"):
+    with pytest.raises(MillraceError, match="exit code 2"):
         run_gpu(replace(GPU, device="cuda"), 20, 1, print)
     assert "gpu.device=cuda" in capfd.readouterr().err
 

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jobs.benchmarks import guests
+from jobs.benchmarks import runner
 from jobs.benchmarks.config import BenchConfig
-from jobs.benchmarks.contenders import Contender, Guest
-from jobs.benchmarks.gguf_export import export_gguf
-from jobs.benchmarks.guests import python_of
+from jobs.benchmarks.contenders import Contender, Isolation
 from jobs.benchmarks.measure import NOTHING
+from jobs.benchmarks.peers.gguf_export import export_gguf
+from jobs.benchmarks.runner import python_of
 from jobs.benchmarks.suites import run_suite
 from jobs.benchmarks.task import Result, Task
 from runtime.errors import ConfigError, MillraceError
@@ -84,7 +84,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(MillraceError, match=r"nowhere\.whl cannot be installed: "):
-        python_of(Guest(module="jobs.benchmarks.guest_llama_cpp", requirements=("/nowhere.whl",)))
+        python_of(Isolation(name="x", module="x", requirements=("/nowhere.whl",)))
 
 
 def test_what_is_not_wanted_goes_before_an_environment_is_ready(
@@ -92,10 +92,11 @@ def test_what_is_not_wanted_goes_before_an_environment_is_ready(
 ) -> None:
     asked: list[tuple[str, ...]] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(guests.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
-    monkeypatch.setattr(guests, "_pip", lambda python, guest, *arguments: asked.append(arguments))
-    guest = Guest(module="x.guest_y", requirements=("a==1", "b"), unwanted=("c",))
-    assert python_of(guest) == python_of(guest)
+    monkeypatch.setattr(runner.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
+    monkeypatch.setattr(runner, "_pip", lambda python, isolation, *arguments: asked.append(arguments))
+    isolation = Isolation(name="y", module="x.y", requirements=("a==1", "b"), unwanted=("c",))
+    assert python_of(isolation) == python_of(isolation)
+    assert python_of(isolation).relative_to(tmp_path).parts[2].startswith("y-")
     assert asked == [("install", "a==1", "b"), ("uninstall", "--yes", "c")]
 
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.benchmarks.config import BenchConfig, Suite
+from jobs.benchmarks.config import BenchConfig, Suite, task_of
 from jobs.benchmarks.contenders import Contender
 from jobs.benchmarks.measure import measure
 from jobs.benchmarks.predictions import Case, Outcome, outcomes_of, predictions_table
 from jobs.benchmarks.task import Result
-from jobs.benchmarks.worker import task_of
 from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint

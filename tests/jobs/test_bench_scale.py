@@ -6,10 +6,19 @@ from pathlib import Path
 import pytest
 
 from jobs.benchmarks import rows as rows_module
-from jobs.benchmarks.rows import Rows, rows_table
-from jobs.benchmarks.scale import measure_sizes, scale_table
-from jobs.benchmarks.scale_size import NUM_DOUBLINGS, NUM_NEW_TOKENS, QUANTITIES, Size, sizes
-from jobs.benchmarks.scale_worker import measure, synthesize
+from jobs.benchmarks.rows import Rows
+from jobs.benchmarks.scale import (
+    NUM_DOUBLINGS,
+    NUM_NEW_TOKENS,
+    QUANTITIES,
+    Size,
+    measure,
+    measure_sizes,
+    rows_table,
+    scale_table,
+    sizes,
+    synthesize,
+)
 from jobs.benchmarks.task import Result
 from runtime.units import MIB
 

@@ -1,3 +1,3 @@
-"""Ways to use an accelerator, measured one after the other in one process over weights that are on no disk. Here
-belongs what a machine without Hydra or a network needs to run them.
+"""The benchmark's setting of a device: random weights in host memory in front of it. Here belongs what a device alone
+needs, and nothing that a machine without Hydra or a network lacks.
 """

@@ -1,7 +1,7 @@
 """`python -m jobs.benchmarks.gpu`: what `python -m jobs.bench suite=gpu` measures, where neither hydra nor omegaconf,
 datasets or pyarrow are installed. Settings are those of `gpu:` in conf/bench.yaml, as `gpu.minutes=4`.
 
-`toy` stands for a small model on the same road, to see in a minute or two that all of it runs.
+`toy` stands for a small model that takes the same path, to see in a minute or two that all of it runs.
 """
 
 import json
@@ -31,8 +31,8 @@ TOY: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Of conf/bench.yaml what `suite=gpu` goes by."""
+class GpuSettings:
+    """Those keys of conf/bench.yaml that `suite=gpu` goes by."""
 
     gpu: GpuConfig = field(default_factory=GpuConfig)
     prompt_tokens: int = 60
@@ -43,8 +43,8 @@ class Asked:
             require(getattr(self, key) >= 1, f"{key} must be 1 or more, got {getattr(self, key)}")
 
 
-def asked(arguments: Sequence[str]) -> Asked:
-    """Raises ConfigError."""
+def settings(arguments: Sequence[str]) -> GpuSettings:
+    """The settings that the command line asks for. Raises ConfigError."""
     gpu, others = dict(TOY) if "toy" in arguments else {}, dict[str, object]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -54,11 +54,11 @@ def asked(arguments: Sequence[str]) -> Asked:
             gpu[key.removeprefix("gpu.")] = _value(value)
         elif equals:
             others[key] = _value(value)
-    return build(Asked, {**others, "gpu": gpu})
+    return build(GpuSettings, {**others, "gpu": gpu})
 
 
 def _value(value: str) -> object:
-    """A word that is no JSON is itself, as in `gpu.device=cuda:1`."""
+    """The value as JSON; a word that is no JSON is itself, as in `gpu.device=cuda:1`."""
     try:
         return json.loads(value)
     except ValueError:
@@ -67,16 +67,16 @@ def _value(value: str) -> object:
 
 def main() -> None:
     try:
-        wanted = asked(sys.argv[1:])
-        done = run_gpu(wanted.gpu, wanted.prompt_tokens, wanted.rounds, _say)
+        wanted = settings(sys.argv[1:])
+        measured = run_gpu(wanted.gpu, wanted.prompt_tokens, wanted.rounds, _say)
     except MillraceError as error:
         _say(f"error: {error}")
         sys.exit(error.exit_code)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "table.md").write_text(done.table + "\n", encoding="utf-8")
-    rounds = {name: [asdict(result) for result in results] for name, results in done.rounds.items()}
+    (FOLDER / "table.md").write_text(measured.table + "\n", encoding="utf-8")
+    rounds = {name: [asdict(result) for result in results] for name, results in measured.rounds.items()}
     (FOLDER / "rounds.json").write_text(json.dumps(rounds), encoding="utf-8")
-    sys.stdout.write(f"{done.table}\n\nKept in {FOLDER}/table.md and rounds.json.\n")
+    sys.stdout.write(f"{measured.table}\n\nKept in {FOLDER}/table.md and rounds.json.\n")
 
 
 def _say(line: str) -> None:

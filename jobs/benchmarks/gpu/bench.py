@@ -1,15 +1,22 @@
-"""Measures one way after the other in one process, over weights that are drawn into host memory.
+"""Measures one variant after the other in one process, over random weights in host memory.
 
 Host memory holds two copies of the weights and no third: accelerate's, pageable as its users have them, and Millrace's,
 pinned. torch keeps pinned memory that is freed, so only the first session pins; each draws its weights anew, which
 takes seconds and is not timed.
 """
 
+import logging
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
 
 from runtime.api import Runtime
 from runtime.config import (
@@ -23,26 +30,28 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
-from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Completion
+from runtime.errors import ConfigError
 from runtime.measure.machine import device_name
 from runtime.plan.cost.rates import MachineRates
 from runtime.stream.device import ComputeDevice
-from runtime.stream.host_memory import available_bytes, peak_resident_bytes
+from runtime.stream.host_memory import available_bytes
 from runtime.units import GIB, gib_to_bytes
 
-from ..millrace import prefill_seconds, requests_of
-from ..task import Result, forget_pages, prompts
+from ...config.typed import build
+from ..contenders import DEEPSPEED_VARIANT, HOST, VARIANTS, Ours, Variant
+from ..millrace import generated, requests_of
+from ..peers.hugging_face import DeviceModel, model_of, offloaded
+from ..task import forget_pages, prompts
 from .config import MODEL_TYPE
-from .link import measure_link
-from .memory import cap, reserved_peak_bytes, start_anew
-from .messages import GpuTask, Machine, Measurement
-from .models import DrawnModel, DrawnRuntime, draw_model, parameters_of, size_of
-from .peers import PeerModel, accelerated, model_of, partitioned
-from .phases import phases_of
-from .ways import CHUNK_TOKENS, MICRO_BATCHES, Way
+from .device import limit, measure_link, reserved_peak_bytes, start_anew
+from .random_init import RandomInitModel, RandomInitRuntime, outline_model, parameters_of, size_of
+from .task import GpuTask, Machine, Measurement, phases_of
+
+log = logging.getLogger(__name__)
 
 PUBLISHED_LAYERS = 32
+MICRO_BATCHES = 4  # of a whole block
+CHUNK_TOKENS = 8192  # of prompts per lane and pass: a pass brings all weights, so a lane's prompts go in one
 NUM_COPIES = 2  # of the weights in host memory
 HOST_SHARE = 0.75  # of free memory, that they may take: buffers for what is read from disk come on top
 DEVICE_SHARE = 0.7  # of the device, that the weights of the cut model may take
@@ -62,17 +71,17 @@ class GpuBench:
         most = gpu.num_layers or PUBLISHED_LAYERS
         num_layers = gpu.num_layers or size.layers_within(HOST_SHARE * free_bytes / NUM_COPIES, most)
         cut_layers = size.layers_within(DEVICE_SHARE * self._device_bytes, num_layers)
-        self._whole_model, self._cut_model = (draw_model(gpu, folder, n) for n in (num_layers, cut_layers))
+        self._whole_model, self._cut_model = (outline_model(gpu, folder, n) for n in (num_layers, cut_layers))
         disk_bytes = DISK_SHARE * shutil.disk_usage(folder).free
         self._num_disk_layers = size.layers_within(disk_bytes, min(DISK_LAYERS, num_layers))
-        self._disk_model: DrawnModel | None = None
+        self._disk_model: RandomInitModel | None = None
         self._folder = folder
         self._weight_bytes = size.of_layers(num_layers)
         self._host_gib = (free_bytes - self._weight_bytes) / GIB  # later, what torch keeps pinned looks taken
-        self._runtimes: dict[Way, Runtime] = {}
+        self._runtimes: dict[Variant, Runtime] = {}
         self._rates: MachineRates | None = None  # measured once for all: they only predict here, and decide nothing
-        self._batch_sizes: dict[Way, int] = {}
-        self._whole: PeerModel | None = None
+        self._batch_sizes: dict[Variant, int] = {}
+        self._whole: DeviceModel | None = None
 
     def machine(self) -> Machine:
         """Measures the link."""
@@ -83,134 +92,158 @@ class GpuBench:
             weight_bytes=self._weight_bytes,
         )
 
-    def measure(self, way: Way) -> Measurement:
+    def measure(self, variant: Variant) -> Measurement:
         """Raises what a peer raises, or MillraceError. Nobody gets more of the device than may be used."""
         start_anew(self._device)
-        cap(self._device, self._device_bytes)
-        measured = self._peer(way) if way.is_peer else self._millrace(way)
+        limit(self._device, self._device_bytes)
+        measured = self._peer(variant) if variant.is_peer else self._millrace(variant)
         assert measured.result is not None, "what raises nothing has a result"
         peak_bytes = reserved_peak_bytes(self._device)
         return replace(measured, result=replace(measured.result, peak_device_bytes=peak_bytes))
 
-    def _model(self, way: Way) -> DrawnModel:
-        if way.tier is Tier.nvme:
+    def _model(self, variant: Variant) -> RandomInitModel:
+        if variant.entry.tier is Tier.nvme:
             return self._on_disk()
-        return self._cut_model if way.is_cut else self._whole_model
+        return self._cut_model if variant.is_cut else self._whole_model
 
-    def _on_disk(self) -> DrawnModel:
+    def _on_disk(self) -> RandomInitModel:
         """Written when it is first asked for; none of it stays in the page cache."""
         if self._disk_model is None:
-            self._disk_model = draw_model(self._task.gpu, self._folder, self._num_disk_layers)
+            self._disk_model = outline_model(self._task.gpu, self._folder, self._num_disk_layers)
             self._disk_model.weights.write(self._num_threads)
             forget_pages(self._disk_model.path)
         return self._disk_model
 
-    def _millrace(self, way: Way) -> Measurement:
-        """The first pass is run once before."""
-        runtime = self._runtime(way)
-        requests = requests_of(runtime, self._prompts(way))
-        passes: list[PassRecord] = []
-        with runtime.confirmed_session(requests, rates=self._rates) as (plan, session):
-            self._rates = plan.rates
-            session.probe(requests)
-            done = [completion for _, completion in session.generate(requests, passes.append)]
+    def _millrace(self, variant: Variant) -> Measurement:
+        runtime = self._runtime(variant)
+        requests = requests_of(runtime, self._prompts(variant))
+        run = generated(runtime, requests, rates=self._rates, is_warmed_up=True)
+        self._rates = run.rates
         return Measurement(
-            way=way.name,
-            num_layers=self._model(way).num_layers,
+            variant=variant.name,
+            num_layers=self._model(variant).num_layers,
             num_sequences=len(requests),
-            result=_result(runtime, passes, done),
-            phases=phases_of(passes),
+            result=run.result,
+            phases=phases_of(run.passes),
         )
 
-    def _runtime(self, way: Way) -> Runtime:
-        """A runtime for each way, kept."""
-        if way not in self._runtimes:
-            config, model = self._config(way), self._model(way)
-            is_read = way.tier is Tier.nvme
-            made = (
-                Runtime(config, device=self._device) if is_read else DrawnRuntime(config, self._device, model.weights)
-            )
-            self._runtimes[way] = made
-        return self._runtimes[way]
+    def _runtime(self, variant: Variant) -> Runtime:
+        """The runtime of each variant, kept."""
+        if variant not in self._runtimes:
+            config, model = self._config(variant), self._model(variant)
+            weights = None if variant.entry.tier is Tier.nvme else model.weights
+            self._runtimes[variant] = RandomInitRuntime(config, self._device, weights)
+        return self._runtimes[variant]
 
-    def _config(self, way: Way) -> RuntimeConfig:
-        gpu = self._task.gpu
+    def _config(self, variant: Variant) -> RuntimeConfig:
+        gpu, ours = self._task.gpu, variant.entry if isinstance(variant.entry, Ours) else HOST
         return RuntimeConfig(
-            model=ModelConfig(name=MODEL_TYPE, path=str(self._model(way).path), dtype=DType.bfloat16),
+            model=ModelConfig(name=MODEL_TYPE, path=str(self._model(variant).path), dtype=DType.bfloat16),
             offload=OffloadConfig(
-                tier=way.tier,
+                tier=variant.entry.tier,
                 device_memory_gib=gpu.device_memory_gib,
                 host_memory_gib=self._host_gib,
                 reader_threads=self._num_threads,
-                resident_layers=0 if way.tier is Tier.nvme else None,
+                resident_layers=0 if variant.entry.tier is Tier.nvme else None,
             ),
             policy=PolicyConfig(
                 kind=PolicyKind.fixed,
-                micro_batch_size=-(-gpu.num_prompts // (way.part * MICRO_BATCHES)),
+                micro_batch_size=-(-gpu.num_prompts // (variant.part * MICRO_BATCHES)),
                 num_micro_batches=MICRO_BATCHES,
-                schedule=way.order,
-                attention=way.attention,
-                admission=way.admission,
-                prefill_chunk_tokens=self._chunk_tokens(way),
+                schedule=ours.schedule,
+                attention=ours.attention,
+                admission=ours.admission,
+                prefill_chunk_tokens=self._chunk_tokens(variant),
             ),
             sampling=SamplingConfig(max_new_tokens=gpu.num_new_tokens, ignore_eos=True, temperature=0.0),
             machine=MachineConfig(device=str(self._device.torch_device)),
         )
 
-    def _chunk_tokens(self, way: Way) -> int:
-        if way.num_pieces == 1:
+    def _chunk_tokens(self, variant: Variant) -> int:
+        if variant.num_pieces == 1:
             return CHUNK_TOKENS
         gpu = self._task.gpu
         lengths = [len(ids) for ids in prompts(gpu.num_prompts, MANY_WORDS, self._task.prompt_tokens)]
-        return -(-sum(lengths) // (way.part * MICRO_BATCHES * way.num_pieces))
+        return -(-sum(lengths) // (variant.part * MICRO_BATCHES * variant.num_pieces))
 
-    def _peer(self, way: Way) -> Measurement:
-        peer, ids = (self._held if way.is_cut else self._offloaded)(way), self._prompts(way)
-        if way not in self._batch_sizes:
-            self._batch_sizes[way] = peer.fitting(ids)
+    def _peer(self, variant: Variant) -> Measurement:
+        peer, ids = (self._held if variant.is_cut else self._offloaded)(variant), self._prompts(variant)
+        if variant not in self._batch_sizes:
+            self._batch_sizes[variant] = peer.largest_batch(ids, lambda: start_anew(self._device))
             start_anew(self._device)
-        size = self._batch_sizes[way]
+        size = self._batch_sizes[variant]
         result = peer.measure(ids[:size], self._task.gpu.num_new_tokens)
-        if not way.is_cut:
+        if not variant.is_cut:
             result = replace(result, bytes_copied=peer.num_forwards * self._weight_bytes)
-        return Measurement(way=way.name, num_layers=self._model(way).num_layers, num_sequences=size, result=result)
+        return Measurement(
+            variant=variant.name, num_layers=self._model(variant).num_layers, num_sequences=size, result=result
+        )
 
-    def _held(self, way: Way) -> PeerModel:
+    def _held(self, variant: Variant) -> DeviceModel:
         """One tensor after the other, so that host memory holds no third copy."""
-        place, model = self._device.torch_device, self._model(way)
+        place, model = self._device.torch_device, self._model(variant)
         there = {
             name: tensor.to(place)
-            for parameter in parameters_of(self._runtime(way))
+            for parameter in parameters_of(self._runtime(variant))
             for name, tensor in model.weights.tensors([parameter], self._num_threads).items()
         }
         held = model_of(model.path, there)
         held.to(device=place)  # pyright: ignore[reportCallIssue] - its buffers
-        return PeerModel(held, self._device)
+        return DeviceModel(held, self._device)
 
-    def _offloaded(self, way: Way) -> PeerModel:
+    def _offloaded(self, variant: Variant) -> DeviceModel:
         """Made once: it is the second copy of the weights."""
         if self._whole is None:
-            tensors = self._model(way).weights.tensors(parameters_of(self._runtime(way)), self._num_threads)
-            model = model_of(self._model(way).path, tensors)
-            self._whole = (partitioned if self._task.is_alone else accelerated)(model, self._device)
+            tensors = self._model(variant).weights.tensors(parameters_of(self._runtime(variant)), self._num_threads)
+            model = model_of(self._model(variant).path, tensors)
+            self._whole = _partitioned(model, self._device) if self._task.is_alone else offloaded(model, self._device)
         return self._whole
 
-    def _prompts(self, way: Way) -> list[list[int]]:
-        vocab_size, gpu = self._runtime(way).model.shape.vocab_size, self._task.gpu
-        return prompts(gpu.num_prompts, vocab_size, self._task.prompt_tokens)[: max(1, gpu.num_prompts // way.part)]
+    def _prompts(self, variant: Variant) -> list[list[int]]:
+        vocab_size, gpu = self._runtime(variant).model.shape.vocab_size, self._task.gpu
+        return prompts(gpu.num_prompts, vocab_size, self._task.prompt_tokens)[: max(1, gpu.num_prompts // variant.part)]
 
 
-def _result(runtime: Runtime, passes: Sequence[PassRecord], done: Sequence[Completion]) -> Result:
-    tokens = {int(completion.request.id): list(completion.token_ids) for completion in done}
-    seconds = sum(record.seconds for record in passes)
-    return Result(
-        seconds=seconds,
-        prefill_seconds=prefill_seconds(passes),
-        rate=sum(map(len, tokens.values())) / seconds,
-        peak_bytes=peak_resident_bytes(),
-        baseline_bytes=runtime.baseline_bytes,
-        bytes_read=sum(record.times.bytes_read_disk for record in passes),
-        tokens=[tokens[number] for number in sorted(tokens)],
-        bytes_copied=sum(record.times.bytes_copied_device for record in passes),
-        bytes_returned=sum(record.times.bytes_copied_host for record in passes),
-    )
+def measurements(task: GpuTask, device: ComputeDevice) -> Iterator[Machine | Measurement]:
+    """The machine, then rounds that alternate. A variant that cannot run is named once; none begins that took longer
+    than there is time left."""
+    end = time.monotonic() + task.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        bench = GpuBench(task, Path(folder), device)
+        yield bench.machine()
+        took = dict.fromkeys((DEEPSPEED_VARIANT,) if task.is_alone else VARIANTS, 0.0)
+        for _ in range(task.rounds):
+            for variant in list(took):
+                begin = time.monotonic()
+                if begin + took[variant] >= end:
+                    continue
+                found = _measured(bench, variant)
+                took[variant] = time.monotonic() - begin
+                if found.refusal:
+                    del took[variant]
+                yield found
+
+
+def _measured(bench: GpuBench, variant: Variant) -> Measurement:
+    """Whatever it raises stops none of the others: the machine may be lent for these minutes alone."""
+    if variant.missing:
+        return Measurement(variant=variant.name, refusal=f"{', '.join(variant.missing)} is not installed")
+    try:
+        return bench.measure(variant)
+    except Exception as error:
+        log.exception("%s", variant.name)
+        return Measurement(variant=variant.name, refusal=f"{type(error).__name__}: {error}")
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Raises ConfigError where there is no such device."""
+    task = build(GpuTask, question)
+    if task.gpu.device != "cpu" and not torch.accelerator.is_available():
+        raise ConfigError(f"gpu.device={task.gpu.device}: torch {torch.__version__} finds no accelerator here")
+    yield from map(asdict, measurements(task, ComputeDevice(task.gpu.device)))
+
+
+def _partitioned(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
+    from ..peers.zero_inference import partitioned  # which few environments have
+
+    return partitioned(model, device)

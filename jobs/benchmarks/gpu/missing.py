@@ -4,10 +4,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from ..contenders import is_installed
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 WHEELS = "docs/first-gpu-run.md says how to bring wheels along"
@@ -33,27 +34,23 @@ NEEDS = (
 )
 
 
-def is_there(module: str) -> bool:
-    return find_spec(module) is not None
-
-
 def vital() -> list[str]:
     """Names of the packages without which nothing runs and that are not there."""
-    return [need.name for need in NEEDS if need.cost is None and not is_there(need.module)]
+    return [need.name for need in NEEDS if need.cost is None and not is_installed(need.module)]
 
 
 def complaints() -> Iterator[str]:
     """One line for each package that is missing, or of a version that pyproject.toml does not name."""
     wanted = _requirements()
     for need in NEEDS:
-        if not is_there(need.module):
+        if not is_installed(need.module):
             yield f"{need.name} is not installed: {need.cost or 'nothing of Millrace runs'}. {WHEELS}"
         elif (required := wanted.get(need.name)) and (found := _version(need.name)) not in required.specifier:
             yield f"{need.name} {found} is installed, pyproject.toml wants {required}: what follows was never tested"
 
 
 def _requirements() -> Mapping[str, Requirement]:
-    """Of the checkout; none where the package was installed without it."""
+    """What the checkout's pyproject.toml requires, by name; nothing where the package was installed without it."""
     if not PYPROJECT.exists():
         return {}
     lines = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
@@ -61,7 +58,7 @@ def _requirements() -> Mapping[str, Requirement]:
 
 
 def _version(name: str) -> str:
-    """Without a build's own mark, such as +cpu."""
+    """The version without a build's own mark, such as +cpu."""
     try:
         return version(name).partition("+")[0]
     except PackageNotFoundError:

@@ -1,13 +1,11 @@
-"""llama.cpp as a peer: `python -m jobs.benchmarks.guest_llama_cpp JSON` in an environment that has llama-cpp-python.
+"""llama.cpp by way of llama-cpp-python, in an environment of its own.
 
 All weights in memory, sequences decoded side by side: groups of `batch_size` neighbours in length, as its batch
 interface takes them. Its products round to half precision or less, so tokens may differ. Loading is not timed.
 """
 
-import json
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ import numpy as np
 from runtime.stream.host_memory import resident_bytes
 from runtime.units import round_up
 
-from .contenders import Peer
-from .task import Result, Task, batches, prompts
-from .timing import timed
+from ..contenders import Peer
+from ..task import Result, Task, batches, prompts, timed
 
 BATCH_TOKENS = 512  # of a call, its own default for prompts
 
@@ -64,7 +61,7 @@ def _has_kernels(task: Task) -> bool:
     """Whether weights may be laid out for its matrix-unit kernels. Not quantised ones: GCC 12 drops most of the tile
     configuration that they load, and the processor refuses the rest."""
     peer = task.entry
-    return isinstance(peer, Peer) and peer.guest is not None and peer.guest.gguf_kind == "F16"
+    return isinstance(peer, Peer) and peer.isolation is not None and peer.isolation.gguf_kind == "F16"
 
 
 class _Run:
@@ -110,5 +107,5 @@ class _Run:
         return found
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(generate(Task(**json.loads(sys.argv[1]))))) + "\n")
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(generate(Task(**question)))

@@ -1,4 +1,4 @@
-"""Workers of guests, with fakes in the place of their libraries, and what becomes of a worker that goes wrong."""
+"""Isolated peers, with fakes in the place of their libraries, and what becomes of a worker that goes wrong."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from jobs.benchmarks import worker
-from jobs.benchmarks.contenders import CONTENDERS, Contender, Guest, Peer
+from jobs.benchmarks import runner
+from jobs.benchmarks.contenders import CONTENDERS, Contender, Isolation, Peer
 from jobs.benchmarks.measure import measure
+from jobs.benchmarks.runner import measured
 from jobs.benchmarks.task import Result, Task
-from jobs.benchmarks.worker import measured
 from runtime.config import ModelConfig
 from runtime.errors import MillraceError
 from runtime.origin.location import find_checkpoint
@@ -28,11 +28,12 @@ TASK = Task(
     batch_size=2, micro_batch_size=2, num_micro_batches=1, weight_share=1.0, num_threads=2,
 )  # fmt: skip
 ANSWER = """
-import json, os, sys
-print("chatter")
-print(json.dumps(dict(seconds=1.0, prefill_seconds=0.0, rate=float(os.environ["OMP_NUM_THREADS"]), peak_bytes=0,
-                      baseline_bytes=0, bytes_read=0, policy=os.environ["LD_PRELOAD"],
-                      tokens=[[json.loads(sys.argv[1])["num_prompts"]]])))
+import os
+def answers(question):
+    print("chatter")
+    os.write(1, b"chatter of a library")
+    yield dict(seconds=1.0, prefill_seconds=0.0, rate=float(os.environ["OMP_NUM_THREADS"]), peak_bytes=0,
+               baseline_bytes=0, bytes_read=0, policy=os.environ["LD_PRELOAD"], tokens=[[question["num_prompts"]]])
 """
 FAILING = """
 import sys
@@ -48,16 +49,17 @@ time.sleep(60)
 
 
 def asked_of(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch, task: Task = TASK) -> Result:
-    """Of `program`, in the place of vLLM's worker."""
-    (folder / "fake_guest.py").write_text(program)
+    """What `program` answers in the place of vLLM's module."""
+    (folder / "fake_peer.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(worker, "python_of", lambda guest: Path(sys.executable))
-    fake = Peer(batch_sizes=(), guest=Guest(module="fake_guest", requirements=(), preloaded=("libnone.so",)))
+    monkeypatch.setattr(runner, "python_of", lambda isolation: Path(sys.executable))
+    isolation = Isolation(name="fake", module="fake_peer", requirements=(), preloaded=("libnone.so",))
+    fake = Peer(batch_sizes=(), isolation=isolation)
     monkeypatch.setitem(CONTENDERS, Contender.vllm, fake)  # pyright: ignore[reportArgumentType]
     return measured(task)
 
 
-def test_a_guest_gets_the_task_its_threads_and_libraries_and_answers_in_its_last_line(
+def test_an_isolated_peer_gets_the_task_its_threads_and_libraries_and_answers_in_its_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = asked_of(ANSWER, tmp_path, monkeypatch)
@@ -65,29 +67,29 @@ def test_a_guest_gets_the_task_its_threads_and_libraries_and_answers_in_its_last
     assert found.policy == str(Path(sys.executable).parent.parent / "lib" / "libnone.so")
 
 
-def test_a_guest_that_fails_says_its_error_and_not_what_it_said_after(
+def test_an_isolated_peer_that_fails_says_its_error_and_not_what_it_said_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(MillraceError, match=r"vllm ended with exit code 1: \[rank0\]: OSError: no such kernel$"):
         asked_of(FAILING, tmp_path, monkeypatch)
 
 
-def test_a_guest_that_a_signal_ends_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isolated_peer_that_a_signal_ends_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MillraceError, match="vllm was ended by SIGABRT"):
         asked_of("import os; os.abort()", tmp_path, monkeypatch)
 
 
-def test_a_guest_past_its_limit_ends_with_all_that_it_has_started(
+def test_an_isolated_peer_past_its_limit_ends_with_all_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(MillraceError, match=r"vllm took longer than peer_minutes=0\.05"):
         asked_of(HANGING, tmp_path, monkeypatch, replace(TASK, limit_minutes=0.05))
-    child = int((tmp_path / "fake_guest.pid").read_text())
+    child = int((tmp_path / "fake_peer.pid").read_text())
     assert is_gone(child)
 
 
 def test_a_sigterm_ends_the_worker_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = tmp_path / "fake_guest.pid"
+    said = tmp_path / "fake_peer.pid"
 
     def stop_us() -> None:
         while not said.exists() or not said.read_text():
@@ -128,10 +130,10 @@ def test_airllm_gets_the_same_ids_and_leaves_nothing_beside_the_checkpoint(monke
     fake = ModuleType("airllm")
     fake.AutoModel = SimpleNamespace(from_pretrained=load)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "airllm", fake)
-    from jobs.benchmarks import guest_airllm
+    from jobs.benchmarks.peers import air_llm
 
     task = tiny(Contender.airllm)
-    assert guest_airllm.generate(task).tokens == measure(replace(task, contender="transformers")).tokens
+    assert air_llm.generate(task).tokens == measure(replace(task, contender="transformers")).tokens
     assert folders[0].parent == Path(task.path).parent
     assert not folders[0].exists()
 
@@ -156,12 +158,12 @@ def test_deepspeed_is_told_where_parameters_lie_and_buffers_hold_the_largest(
     lock = tmp_path / "extensions" / "operator" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    from jobs.benchmarks import guest_deepspeed
+    from jobs.benchmarks.peers import zero_inference
 
-    monkeypatch.setattr(guest_deepspeed, "deepspeed", fake)
-    monkeypatch.setattr(guest_deepspeed, "HfDeepSpeedConfig", lambda config: None)
+    monkeypatch.setattr(zero_inference, "deepspeed", fake)
+    monkeypatch.setattr(zero_inference, "HfDeepSpeedConfig", lambda config: None)
     task = tiny(contender)
-    assert guest_deepspeed.generate(task).tokens == measure(replace(task, contender="transformers")).tokens
+    assert zero_inference.generate(task).tokens == measure(replace(task, contender="transformers")).tokens
     assert not lock.exists()
     place = settings[0]["offload_param"]
     assert settings[0]["stage"] == 3

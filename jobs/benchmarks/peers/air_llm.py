@@ -1,22 +1,22 @@
-"""AirLLM as a peer: `python -m jobs.benchmarks.guest_airllm JSON` in an environment that has it.
+"""AirLLM, in an environment of its own.
 
 It splits a checkpoint by layer, into a folder beside it that is gone with the process, and reads a layer when the
 forward comes to it. Splitting is not timed. Its layers' pages are dropped all along.
 """
 
-import json
-import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from airllm import AutoModel  # pyright: ignore[reportMissingImports] - in this worker's environment alone
 
 from runtime.stream.host_memory import resident_bytes
 
-from .generation import generated
-from .task import Result, Task, forgetting
+from ..task import Result, Task, forgetting
+from .hugging_face import generated
 
 
 def generate(task: Task) -> Result:
@@ -30,5 +30,5 @@ def generate(task: Task) -> Result:
             return generated(streamed.model, task, baseline)
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(generate(Task(**json.loads(sys.argv[1]))))) + "\n")
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(generate(Task(**question)))

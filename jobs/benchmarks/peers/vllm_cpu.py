@@ -1,18 +1,17 @@
-"""vLLM's CPU build as a peer: `python -m jobs.benchmarks.guest_vllm JSON` in an environment that has it.
+"""vLLM's CPU build, in an environment of its own.
 
 All weights and all requests at once, as its offline users do it; loading and warming up are not timed.
 """
 
-import json
 import os
-import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 from runtime.stream.host_memory import resident_bytes
 
-from .contenders import Peer
-from .task import Result, Task, prompts
-from .timing import timed
+from ..contenders import Peer
+from ..task import Result, Task, prompts, timed
 
 KV_GIB = 2
 
@@ -38,5 +37,5 @@ def generate(task: Task) -> Result:
     return timed(generate_all, baseline_bytes=baseline, batch_size=None)
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(generate(Task(**json.loads(sys.argv[1]))))) + "\n")
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(generate(Task(**question)))

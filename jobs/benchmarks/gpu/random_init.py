@@ -1,4 +1,5 @@
-"""Weights that are on no disk: random numbers at memory's speed, for any bytes of an outlined checkpoint.
+"""Random-init models that are on no disk: a checkpoint's outline, and random numbers at memory's speed for any of its
+bytes.
 
 Matrices are windows, each from a place of its own, of one tile of normal numbers per deviation: real numbers on a link
 and in products, which take a device more power than zeros do. The tile's length is prime, so no two rows are equal.
@@ -6,29 +7,38 @@ and in products, which take a device more power than zeros do. The tile's length
 
 import math
 import os
+import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 import torch
 
+from runtime.api import Runtime
+from runtime.config import RuntimeConfig
 from runtime.plan.shape.shapes import Parameter, TensorSlice
+from runtime.store.checkpoint import open_checkpoint
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
+from runtime.stream.device import ComputeDevice
+from runtime.synthesize.checkpoints import outline_checkpoint
 from runtime.synthesize.random_weights import RandomWeights
 from runtime.units import MIB
+
+from .config import MODEL_TYPE, GpuConfig
 
 TILE_ELEMENTS = 16_777_259  # 32 MiB of bf16
 CHUNK_BYTES = 16 * MIB
 
 
-class DrawnWeights:
-    """`tensors` are those of the outline that `weights` draws. The same bytes whenever and wherever they are asked
-    for, and the same for a tensor of the same name in a model of fewer layers."""
+class RandomInitWeights:
+    """Random numbers for `tensors` of the outline that `weights` draws: the same bytes whenever and wherever they are
+    asked for, and the same for a tensor of the same name in a model of fewer layers."""
 
     def __init__(self, weights: RandomWeights, tensors: Mapping[str, TensorSlice]):
         self._files: dict[str, list[TensorSlice]] = {}
@@ -70,15 +80,14 @@ class DrawnWeights:
 
     def write(self, num_threads: int) -> None:
         """Puts them into the outline's own files, for those who read a disk."""
+        chunks = [
+            (file, tensor.offset + begin, min(CHUNK_BYTES, tensor.num_bytes - begin))
+            for file, tensors in self._files.items()
+            for tensor in tensors
+            for begin in range(0, tensor.num_bytes, CHUNK_BYTES)
+        ]
         with ThreadPoolExecutor(num_threads) as pool:
-            jobs = [
-                pool.submit(self._write, file, tensor.offset + begin, min(CHUNK_BYTES, tensor.num_bytes - begin))
-                for file, tensors in self._files.items()
-                for tensor in tensors
-                for begin in range(0, tensor.num_bytes, CHUNK_BYTES)
-            ]
-        for job in jobs:
-            job.result()
+            list(pool.map(self._write, *zip(*chunks, strict=True)))
 
     def _write(self, file: str, offset: int, num_bytes: int) -> None:
         buffer = bytearray(num_bytes)
@@ -87,30 +96,29 @@ class DrawnWeights:
             os.pwrite(target.fileno(), buffer, offset)
 
     def tensors(self, parameters: Sequence[Parameter], num_threads: int) -> dict[str, torch.Tensor]:
-        """Each in memory of its own, as a model of transformers has it."""
-        made = {p.name: torch.empty(p.shape, dtype=_dtype_of(p)) for p in parameters}
+        """The parameters by name, each in memory of its own, as a model of transformers has it."""
+        tensors = {p.name: torch.empty(p.shape, dtype=_dtype_of(p)) for p in parameters}
+        chunks = [
+            (piece.file, piece.offset + begin, view[begin : begin + CHUNK_BYTES])
+            for parameter in parameters
+            for piece, view in _runs(parameter, tensors[parameter.name])
+            for begin in range(0, piece.num_bytes, CHUNK_BYTES)
+        ]
         with ThreadPoolExecutor(num_threads) as pool:
-            jobs = [
-                pool.submit(self.fill, piece.file, piece.offset + begin, view[begin : begin + CHUNK_BYTES])
-                for parameter in parameters
-                for piece, view in _runs(parameter, made[parameter.name])
-                for begin in range(0, piece.num_bytes, CHUNK_BYTES)
-            ]
-        for job in jobs:
-            job.result()
-        return made
+            list(pool.map(self.fill, *zip(*chunks, strict=True)))
+        return tensors
 
 
-class DrawnReader(Reader):
-    """Answers reads of an outlined checkpoint with its drawn weights."""
+class RandomInitReader(Reader):
+    """Answers reads of an outlined checkpoint with its random weights."""
 
-    def __init__(self, drawn: DrawnWeights, num_threads: int):
+    def __init__(self, weights: RandomInitWeights, num_threads: int):
         super().__init__(num_threads=num_threads, chunk_bytes=CHUNK_BYTES)
-        self._drawn = drawn
+        self._weights = weights
 
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         begin = time.monotonic()
-        self._drawn.fill(path, offset, view)
+        self._weights.fill(path, offset, view)
         return ChunkTiming(begin, time.monotonic(), len(view))
 
 
@@ -133,3 +141,57 @@ def _dtype_of(parameter: Parameter) -> torch.dtype:
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomInitModel:
+    path: Path
+    num_layers: int
+    weights: RandomInitWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    layer_bytes: int
+    outer_bytes: int
+
+    def of_layers(self, num_layers: int) -> int:
+        return self.outer_bytes + num_layers * self.layer_bytes
+
+    def layers_within(self, num_bytes: float, most: int) -> int:
+        return max(1, min(most, int((num_bytes - self.outer_bytes) // self.layer_bytes)))
+
+
+def outline_model(gpu: GpuConfig, folder: Path, num_layers: int) -> RandomInitModel:
+    """Writes the outline of the model into `folder`, which takes no disk to speak of."""
+    path = Path(tempfile.mkdtemp(dir=folder))
+    keys = {**gpu.shape, "num_hidden_layers": num_layers, "tie_word_embeddings": False}
+    weights = outline_checkpoint(model_type=MODEL_TYPE, directory=path, overrides=keys, dtype=torch.bfloat16)
+    random_weights = RandomInitWeights(weights, open_checkpoint(path).tensors)
+    return RandomInitModel(path=path, num_layers=num_layers, weights=random_weights)
+
+
+def size_of(gpu: GpuConfig, folder: Path) -> ModelSize:
+    """The bytes of one layer and of what is around all of them. Writes the outline of a model of one."""
+    keys = {**gpu.shape, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    weights = outline_checkpoint(model_type=MODEL_TYPE, directory=folder / "one", overrides=keys, dtype=torch.bfloat16)
+    layer = sum(spec.num_bytes for spec in weights.specs if ".layers." in spec.name)
+    return ModelSize(layer_bytes=layer, outer_bytes=sum(spec.num_bytes for spec in weights.specs) - layer)
+
+
+class RandomInitRuntime(Runtime):
+    """Reads no disk: its weights are random; without any, the files are read."""
+
+    def __init__(self, config: RuntimeConfig, device: ComputeDevice, weights: RandomInitWeights | None):
+        self._weights = weights
+        super().__init__(config, device=device)
+
+    def reader(self) -> Reader:
+        if self._weights is None:
+            return super().reader()
+        return RandomInitReader(self._weights, self.config.offload.reader_threads)
+
+
+def parameters_of(runtime: Runtime) -> list[Parameter]:
+    """All parameters of its model, tied ones once."""
+    return list({p.name: p for stage in runtime.model.shape.stages for p in stage.parameters}.values())

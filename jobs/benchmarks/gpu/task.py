@@ -1,13 +1,33 @@
-"""What a run's passes spent their time on, prefill and decode apart: did copies and reads hide behind compute?"""
+"""What the worker of `suite=gpu` is asked, and what it answers with: first a `Machine`, then measurements."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
 
 from runtime.engine.records import PassRecord
-from runtime.units import format_bytes
 
-HEAD = "| way | passes | seconds | tokens/s | link busy | to the device | disk busy | read | compute waits for bytes |"
+from ..task import Result
+from .config import GpuConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuTask:
+    """Rounds of all variants within so many seconds. `is_alone`: of the one that has a process of its own instead."""
+
+    gpu: GpuConfig
+    prompt_tokens: int
+    rounds: int
+    seconds: float
+    is_alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The device by its name, its link in GB/s (see device.py), and the model: its layers and its weights' bytes."""
+
+    device: str
+    link: dict[str, float]
+    num_layers: int
+    weight_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +46,21 @@ class PhaseTimes:
     bytes_read: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One round of a variant. `refusal`: why there is no result; then layers and sequences are 0. `phases`: where it
+    is Millrace."""
+
+    variant: str
+    num_layers: int = 0
+    num_sequences: int = 0
+    result: Result | None = None
+    refusal: str = ""
+    phases: list[PhaseTimes] = field(default_factory=list)
+
+
 def phases_of(passes: Sequence[PassRecord]) -> list[PhaseTimes]:
-    """In order of appearance."""
+    """The times of each phase, in order of appearance."""
     kinds = dict.fromkeys(record.phase for record in passes)
     return [_times(kind.value, [record for record in passes if record.phase is kind]) for kind in kinds]
 
@@ -48,23 +81,3 @@ def _times(phase: str, passes: Sequence[PassRecord]) -> PhaseTimes:
 
 def _sum(by_stage: Iterable[Iterable[float]]) -> float:
     return sum(map(sum, by_stage))
-
-
-def phase_rows(way: str, rounds: Sequence[Sequence[PhaseTimes]]) -> list[str]:
-    """A row for each phase: that of the round whose seconds are the median, so that its parts fit each other."""
-    kinds = dict.fromkeys(each.phase for times in rounds for each in times)
-    return [_row(way, _median([each for times in rounds for each in times if each.phase == kind])) for kind in kinds]
-
-
-def _median(times: Sequence[PhaseTimes]) -> PhaseTimes:
-    middle = median(each.seconds for each in times)
-    return min(times, key=lambda each: abs(each.seconds - middle))
-
-
-def _row(way: str, times: PhaseTimes) -> str:
-    busy = [f"{seconds / times.seconds:.0%}" for seconds in (times.copy_seconds, times.read_seconds)]
-    copied, read = (format_bytes(num) if num else "-" for num in (times.bytes_copied, times.bytes_read))
-    return (
-        f"| {way} | {times.num_passes} {times.phase} | {times.seconds:.2f} | {times.num_tokens / times.seconds:.1f} "
-        f"| {busy[0]} | {copied} | {busy[1]} | {read} | {times.stall_seconds / times.seconds:.0%} |"
-    )

@@ -99,7 +99,7 @@ def _interleaved(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _frequency_factors(config: Mapping[str, Any]) -> torch.Tensor:
-    """By which Llama 3 divides the rotary frequencies of waves that are longer than its first context."""
+    """The factors by which Llama 3 divides the rotary frequencies of waves that are longer than its first context."""
     rope = config["rope_parameters"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     first, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]

@@ -1,0 +1,48 @@
+"""The device as measurements see it: what its link gives, and its memory: limited for all alike, its peak, and given
+back between them."""
+
+import gc
+from collections.abc import Mapping
+
+import torch
+
+from runtime.measure.memory import DEVICE_COPY, HOST_COPY, HOST_READ, memory_probes
+from runtime.stream.device import ComputeDevice, limit_memory
+from runtime.units import MIB
+
+COPY_BYTES, NUM_READINGS = 256 * MIB, 4
+OTHERS = (HOST_READ, HOST_COPY, DEVICE_COPY)
+
+
+def measure_link(device: ComputeDevice) -> dict[str, float]:
+    """GB/s of pinned memory in both directions, alone and at once, and of pageable memory: the fastest of some
+    readings; the first, which may be anything, is not counted. Empty on a CPU."""
+    probes = [probe for probe in memory_probes(device, num_bytes=COPY_BYTES) if probe.name not in OTHERS]
+    return {probe.name: max([probe.read() for _ in range(NUM_READINGS)][1:]) for probe in probes}
+
+
+def described(link: Mapping[str, float]) -> str:
+    return "Link: " + "; ".join(f"{name} {rate:.1f} GB/s" for name, rate in link.items()) + "." if link else "No link."
+
+
+def limit(device: ComputeDevice, num_bytes: int) -> None:
+    """Limits what torch's allocator may take in this process from now on. Nothing on a CPU."""
+    if device.torch_device.type == "cuda":
+        limit_memory(device.torch_device, num_bytes)
+
+
+def start_anew(device: ComputeDevice) -> None:
+    """Frees what the last measurement left, so that the next one's peak is its own."""
+    gc.collect()  # an engine refers to itself
+    if device.torch_device.type == "cpu":
+        return
+    torch.accelerator.synchronize(device.torch_device)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(device.torch_device)
+
+
+def reserved_peak_bytes(device: ComputeDevice) -> int:
+    """Most that torch's allocator held since `start_anew`, in use or not; 0 on a CPU."""
+    if device.torch_device.type == "cpu":
+        return 0
+    return torch.accelerator.max_memory_reserved(device.torch_device)

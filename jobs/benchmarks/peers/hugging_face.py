@@ -1,0 +1,160 @@
+"""transformers' own `generate`, for all peers that are a transformers model in some disguise: in memory, or offloaded
+by accelerate, on the CPU or in front of a device."""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from runtime.config import Tier
+from runtime.out_of_memory import is_out_of_memory
+from runtime.stream.device import ComputeDevice
+from runtime.stream.host_memory import resident_bytes
+
+from ..contenders import Peer
+from ..task import Result, Task, batches, forgetting, prompts, timed
+
+
+def generate(peer: Peer, task: Task) -> Result:
+    """Measures a model with every decoder layer where `peer.tier` says; embeddings and head stay in memory: what users
+    of accelerate get for a model that does not fit."""
+    baseline, device = resident_bytes(), torch.device("cpu")
+    model = AutoModelForCausalLM.from_pretrained(task.path, dtype=getattr(torch, peer.dtype.value)).eval()
+    if peer.tier is Tier.none:
+        return generated(model, task, baseline)
+    import accelerate
+
+    if peer.tier is Tier.cpu:
+        accelerate.cpu_offload(model, execution_device=device)
+        return generated(model, task, baseline)
+    with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
+        accelerate.disk_offload(model, offload_dir=folder, execution_device=device)
+        with forgetting(Path(folder)):
+            return generated(model, task, baseline)
+
+
+def generated(model: PreTrainedModel, task: Task, baseline_bytes: int) -> Result:
+    """Measures the task's prompts on the CPU, in batches of neighbours in length, the longest first."""
+    ids = prompts(task.num_prompts, model.config.get_text_config().vocab_size, task.prompt_tokens)
+    size = task.batch_size
+    assert size is not None, "given, or searched before"
+
+    def generate_all() -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {}
+        for members in batches(ids, size):
+            rows = generate_batch(model, [ids[i] for i in members], task.num_new_tokens, torch.device("cpu"))
+            tokens |= dict(zip(members, rows, strict=True))
+        return tokens
+
+    return timed(generate_all, baseline_bytes=baseline_bytes, batch_size=size)
+
+
+@torch.inference_mode()
+def generate_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    num_new_tokens: int,
+    device: torch.device,
+    observer: StoppingCriteria | None = None,
+) -> list[list[int]]:
+    """New tokens of left-padded prompts, greedy, past the end-of-sequence token; `observer` is asked after each."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    config = GenerationConfig(max_new_tokens=num_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
+    model.generation_config = config  # or the checkpoint's end-of-sequence token takes the place of None
+    criteria = StoppingCriteriaList([observer] if observer is not None else [])
+    out = model.generate(  # pyright: ignore[reportCallIssue]
+        ids, attention_mask=mask, generation_config=config, stopping_criteria=criteria
+    )
+    return [row[width:].tolist() for row in out]
+
+
+class DeviceModel:
+    """A model in front of a device, or in it, which gets one batch as large as its memory allows: the next would go as
+    the first. `num_forwards`: those of the last measurement, or since."""
+
+    def __init__(self, model: PreTrainedModel, device: ComputeDevice):
+        self._model, self._device, self.num_forwards = model, device, 0
+        model.register_forward_pre_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, args: object) -> None:
+        self.num_forwards += 1
+
+    def largest_batch(self, prompts: Sequence[list[int]], free_memory: Callable[[], object]) -> int:
+        """How many sequences go through with the longest prompts: all, half of them, a quarter ..., with memory freed
+        between them. Trying warms up too. Raises what one alone raises."""
+        longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
+        while not self._fits(longest[:size]):
+            free_memory()
+            size //= 2
+        return size
+
+    def _fits(self, prompts: Sequence[list[int]]) -> bool:
+        try:
+            generate_batch(self._model, prompts, 1, self._device.torch_device)
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error) and len(prompts) > 1:
+                return False
+            raise
+        return True
+
+    def measure(self, prompts: Sequence[list[int]], num_new_tokens: int) -> Result:
+        """Host seconds, between which the device is waited for."""
+        clock = _FirstToken(self._device)
+
+        def generate_all() -> dict[int, list[int]]:
+            rows = generate_batch(self._model, prompts, num_new_tokens, self._device.torch_device, clock)
+            self._device.finish()
+            return dict(enumerate(rows))
+
+        self._device.finish()
+        begin = time.monotonic()
+        self.num_forwards = 0
+        result = timed(generate_all, baseline_bytes=resident_bytes(), batch_size=len(prompts))
+        return replace(result, prefill_seconds=clock.seconds - begin)
+
+
+class _FirstToken(StoppingCriteria):
+    """Stops nobody; remembers when the first tokens were there."""
+
+    def __init__(self, device: ComputeDevice):
+        self._device, self.seconds = device, 0.0
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - it promises a class that no tensor has
+        self, input_ids: torch.Tensor, scores: object, **kwargs: object
+    ) -> torch.Tensor:
+        if not self.seconds:
+            self._device.finish()
+            self.seconds = time.monotonic()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def model_of(path: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """The model of a checkpoint's config with these tensors as its weights, by the names of its state dict; no copy."""
+    from runtime.probing.meta import build_meta_model
+
+    model = build_meta_model(AutoConfig.from_pretrained(path), next(iter(tensors.values())).dtype)
+    model.load_state_dict(tensors, strict=False, assign=True)
+    missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    assert not missing, f"there are no weights for {missing[0]}"
+    return model.eval().requires_grad_(False)
+
+
+def offloaded(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
+    """The model with weights that stay where they are; accelerate brings a module's to the device for its forward."""
+    from accelerate import cpu_offload
+
+    cpu_offload(model, execution_device=device.torch_device)
+    return DeviceModel(model, device)

@@ -1,0 +1,114 @@
+"""DeepSpeed's ZeRO-Inference: ZeRO stage 3 of one process, on the CPU in an environment of its own, or in front of a
+device.
+
+Parameters lie in host memory, or in files beside the checkpoint that are gone with the process, and are gathered when
+the forward comes to them.
+"""
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # pyright: ignore[reportMissingImports] - in few environments
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+from runtime.config import Tier
+from runtime.stream.device import ComputeDevice
+from runtime.stream.host_memory import resident_bytes
+from runtime.units import MIB, round_up
+
+from ..contenders import Peer
+from ..task import Result, Task
+from .hugging_face import DeviceModel, generated
+
+
+def generate(task: Task) -> Result:
+    torch.set_num_threads(task.num_threads)
+    peer = task.entry
+    assert isinstance(peer, Peer)
+    _be_one_process()
+    _remove_stale_locks(Path(sys.prefix) / "extensions")
+    baseline = resident_bytes()
+    with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
+        config = _streamed_settings(peer.tier, Path(task.path), folder)
+        partitioning = HfDeepSpeedConfig(config)  # while it lives, models are loaded in pieces
+        model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32)
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        engine.eval()
+        result = generated(engine.module, task, baseline)
+        del partitioning
+        return result
+
+
+def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield asdict(generate(Task(**question)))
+
+
+def partitioned(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
+    """The model in front of the device: its weights are copied to pinned memory, and fetched a layer ahead."""
+    _be_one_process()
+    layer_elements = sum(p.numel() for name, p in model.named_parameters() if ".layers.0." in name)
+    settings = zero_settings(
+        {"device": Tier.cpu.value, "pin_memory": True},
+        persistent_elements=0,
+        prefetched_elements=layer_elements,
+        live_elements=2 * layer_elements,
+    )
+    engine, *_ = deepspeed.initialize(model=model, config={**settings, "bf16": {"enabled": True}})
+    engine.module.eval()
+    return DeviceModel(engine.module, device)
+
+
+def zero_settings(
+    offload: dict[str, object], *, persistent_elements: int, prefetched_elements: int, live_elements: int
+) -> dict[str, object]:
+    """Settings of ZeRO stage 3 as in DeepSpeed's own examples of ZeRO-Inference: with its defaults a model of 10^9
+    parameters stays gathered. A parameter of at most so many elements always does."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # it asks for one
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": prefetched_elements,
+            "stage3_param_persistence_threshold": persistent_elements,
+            "stage3_max_live_parameters": live_elements,
+            "offload_param": offload,
+        },
+    }
+
+
+def _streamed_settings(tier: Tier, checkpoint: Path, folder: str) -> dict[str, object]:
+    """The settings for weights in memory or in files of `folder`, where a buffer holds the largest parameter."""
+    model_config = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        largest = max(weights.numel() for weights in AutoModelForCausalLM.from_config(model_config).parameters())
+    width = model_config.get_text_config().hidden_size
+    files = {"nvme_path": folder, "buffer_count": 5, "buffer_size": round_up(largest, MIB)} if tier is Tier.nvme else {}
+    return zero_settings(
+        {"device": tier.value, **files},
+        persistent_elements=width,
+        prefetched_elements=2 * width * width,
+        live_elements=2 * width * width,
+    )
+
+
+def _be_one_process() -> None:
+    """Tells torch's process groups that there is one process, this one."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+
+
+def _remove_stale_locks(folder: Path) -> None:
+    """Has DeepSpeed's operators compiled, at their first use, into `folder` of its environment. A build that was
+    killed leaves a lock, for which the next would wait for ever; only this worker builds there."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    for lock in folder.glob("*/lock"):
+        lock.unlink()
