@@ -69,7 +69,8 @@ class Runtime:
         self._advised: set[str] = set()
         self._is_checked = False
         if not self.device.is_accelerator:
-            prepare_kernels(self.model, find_products(self.host))
+            self.model = replace(self.model, backends=find_products(self.host))
+            prepare_kernels(self.model)
         elif self.config.policy.attention is Attention.cpu:
             prepare_attention(self.model)
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget

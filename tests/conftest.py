@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from runtime import Runtime, RuntimeConfig, planning
 from runtime.config import ModelConfig
-from runtime.linear import pieces
-from runtime.linear.multipliers import choose_multipliers
+from runtime.linear import multipliers, pieces
 from runtime.model import loading
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
@@ -127,8 +126,10 @@ def products_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Multiplie
     """`products_go(multiplier)`: so are those of any size multiplied, where it takes them, until the test ends or
     another runtime is opened."""
     monkeypatch.setattr(pieces, "LEAST_WEIGHTS", 1)
-    yield lambda multiplier: choose_multipliers(always(multiplier))
-    choose_multipliers(None)
+    fastest = multipliers._fastest
+    yield lambda multiplier: monkeypatch.setattr(
+        multipliers, "_fastest", lambda table, x, blocks: fastest(always(multiplier), x, blocks)
+    )
 
 
 @pytest.fixture(scope="session")

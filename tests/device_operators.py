@@ -18,10 +18,10 @@ from runtime.weights import stage_weights as weights
 def operators_of_a_device() -> Iterator[None]:
     """Within it what looks for a CPU's kernels finds none, so that the double launches what a device would."""
 
-    def plain(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor | None:
+    def plain(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, table: Any) -> torch.Tensor | None:
         if tensor.dtype == dtype or not tensor.is_floating_point():
             return tensor.view(parameter.shape)
-        return plain_argument(tensor, parameter, dtype)
+        return plain_argument(tensor, parameter, dtype, table)
 
     def decode(*pages: torch.Tensor, num_threads: int | None = None, **rule: Any) -> torch.Tensor:
         return decode_attention_torch(*pages, **rule)

@@ -121,8 +121,8 @@ class Engine:
         if key not in self._views:
             for other in [other for other in self._views if other[0] in self._copied]:
                 del self._views[other]
-            self._views[key] = stage_weights(
-                self._stages[stage], placed.buffer, placed.tensor_offsets, self._loaded.dtypes
+            self._views[key] = self._loaded.weights_of(
+                self._stages[stage], placed.buffer, placed.tensor_offsets
             )
         return self._views[key]
 

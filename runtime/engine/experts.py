@@ -21,7 +21,7 @@ class BatchedExperts:
 
     def __init__(self, loaded: LoadedModel, paged: frozenset[int], stream: ExpertStream | None, *, is_together: bool):
         assert not paged or stream is not None, f"nothing brings in the experts of stages {sorted(paged)}"
-        self._dtypes, self._paged, self._stream, self._is_together = loaded.dtypes, paged, stream, is_together
+        self._loaded, self._paged, self._stream, self._is_together = loaded, paged, stream, is_together
         self._names = {
             module: f"{streamed.name}.{path}" if path else streamed.name
             for streamed in loaded.staged.modules
@@ -59,7 +59,7 @@ class BatchedExperts:
             return
         prefix = f"{self._names[module]}."
         for found in self._stream.experts(stage, hit):
-            weights = stage_weights(found.stage, found.placed.buffer, found.placed.tensor_offsets, self._dtypes)
+            weights = self._loaded.weights_of(found.stage, found.placed.buffer, found.placed.tensor_offsets)
             paged = {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
             yield found.expert, bound_matrices(module, found.expert, instead=paged)
 

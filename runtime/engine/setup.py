@@ -6,11 +6,10 @@ import torch
 
 from ..attention.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
-from ..linear.multipliers import choose_multipliers, prepare_products
+from ..linear.multipliers import prepare_products
 from ..model.host_ops import prepare_host_ops
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Placement
-from ..profiles import ProductTable
 from ..stream.device import ComputeDevice
 from ..trace import Trace
 from ..weights.stage_weights import TORCH_DTYPES
@@ -33,9 +32,8 @@ def prepare_attention(model: LoadedModel) -> None:
         prepare_decode_attention(model.compute_dtype)
 
 
-def prepare_kernels(model: LoadedModel, products: ProductTable | None) -> None:
-    """Those that a model on the CPU computes with; its products go by `products` from now on."""
-    choose_multipliers(products)
+def prepare_kernels(model: LoadedModel) -> None:
+    """Loads, and at the first time compiles, the kernels that a model on the CPU computes with."""
     prepare_attention(model)
     if model.compute_dtype == torch.float32:
         slices = [piece for stage in model.shape.stages for p in stage.parameters for piece in p.slices]

@@ -23,17 +23,6 @@ STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 Multiply = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
 
 
-class _Choice:
-    """The table that products of this process go by."""
-
-    table: ProductTable | None = None
-
-
-def choose_multipliers(table: ProductTable | None) -> None:
-    """For all products from now on; None: by the rule. Holds for the process, like torch's number of threads."""
-    _Choice.table = table
-
-
 def prepare_products(stored: Iterable[torch.dtype]) -> None:
     """Loads, and at the first time compiles, what multiplies float32 with weights of these dtypes, so that no pass
     takes its time and memory."""
@@ -42,32 +31,36 @@ def prepare_products(stored: Iterable[torch.dtype]) -> None:
     prepare_vectors(stored)
 
 
-def multiply(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    """x @ w.T of the blocks of w below each other: (M, N)."""
-    return MULTIPLIERS[multiplier_of(x_MK, blocks)](x_MK, blocks)
+def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable | None = None) -> torch.Tensor:
+    """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
+    without a table by the rule."""
+    return MULTIPLIERS[multiplier_of(x_MK, blocks, table)](x_MK, blocks)
 
 
-def multiply_all(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
-    """That of several weights, each of blocks, at once where it is a kernel that takes them all."""
-    way = multiplier_of(x_MK, [block for blocks in weights for block in blocks])
+def multiply_all(
+    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: ProductTable | None = None
+) -> list[torch.Tensor]:
+    """Returns that of several weights, each of blocks, at once where a kernel takes them all."""
+    way = multiplier_of(x_MK, [block for blocks in weights for block in blocks], table)
     plain = cast(Sequence[Sequence[torch.Tensor]], weights)
     if way is Multiplier.tiles:
         return multiply_all_in_tiles(x_MK, plain)
     if way is Multiplier.vectors:
         return multiply_all_in_vectors(x_MK, plain)
-    return [multiply(x_MK, blocks) for blocks in weights]
+    return [multiply(x_MK, blocks, table) for blocks in weights]
 
 
-def multiplier_of(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier:
-    fastest = _fastest(x_MK, blocks) if _Choice.table is not None else None
+def multiplier_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable | None = None) -> Multiplier:
+    """Returns the table's backend where it takes these blocks, and that of the rule elsewhere."""
+    fastest = _fastest(table, x_MK, blocks)
     if fastest is not None and takes(fastest, x_MK, blocks):
         return fastest
     return usual_multiplier(lambda multiplier: takes(multiplier, x_MK, blocks), len(x_MK))
 
 
-def _fastest(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier | None:
-    """As the table has it."""
-    table, first = _Choice.table, blocks[0]
+def _fastest(table: ProductTable | None, x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier | None:
+    """Looks it up; None where the table does not know such weights."""
+    first = blocks[0]
     if table is None or not isinstance(first, torch.Tensor) or first.dtype not in STORED:
         return None
     if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or not len(x_MK):
@@ -77,7 +70,7 @@ def _fastest(x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier | None:
 
 
 def takes(multiplier: Multiplier, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """Whether it takes these blocks of rows of w, on this processor."""
+    """Tells whether it takes these blocks of rows of w, on this processor."""
     match multiplier:
         case Multiplier.tiles:
             return has_matrix_unit() and fit_tiles(x_MK, blocks)

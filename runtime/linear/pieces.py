@@ -20,7 +20,6 @@ from ..units import round_down, round_up
 PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
 INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
-WORDS = "millrace_words"  # an attribute of blocks
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
 
 
@@ -59,16 +58,24 @@ class Workspace(NamedTuple):
 
 
 class _Inputs:
-    """Reused memory for x as a kernel has it laid out. Owned by the engine's one thread."""
+    """Memory for x as a kernel has it laid out, which is used again. Owned by the engine's one thread."""
 
-    words = np.zeros(0, np.uint32)
+    def __init__(self) -> None:
+        self._words = np.zeros(0, np.uint32)
+
+    def take(self, num_words: int) -> np.ndarray:
+        """Returns uint32 that hold anything, valid until the next call."""
+        if len(self._words) < num_words:
+            self._words = aligned_zeros((num_words,), np.uint32)
+        return self._words
+
+
+_inputs = _Inputs()
 
 
 def room_for_inputs(num_words: int) -> np.ndarray:
-    """uint32, valid until the next call."""
-    if len(_Inputs.words) < num_words:
-        _Inputs.words = aligned_zeros((num_words,), np.uint32)
-    return _Inputs.words
+    """Returns uint32 that hold anything, valid until the next call."""
+    return _inputs.take(num_words)
 
 
 def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[torch.dtype], step_inputs: int) -> bool:
@@ -96,7 +103,7 @@ def in_runs_of_rows(
     num_rows, num_inputs = x_MK.shape
     outs, targets, has_rests = list[torch.Tensor](), list[Target](), False
     for blocks in weights:
-        words = [_words_of(block) for block in blocks]
+        words = [block.view(BITS[block.dtype]).numpy() for block in blocks]
         out_MN = x_MK.new_empty(num_rows, sum(map(len, words)))
         out, column = out_MN.numpy(), 0
         outs.append(out_MN)
@@ -115,15 +122,6 @@ def in_runs_of_rows(
         for pair in zip(weights, outs, strict=True):
             _multiply_rests(x_MK, *pair)
     return outs
-
-
-def _words_of(block: torch.Tensor) -> np.ndarray:
-    """Kept with the block, as the same ones come in each pass."""
-    words = getattr(block, WORDS, None)
-    if words is None:
-        words = block.view(BITS[block.dtype]).numpy()
-        setattr(block, WORDS, words)
-    return words
 
 
 def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:

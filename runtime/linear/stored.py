@@ -14,6 +14,7 @@ from inspect import getattr_static
 import torch
 import torch.nn.functional as F
 
+from ..profiles import ProductTable
 from .multipliers import multiply
 from .panels import Block, panels, plain_rows
 from .siblings import Siblings
@@ -35,6 +36,7 @@ class StoredWeight(torch.Tensor):
     )
     compute_dtype: torch.dtype
     siblings: tuple[Siblings, str] | None  # and its name among them
+    table: ProductTable | None  # by which its model chooses backends, None: by the rule
     _stacks: Sequence[torch.Tensor] | None
 
     @staticmethod
@@ -46,10 +48,12 @@ class StoredWeight(torch.Tensor):
         *,
         is_stacked: bool,
         is_flipped: bool = False,
+        table: ProductTable | None = None,
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped
         self.is_matrix, self.compute_dtype, self.siblings, self._stacks = len(shape) == 2, dtype, None, None
+        self.table = table
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -83,7 +87,9 @@ class StoredWeight(torch.Tensor):
         return self._matrix(self.entries, (self.shape[1], self.shape[0]), is_flipped=not self.is_flipped)
 
     def _matrix(self, entries: Sequence[Sequence[Block]], shape: Sequence[int], *, is_flipped: bool) -> "StoredWeight":
-        return StoredWeight(entries, shape, self.dtype, is_stacked=False, is_flipped=is_flipped)
+        return StoredWeight(
+            entries, shape, self.compute_dtype, is_stacked=False, is_flipped=is_flipped, table=self.table
+        )
 
     @classmethod
     def __torch_function__(
@@ -133,9 +139,9 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         return F.linear(x, whole, bias)
     if weight.siblings is not None:
         siblings, name = weight.siblings
-        out_MN = siblings.product(x, x_MK, name)
+        out_MN = siblings.product(x, x_MK, name, weight.table)
     else:
-        out_MN = multiply(x_MK, blocks)
+        out_MN = multiply(x_MK, blocks, weight.table)
     if bias is not None:
         out_MN += bias
     return out_MN.view(*x.shape[:-1], out_MN.shape[1])
@@ -184,7 +190,7 @@ def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
         return NotImplemented
     entries = [[rows] for block in plain for rows in block.split(height)]
     shape = (len(entries), height, width)
-    return StoredWeight(entries, shape, weight.dtype, is_stacked=True)
+    return StoredWeight(entries, shape, weight.dtype, is_stacked=True, table=weight.table)
 
 
 def _embedding(ids: torch.Tensor, weight: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:

@@ -112,11 +112,11 @@ class RunProbes:
         host = self.device.host_buffer(layout.num_bytes)
         self.reader.submit(layout.extents, host.numpy().data).wait()
         if not self.device.is_accelerator:
-            return host, stage_weights(stage, host, layout.tensor_offsets, self.loaded.dtypes)
+            return host, self.loaded.weights_of(stage, host, layout.tensor_offsets)
         placed, buffer = device_layout([stage], layout), self.device.compute_buffer(layout.num_bytes)
         for move in placed.moves:
             buffer[move.target : move.target + move.num_bytes].copy_(host[move.begin : move.end])
-        return host, stage_weights(stage, buffer, placed.tensor_offsets, self.loaded.dtypes)
+        return host, self.loaded.weights_of(stage, buffer, placed.tensor_offsets)
 
     def disk(self, buffer: torch.Tensor) -> Timed:
         """Layers one behind the other, as in a run; all into `buffer`, as nobody looks at them. Those that do not fit

@@ -17,9 +17,10 @@ from ..origin.location import find_checkpoint, load_tokenizer, read_config
 from ..origin.net import class_refused, one_line
 from ..plan.shape.auto_dtype import auto_dtype
 from ..plan.shape.model import ModelShape
-from ..plan.shape.shapes import Parameter
+from ..plan.shape.shapes import Parameter, Stage
 from ..probing.meta import build_meta_model
 from ..probing.padded_probe import PaddedHabits, padded_habits
+from ..profiles import ProductTable
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
@@ -29,6 +30,7 @@ from ..weights.converted import convert_once
 from ..weights.gguf_layout import map_gguf
 from ..weights.layout import map_weights
 from ..weights.quantization import pair_scales, take_quantization
+from ..weights.stage_weights import stage_weights
 from . import attention, experts
 from .buffers import fill_buffers
 from .compiled_ops import compiled_ops, require_accelerator
@@ -67,6 +69,13 @@ class LoadedModel:
     expands_latents: bool  # see traits.CacheShape
     habits: PaddedHabits  # of a decoder in padded lanes
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
+    backends: ProductTable | None = None  # which linear backend is taken for what; None: by the rule
+
+    def weights_of(
+        self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Returns a stage's weights as views into `buffer`, see `stage_weights`."""
+        return stage_weights(stage, buffer, tensor_offsets, self.dtypes, self.backends)
 
 
 @dataclass(frozen=True, kw_only=True)

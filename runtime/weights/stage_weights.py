@@ -10,6 +10,7 @@ from ..linear.panels import Block, plain_rows
 from ..linear.rows import ScaledRows
 from ..linear.stored import StoredWeight
 from ..plan.shape.shapes import Parameter, Stage, TensorSlice
+from ..profiles import ProductTable
 from .gguf_blocks import GgufRows
 
 TORCH_DTYPES = {
@@ -24,13 +25,14 @@ def stage_weights(
     buffer: torch.Tensor,
     tensor_offsets: Mapping[str, int],
     dtypes: Mapping[str, torch.dtype],
+    table: ProductTable | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Parameter name -> tensor, as views into `buffer` (uint8, compute memory): valid as long as its bytes are.
+    """Returns tensors by parameter name, as views into `buffer` (uint8, compute memory): valid as long as its bytes are.
 
     `dtypes` says in which precision the model wants each parameter. Matrices stored otherwise are handed over as
-    stored and widened inside the product; vectors are widened here.
+    stored and dequantised inside the product, whose backends `table` chooses; vectors are dequantised here.
     """
-    return {p.name: _argument(p, buffer, tensor_offsets, dtypes[p.name]) for p in stage.parameters}
+    return {p.name: _argument(p, buffer, tensor_offsets, dtypes[p.name], table) for p in stage.parameters}
 
 
 def load_tensor(piece: TensorSlice) -> torch.Tensor:
@@ -54,30 +56,36 @@ def _read(piece: TensorSlice) -> bytes:
 
 
 def _argument(
-    parameter: Parameter, buffer: torch.Tensor, offsets: Mapping[str, int], dtype: torch.dtype
+    parameter: Parameter,
+    buffer: torch.Tensor,
+    offsets: Mapping[str, int],
+    dtype: torch.dtype,
+    table: ProductTable | None,
 ) -> torch.Tensor:
     entries = [[_rows(buffer, offsets, piece) for piece in blocks] for blocks in parameter.pieces]
     if not parameter.is_stacked and len(entries[0]) == 1:
         piece, first = parameter.pieces[0][0], entries[0][0]
         if isinstance(first, torch.Tensor):
-            plain = _plain_argument(first.t() if piece.is_transposed else first, parameter, dtype)
+            plain = _plain_argument(first.t() if piece.is_transposed else first, parameter, dtype, table)
             if plain is not None:
                 return plain
         elif len(piece.shape) < 2 or (piece.shape != parameter.shape and not piece.is_transposed):
             return plain_rows(first, dtype).view(parameter.shape)
     return StoredWeight(
-        entries, parameter.shape, dtype, is_stacked=parameter.is_stacked, is_flipped=parameter.is_transposed
+        entries, parameter.shape, dtype, is_stacked=parameter.is_stacked, is_flipped=parameter.is_transposed, table=table
     )
 
 
-def _plain_argument(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-    """None for a matrix that is widened inside the product."""
+def _plain_argument(
+    tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, table: ProductTable | None
+) -> torch.Tensor | None:
+    """Returns None for a matrix that is widened inside the product."""
     is_matrix = tensor.dim() == 2 and tensor.shape == parameter.shape
     if (tensor.dtype == dtype or not tensor.is_floating_point()) and (tensor.device.type != "cpu" or not is_matrix):
         return tensor.view(parameter.shape)
     if tensor.dim() == 3 and tensor.shape == parameter.shape:  # experts stored as one stack
         entries = [[expert] for expert in tensor]
-        return StoredWeight(entries, parameter.shape, dtype, is_stacked=True)
+        return StoredWeight(entries, parameter.shape, dtype, is_stacked=True, table=table)
     return None if is_matrix else tensor.to(dtype).view(parameter.shape)
 
 

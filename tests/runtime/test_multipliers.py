@@ -1,22 +1,26 @@
 """Every way to multiply gives float32's products, and the table that was measured here says which is taken."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from runtime import Runtime
 from runtime.config import Tier
 from runtime.errors import ConfigError
 from runtime.kernels.compiler import has_matrix_unit
 from runtime.linear import multipliers, panels
-from runtime.linear.multipliers import MULTIPLIERS, STORED, choose_multipliers, multiplier_of, multiply
+from runtime.linear.multipliers import MULTIPLIERS, STORED, multiplier_of, multiply
+from runtime.linear.stored import StoredWeight
 from runtime.measure.machine_cache import keep
 from runtime.measure.multipliers import ROWS, product_table
 from runtime.measure.timing import Figure
+from runtime.plan.shape.extents import slot_layout
 from runtime.profiles import Multiplier, ProductTable
 from runtime.weights.gguf_blocks import GgufRows
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
@@ -24,12 +28,6 @@ from tests.runtime.test_machine_cache import RATES
 from tests.support import PRODUCT_KINDS, always
 
 ANYWHERE = [multiplier for multiplier in Multiplier if multiplier is not Multiplier.tiles]
-
-
-@pytest.fixture(autouse=True)
-def no_table_is_left() -> Iterator[None]:
-    yield
-    choose_multipliers(None)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -80,25 +78,24 @@ def test_what_is_taken_without_a_measurement(
 
 def test_a_table_says_what_is_taken_by_dtype_shape_and_the_nearest_rows() -> None:
     usual, second, third = Multiplier.weights_first, Multiplier.onednn, Multiplier.inputs_first
-    choose_multipliers(ProductTable(rows=[4, 64], multipliers={"float16, tall": [second, third]}))
+    table = ProductTable(rows=[4, 64], multipliers={"float16, tall": [second, third]})
     tall, wide = random(64, 256).half(), random(256, 64).half()
-    assert [multiplier_of(random(rows, 256), [tall]) for rows in (1, 15, 17, 500)] == [second, second, third, third]
-    assert multiplier_of(random(4, 64), [wide]) is usual
-    assert multiplier_of(random(4, 256), [tall.float()]) is usual
-    assert multiplier_of(random(4, 256).half(), [tall]) is usual
+    assert [multiplier_of(random(rows, 256), [tall], table) for rows in (1, 15, 17, 500)] == [second, second, third, third]
+    assert multiplier_of(random(4, 64), [wide], table) is usual
+    assert multiplier_of(random(4, 256), [tall.float()], table) is usual
+    assert multiplier_of(random(4, 256).half(), [tall], table) is usual
 
 
 @pytest.mark.parametrize("multiplier", [Multiplier.tiles, Multiplier.vectors])
 def test_a_table_cannot_send_to_a_kernel_what_does_not_fit_it(multiplier: Multiplier) -> None:
-    choose_multipliers(always(multiplier))
-    assert multiplier_of(random(4, 30), [random(64, 30).bfloat16()]) is Multiplier.weights_first
+    assert multiplier_of(random(4, 30), [random(64, 30).bfloat16()], always(multiplier)) is Multiplier.weights_first
 
 
 def test_quantised_rows_go_by_the_rule() -> None:
-    choose_multipliers(always(Multiplier.onednn))
+    table = always(Multiplier.onednn)
     rows = GgufRows(torch.zeros(8, 34, dtype=torch.uint8), "Q8_0", 32, None)
-    assert multiplier_of(random(4, 32), [rows]) is Multiplier.weights_first
-    assert not multiply(random(4, 32), [rows]).any()
+    assert multiplier_of(random(4, 32), [rows], table) is Multiplier.weights_first
+    assert not multiply(random(4, 32), [rows], table).any()
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "deepseek-v3"])
@@ -160,13 +157,38 @@ def test_a_run_goes_by_what_was_measured_of_its_host(
     reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path)
-    weight, x = random(64, 256).half(), random(4, 256)
     config = config_for(reference("llama"))
-    host = Runtime(config).host
-    assert multiplier_of(x, [weight]) is Multiplier.weights_first
-    keep(replace(host, num_threads=host.num_threads + 1), RATES, always(Multiplier.onednn))
-    Runtime(config)
-    assert multiplier_of(x, [weight]) is Multiplier.weights_first
-    keep(host, RATES, always(Multiplier.onednn))
-    Runtime(config)
-    assert multiplier_of(x, [weight]) is Multiplier.onednn
+    before = Runtime(config)
+    assert before.model.backends is None
+    keep(replace(before.host, num_threads=before.host.num_threads + 1), RATES, always(Multiplier.onednn))
+    assert Runtime(config).model.backends is None
+    keep(before.host, RATES, always(Multiplier.onednn))
+    assert Runtime(config).model.backends == always(Multiplier.onednn)
+    assert before.model.backends is None, "another model that is open goes by what it was opened with"
+
+
+def test_each_loaded_model_goes_by_a_table_of_its_own(reference: References, opened: Runtimes) -> None:
+    model = opened(config_for(reference("llama"), Tier.none)).model
+    stage = model.shape.layers[0]
+    layout = slot_layout(stage)
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for table in (always(Multiplier.onednn), None):
+        weights = replace(model, backends=table).weights_of(stage, buffer, layout.tensor_offsets)
+        stored = [weight for weight in weights.values() if isinstance(weight, StoredWeight)]
+        assert stored
+        assert all(weight.table is table and weight.t().table is table for weight in stored)
+
+
+@pytest.mark.parametrize("taken", [Multiplier.onednn, Multiplier.inputs_first])
+def test_a_weight_is_multiplied_by_what_its_table_says(taken: Multiplier, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Multiplier]()
+    for each, multiply_by in MULTIPLIERS.items():
+        def noted(x: torch.Tensor, blocks: object, each: Multiplier = each, by: Any = multiply_by) -> torch.Tensor:
+            seen.append(each)
+            return by(x, blocks)
+
+        monkeypatch.setitem(cast("dict[Multiplier, object]", MULTIPLIERS), each, noted)
+    rows, x = random(64, 256).half(), random(4, 256)
+    stack = StoredWeight([[rows], [rows]], (2, 64, 256), torch.float32, is_stacked=True, table=always(taken))
+    F.linear(x, stack[1])
+    assert seen == [taken]

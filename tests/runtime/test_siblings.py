@@ -27,11 +27,11 @@ class Asked:
         self.together: list[list[int]] = []
         multiply, multiply_all = module.multiply, module.multiply_all
 
-        def one(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+        def one(x_MK: torch.Tensor, blocks: Sequence[Block], table: object) -> torch.Tensor:
             self.alone.append(blocks[0].shape[0])
             return multiply(x_MK, blocks)
 
-        def several(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
+        def several(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: object) -> list[torch.Tensor]:
             self.together.append([blocks[0].shape[0] for blocks in weights])
             return multiply_all(x_MK, weights)
 
