@@ -104,7 +104,7 @@ class MeasuredRates:
         return {name: rates for name, rates in found.items() if rates is not None}
 
 
-class Multiplier(Enum):
+class LinearBackend(Enum):
     """A way to multiply float32 with weights as they are stored: in the processor's matrix unit, in its vectors, or
     widened panels as `w @ x.T` or `x @ w.T` by torch's own BLAS, or by oneDNN."""
 
@@ -117,10 +117,10 @@ class Multiplier(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProductTable:
-    """The fastest multiplier by rows of inputs. `multipliers` holds for each `kind` one for each of `rows`."""
+    """The fastest backend by rows of inputs. `multipliers` holds for each `kind` one for each of `rows`."""
 
     rows: list[int]
-    multipliers: dict[str, list[Multiplier]]
+    multipliers: dict[str, list[LinearBackend]]
 
     def __post_init__(self) -> None:
         _require_rising("rows of products", self.rows)
@@ -132,7 +132,7 @@ class ProductTable:
         """Of weights by the dtype they are stored in; tall ones have more inputs than outputs."""
         return f"{stored}, {'tall' if is_tall else 'wide'}"
 
-    def fastest(self, stored: str, *, is_tall: bool, num_rows: int) -> Multiplier | None:
+    def fastest(self, stored: str, *, is_tall: bool, num_rows: int) -> LinearBackend | None:
         """That of the measured rows whose ratio to these is smallest; None where the kind was not measured."""
         found = self.multipliers.get(self.kind(stored, is_tall=is_tall))
         if found is None:

@@ -57,7 +57,7 @@ def _helpers() -> Helpers:
     return Helpers()
 
 
-def share(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) -> None:
+def parallel_for(items: Sequence[Item], act: Callable[[Item], None], num_threads: int) -> None:
     """Each is done once, on this thread or on others, which take what is left; returns when all are done. Raises what
     `act` raised first, once nobody acts any more."""
     if num_threads == 1 or len(items) == 1:

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from runtime import Runtime, RuntimeConfig, planning
 from runtime.config import ModelConfig
-from runtime.linear import multipliers, pieces
+from runtime.linear import backends, work_items
 from runtime.model import loading
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
 from runtime.model.traits import CacheShape
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.typical_load import Usual
-from runtime.profiles import Multiplier
+from runtime.profiles import LinearBackend
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import
@@ -122,13 +122,12 @@ def freed_slots() -> Iterator[None]:
 
 
 @pytest.fixture
-def products_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Multiplier], None]]:
-    """`products_go(multiplier)`: so are those of any size multiplied, where it takes them, until the test ends or
-    another runtime is opened."""
-    monkeypatch.setattr(pieces, "LEAST_WEIGHTS", 1)
-    fastest = multipliers._fastest
-    yield lambda multiplier: monkeypatch.setattr(
-        multipliers, "_fastest", lambda table, x, blocks: fastest(always(multiplier), x, blocks)
+def backend_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[LinearBackend], None]:
+    """`backend_is(backend)`: so are those of any size multiplied, where it takes them, until the test ends."""
+    monkeypatch.setattr(work_items, "LEAST_WEIGHTS", 1)
+    fastest = backends._fastest
+    return lambda backend: monkeypatch.setattr(
+        backends, "_fastest", lambda table, x, blocks: fastest(always(backend), x, blocks)
     )
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from runtime.attention.plain_attention import decode_attention_torch
-from runtime.linear import multipliers
+from runtime.linear import backends
 from runtime.model import attention, host_ops, loading
 from runtime.plan.shape.shapes import Parameter
 from runtime.weights import stage_weights as weights
@@ -31,8 +31,8 @@ def operators_of_a_device() -> Iterator[None]:
         for module, name, value in (
             (host_ops, "has_compiler", lambda: False),
             (loading, "has_compiler", lambda: False),
-            (multipliers, "has_compiler", lambda: False),
-            (multipliers, "has_matrix_unit", lambda: False),
+            (backends, "has_compiler", lambda: False),
+            (backends, "has_matrix_unit", lambda: False),
             (weights, "_plain_argument", plain),
             (attention, "decode_attention", decode),
         ):

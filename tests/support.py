@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from runtime.engine.sequence import Request
-from runtime.linear.multipliers import STORED
+from runtime.linear.backends import STORED
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import auto_class
-from runtime.profiles import Multiplier, ProductTable
+from runtime.profiles import LinearBackend, ProductTable
 from runtime.store.checkpoint import NUM_SAMPLES, SAMPLE_BYTES
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 
@@ -39,9 +39,9 @@ MANY_EXPERTS: dict[str, dict[str, object]] = {  # as many as in the published mo
 PRODUCT_KINDS = [ProductTable.kind(stored, is_tall=is_tall) for stored in STORED.values() for is_tall in (False, True)]
 
 
-def always(multiplier: Multiplier) -> ProductTable:
+def always(backend: LinearBackend) -> ProductTable:
     """As if it had been the fastest in every measurement."""
-    return ProductTable(rows=[1], multipliers={kind: [multiplier] for kind in PRODUCT_KINDS})
+    return ProductTable(rows=[1], multipliers={kind: [backend] for kind in PRODUCT_KINDS})
 
 
 def synthesize(family: str, directory: Path, **overrides: object) -> Path:

@@ -12,9 +12,9 @@ import torch
 
 from runtime.api import Runtime
 from runtime.config import ModelConfig, RuntimeConfig
-from runtime.linear.multipliers import MULTIPLIERS, fitting
+from runtime.linear.backends import BACKENDS, fitting
 from runtime.plan.shape.shapes import Stage, StageKind
-from runtime.profiles import Multiplier
+from runtime.profiles import LinearBackend
 from runtime.units import MIB
 
 from .predictions import Case
@@ -120,12 +120,12 @@ def shortest_seconds(M: int, N: int, K: int) -> float:
     return min(_seconds(way, x_MK, weights) for way in fitting(x_MK, weights[:1]))
 
 
-def _seconds(way: Multiplier, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:
+def _seconds(way: LinearBackend, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:
     found = []
     for _ in range(TRIES):
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < LEAST_SECONDS:
-            MULTIPLIERS[way](x_MK, [weights[count % len(weights)]])
+            BACKENDS[way](x_MK, [weights[count % len(weights)]])
             count += 1
         found.append((time.perf_counter() - begin) / count)
     return median(found)

@@ -16,7 +16,7 @@ import torch
 from ..kernels.amx.scratch import TILE_DIMS
 from ..kernels.arguments import Rows, Span, WorkItems
 from ..kernels.compiler import has_compiler, has_matrix_unit
-from ..shared_work import share
+from ..shared_work import parallel_for
 from ..units import MIB
 from .host_work import fit_tiles, in_tiles, in_vectors, pages_of, rows_of, softmax_of
 from .plain_attention import decode_attention_torch
@@ -64,7 +64,7 @@ def decode_attention(
     softmax = softmax_of(softcap, sinks_H, q_BHGD.shape[1:3])
     work = work_in(q_BHGD, scale, pages_of(k_NPHD, v_NPHD), rows, softmax, v_NPHD.shape[3])
     items = WorkItems(spans_W4, np.zeros(1, np.int64))
-    share([items] * min(num_threads, len(spans_W4)), work.run, num_threads)
+    parallel_for([items] * min(num_threads, len(spans_W4)), work.run, num_threads)
     return work.out_BHGD.flatten(1, 2).to(q_BHD.dtype)
 
 

@@ -16,7 +16,6 @@ from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
 from ..stream.host_memory import peak_resident_bytes
-from ..weights.stage_weights import stage_weights
 from .batcher import Batch, Batcher
 from .experts import BatchedExperts
 from .lanes.factory import LaneFactory
@@ -121,9 +120,7 @@ class Engine:
         if key not in self._views:
             for other in [other for other in self._views if other[0] in self._copied]:
                 del self._views[other]
-            self._views[key] = self._loaded.weights_of(
-                self._stages[stage], placed.buffer, placed.tensor_offsets
-            )
+            self._views[key] = self._loaded.weights_of(self._stages[stage], placed.buffer, placed.tensor_offsets)
         return self._views[key]
 
 

@@ -12,7 +12,6 @@ from ..model.expert_groups import together
 from ..model.experts import Experts, Matrices, Visits, bound_matrices, is_experts, mixed
 from ..model.loading import LoadedModel
 from ..stream.experts import ExpertStream
-from ..weights.stage_weights import stage_weights
 
 
 class BatchedExperts:

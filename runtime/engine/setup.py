@@ -6,7 +6,7 @@ import torch
 
 from ..attention.host_attention import prepare_decode_attention
 from ..config import RuntimeConfig
-from ..linear.multipliers import prepare_products
+from ..linear.backends import prepare_products
 from ..model.host_ops import prepare_host_ops
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Placement

@@ -13,20 +13,21 @@ Block = torch.Tensor | Rows
 
 
 class _Buffers:
-    """Reused memory for widened weights, one piece for each (device, dtype). Owned by the engine's one thread."""
+    """Memory for weights that are dequantised or upcast, one buffer for each (device, dtype), which is
+    used again. Owned by the engine's one thread."""
 
     def __init__(self) -> None:
-        self._pieces: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Valid until the next call."""
         size = torch.Size(shape).numel()
-        piece = self._pieces.get((device, dtype))
-        if piece is None or piece.numel() < size:
+        buffer = self._buffers.get((device, dtype))
+        if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):  # so that it may be written inside and outside of it
-                piece = torch.empty(max(size, PANEL_BYTES // dtype.itemsize), dtype=dtype, device=device)
-            self._pieces[device, dtype] = piece
-        return piece[:size].view(*shape)
+                buffer = torch.empty(max(size, PANEL_BYTES // dtype.itemsize), dtype=dtype, device=device)
+            self._buffers[device, dtype] = buffer
+        return buffer[:size].view(*shape)
 
 
 _buffers = _Buffers()
@@ -36,7 +37,7 @@ def panels(
     blocks: Sequence[Block], dtype: torch.dtype, num_bytes: int | None = None
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, rows); each is valid until the next is taken. Plain blocks of that dtype come as they are, others in
-    panels of at most PANEL_BYTES; of plain ones, which are widened at once, `num_bytes` instead."""
+    panels of at most PANEL_BYTES; of plain ones, which are upcast at once, `num_bytes` instead."""
     row = 0
     for block in blocks:
         if isinstance(block, torch.Tensor) and block.dtype == dtype:
@@ -54,7 +55,7 @@ def _panel_bytes(block: Block, num_bytes: int | None) -> int:
 
 
 def _working_bytes(block: Block, dtype: torch.dtype) -> int:
-    """For each number that is widened. Quantised ones become float32 first."""
+    """Counts bytes for each number that is dequantised or upcast. Quantised ones become float32 first."""
     return dtype.itemsize if isinstance(block, torch.Tensor) else torch.float32.itemsize
 
 
@@ -63,7 +64,7 @@ def _panel(block: Block, rows: slice, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(block, torch.Tensor):
         return _buffers.take(shape, dtype, block.device).copy_(block[rows])
     panel = _buffers.take(shape, torch.float32, block.device)
-    block.widen(rows, panel)
+    block.dequantize(rows, panel)
     return panel if dtype == torch.float32 else _buffers.take(shape, dtype, block.device).copy_(panel)
 
 
@@ -73,5 +74,5 @@ def plain_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = 
         return block.to(dtype) if numbers is None else F.embedding(numbers, block).to(dtype)
     height = block.shape[0] if numbers is None else numbers.numel()
     rows = torch.empty(height, block.shape[1], device=block.device)
-    block.widen(slice(None) if numbers is None else numbers, rows)
+    block.dequantize(slice(None) if numbers is None else numbers, rows)
     return rows.to(dtype)

@@ -17,7 +17,7 @@ class Rows(Protocol):
     shape: tuple[int, int]
     device: torch.device
 
-    def widen(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
+    def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         """Writes the numbers of some rows, or of the rows with these numbers, in that order. `out_RK`: float32,
         contiguous. Allocates a few bytes for each number of them, freed on return."""
         ...
@@ -38,7 +38,7 @@ class ScaledRows:
         self.shape = (raw_NB.shape[0], raw_NB.shape[1] * (2 if dtype is None else 1))
         self.device = raw_NB.device
 
-    def widen(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
+    def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         numbers_of = _numbers_of_bytes(self._dtype, self.device)
         out = out_RK.view(numbers_of.dtype).flatten()
         torch.index_select(numbers_of, 0, self._raw_NB[rows].flatten().int(), out=out)

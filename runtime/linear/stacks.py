@@ -1,4 +1,4 @@
-"""Row blocks that lie in one piece of memory as one tensor, without a copy, so that one launch takes them all.
+"""Row blocks that lie in one item of memory as one tensor, without a copy, so that one launch takes them all.
 
 E experts, each of blocks of rows (n, K).
 """

@@ -1,9 +1,9 @@
-"""Weights that stay as they are stored, bf16 or quantised views into a slot, and are widened inside the product that
-needs them.
+"""Weights that stay as they are stored, bf16 or quantised views into a slot, and become numbers of the compute dtype
+inside the product that needs them.
 
 On a CPU without fast bf16 units, products in fp32 are several times faster than in bf16, yet widening a whole layer
 costs as much memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model and
-multiplies a few of its rows at a time, widened into a small buffer that is used again (`multipliers.py`).
+multiplies a few of its rows at a time, dequantised into a small buffer that is used again (`backends.py`).
 
 Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from ..profiles import ProductTable
-from .multipliers import multiply
+from .backends import linear
+from .fused_projections import FusedProjections
 from .panels import Block, panels, plain_rows
-from .siblings import Siblings
 from .stacks import joined, joined_stacks
 
 
@@ -25,7 +25,7 @@ class StoredWeight(torch.Tensor):
     """A parameter put together from row blocks, plain tensors or quantised rows, computing in `dtype`.
 
     `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and look-ups
-    use the blocks as they are. Any other operation gets a widened copy, correct but as large as the weight.
+    use the blocks as they are. Any other operation gets a dequantised copy, correct but as large as the weight.
     """
 
     entries: Sequence[Sequence[Block]]
@@ -35,7 +35,7 @@ class StoredWeight(torch.Tensor):
         bool  # to ask tensors of a class of one's own for `dim()` or `dtype` costs a call of `__torch_function__`
     )
     compute_dtype: torch.dtype
-    siblings: tuple[Siblings, str] | None  # and its name among them
+    projections: tuple[FusedProjections, str] | None  # and its name among them
     table: ProductTable | None  # by which its model chooses backends, None: by the rule
     _stacks: Sequence[torch.Tensor] | None
 
@@ -52,14 +52,14 @@ class StoredWeight(torch.Tensor):
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped
-        self.is_matrix, self.compute_dtype, self.siblings, self._stacks = len(shape) == 2, dtype, None, None
+        self.is_matrix, self.compute_dtype, self.projections, self._stacks = len(shape) == 2, dtype, None, None
         self.table = table
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    def widened(self) -> torch.Tensor:
+    def dequantized(self) -> torch.Tensor:
         """A plain tensor of the compute dtype; freshly allocated."""
         entries = [torch.cat([plain_rows(block, self.dtype) for block in blocks]) for blocks in self.entries]
         whole = torch.stack(entries) if self.is_stacked else entries[0]
@@ -116,15 +116,15 @@ class StoredWeight(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Whatever has no handler: correct, and as slow as a widened copy is."""
-        return func(*map(_widen, args), **{key: _widen(value) for key, value in (kwargs or {}).items()})
+        """Whatever has no handler: correct, and as slow as a dequantised copy is."""
+        return func(*map(_dequantize, args), **{key: _dequantize(value) for key, value in (kwargs or {}).items()})
 
 
-def _widen(value: object) -> object:
+def _dequantize(value: object) -> object:
     if isinstance(value, StoredWeight):
-        return value.widened()
+        return value.dequantized()
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_widen, value))
+        return type(value)(map(_dequantize, value))
     return value
 
 
@@ -137,11 +137,11 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
     if not x.is_cpu and (whole := joined(blocks, x.dtype)) is not None:
         return F.linear(x, whole, bias)
-    if weight.siblings is not None:
-        siblings, name = weight.siblings
-        out_MN = siblings.product(x, x_MK, name, weight.table)
+    if weight.projections is not None:
+        projections, name = weight.projections
+        out_MN = projections.product(x, x_MK, name, weight.table)
     else:
-        out_MN = multiply(x_MK, blocks, weight.table)
+        out_MN = linear(x_MK, blocks, weight.table)
     if bias is not None:
         out_MN += bias
     return out_MN.view(*x.shape[:-1], out_MN.shape[1])

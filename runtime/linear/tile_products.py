@@ -1,4 +1,4 @@
-"""Products of float32 with bfloat16 weights in the processor's matrix unit, cut into pieces for threads.
+"""Products of float32 with bfloat16 weights in the processor's matrix unit, cut into work items for threads.
 
 M rows of x, N of w, K inputs.
 """
@@ -12,7 +12,7 @@ import torch
 from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS
 from ..kernels.arguments import PAIR_ROWS, aligned_zeros
 from ..shared_work import Spares
-from .pieces import Piece, Target, Workspace, fit_kernel, in_pieces, in_runs_of_rows, room_for_inputs
+from .work_items import Target, WorkItem, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, run_work_items
 
 PART_BYTES = 6  # three bfloat16 for each float32
 
@@ -56,13 +56,13 @@ def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
     def lay_out_some(span: tuple[int, int]) -> None:
         lay_out_inputs(x_MK, *span, tiles)
 
-    def multiply_some(piece: Piece) -> None:
-        (words_NK, out, column), first, last = piece
+    def multiply_some(item: WorkItem) -> None:
+        (words_NK, out, column), first, last = item
         own = _spares().take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
         linear(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
         _spares().give_back(own)
 
-    in_pieces(x_MK, targets, TILE_ROWS, CHUNK_ROWS, lay_out_some, multiply_some)
+    run_work_items(x_MK, targets, TILE_ROWS, CHUNK_ROWS, lay_out_some, multiply_some)
 
 
 def prepare_tiles() -> None:

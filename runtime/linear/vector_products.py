@@ -1,4 +1,4 @@
-"""Products of float32 with stored weights in the processor's vectors, cut into pieces for threads.
+"""Products of float32 with stored weights in the processor's vectors, cut into work items for threads.
 
 M rows of x, N of w, K inputs.
 """
@@ -13,9 +13,9 @@ import torch
 from ..attention.host_work import BITS
 from ..kernels.arguments import PAIR_ROWS
 from ..kernels.compiler import has_compiler
-from ..shared_work import Spares, share
+from ..shared_work import Spares, parallel_for
 from ..units import round_up
-from .pieces import Target, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, share_groups, step_of
+from .work_items import Target, Workspace, fit_kernel, in_runs_of_rows, parallel_for_groups, room_for_inputs, step_of
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
 NUMBER_BYTES = 4
@@ -69,8 +69,8 @@ def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
             kernel.linear(*call, *own)
         _spares().give_back(own)
 
-    share_groups(x_MK, kernel.INPUT_ROWS, lay_out_some)
-    share(range(num_threads), multiply_what_is_left, num_threads)
+    parallel_for_groups(x_MK, kernel.INPUT_ROWS, lay_out_some)
+    parallel_for(range(num_threads), multiply_what_is_left, num_threads)
 
 
 def prepare_vectors(stored: Iterable[torch.dtype]) -> None:

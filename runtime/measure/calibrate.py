@@ -25,7 +25,6 @@ from ..plan.shape.shapes import Stage
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..units import MIB
-from ..weights.stage_weights import stage_weights
 from .attention import AttentionShape, decoding, prefilling
 from .disk import reading
 from .experts import ExpertProbes

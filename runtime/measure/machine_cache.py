@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..profiles import DTypeRates, MeasuredRates, Multiplier, ProductTable
+from ..profiles import DTypeRates, LinearBackend, MeasuredRates, ProductTable
 from ..store.cache_root import cache_root
 
 log = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")
-COMPARED = [multiplier.value for multiplier in Multiplier]
+COMPARED = [multiplier.value for multiplier in LinearBackend]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _products_of(values: Mapping[str, Any]) -> ProductTable:
     """Raises KeyError, TypeError, ValueError or ConfigError for what is no such thing."""
     if values["compared"] != COMPARED:
         raise ConfigError(f"it compares {', '.join(values['compared'])}, while there are {', '.join(COMPARED)}")
-    by_kind = {kind: [Multiplier(name) for name in found] for kind, found in values["multipliers"].items()}
+    by_kind = {kind: [LinearBackend(name) for name in found] for kind, found in values["multipliers"].items()}
     return ProductTable(rows=list(values["rows"]), multipliers=by_kind)
 
 

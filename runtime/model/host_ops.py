@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..kernels.compiler import has_compiler
-from ..linear.pieces import share_groups
+from ..linear.work_items import parallel_for_groups
 from ..plan.placement.memory import GATED_ROWS
 from .fused import FusedOps, Rotated
 
@@ -63,7 +63,7 @@ def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor | 
     out, norm_rows = torch.empty_like(x), _kernel().norm_rows
     x_TH, out_TH = _rows_of(x), _rows_of(out)
     arrays = (x_TH, weight_H.detach().numpy(), np.float32(eps), out_TH)
-    share_groups(x_TH, 1, lambda rows: norm_rows(*arrays, *rows))
+    parallel_for_groups(x_TH, 1, lambda rows: norm_rows(*arrays, *rows))
     return out
 
 
@@ -85,7 +85,7 @@ def _gated(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: to
     itself."""
     out, kernel = out_TH.numpy(), _kernel()
     arrays = (gate_TN.numpy(), up_TN.numpy(), up_begin, out)
-    share_groups(out, 1, lambda rows: kernel.gate_rows(*arrays, *rows, np.empty(kernel.RUN, np.float32)))
+    parallel_for_groups(out, 1, lambda rows: kernel.gate_rows(*arrays, *rows, np.empty(kernel.RUN, np.float32)))
     return out_TH
 
 
@@ -105,5 +105,5 @@ def _rotated(x_BThD: torch.Tensor, cos_TD: np.ndarray, sin_TD: np.ndarray) -> to
     """Turns pairs of numbers that lie half a head apart."""
     out, rotate_rows = torch.empty_like(x_BThD), _kernel().rotate_rows
     x_ThD, out_ThD = (each.numpy().reshape(-1, *each.shape[2:]) for each in (x_BThD, out))
-    share_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
+    parallel_for_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
     return out

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..events import NeedStage, Weights, need_stage
+from ..linear.fused_projections import FusedProjections
 from ..linear.panels import Block
-from ..linear.siblings import Siblings
 from ..linear.stored import StoredWeight
 from ..plan.shape.shapes import StageKind
 from ..probing.decoder_config import encoder_config
@@ -56,7 +56,7 @@ class StreamedModule(torch.nn.Module):
         self._full_names = [(each, f"{name}.{each}") for each in parameter_names]
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
         self.binding = Binding(inner, parameter_names)
-        self.siblings = Siblings()
+        self.projections = FusedProjections()
 
     def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - the weights are elsewhere
         self, name: str
@@ -76,7 +76,7 @@ class StreamedModule(torch.nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         weights = need_stage(self.stage)
         mine = {name: weights[full] for name, full in self._full_names if full in weights}
-        with self.binding.bound(mine), self.siblings.gathered(self._blocks_of(mine)):
+        with self.binding.bound(mine), self.projections.gathered(self._blocks_of(mine)):
             return forward_asked(self.inner, args, kwargs) if self.is_last_layer else self.inner(*args, **kwargs)
 
     def _blocks_of(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Block]]:
@@ -84,7 +84,7 @@ class StreamedModule(torch.nn.Module):
         blocks: dict[str, Sequence[Block]] = {}
         for name, weight in weights.items():
             if isinstance(weight, StoredWeight) and weight.is_plain:
-                weight.siblings, blocks[name] = (self.siblings, name), weight.entries[0]
+                weight.projections, blocks[name] = (self.projections, name), weight.entries[0]
         return blocks
 
 

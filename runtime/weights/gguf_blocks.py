@@ -32,7 +32,7 @@ class GgufRows:
         self.shape = (raw_NB.shape[0], num_columns)
         self.device = raw_NB.device
 
-    def widen(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
+    def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         raw_RB = self._raw_NB[rows if self._order is None else self._order[rows]]
         decode(self._dtype, raw_RB, out_RK)
 

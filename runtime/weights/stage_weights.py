@@ -27,7 +27,8 @@ def stage_weights(
     dtypes: Mapping[str, torch.dtype],
     table: ProductTable | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns tensors by parameter name, as views into `buffer` (uint8, compute memory): valid as long as its bytes are.
+    """Returns tensors by parameter name, as views into `buffer` (uint8, compute memory), valid as long as its bytes
+    are.
 
     `dtypes` says in which precision the model wants each parameter. Matrices stored otherwise are handed over as
     stored and dequantised inside the product, whose backends `table` chooses; vectors are dequantised here.
@@ -72,7 +73,12 @@ def _argument(
         elif len(piece.shape) < 2 or (piece.shape != parameter.shape and not piece.is_transposed):
             return plain_rows(first, dtype).view(parameter.shape)
     return StoredWeight(
-        entries, parameter.shape, dtype, is_stacked=parameter.is_stacked, is_flipped=parameter.is_transposed, table=table
+        entries,
+        parameter.shape,
+        dtype,
+        is_stacked=parameter.is_stacked,
+        is_flipped=parameter.is_transposed,
+        table=table,
     )
 
 

@@ -13,7 +13,7 @@ from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import Completion, FinishReason
 from runtime.engine.sequence import Sequence as Running
 from runtime.model.families import FAMILIES
-from runtime.profiles import Multiplier
+from runtime.profiles import LinearBackend
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 
 References = Callable[[str], Reference]
@@ -27,7 +27,7 @@ KINDS = {
     "own": "bloom",
     "encoder": "t5",
 }
-PRODUCTS = {Tier.none: Multiplier.weights_first, Tier.cpu: Multiplier.vectors, Tier.nvme: Multiplier.tiles}
+PRODUCTS = {Tier.none: LinearBackend.weights_first, Tier.cpu: LinearBackend.vectors, Tier.nvme: LinearBackend.tiles}
 GREEDY = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
 
 
@@ -59,7 +59,7 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
     family: str,
     reference: References,
     opened: Runtimes,
-    products_go: Callable[[Multiplier], None],
+    backend_is: Callable[[LinearBackend], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By torch's products and by each kernel's, which otherwise leave these small models to torch. Without a matrix
@@ -68,7 +68,7 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
     monkeypatch.setattr(PagedKV, "asked_alone", lambda cache: narrowed.append(cache.num_asked) or narrow(cache))
     for tier in Tier:
         runtime = opened(config_for(ref, tier))
-        products_go(PRODUCTS[tier])
+        backend_is(PRODUCTS[tier])
         narrowed.clear()
         assert tokens(runtime, ref.prompts) == ref.expected, (tier, PRODUCTS[tier])
         assert bool(narrowed) == (runtime.model.shape.is_packed and family != "longcat-flash")

@@ -34,7 +34,7 @@ def test_numbers_are_those_of_gguf(kind: Type) -> None:
     rows = GgufRows(torch.from_numpy(stored), kind.name, K, None)
     for choice in (slice(None), slice(5, 17), torch.tensor([23, 0, 7, 7])):
         out = torch.full((len(torch.arange(N)[choice]), K), float("nan"))
-        rows.widen(choice, out)
+        rows.dequantize(choice, out)
         assert torch.equal(out, expected[choice])
 
 
@@ -42,7 +42,7 @@ def test_rows_come_in_their_order() -> None:
     stored, order = raw(Type.Q4_0), torch.randperm(N, generator=torch.Generator().manual_seed(1))
     expected = torch.from_numpy(gguf.dequantize(stored, Type.Q4_0))[order]
     rows, out = GgufRows(torch.from_numpy(stored), "Q4_0", K, order), torch.empty(9, K)
-    rows.widen(slice(3, 12), out)
+    rows.dequantize(slice(3, 12), out)
     assert torch.equal(out, expected[3:12])
 
 
@@ -57,7 +57,7 @@ def test_extreme_bytes_decode_like_gguf() -> None:
                 if at is not None:
                     blocks[:, at : at + 2] = np.array([0.25], dtype=np.float16).view(np.uint8)
             out = torch.empty(2, gguf.GGML_QUANT_SIZES[kind][0])
-            GgufRows(torch.from_numpy(blocks), name, out.shape[1], None).widen(slice(None), out)
+            GgufRows(torch.from_numpy(blocks), name, out.shape[1], None).dequantize(slice(None), out)
             assert torch.equal(out, torch.from_numpy(gguf.dequantize(blocks, kind))), (name, byte)
 
 

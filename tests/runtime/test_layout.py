@@ -47,7 +47,7 @@ def test_every_parameter_equals_from_pretrained(
             buffer = device.host_buffer(layout.num_bytes)
             reader.submit(layout.extents, memoryview(buffer.numpy())).wait()
             for name, weight in stage_weights(stage, buffer, layout.tensor_offsets, loaded.dtypes).items():
-                plain = weight.widened() if isinstance(weight, StoredWeight) else weight
+                plain = weight.dequantized() if isinstance(weight, StoredWeight) else weight
                 assert torch.equal(plain, expected[name]), name
                 seen.add(name)
     assert seen == expected.keys()

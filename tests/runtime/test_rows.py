@@ -37,7 +37,7 @@ def mxfp4() -> tuple[Rows, torch.Tensor]:
 
 def widened(rows: Rows, choice: slice | torch.Tensor) -> torch.Tensor:
     out = torch.full((len(torch.arange(N)[choice]), K), float("nan"))
-    rows.widen(choice, out)
+    rows.dequantize(choice, out)
     return out
 
 
@@ -67,7 +67,7 @@ def test_mxfp4_knows_every_byte_and_exponent() -> None:
     expected = convert_moe_packed_tensors(blocks, scales.view(1, 16, 1), dtype=torch.float32)[0].t()
     rows = ScaledRows(blocks.view(16, 16), None, scales.view(16, 1).view(torch.float8_e8m0fnu), 1, 32)
     out = torch.empty(16, 32)
-    rows.widen(slice(None), out)
+    rows.dequantize(slice(None), out)
     assert torch.equal(out, expected)
 
 
@@ -84,7 +84,7 @@ def test_products_are_those_of_the_widened_matrix(
     x, ids = random(num_tokens, K).to(dtype), torch.tensor([[0, 79], [33, 1]])
     close = {"atol": 1e-3, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 2.0, "rtol": 0.05}
     torch.testing.assert_close(F.linear(x, weight), F.linear(x, plain), **close)
-    torch.testing.assert_close(weight.widened(), plain, atol=0, rtol=0)
+    torch.testing.assert_close(weight.dequantized(), plain, atol=0, rtol=0)
     table = StoredWeight([[rows]], (N, K), dtype, is_stacked=False)
     assert torch.equal(F.embedding(ids, table), F.embedding(ids, expected.to(dtype)))
 
@@ -93,7 +93,7 @@ def test_experts_that_lie_transposed_multiply_as_they_lie() -> None:
     rows, expected = mxfp4()
     weight = StoredWeight([[rows], [rows]], (2, K, N), torch.float32, is_stacked=True, is_flipped=True)
     x = random(3, K)
-    assert torch.equal(weight.widened(), torch.stack([expected.t(), expected.t()]))
+    assert torch.equal(weight.dequantized(), torch.stack([expected.t(), expected.t()]))
     expert = weight[1]
     assert expert.shape == (K, N)
     torch.testing.assert_close(F.linear(x, expert.t()), F.linear(x, expected), atol=1e-3, rtol=1e-4)

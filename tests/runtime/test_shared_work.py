@@ -7,14 +7,14 @@ from collections import Counter
 
 import pytest
 
-from runtime.shared_work import share
+from runtime.shared_work import parallel_for
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_each_is_done_once(num_threads: int) -> None:
     done: Counter[int] = Counter()
     for turn in range(200):
-        share(range(turn % 9), lambda item: done.update([item]), num_threads)
+        parallel_for(range(turn % 9), lambda item: done.update([item]), num_threads)
     assert done == Counter(item for turn in range(200) for item in range(turn % 9))
 
 
@@ -29,7 +29,7 @@ def test_it_returns_when_others_are_done_too() -> None:
             assert may_end.wait(60)
 
     def call() -> None:
-        share(range(2), act, 2)
+        parallel_for(range(2), act, 2)
         has_returned.set()
 
     caller = threading.Thread(target=call)
@@ -49,7 +49,7 @@ def test_others_take_part() -> None:
         met.wait()
         names.add(threading.current_thread().name)
 
-    share(range(3), meet, 3)
+    parallel_for(range(3), meet, 3)
     assert len(names) == 3
 
 
@@ -66,9 +66,9 @@ def test_an_error_is_raised_once_nobody_acts_any_more(num_threads: int) -> None:
             acting.remove(item)
 
     with pytest.raises(ValueError, match="the third"):
-        share(range(20), act, num_threads)
+        parallel_for(range(20), act, num_threads)
     assert not acting
-    share(range(2), acting.append, num_threads)  # the threads are still there
+    parallel_for(range(2), acting.append, num_threads)  # the threads are still there
     assert sorted(acting) == [0, 1]
 
 
@@ -81,12 +81,12 @@ def test_helpers_that_come_late_hold_nothing() -> None:
         may_end.wait()
 
     num_threads = 1 + max(1, sum(thread.name.startswith("helper-") for thread in threading.enumerate()))
-    waiting = threading.Thread(target=share, args=(range(num_threads), wait, num_threads))
+    waiting = threading.Thread(target=parallel_for, args=(range(num_threads), wait, num_threads))
     waiting.start()
     for _ in range(num_threads):
         num_waiting.acquire()  # all helpers are busy
     made: set[int] = set()
-    share(range(2), made.add, 2)
+    parallel_for(range(2), made.add, 2)
     assert made == {0, 1}
     reference = weakref.ref(made)
     del made

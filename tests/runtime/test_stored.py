@@ -44,19 +44,19 @@ def close(found: object, expected: torch.Tensor) -> None:
 def test_linear(num_rows: int, dtype: torch.dtype, heights: tuple[int, ...], has_bias: bool) -> None:
     weight, x = weight_of(dtype, heights), rand(num_rows, K, seed=9)
     bias = rand(N, seed=5) if has_bias else None
-    close(F.linear(x, weight, bias), F.linear(x, weight.widened(), bias))
+    close(F.linear(x, weight, bias), F.linear(x, weight.dequantized(), bias))
 
 
 @pytest.mark.parametrize("shape", [(K,), (1, 1, K), (2, 3, K), (4, 50, K), (0, K)], ids=str)
 def test_linear_keeps_leading_dimensions(shape: tuple[int, ...]) -> None:
     weight, x, bias = weight_of(torch.bfloat16), rand(*shape, seed=9), rand(N, seed=5)
-    close(F.linear(x, weight, bias), F.linear(x, weight.widened(), bias))
+    close(F.linear(x, weight, bias), F.linear(x, weight.dequantized(), bias))
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_linear_takes_inputs_that_are_not_contiguous(num_rows: int) -> None:
     weight, x = weight_of(torch.bfloat16), rand(K, num_rows, seed=9).t()
-    close(F.linear(x, weight), F.linear(x, weight.widened()))
+    close(F.linear(x, weight), F.linear(x, weight.dequantized()))
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=str)
@@ -64,7 +64,7 @@ def test_linear_in_half_precision(compute: torch.dtype) -> None:
     weight, x = weight_of(torch.float32, compute=compute), rand(4, K, dtype=compute, seed=9)
     found = F.linear(x, weight)
     assert found.dtype is compute
-    torch.testing.assert_close(found, F.linear(x, weight.widened()), atol=0.2, rtol=0.02)
+    torch.testing.assert_close(found, F.linear(x, weight.dequantized()), atol=0.2, rtol=0.02)
 
 
 @pytest.mark.parametrize("dtype", STORED, ids=str)
@@ -72,13 +72,13 @@ def test_linear_in_half_precision(compute: torch.dtype) -> None:
 def test_addmm_of_conv1d(num_rows: int, dtype: torch.dtype) -> None:
     """Conv1D's weight is (in, out): the panels run over the input."""
     weight, x, bias = weight_of(dtype, (32, 48)), rand(num_rows, N, seed=9), rand(K, seed=5)
-    close(torch.addmm(bias, x, weight), torch.addmm(bias, x, weight.widened()))
+    close(torch.addmm(bias, x, weight), torch.addmm(bias, x, weight.dequantized()))
 
 
 @pytest.mark.parametrize("heights", [(N,), (32, 48)], ids=str)
 def test_embedding_widens_only_what_it_looks_up(heights: tuple[int, ...]) -> None:
     weight, ids = weight_of(torch.bfloat16, heights), torch.tensor([[0, 5], [79, 5]])
-    close(F.embedding(ids, weight), F.embedding(ids, weight.widened()))
+    close(F.embedding(ids, weight), F.embedding(ids, weight.dequantized()))
 
 
 @pytest.mark.parametrize("index", [0, 2, -1, torch.tensor(1)], ids=str)
@@ -89,14 +89,14 @@ def test_experts_of_several_blocks(num_rows: int, index: int | torch.Tensor) -> 
     x = rand(num_rows, K, seed=9)
     expert = weight[index]
     assert isinstance(expert, StoredWeight)
-    close(F.linear(x, expert), F.linear(x, weight.widened()[index]))
+    close(F.linear(x, expert), F.linear(x, weight.dequantized()[index]))
 
 
 @pytest.mark.parametrize("index", [0, 79, -80, torch.tensor(3)], ids=str)
 @pytest.mark.parametrize("heights", [(N,), (32, 48)], ids=str)
 def test_a_row(heights: tuple[int, ...], index: int | torch.Tensor) -> None:
     weight = weight_of(torch.bfloat16, heights)
-    close(weight[index], weight.widened()[index])
+    close(weight[index], weight.dequantized()[index])
     with pytest.raises(IndexError):
         weight[N]
 
@@ -114,7 +114,7 @@ OTHER = {
 @pytest.mark.parametrize("name", OTHER)
 def test_any_other_operation_sees_the_widened_tensor(name: str) -> None:
     weight = weight_of(torch.bfloat16, (32, 48))
-    close(OTHER[name](weight), OTHER[name](weight.widened()))
+    close(OTHER[name](weight), OTHER[name](weight.dequantized()))
 
 
 def test_it_looks_like_the_parameter_it_stands_for() -> None:
@@ -127,4 +127,4 @@ def test_new_bytes_under_a_weight_are_seen_at_once() -> None:
     weight, x = weight_of(torch.bfloat16), rand(2, K, seed=9)
     F.linear(x, weight)
     weight.entries[0][0].copy_(rand(N, K, seed=77))
-    close(F.linear(x, weight), F.linear(x, weight.widened()))
+    close(F.linear(x, weight), F.linear(x, weight.dequantized()))

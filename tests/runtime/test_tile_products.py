@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from runtime.kernels import compiler
 from runtime.kernels.amx.linear import CHUNK_ROWS
 from runtime.kernels.compiler import has_matrix_unit
-from runtime.linear import multipliers, pieces
+from runtime.linear import backends, work_items
 from runtime.linear.stored import StoredWeight
 from runtime.linear.tile_products import fit_tiles, multiply_in_tiles
 
@@ -66,9 +66,9 @@ def test_a_row_comes_to_the_same_in_any_company() -> None:
 def test_neither_threads_nor_passes_over_the_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(200, 512), random(320, 512, seed=1).bfloat16()
     usual = multiply_in_tiles(x, [weight])
-    monkeypatch.setattr(pieces, "SHARED_INPUTS", 1)
+    monkeypatch.setattr(work_items, "SHARED_INPUTS", 1)
     assert torch.equal(multiply_in_tiles(x, [weight]), usual)
-    monkeypatch.setattr(pieces, "INPUT_BYTES", 32 * 512 * 6)
+    monkeypatch.setattr(work_items, "INPUT_BYTES", 32 * 512 * 6)
     assert torch.equal(multiply_in_tiles(x, [weight]), usual)
     torch.set_num_threads(1)
     assert torch.equal(multiply_in_tiles(x, [weight]), usual)
@@ -98,7 +98,7 @@ def test_a_stored_weight_takes_the_unit(
     bias: torch.Tensor | None, is_flipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(multipliers, "multiply_in_tiles", lambda x, w: calls.append(len(x)) or multiply_in_tiles(x, w))
+    monkeypatch.setattr(backends, "multiply_in_tiles", lambda x, w: calls.append(len(x)) or multiply_in_tiles(x, w))
     matrix, x = random(512, 128, seed=1).bfloat16(), random(2, 5, 128)
     weight = StoredWeight([[matrix]], matrix.shape, torch.float32, is_stacked=False)
     found = torch.matmul(x, weight.t()) if is_flipped and bias is None else F.linear(x, weight, bias)

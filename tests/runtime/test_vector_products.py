@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.linear import CHAIN_INPUTS, CHUNK_ROWS
-from runtime.linear import multipliers, pieces
+from runtime.linear import backends, work_items
 from runtime.linear.stored import StoredWeight
 from runtime.linear.vector_products import fit_vectors, multiply_in_vectors
 
@@ -58,9 +58,9 @@ def test_a_row_comes_to_the_same_in_any_company(dtype: torch.dtype) -> None:
 def test_neither_threads_nor_passes_over_the_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(200, 512), random(320, 512, seed=1).bfloat16()
     usual = multiply_in_vectors(x, [weight])
-    monkeypatch.setattr(pieces, "SHARED_INPUTS", 1)
+    monkeypatch.setattr(work_items, "SHARED_INPUTS", 1)
     assert torch.equal(multiply_in_vectors(x, [weight]), usual)
-    monkeypatch.setattr(pieces, "INPUT_BYTES", 32 * 512 * 4)
+    monkeypatch.setattr(work_items, "INPUT_BYTES", 32 * 512 * 4)
     assert torch.equal(multiply_in_vectors(x, [weight]), usual)
     torch.set_num_threads(1)
     assert torch.equal(multiply_in_vectors(x, [weight]), usual)
@@ -109,9 +109,7 @@ def test_a_stored_weight_is_multiplied_so(
     bias: torch.Tensor | None, is_flipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(
-        multipliers, "multiply_in_vectors", lambda x, w: calls.append(len(x)) or multiply_in_vectors(x, w)
-    )
+    monkeypatch.setattr(backends, "multiply_in_vectors", lambda x, w: calls.append(len(x)) or multiply_in_vectors(x, w))
     matrix, x = random(512, 128, seed=1).half(), random(2, 5, 128)
     weight = StoredWeight([[matrix]], matrix.shape, torch.float32, is_stacked=False)
     found = torch.matmul(x, weight.t()) if is_flipped and bias is None else F.linear(x, weight, bias)

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 import torch
 
 from ..profiles import ProductTable
-from .multipliers import multiply, multiply_all
+from .backends import fused_linear, linear
 from .panels import Block
 
 
-class Siblings:
+class FusedProjections:
     """Projections of one module that are made at once. Not thread-safe: lanes share one thread.
 
-    Results are those of `multiply`, to the bit where the same multiplier takes one weight and several.
+    Results are those of `linear`, to the bit where the same backend takes one weight and several.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Siblings:
         self, x: torch.Tensor, x_MK: torch.Tensor, name: str, table: ProductTable | None = None
     ) -> torch.Tensor:
         """Returns x @ w.T (M, N) of the weight of that name; `x_MK` holds the rows of `x`, which says whether it is the
-        same as before. `table`: see `multiply`."""
+        same as before. `table`: see `linear`."""
         if x is self._x and name in self._made:
             return self._take(name)
         self._drop()
@@ -42,8 +42,8 @@ class Siblings:
             self._note(x, name)
         group = self._groups.get(name)
         if self._is_learning or group is None:
-            return multiply(x_MK, self._blocks[name], table)
-        outs = multiply_all(x_MK, [self._blocks[other] for other in group], table)
+            return linear(x_MK, self._blocks[name], table)
+        outs = fused_linear(x_MK, [self._blocks[other] for other in group], table)
         self._x, self._making, self._made = x, name, dict(zip(group, outs, strict=True))
         return self._take(name)
 

@@ -1,5 +1,6 @@
-"""The ways to multiply with weights as they are stored, and which is taken: the one that `jobs.measure` found fastest
-on this host, or a rule. All are exact to the rounding of float32, whose last bits differ between them.
+"""Linear backends, the ways to multiply with weights as they are stored, and which is taken: the one that
+`jobs.measure` found fastest on this host, or a rule. All are exact to the rounding of
+float32, whose last bits differ between them.
 
 M rows of x, N of w, K inputs.
 """
@@ -11,16 +12,16 @@ import torch
 
 from ..kernels.compiler import has_compiler, has_matrix_unit
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
-from ..profiles import Multiplier, ProductTable
+from ..profiles import LinearBackend, ProductTable
 from .panels import Block, panels
 from .tile_products import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
 from .vector_products import fit_vectors, multiply_all_in_vectors, multiply_in_vectors, prepare_vectors
 
-MANY_ROWS = 256  # beyond, to widen a large panel is little beside its product
+MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
 STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
 
-Multiply = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
+Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
 
 
 def prepare_products(stored: Iterable[torch.dtype]) -> None:
@@ -31,34 +32,34 @@ def prepare_products(stored: Iterable[torch.dtype]) -> None:
     prepare_vectors(stored)
 
 
-def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable | None = None) -> torch.Tensor:
+def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable | None = None) -> torch.Tensor:
     """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
     without a table by the rule."""
-    return MULTIPLIERS[multiplier_of(x_MK, blocks, table)](x_MK, blocks)
+    return BACKENDS[backend_of(x_MK, blocks, table)](x_MK, blocks)
 
 
-def multiply_all(
+def fused_linear(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: ProductTable | None = None
 ) -> list[torch.Tensor]:
     """Returns that of several weights, each of blocks, at once where a kernel takes them all."""
-    way = multiplier_of(x_MK, [block for blocks in weights for block in blocks], table)
+    way = backend_of(x_MK, [block for blocks in weights for block in blocks], table)
     plain = cast(Sequence[Sequence[torch.Tensor]], weights)
-    if way is Multiplier.tiles:
+    if way is LinearBackend.tiles:
         return multiply_all_in_tiles(x_MK, plain)
-    if way is Multiplier.vectors:
+    if way is LinearBackend.vectors:
         return multiply_all_in_vectors(x_MK, plain)
-    return [multiply(x_MK, blocks, table) for blocks in weights]
+    return [linear(x_MK, blocks, table) for blocks in weights]
 
 
-def multiplier_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable | None = None) -> Multiplier:
+def backend_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable | None = None) -> LinearBackend:
     """Returns the table's backend where it takes these blocks, and that of the rule elsewhere."""
     fastest = _fastest(table, x_MK, blocks)
     if fastest is not None and takes(fastest, x_MK, blocks):
         return fastest
-    return usual_multiplier(lambda multiplier: takes(multiplier, x_MK, blocks), len(x_MK))
+    return default_backend(lambda backend: takes(backend, x_MK, blocks), len(x_MK))
 
 
-def _fastest(table: ProductTable | None, x_MK: torch.Tensor, blocks: Sequence[Block]) -> Multiplier | None:
+def _fastest(table: ProductTable | None, x_MK: torch.Tensor, blocks: Sequence[Block]) -> LinearBackend | None:
     """Looks it up; None where the table does not know such weights."""
     first = blocks[0]
     if table is None or not isinstance(first, torch.Tensor) or first.dtype not in STORED:
@@ -69,29 +70,29 @@ def _fastest(table: ProductTable | None, x_MK: torch.Tensor, blocks: Sequence[Bl
     return table.fastest(STORED[first.dtype], is_tall=is_tall, num_rows=len(x_MK))
 
 
-def takes(multiplier: Multiplier, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
+def takes(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
     """Tells whether it takes these blocks of rows of w, on this processor."""
-    match multiplier:
-        case Multiplier.tiles:
+    match backend:
+        case LinearBackend.tiles:
             return has_matrix_unit() and fit_tiles(x_MK, blocks)
-        case Multiplier.vectors:
+        case LinearBackend.vectors:
             return has_compiler() and fit_vectors(x_MK, blocks)
-        case Multiplier.onednn:
+        case LinearBackend.onednn:
             return torch.backends.mkldnn.is_available()
         case _:
             return True
 
 
-def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[Multiplier]:
-    return [multiplier for multiplier in Multiplier if takes(multiplier, x_MK, blocks)]
+def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[LinearBackend]:
+    return [backend for backend in LinearBackend if takes(backend, x_MK, blocks)]
 
 
-def usual_multiplier(is_there: Callable[[Multiplier], bool], num_rows: int) -> Multiplier:
+def default_backend(is_there: Callable[[LinearBackend], bool], num_rows: int) -> LinearBackend:
     """The rule: what is compiled, if it is there; otherwise panels."""
-    for compiled in (Multiplier.tiles, Multiplier.vectors):
+    for compiled in (LinearBackend.tiles, LinearBackend.vectors):
         if is_there(compiled):
             return compiled
-    return Multiplier.weights_first if num_rows <= NARROW_ROWS else Multiplier.inputs_first
+    return LinearBackend.weights_first if num_rows <= NARROW_ROWS else LinearBackend.inputs_first
 
 
 def _in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
@@ -130,10 +131,10 @@ def _in_onednn(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     return out_MN
 
 
-MULTIPLIERS: Mapping[Multiplier, Multiply] = {
-    Multiplier.tiles: _in_tiles,
-    Multiplier.vectors: _in_vectors,
-    Multiplier.weights_first: _weights_first,
-    Multiplier.inputs_first: _inputs_first,
-    Multiplier.onednn: _in_onednn,
+BACKENDS: Mapping[LinearBackend, Linear] = {
+    LinearBackend.tiles: _in_tiles,
+    LinearBackend.vectors: _in_vectors,
+    LinearBackend.weights_first: _weights_first,
+    LinearBackend.inputs_first: _inputs_first,
+    LinearBackend.onednn: _in_onednn,
 }

@@ -14,10 +14,10 @@ from ..attention.host_work import BITS
 from ..kernels.amx.scratch import TILE_ROWS
 from ..kernels.arguments import PAIR_ROWS, aligned_zeros
 from ..plan.placement.memory import LAID_OUT_BYTES
-from ..shared_work import share
+from ..shared_work import parallel_for
 from ..units import round_down, round_up
 
-PIECES_PER_THREAD = 4  # so that nobody waits long for the last piece
+ITEMS_PER_THREAD = 4  # so that nobody waits long for the last item
 INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
@@ -32,7 +32,7 @@ class Target(NamedTuple):
     column: int
 
 
-class Piece(NamedTuple):
+class WorkItem(NamedTuple):
     """Rows [first, last) of a block of w."""
 
     target: Target
@@ -44,7 +44,7 @@ Multiply = Callable[[np.ndarray, Sequence[Target]], None]  # x (M, K)
 
 
 class Workspace(NamedTuple):
-    """A thread's own: rows of w laid out or widened, and sums of products."""
+    """A thread's own: rows of w laid out or upcast, and sums of products."""
 
     panel: np.ndarray
     sums: np.ndarray
@@ -79,7 +79,7 @@ def room_for_inputs(num_words: int) -> np.ndarray:
 
 
 def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[torch.dtype], step_inputs: int) -> bool:
-    """Whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step."""
+    """Tells whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step."""
     num_rows, num_inputs = x_MK.shape
     if x_MK.dtype is not torch.float32 or not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
         return False
@@ -97,8 +97,8 @@ def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[
 def in_runs_of_rows(
     x_MK: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]], number_bytes: int, multiply: Multiply
 ) -> list[torch.Tensor]:
-    """The products (M, N) of each of these weights, whose blocks lie below each other. As many rows of x at a time as
-    `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
+    """Returns the products (M, N) of each of these weights, whose blocks lie below each other. As many rows of x
+    at a time as `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
     outs, targets, has_rests = list[torch.Tensor](), list[Target](), False
@@ -125,7 +125,7 @@ def in_runs_of_rows(
 
 
 def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
-    """The rows of each block behind its last 32."""
+    """Multiplies the rows of each block behind its last 32."""
     column = 0
     for block in blocks:
         column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
@@ -135,34 +135,35 @@ def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: 
 
 @cache
 def step_of(height: int, num_threads: int, most_rows: int) -> int:
-    """How many rows of w a thread takes at a time, of so many."""
-    return min(most_rows, round_up(max(1, height // (PIECES_PER_THREAD * num_threads)), PAIR_ROWS))
+    """Says how many rows of w a thread takes at a time, of so many."""
+    return min(most_rows, round_up(max(1, height // (ITEMS_PER_THREAD * num_threads)), PAIR_ROWS))
 
 
-def _pieces_of(targets: Sequence[Target], most_rows: int) -> list[Piece]:
-    """All but the rows behind the last 32."""
-    pieces, num_threads = list[Piece](), torch.get_num_threads()
+def _work_items(targets: Sequence[Target], most_rows: int) -> list[WorkItem]:
+    """Cuts up all but the rows behind the last 32 of each block."""
+    items, num_threads = list[WorkItem](), torch.get_num_threads()
     for target in targets:
         height = target.words_NK.shape[0]
         whole, step = round_down(height, PAIR_ROWS), step_of(height, num_threads, most_rows)
-        pieces += [Piece(target, row, min(row + step, whole)) for row in range(0, whole, step)]
-    return pieces
+        items += [WorkItem(target, row, min(row + step, whole)) for row in range(0, whole, step)]
+    return items
 
 
-def in_pieces(
+def run_work_items(
     x_MK: np.ndarray,
     targets: Sequence[Target],
     group_rows: int,
     most_rows: int,
     lay_out: Callable[[tuple[int, int]], None],
-    multiply: Callable[[Piece], None],
+    multiply: Callable[[WorkItem], None],
 ) -> None:
-    """All threads lay out runs of groups of so many rows of x, then multiply pieces of at most so many rows of w."""
-    share_groups(x_MK, group_rows, lay_out)
-    share(_pieces_of(targets, most_rows), multiply, torch.get_num_threads())
+    """All threads lay out runs of groups of so many rows of x, then multiply work items of at most so many rows
+    of w."""
+    parallel_for_groups(x_MK, group_rows, lay_out)
+    parallel_for(_work_items(targets, most_rows), multiply, torch.get_num_threads())
 
 
-def share_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
+def parallel_for_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
     """All threads act on [first, last) groups of so many rows of x, one alone where that is quicker."""
     num_groups = -(-x.shape[0] // group_rows)
     num_threads = torch.get_num_threads() if x.size >= SHARED_INPUTS else 1
@@ -170,4 +171,4 @@ def share_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]]
         act((0, num_groups))
     else:
         width = max(2, -(-num_groups // (2 * num_threads)))
-        share([(g, min(g + width, num_groups)) for g in range(0, num_groups, width)], act, num_threads)
+        parallel_for([(g, min(g + width, num_groups)) for g in range(0, num_groups, width)], act, num_threads)

@@ -1,4 +1,4 @@
-"""Every way to multiply gives float32's products, and the table that was measured here says which is taken."""
+"""Every linear backend gives float32's products, and the table that was measured here says which is taken."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,112 +14,110 @@ from runtime import Runtime
 from runtime.config import Tier
 from runtime.errors import ConfigError
 from runtime.kernels.compiler import has_matrix_unit
-from runtime.linear import multipliers, panels
-from runtime.linear.multipliers import MULTIPLIERS, STORED, multiplier_of, multiply
+from runtime.linear import backends, panels
+from runtime.linear.backends import BACKENDS, STORED, backend_of, linear
 from runtime.linear.stored import StoredWeight
 from runtime.measure.machine_cache import keep
 from runtime.measure.multipliers import ROWS, product_table
 from runtime.measure.timing import Figure
 from runtime.plan.shape.extents import slot_layout
-from runtime.profiles import Multiplier, ProductTable
+from runtime.profiles import LinearBackend, ProductTable
 from runtime.weights.gguf_blocks import GgufRows
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES
 from tests.support import PRODUCT_KINDS, always
 
-ANYWHERE = [multiplier for multiplier in Multiplier if multiplier is not Multiplier.tiles]
+ANYWHERE = [backend for backend in LinearBackend if backend is not LinearBackend.tiles]
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("multiplier", ANYWHERE)
+@pytest.mark.parametrize("backend", ANYWHERE)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("num_rows", [1, 5, 130])
-def test_each_gives_the_product(multiplier: Multiplier, stored: torch.dtype, num_rows: int) -> None:
+def test_each_gives_the_product(backend: LinearBackend, stored: torch.dtype, num_rows: int) -> None:
     x, blocks = random(num_rows, 96), [random(rows, 96, seed=rows).to(stored) for rows in (40, 3)]
     right = x.double() @ torch.cat(blocks).double().t()
-    torch.testing.assert_close(MULTIPLIERS[multiplier](x, blocks), right.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(BACKENDS[backend](x, blocks), right.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("multiplier", [Multiplier.inputs_first, Multiplier.onednn])
-def test_many_rows_pass_by_larger_panels(multiplier: Multiplier, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", [LinearBackend.inputs_first, LinearBackend.onednn])
+def test_many_rows_pass_by_larger_panels(backend: LinearBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "PANEL_BYTES", 3 * 96 * 4)
-    monkeypatch.setattr(multipliers, "MOST_PANEL_BYTES", 17 * 96 * 4)
+    monkeypatch.setattr(backends, "MOST_PANEL_BYTES", 17 * 96 * 4)
     quantised = GgufRows(torch.randint(0, 60, (8, 3 * 34), dtype=torch.uint8), "Q8_0", 96, None)
     blocks = [random(40, 96).bfloat16(), random(5, 96, seed=1), quantised]
-    heights = [
-        len(panel) for _, panel in panels.panels(blocks, torch.float32, multipliers._most_bytes(random(300, 96)))
-    ]
+    heights = [len(panel) for _, panel in panels.panels(blocks, torch.float32, backends._most_bytes(random(300, 96)))]
     assert heights == [17, 17, 6, 5, 3, 3, 2]
     x = random(300, 96)
     right = x.double() @ torch.cat([panels.plain_rows(block, torch.float64) for block in blocks]).double().t()
-    torch.testing.assert_close(MULTIPLIERS[multiplier](x, blocks), right.float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(BACKENDS[backend](x, blocks), right.float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("has_unit", "can_compile", "chosen"),
     [
-        (True, True, [Multiplier.tiles] * 5),
-        (False, True, [Multiplier.vectors] * 5),
-        (False, False, [Multiplier.weights_first] * 2 + [Multiplier.inputs_first] * 3),
+        (True, True, [LinearBackend.tiles] * 5),
+        (False, True, [LinearBackend.vectors] * 5),
+        (False, False, [LinearBackend.weights_first] * 2 + [LinearBackend.inputs_first] * 3),
     ],
     ids=["matrix unit", "compiler", "neither"],
 )
 def test_what_is_taken_without_a_measurement(
-    has_unit: bool, can_compile: bool, chosen: list[Multiplier], monkeypatch: pytest.MonkeyPatch
+    has_unit: bool, can_compile: bool, chosen: list[LinearBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multipliers, "has_matrix_unit", lambda: has_unit)
-    monkeypatch.setattr(multipliers, "has_compiler", lambda: can_compile)
+    monkeypatch.setattr(backends, "has_matrix_unit", lambda: has_unit)
+    monkeypatch.setattr(backends, "has_compiler", lambda: can_compile)
     weight = random(256, 512).bfloat16()
-    assert [multiplier_of(random(rows, 512), [weight]) for rows in (1, 96, 97, 256, 257)] == chosen
+    assert [backend_of(random(rows, 512), [weight]) for rows in (1, 96, 97, 256, 257)] == chosen
 
 
 def test_a_table_says_what_is_taken_by_dtype_shape_and_the_nearest_rows() -> None:
-    usual, second, third = Multiplier.weights_first, Multiplier.onednn, Multiplier.inputs_first
+    usual, second, third = LinearBackend.weights_first, LinearBackend.onednn, LinearBackend.inputs_first
     table = ProductTable(rows=[4, 64], multipliers={"float16, tall": [second, third]})
     tall, wide = random(64, 256).half(), random(256, 64).half()
-    assert [multiplier_of(random(rows, 256), [tall], table) for rows in (1, 15, 17, 500)] == [second, second, third, third]
-    assert multiplier_of(random(4, 64), [wide], table) is usual
-    assert multiplier_of(random(4, 256), [tall.float()], table) is usual
-    assert multiplier_of(random(4, 256).half(), [tall], table) is usual
+    assert [backend_of(random(rows, 256), [tall], table) for rows in (1, 15, 17, 500)] == [second, second, third, third]
+    assert backend_of(random(4, 64), [wide], table) is usual
+    assert backend_of(random(4, 256), [tall.float()], table) is usual
+    assert backend_of(random(4, 256).half(), [tall], table) is usual
 
 
-@pytest.mark.parametrize("multiplier", [Multiplier.tiles, Multiplier.vectors])
-def test_a_table_cannot_send_to_a_kernel_what_does_not_fit_it(multiplier: Multiplier) -> None:
-    assert multiplier_of(random(4, 30), [random(64, 30).bfloat16()], always(multiplier)) is Multiplier.weights_first
+@pytest.mark.parametrize("backend", [LinearBackend.tiles, LinearBackend.vectors])
+def test_a_table_cannot_send_to_a_kernel_what_does_not_fit_it(backend: LinearBackend) -> None:
+    assert backend_of(random(4, 30), [random(64, 30).bfloat16()], always(backend)) is LinearBackend.weights_first
 
 
 def test_quantised_rows_go_by_the_rule() -> None:
-    table = always(Multiplier.onednn)
+    table = always(LinearBackend.onednn)
     rows = GgufRows(torch.zeros(8, 34, dtype=torch.uint8), "Q8_0", 32, None)
-    assert multiplier_of(random(4, 32), [rows], table) is Multiplier.weights_first
-    assert not multiply(random(4, 32), [rows], table).any()
+    assert backend_of(random(4, 32), [rows], table) is LinearBackend.weights_first
+    assert not linear(random(4, 32), [rows], table).any()
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "deepseek-v3"])
-@pytest.mark.parametrize("multiplier", Multiplier)
+@pytest.mark.parametrize("backend", LinearBackend)
 def test_greedy_tokens_are_equal_whichever_is_taken(
-    multiplier: Multiplier,
+    backend: LinearBackend,
     family: str,
     reference: References,
     opened: Runtimes,
-    products_go: Callable[[Multiplier], None],
+    backend_is: Callable[[LinearBackend], None],
 ) -> None:
-    if multiplier is Multiplier.tiles and not has_matrix_unit():
+    if backend is LinearBackend.tiles and not has_matrix_unit():
         pytest.skip("this processor has no matrix unit that Linux lets us use")
     ref = reference(family)
     runtime = opened(config_for(ref, Tier.none))
-    products_go(multiplier)
+    backend_is(backend)
     assert tokens(runtime, ref.prompts) == ref.expected
 
 
 def figures(**gflops: tuple[float, float, float]) -> dict[str, Figure]:
-    """Of the multipliers named, whatever the weights and rows; the others' are 1."""
+    """Of the backends named, whatever the weights and rows; the others' are 1."""
     return {
         f"{m.value}, {kind}, M={rows}": Figure(value=value, low=low, high=high, unit="GFLOP/s")
-        for m, kind, rows in product(Multiplier, PRODUCT_KINDS, ROWS)
+        for m, kind, rows in product(LinearBackend, PRODUCT_KINDS, ROWS)
         for low, value, high in [gflops.get(m.value, (1.0, 1.0, 1.0))]
     }
 
@@ -127,14 +125,14 @@ def figures(**gflops: tuple[float, float, float]) -> dict[str, Figure]:
 @pytest.mark.parametrize(
     ("vectors", "onednn", "chosen"),
     [
-        ((99, 100, 101), (104, 104.5, 105), Multiplier.vectors),
-        ((99, 100, 101), (106, 107, 108), Multiplier.onednn),
-        ((99, 100, 107), (106, 107, 108), Multiplier.vectors),
+        ((99, 100, 101), (104, 104.5, 105), LinearBackend.vectors),
+        ((99, 100, 101), (106, 107, 108), LinearBackend.onednn),
+        ((99, 100, 107), (106, 107, 108), LinearBackend.vectors),
     ],
     ids=["under 5 %", "faster", "not in all rounds"],
 )
 def test_another_is_taken_where_it_is_faster_beyond_doubt(
-    vectors: tuple[float, float, float], onednn: tuple[float, float, float], chosen: Multiplier
+    vectors: tuple[float, float, float], onednn: tuple[float, float, float], chosen: LinearBackend
 ) -> None:
     table = product_table([1, 8, 64, 512], figures(vectors=vectors, onednn=onednn))
     assert table.rows == [1, 4, 16, 64, 256, 512]
@@ -145,12 +143,12 @@ def test_one_that_was_too_slow_for_many_rows_is_as_fast_as_with_the_most_that_it
     found = figures(vectors=(10, 10, 10), onednn=(20, 20, 20))
     found = {name: each for name, each in found.items() if not (name.startswith("onednn") and "M=512" in name)}
     table = product_table([1, 512], found)
-    assert table.fastest("float16", is_tall=True, num_rows=512) is Multiplier.onednn
+    assert table.fastest("float16", is_tall=True, num_rows=512) is LinearBackend.onednn
 
 
 def test_a_table_with_a_hole_is_refused() -> None:
     with pytest.raises(ConfigError, match="float16, tall"):
-        ProductTable(rows=[1, 2], multipliers={"float16, tall": [Multiplier.onednn]})
+        ProductTable(rows=[1, 2], multipliers={"float16, tall": [LinearBackend.onednn]})
 
 
 def test_a_run_goes_by_what_was_measured_of_its_host(
@@ -160,10 +158,10 @@ def test_a_run_goes_by_what_was_measured_of_its_host(
     config = config_for(reference("llama"))
     before = Runtime(config)
     assert before.model.backends is None
-    keep(replace(before.host, num_threads=before.host.num_threads + 1), RATES, always(Multiplier.onednn))
+    keep(replace(before.host, num_threads=before.host.num_threads + 1), RATES, always(LinearBackend.onednn))
     assert Runtime(config).model.backends is None
-    keep(before.host, RATES, always(Multiplier.onednn))
-    assert Runtime(config).model.backends == always(Multiplier.onednn)
+    keep(before.host, RATES, always(LinearBackend.onednn))
+    assert Runtime(config).model.backends == always(LinearBackend.onednn)
     assert before.model.backends is None, "another model that is open goes by what it was opened with"
 
 
@@ -172,22 +170,23 @@ def test_each_loaded_model_goes_by_a_table_of_its_own(reference: References, ope
     stage = model.shape.layers[0]
     layout = slot_layout(stage)
     buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    for table in (always(Multiplier.onednn), None):
+    for table in (always(LinearBackend.onednn), None):
         weights = replace(model, backends=table).weights_of(stage, buffer, layout.tensor_offsets)
         stored = [weight for weight in weights.values() if isinstance(weight, StoredWeight)]
         assert stored
         assert all(weight.table is table and weight.t().table is table for weight in stored)
 
 
-@pytest.mark.parametrize("taken", [Multiplier.onednn, Multiplier.inputs_first])
-def test_a_weight_is_multiplied_by_what_its_table_says(taken: Multiplier, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[Multiplier]()
-    for each, multiply_by in MULTIPLIERS.items():
-        def noted(x: torch.Tensor, blocks: object, each: Multiplier = each, by: Any = multiply_by) -> torch.Tensor:
+@pytest.mark.parametrize("taken", [LinearBackend.onednn, LinearBackend.inputs_first])
+def test_a_weight_is_multiplied_by_what_its_table_says(taken: LinearBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[LinearBackend]()
+    for each, multiply_by in BACKENDS.items():
+
+        def noted(x: torch.Tensor, blocks: object, each: LinearBackend = each, by: Any = multiply_by) -> torch.Tensor:
             seen.append(each)
             return by(x, blocks)
 
-        monkeypatch.setitem(cast("dict[Multiplier, object]", MULTIPLIERS), each, noted)
+        monkeypatch.setitem(cast("dict[LinearBackend, object]", BACKENDS), each, noted)
     rows, x = random(64, 256).half(), random(4, 256)
     stack = StoredWeight([[rows], [rows]], (2, 64, 256), torch.float32, is_stacked=True, table=always(taken))
     F.linear(x, stack[1])
