@@ -282,14 +282,3 @@ class PartStore:
                 f"{others[0]}. Nothing was moved; put the columns of the data set back, or choose another directory "
                 f"with run="
             )
-
-
-def read_generations(directory: RunDirectory) -> pa.Table:
-    """All committed rows, by block, each block in plan order. Raises DamagedRunError on a part that is not whole."""
-    tables = [GENERATION_SCHEMA.empty_table()]
-    for path in visible(directory.generations):
-        try:
-            tables.append(parse_part(path.read_bytes()).replace_schema_metadata())
-        except PARQUET_PROBLEMS as error:
-            raise DamagedRunError(f"{path} is damaged: {error}. Start the run again to remake the block") from error
-    return pa.concat_tables(tables[1:] or tables)

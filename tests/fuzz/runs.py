@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.run.generation import generate, run_directory
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target
+from tests.generations import read_generations
 
 Rows = list[tuple[str, int, str, tuple[int, ...]]]
 

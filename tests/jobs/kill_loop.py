@@ -22,12 +22,12 @@ from jobs.config.settings import GenerateConfig
 from jobs.config.signals import StopFlag
 from jobs.datasets import DatasetConfig
 from jobs.run.generation import generate
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime.config import DType, KVConfig, KVTier, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
 from runtime.errors import Interrupted
 from runtime.sampling_config import SamplingConfig
 from runtime.synthesize.tokenizer import byte_level_tokenizer
+from tests.generations import read_generations
 from tests.processes import PROCESSES
 from tests.support import synthesize
 

@@ -12,11 +12,11 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
 from jobs.run.generation import generate
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime.config import ModelConfig, OffloadConfig, SamplingConfig, Tier
 from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError
 from runtime.units import MIB
+from tests.generations import read_generations
 from tests.support import Reference
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,12 +12,12 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.run.chat import ChatRenderer, TemplateRefusal, require_template
 from jobs.run.generation import generate
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError
 from runtime.synthesize.tokenizer import byte_level_tokenizer
+from tests.generations import read_generations
 from tests.support import Reference
 
 NO_SYSTEM = (

@@ -12,10 +12,10 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig
 from jobs.run.generation import Outcome, generate
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted
+from tests.generations import read_generations
 from tests.jobs.killing import run_and_kill, start_job
 
 NUM_KILLS = 3

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.run.parts import PartStore, read_generations
+from jobs.run.parts import PartStore
 from jobs.run.success import is_finished
 from runtime.errors import Interrupted, OutputError
+from tests.generations import read_generations
 from tests.jobs.part_support import parts
 from tests.jobs.streaming_support import FakeSession, blocks_of, made, run_at, store_at
 

@@ -15,7 +15,6 @@ from jobs.datasets import DatasetConfig
 from jobs.files.publishing import write_json
 from jobs.run.feedback import Feedback, worked
 from jobs.run.generation import Outcome, generate
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from jobs.run.summary import PassRow
 from runtime.api import Runtime
@@ -38,6 +37,7 @@ from runtime.plan.cost.simulator import Resource
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.search import grid as policy_grid
 from runtime.session import Session
+from tests.generations import read_generations
 
 NUM_ROWS = 12
 

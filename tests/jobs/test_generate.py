@@ -16,7 +16,6 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, ShardConfig
 from jobs.run.generation import Outcome, generate
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime.config import (
     OffloadConfig,
@@ -29,6 +28,7 @@ from runtime.config import (
 )
 from runtime.errors import Interrupted, RunMismatchError
 from runtime.plan.schedule.actions import Op, parse_action
+from tests.generations import read_generations
 from tests.jobs.killing import run_and_kill
 
 ROOT = Path(__file__).resolve().parents[2]

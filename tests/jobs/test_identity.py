@@ -16,11 +16,11 @@ from jobs.datasets import DatasetConfig, DatasetKind, input_digest, read_rows
 from jobs.files.publishing import json_digest
 from jobs.run import generation
 from jobs.run.generation import Outcome, generate
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import DamagedRunError, Interrupted, OutputError, RunMismatchError
+from tests.generations import read_generations
 
 NUM_ROWS = 6
 ROWS = [{"id": f"r{i}", "prompt": f"prompt {i}", "answer": i, "tags": ["a", i]} for i in range(NUM_ROWS)]

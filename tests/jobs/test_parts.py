@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.run.output_rows import GenerationRow
-from jobs.run.parts import read_generations
 from jobs.run.success import is_finished
+from tests.generations import read_generations
 from tests.jobs.part_support import (
     MANIFEST,
     PASSES,

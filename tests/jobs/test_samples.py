@@ -11,10 +11,10 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
 from jobs.run.generation import Outcome, generate
-from jobs.run.parts import read_generations
 from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import Interrupted, RunMismatchError
+from tests.generations import read_generations
 
 SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2)
 THREE = SamplingConfig(n=3, temperature=0.9, max_new_tokens=5, ignore_eos=True)

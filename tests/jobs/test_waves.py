@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.run.parts import PartStore, read_generations
+from jobs.run.parts import PartStore
 from jobs.run.success import is_finished
 from runtime.errors import Interrupted, KVFileError, OutputError
+from tests.generations import read_generations
 from tests.jobs import part_support
 from tests.jobs.kill_support import Kills
 from tests.jobs.streaming_support import FakeSession, made, run_at, start_waves, store_at

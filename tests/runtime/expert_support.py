@@ -24,6 +24,7 @@ from runtime.plan.placement.experts import dense_shape
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import place
+from runtime.plan.shape.model import ModelShape
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from runtime.stream.experts import ExpertStream
@@ -129,3 +130,8 @@ def lanes_of(num_lanes: int, num_rows: int, num_tokens: int, device: ComputeDevi
     generator = torch.Generator().manual_seed(0)
     shape = (num_rows, num_tokens)
     return [torch.randint(5, 600, shape, generator=generator).to(device.torch_device) for _ in range(num_lanes)]
+
+
+def unpageable_stacks(shape: ModelShape) -> tuple[str, ...]:
+    """Experts' parameters that stay whole, in the dense part of their stage."""
+    return tuple(p.name for stage in shape.stages for p in stage.dense.parameters if p.is_experts)

@@ -11,10 +11,10 @@ from runtime.config import ExpertPaging
 from runtime.model.experts import is_experts
 from runtime.model.loading import LoadedModel
 from runtime.origin.location import GGUF_READER
-from runtime.plan.placement.experts import pageable_stages, unpageable_stacks
+from runtime.plan.placement.experts import pageable_stages
 from tests.gguf_files import Type, write_gguf
 from tests.quantized import write_fp8, write_mxfp4
-from tests.runtime.expert_support import lanes_of, load, player
+from tests.runtime.expert_support import lanes_of, load, player, unpageable_stacks
 from tests.support import synthesize
 
 LANES = lanes_of(3, 2, 9)

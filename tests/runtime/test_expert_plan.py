@@ -27,7 +27,6 @@ from runtime.plan.placement.experts import (
     pageable_stages,
     slot_entry,
     suits_all,
-    unpageable_stacks,
     visit_entries,
 )
 from runtime.plan.placement.placement import Budgets
@@ -38,6 +37,7 @@ from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, Scales, Stage, StageKind, TensorSlice
 from runtime.plan.shape.stage_sizes import ExpertSizes
 from runtime.units import GIB, KIB
+from tests.runtime.expert_support import unpageable_stacks
 from tests.toy import sizes_of, toy_shape
 
 NUM_EXPERTS, ROWS, COLUMNS = 6, 128, 64

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from runtime.plan.cost.roofline import Level, attainable, balance_intensity, first_turning_point, second_turning_point
+from runtime.plan.cost.roofline import Level, attainable, first_turning_point, second_turning_point
 
 CPU = Level(name="host", flops_per_second=1000.0, bytes_per_second=50.0)
 DEVICE = Level(name="compute", flops_per_second=60_000.0, bytes_per_second=300.0)
@@ -44,11 +44,6 @@ def test_above_p2_the_link_no_longer_bounds(own: float) -> None:
 def test_a_larger_micro_batch_moves_p2_up_to_the_peak_and_no_further() -> None:
     points = [second_turning_point(DEVICE, own, LINK) for own in (50.0, 100.0, 200.0, 400.0)]
     assert points == [1500.0, 3000.0, 6000.0, 6000.0]
-
-
-def test_at_the_balance_memory_and_link_take_as_long() -> None:
-    own = balance_intensity(DEVICE, LINK, 600.0)
-    assert DEVICE.bytes_per_second * own == LINK * 600.0
 
 
 def test_roofs_of_many_are_those_of_each() -> None:

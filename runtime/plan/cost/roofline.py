@@ -66,9 +66,3 @@ def second_turning_point(upper: Level, intensity: float, link_bytes_per_second: 
     intensity there and so move P2 up, until the peak.
     """
     return float(upper.attainable(intensity)) / link_bytes_per_second
-
-
-def balance_intensity(upper: Level, link_bytes_per_second: float, intensity_across: float) -> float:
-    """The intensity at the upper level at which its memory and the link take the same time: a larger micro-batch than
-    that only fills memory."""
-    return link_bytes_per_second * intensity_across / upper.bytes_per_second

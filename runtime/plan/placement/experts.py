@@ -66,11 +66,6 @@ def pageable_stages(shape: ModelShape) -> frozenset[int]:
     return frozenset(stage.index for stage in shape.stages if stage.experts)
 
 
-def unpageable_stacks(shape: ModelShape) -> tuple[str, ...]:
-    """Experts' parameters that stay whole, in the dense part of their stage."""
-    return tuple(p.name for stage in shape.stages for p in stage.dense.parameters if p.is_experts)
-
-
 def dense_shape(shape: ModelShape, paged: Collection[int]) -> ModelShape:
     """The model as its slots see it: paged stages without their experts."""
     return replace(shape, stages=tuple(stage.dense if stage.index in paged else stage for stage in shape.stages))

@@ -1,4 +1,4 @@
-"""A pass as a list of actions: made here, printed, parsed back; checked by `check`, simulated by `cost`, and executed
+"""A pass as a list of actions: made here and printed; checked by `check`, simulated by `cost`, and executed
 by the engine.
 
 A walk runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...config import ORDERS_AHEAD
 from ...errors import ConfigError
-from .actions import Action, Op, parse_action
+from .actions import Action, Op
 from .feeds import kv_feed, require_kv_slots, weight_feed
 from .orders import lane_steps
 from .walk import Walk
@@ -23,12 +23,6 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(["# prologue", *map(str, self.prologue), "# cycle", *map(str, self.cycle)])
-
-
-def parse_schedule(text: str) -> Schedule:
-    prologue, _, cycle = text.partition("# cycle")
-    lines = [[line for line in part.splitlines() if line and not line.startswith("#")] for part in (prologue, cycle)]
-    return Schedule(prologue=tuple(map(parse_action, lines[0])), cycle=tuple(map(parse_action, lines[1])))
 
 
 def make_schedule(walk: Walk, num_lanes: int) -> Schedule:

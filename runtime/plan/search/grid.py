@@ -34,10 +34,6 @@ class PolicyGrid:
     num_requests: int
 
     @property
-    def num_policies(self) -> int:
-        return len(self.micro_batch)
-
-    @property
     def num_blocks(self) -> Floats:
         return np.maximum(1, np.ceil(self.num_requests / (self.micro_batch * self.count)))
 
