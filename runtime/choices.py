@@ -126,7 +126,7 @@ def _log_kept(kept: KeptPolicy, origin: str) -> None:
 
 
 def _pinned(directory: Path, pin: str) -> KeptPolicy:
-    """By the policy's digest, as logs show it, or the beginning of it."""
+    """The kept policy whose digest, as logs show it, is or begins with this pin."""
     every = [_kept(path) for path in sorted(directory.glob("*.json"))]
     found = {each.policy: each for each in every if each is not None and each.policy.digest.startswith(pin)}
     if len(found) == 1:

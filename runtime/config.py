@@ -68,7 +68,7 @@ class Admission(Enum):
 
 
 class Order(Enum):
-    """In which order lanes pass the stages, see `runtime/plan/schedule/orders.py`."""
+    """The order in which lanes pass the stages, see `runtime/plan/schedule/orders.py`."""
 
     zigzag = "zigzag"
     flexgen = "flexgen"

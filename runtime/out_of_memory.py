@@ -30,12 +30,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(ledgers: Sequence[Ledger], error: BaseException) -> BudgetError:
-    """Before the first pass: the plan is at fault, and the next start would end in the same way."""
+    """The error before the first pass: the plan is at fault, and the next start would end in the same way."""
     return BudgetError(_shortage(ledgers, error))
 
 
 def memory_shortage(ledgers: Sequence[Ledger], error: BaseException) -> MemoryShortage:
-    """Of a run that has begun: a later start goes on."""
+    """The error of a run that has begun: a later start goes on."""
     return MemoryShortage(_shortage(ledgers, error))
 
 

@@ -39,8 +39,8 @@ class DataSheet:
 
 @dataclass(frozen=True, kw_only=True)
 class DTypeRates:
-    """Of one compute dtype. `gemm_gflops` belongs to the first of `MeasuredRates.gemm_rows`; larger products are as
-    fast as the last. Attention by bytes of keys and values in this dtype: where the model computes, by the CPU's
+    """The rates of one compute dtype. `gemm_gflops` belongs to the first of `MeasuredRates.gemm_rows`; larger products
+    are as fast as the last. Attention by bytes of keys and values in this dtype: where the model computes, by the CPU's
     workers."""
 
     gemm_gflops: list[float]
@@ -129,7 +129,7 @@ class ProductTable:
 
     @staticmethod
     def kind(stored: str, *, is_tall: bool) -> str:
-        """Of weights by the dtype they are stored in; tall ones have more inputs than outputs."""
+        """The kind of weights, by the dtype they are stored in; tall ones have more inputs than outputs."""
         return f"{stored}, {'tall' if is_tall else 'wide'}"
 
     def fastest(self, stored: str, *, is_tall: bool, num_rows: int) -> LinearBackend | None:

@@ -96,7 +96,8 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """As far as these settings say: with `follow_model`, a temperature of None is the model's to say."""
+        """Whether tokens are greedy as far as these settings say: with `follow_model`, a temperature of None is the
+        model's to say."""
         return not self.temperature and not (self.follow_model and self.temperature is None)
 
     def overridden(self, by: SamplingOverrides) -> "SamplingConfig":

@@ -46,16 +46,13 @@ ROOMS_WITHOUT_SUBJECTS: set[str] = {
     "runtime.linear",
     "runtime.measure",
     "runtime.model",
-    "runtime.origin",
     "runtime.plan",
     "runtime.plan.cost",
     "runtime.plan.placement",
     "runtime.plan.schedule",
     "runtime.plan.search",
     "runtime.plan.shape",
-    "runtime.probing",
     "runtime.stream",
-    "runtime.synthesize",
     "runtime.weights",
 }
 

@@ -45,8 +45,8 @@ class ModelGeneration:
 
 
 def read_generation(path: Path, config: PreTrainedConfig) -> ModelGeneration:
-    """Of the checkpoint at `path`, a directory or a GGUF file, which has but the config that was made of it. Raises
-    CheckpointError naming file, key, value and what is expected."""
+    """What the checkpoint at `path` says of generating: a directory, or a GGUF file, which has but the config that was
+    made of it. Raises CheckpointError naming file, key, value and what is expected."""
     if is_gguf(path):
         return _taken(path, GenerationConfig.from_model_config(config))
     file = path / FILE
@@ -60,7 +60,7 @@ def read_generation(path: Path, config: PreTrainedConfig) -> ModelGeneration:
 
 
 def _of_config(file: Path) -> ModelGeneration:
-    """As transformers does it: of what the file says, not of its class's defaults."""
+    """What config.json says of generating: as in transformers what the file says counts, not its class's defaults."""
     values = without_code(read_json_object(file, max_bytes=MAX_SETTINGS_BYTES))
     with one_line(str(file)):
         return _taken(file, GenerationConfig.from_model_config({**values}))

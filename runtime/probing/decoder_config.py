@@ -16,7 +16,7 @@ def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def largest(config: PreTrainedConfig, name: str) -> int | None:
-    """Of a size that layers may have different ones of, that of the layer with the most. None where there is none."""
+    """The largest of a size that layers may have different ones of. None where there is none."""
     try:
         value = getattr(config, name, None)
     except AmbiguousGlobalPerLayerAttributeError:
@@ -32,5 +32,5 @@ def head_size(config: PreTrainedConfig) -> int:
 
 
 def num_attention_heads(config: PreTrainedConfig) -> int:
-    """Of the layer with the most; 1 where a config has no such thing, as those of recurrent models."""
+    """The heads of the layer with the most; 1 where a config has no such thing, as those of recurrent models."""
     return largest(config, "num_attention_heads") or 1

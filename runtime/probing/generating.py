@@ -23,8 +23,9 @@ class PassInputs:
     is_first: bool
 
     def of(self, model: PreTrainedModel, cache: Cache) -> dict[str, object]:
-        """As the class itself prepares them: recurrent classes drop the mask once prompts have passed. The cache stays
-        the lane's, also where a class would begin another one (Phi-3's LongRoPE). Of logits, only the last."""
+        """The arguments as the class itself prepares them: recurrent classes drop the mask once prompts have passed.
+        The cache stays the lane's, also where a class would begin another one (Phi-3's LongRoPE). Only the last logits
+        are kept."""
         prepared = model.prepare_inputs_for_generation(  # pyright: ignore[reportCallIssue] - a mixin that it does not see
             self.ids_BT,
             attention_mask=self.mask_BS,

@@ -29,7 +29,7 @@ def chunk_of(module: torch.nn.Module, layer: int) -> int | None:
 
 
 def unknown_wish(wishes: Mapping[str, object]) -> str:
-    """Of what a class hands to its attention function by name."""
+    """What a class hands to its attention function by name and lanes do not know, in words; `""` if nothing."""
     found = [name for name in UNSUPPORTED if wishes.get(name) is not None]
     return f"its attention wants {found[0]}" if found else ""
 

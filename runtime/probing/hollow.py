@@ -48,7 +48,7 @@ class Reached(Exception):
 
 
 class _End(nn.Module):
-    """In the place of a layer: what the class reads off it beforehand, it reads off the original."""
+    """Stands in the place of a layer: what the class reads off it beforehand, it reads off the original."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -65,7 +65,7 @@ class _End(nn.Module):
 
 
 def without_values(model: PreTrainedModel) -> PreTrainedModel:
-    """On the meta device, which computes shapes alone, and without experts: they choose by values."""
+    """A copy on the meta device, which computes shapes alone, and without experts: they choose by values."""
     found = copy.deepcopy(model).to("meta")  # pyright: ignore[reportArgumentType] - transformers hides the signature
     _leave_out_experts(found)
     return found
@@ -79,9 +79,9 @@ def _leave_out_experts(model: PreTrainedModel) -> None:
 def with_values(
     model: PreTrainedModel, *, num_layers: int | None = NUM_LAYERS, with_experts: bool = False
 ) -> PreTrainedModel:
-    """On the CPU, its first layers alone. Element (i, j) of a matrix is number i + j of a vector, so weights take no
-    memory, and no two rows or columns are equal. Running it raises `Reached` behind the last layer, if there are more.
-    """
+    """A copy on the CPU, of its first layers alone. Element (i, j) of a matrix is number i + j of a vector, so weights
+    take no memory, and no two rows or columns are equal. Running it raises `Reached` behind the last layer, if there
+    are more."""
     found = copy.deepcopy(model)
     if getattr(found.config.get_text_config(), "_experts_implementation", None) is not None:
         found.set_experts_implementation("eager")  # others would copy all of a layer's experts

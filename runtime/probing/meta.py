@@ -75,7 +75,7 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoClass]:
-    """Of transformers' classes for a config the one that generates text: of a composite model, which also looks or
+    """The class of transformers that generates text with this config: for a composite model, which also looks or
     listens, that of the whole. Raises ConfigError where there is none."""
     first = [AutoModelForSeq2SeqLM] if config.is_encoder_decoder else [AutoModelForCausalLM]
     for auto in (*first, AutoModelForMultimodalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):

@@ -59,7 +59,7 @@ class Mask:
 
 @dataclass
 class Seen:
-    """Of one run: what was asked of transformers and of the cache, and what speaks against packed lanes."""
+    """What one run asked of transformers and of the cache, and what speaks against packed lanes."""
 
     rank: int | None  # of latents
     masks: list[Mask] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Seen:
     reason: str = ""
 
     def are_given(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Also where layers make keys and values of the latents that the cache holds, in lanes that know it."""
+        """Whether keys and values are the cache's, or made of its latents by layers in lanes that know it."""
         given = self.given.get(layer)
         return given is not None and (is_latent(given, self.rank) or (key is given[0] and value is given[1]))
 
@@ -151,7 +151,7 @@ def _make_mask(
     local_size: int | None = None,
     **kwargs: object,
 ) -> torch.Tensor:
-    """As transformers asks for one."""
+    """A mask function as transformers asks for one."""
     tensor = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     _seen().masks.append(Mask(tensor=tensor, shows=mask_function, size=local_size))
     return tensor
@@ -166,7 +166,7 @@ def _attend(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """In the place of `ragged_attention`: looks at what it is handed, and computes nothing."""
+    """Stands in the place of `ragged_attention`: looks at what it is handed, and computes nothing."""
     seen, layer = _seen(), guards.layer_of(module)
     reach = Reach(sliding_window, guards.chunk_of(module, layer))
     mask = next((each for each in seen.masks if each.tensor is attention_mask), None)

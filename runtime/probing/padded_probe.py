@@ -33,8 +33,8 @@ class PaddedHabits:
 
 
 def padded_habits(model: PreTrainedModel) -> PaddedHabits:
-    """Of a decoder that padded lanes run. Raises ConfigError for a class that keeps the state of a sequence where lanes
-    cannot. Where its code does not run on such a copy, or gives no numbers, nothing is known."""
+    """The habits of a decoder that padded lanes run. Raises ConfigError for a class that keeps the state of a sequence
+    where lanes cannot. Where its code does not run on such a copy, or gives no numbers, nothing is known."""
     name = type(model).__name__
     if not cache_argument(model):
         raise ConfigError(f"model.path: {name} takes no cache, so lanes cannot keep what it knows of a sequence")
@@ -62,7 +62,7 @@ def padded_habits(model: PreTrainedModel) -> PaddedHabits:
 
 
 def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
-    """In float32, with windows that its few tokens outgrow."""
+    """A copy in float32, with windows that its few tokens outgrow."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     if getattr(text, "sliding_window", None):

@@ -61,7 +61,8 @@ class RandomWeights:
         return own_values.flatten().repeat(repeats)[: spec.num_elements].view(spec.shape).to(spec.dtype)
 
     def deviation(self, spec: TensorSpec) -> float | None:
-        """Of the normal distribution around zero that its values are drawn from; None where they come otherwise."""
+        """The deviation of the normal distribution around zero that values are drawn from; None where they come
+        otherwise."""
         if not self._tensors[spec.name].is_meta:
             return None
         std, own_values = self._recipe(self._origins[spec.name], _tensor_seed(self._seed, spec.name))
@@ -107,7 +108,7 @@ def _saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _origins(model: PreTrainedModel, names: list[str], state: dict[str, torch.Tensor]) -> dict[str, str]:
-    """For each checkpoint tensor the (first) parameter that it is loaded into, by transformers' own renaming."""
+    """The (first) parameter that each checkpoint tensor is loaded into, by transformers' own renaming."""
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
