@@ -1,4 +1,4 @@
-"""From requests to the plan of a run: rates are measured where nobody gave them, and where the policy is left open, one
+"""Plans the run of some requests: rates are measured where nobody gave them, and where the policy is left open, one
 that a search has chosen before is found again, or a new one is searched.
 """
 

@@ -106,12 +106,14 @@ class Session:
                 on_pass(record)
 
     def snapshot(self) -> dict[int, Unfinished]:
-        """Of the sequences of `wave` or `stream` that have begun and not finished; also after it was interrupted."""
+        """The state of the sequences of `wave` or `stream` that have begun and not finished; also after it was
+        interrupted."""
         return {i: s.snapshot() for i, s in self._open.items() if s.generated and s.finish is None}
 
     def _resumed(self, request: Request, unfinished: Unfinished | None) -> Running:
-        """In padded lanes a sequence begins again: with its answer among others' prompts a lane would be wider than
-        planned, and behind an encoder answers of unequal lengths cannot be prefilled."""
+        """A sequence that goes on from where it was. In padded lanes it begins again: with its answer among others'
+        prompts a lane would be wider than planned, and behind an encoder answers of unequal lengths cannot be
+        prefilled."""
         is_packed = self._model.shape.is_packed
         return resumed(request, unfinished if is_packed else None, self._engine.torch_device)
 
@@ -128,7 +130,7 @@ class Session:
     def _chunks(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
     ) -> Sequence[int | None]:
-        """Of each lane, how many tokens it may prefill in a pass; None: as many as the policy says."""
+        """How many tokens each lane may prefill in a pass; None: as many as the policy says."""
         if not any(sequence.generated for lane in lanes for sequence in lane):
             return [None] * len(lanes)
         compute = next((each for each in self._plan.placement.ledgers if each.memory == "device"), None)

@@ -10,7 +10,8 @@ from ..config.settings import LogLevel
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureJobConfig:
-    """Of `machine` the device and its threads count: a profile of another machine cannot be measured here."""
+    """What is measured, and where: of `machine` the device and its threads count, as a profile of another machine
+    cannot be measured here."""
 
     machine: MachineConfig = field(default_factory=MachineConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)

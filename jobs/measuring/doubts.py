@@ -45,7 +45,7 @@ def names(profile: str, device: str) -> bool:
 
 
 def _far(found: Mapping[str, Value], others: Mapping[str, Value], where: str) -> Iterator[str]:
-    """Of products by rows, which share a key, the farthest alone."""
+    """The farthest alone of products by rows, which share a key."""
     farthest: dict[str, tuple[float, str]] = {}
     for name in found.keys() & others.keys():
         one, other = found[name], others[name]
@@ -80,7 +80,8 @@ def _values(rates: MeasuredRates) -> dict[str, Value]:
 
 
 def _peaks(sheet: DataSheet, rates: MeasuredRates) -> dict[str, Value]:
-    """Of the device alone: the host around it is another one. Products reach them with the most rows."""
+    """What is odd beside the data sheet, of the device alone: the host around it is another one. Products reach them
+    with the most rows."""
     found = {"memory_gb_per_second": Value(number=sheet.memory_gb_per_second, unit="GB/s")}
     for key in ("link_in_gb_per_second", "link_out_gb_per_second"):
         found[key] = Value(number=sheet.link_gb_per_second, unit="GB/s")
@@ -92,7 +93,7 @@ def _peaks(sheet: DataSheet, rates: MeasuredRates) -> dict[str, Value]:
 
 
 def _sheets() -> dict[str, DataSheet]:
-    """Of one device each, by profile."""
+    """The sheets of one device each, by profile."""
     found: dict[str, DataSheet] = {}
     for path in sorted(MACHINES.glob("*.yaml")):
         values = read_yaml(path).get("sheet")

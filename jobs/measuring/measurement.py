@@ -99,8 +99,8 @@ def _rounds_left_out(measured: Measured, config: MeasureConfig) -> Iterator[str]
 
 @contextmanager
 def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[Probe]]:
-    """Of decode passes through the built-in tiny model: what a lane more takes, by stage, and what a pass takes beside
-    its turns. Layers with experts take longer by what each expert's call does."""
+    """Probes of decode passes through the built-in tiny model: what a lane more takes, by stage, and what a pass takes
+    beside its turns. Layers with experts take longer by what each expert's call does."""
     config = RuntimeConfig(
         machine=replace(machine, sheet=None, rates=None),
         policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=NUM_LANES),
@@ -131,7 +131,7 @@ class _Passes:
         self._requests = requests
 
     def seconds(self) -> float:
-        """Of a decode pass, the median."""
+        """The seconds of a decode pass, the median."""
         records: list[PassRecord] = []
         session: Session = self._session
         session.run(self._plan.blocks[0], self._requests, records.append)

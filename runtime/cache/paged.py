@@ -23,6 +23,7 @@ from ..attention.layout import LayerKV, PassLayout
 from ..attention.upload import upload
 from ..attention.views import DecodeRows, Prompts, Segment
 from ..plan.placement.memory import PAGE_TOKENS
+from .base import KVCache
 from .host_lane import HostLane, HostVisit
 from .pages import KVPages, num_pages_for, split_pages
 
@@ -58,8 +59,9 @@ class StoredAlone(Exception):
     """A layer has stored keys and values, and nobody wants more of it."""
 
 
-class PagedKV(Cache):
-    """Rows are in the order of the lane's sequences. Pages are taken in `begin_pass` and given back by `remove`.
+class PagedKV(Cache, KVCache):
+    """Rows are in the order of the lane's sequences. Pages are taken in `begin_pass` and given back by `remove` or
+    `close`.
 
     `expands`: the layers cache latents and want all of them back.
     """
@@ -133,8 +135,12 @@ class PagedKV(Cache):
         """Takes a row out; those behind it move up."""
         self._pages.pool.give(self._rows.pop(position).pages)
 
+    def close(self) -> None:
+        """Takes all rows out."""
+        while self._rows:
+            self.remove(len(self._rows) - 1)
+
     def bind(self, layer: int, pages: torch.Tensor) -> None:
-        """`pages` (len(self.pages), bytes of a page), uint8: where the layer's keys and values lie until `unbind`."""
         self._bound[layer] = pages
 
     def unbind(self, layer: int) -> None:

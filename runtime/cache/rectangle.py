@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from ..units import round_up
+from .base import KVCache
 from .pages import PagePool, num_pages_for
 
 
@@ -109,18 +110,22 @@ class TravellingLayer(ReservedLayer):
             self._look()  # others ask for the shapes
 
 
-class RectangleKV:
+class RectangleKV(KVCache):
     """The travelling layers of a padded lane, to whoever carries them: so many pages of a pool, all of them changed by
     every pass. Layers that transformers keeps itself stay where they are. `capacity` as in `rectangle_cache`."""
 
     def __init__(self, cache: Cache, num_rows: int, capacity: int, pool: PagePool):
         self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, TravellingLayer)}
         self._pool = pool
-        self.pages = pool.take(num_rows * num_pages_for(capacity)) if self._layers else []
+        self._pages = pool.take(num_rows * num_pages_for(capacity)) if self._layers else []
+
+    @property
+    def pages(self) -> list[int]:
+        return self._pages
 
     @property
     def changed(self) -> range:
-        return range(len(self.pages))
+        return range(len(self._pages))
 
     def bind(self, layer: int, pages: torch.Tensor) -> None:
         if layer in self._layers:
@@ -132,8 +137,8 @@ class RectangleKV:
 
     def close(self) -> None:
         """Gives the pages back."""
-        self._pool.give(self.pages)
-        self.pages = []
+        self._pool.give(self._pages)
+        self._pages = []
 
 
 def rectangle_cache(

@@ -52,7 +52,7 @@ class StaticBatcher(Batcher):
     lane ends; a wave is a line of which nobody waits, reproducible whenever a run is stopped and resumed."""
 
     def __init__(self, line: Iterator[Lane], *, num_lanes: int, block: int = 0):
-        """At most `num_lanes` lanes of the line, none of them empty, are open at a time."""
+        """The lanes of `line`, none of them empty, of which `num_lanes` at most are open at a time."""
         super().__init__(block)
         self._line, self._num_lanes = line, num_lanes
         self._lanes: list[Lane] = []

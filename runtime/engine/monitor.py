@@ -37,14 +37,15 @@ class PassMonitor:
         self._attention: deque[tuple[int, float]] = deque()  # appended to by workers
 
     def begin_compute(self) -> Moment:
-        """Behind all that compute waits for."""
+        """Marks where compute begins, behind all that it waits for."""
         return self._device.clock.begin(self._device.compute_stream())
 
     def end_compute(self, stage: int, action: object, begin: Moment) -> None:
         self._device.clock.end(begin, partial(self._computed, stage, action), self._device.compute_stream())
 
     def end_attention(self, stage: int, begin: Moment) -> None:
-        """Of attention that runs where its lane runs. It is part of the lane's action, so it has no span of its own."""
+        """Ends attention that runs where its lane runs. It is part of the lane's action, so it has no span of its
+        own."""
         self._device.clock.end(begin, partial(self._attended, stage), self._device.compute_stream())
 
     def watched(self, stage: int, action: object, compute: Callable[[], T]) -> Callable[[], T]:
@@ -62,7 +63,7 @@ class PassMonitor:
         return timed
 
     def take(self, streams: Rows[Callable[[], StreamCounters]]) -> StageTimes:
-        """Since the last call, what each of the streams counted included."""
+        """The times since the last call, what each of the streams counted included."""
         self._device.clock.resolve()
         counters = [take() for take in streams]
         attention: defaultdict[int, float] = defaultdict(float)

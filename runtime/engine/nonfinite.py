@@ -41,7 +41,7 @@ class Origin:
 
     @property
     def is_in_weights(self) -> bool:
-        """For whatever row: of an embedding only some rows are used."""
+        """Whether any row would meet it: of an embedding only some rows are used."""
         return bool(self.tensors) and self.stage != EMBEDDING
 
 

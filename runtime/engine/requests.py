@@ -1,4 +1,4 @@
-"""From a prompt to a request, or to the reason why there is none."""
+"""Makes requests of prompts, or says why there is none."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass

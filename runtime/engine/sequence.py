@@ -13,7 +13,7 @@ from ..plan.placement.memory import SequenceSize
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Of one generated token: its own log-probability, and the likeliest tokens in its place, likeliest first."""
+    """One generated token's own log-probability, and the likeliest tokens in its place, likeliest first."""
 
     own: float
     top_ids: tuple[int, ...]
@@ -21,7 +21,7 @@ class TokenLogprobs:
 
 
 def written_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B,
+    """Log-probabilities of each row's chosen token and of the likeliest ones, as `read_logprobs` reads them: int32 (B,
     num_written(num_top)), so that one transfer brings them to the host. `logits_BV` is float32."""
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     own_B1 = logprobs_BV.gather(-1, tokens_B[:, None])
@@ -102,7 +102,7 @@ class Sequence:
 
     @property
     def known_size(self) -> SequenceSize:
-        """As of a request whose prompt is all that is known."""
+        """The size of a request whose prompt is all that is known."""
         return SequenceSize.shared(self.num_known, self.request.max_new_tokens - len(self.generated))
 
     @property

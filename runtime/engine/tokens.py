@@ -1,4 +1,4 @@
-"""From texts to token ids, in memory that no single text decides."""
+"""Tokenises texts, in memory that no single text decides."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ CUT_TOKENS = 256  # by how many a cut between two segments may change the count:
 
 
 def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
-    """With the tokenizer's own special tokens, which a text out of a chat template has already (`is_rendered`). Equal
-    ids are one object, in all of these texts."""
+    """Token ids of each text, with the tokenizer's own special tokens, which a text out of a chat template has already
+    (`is_rendered`). Equal ids are one object, in all of these texts."""
     if model.tokenizer is None:
         raise CheckpointError(f"{model.checkpoint.path} has no tokenizer; set model.tokenizer, or give token ids")
     if not texts:
@@ -27,7 +27,7 @@ def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = Fa
 def tokenize_each(
     model: LoadedModel, texts: Sequence[str], *, is_rendered: bool, most_tokens: int | None
 ) -> list[tuple[int, ...] | str]:
-    """Of each text its ids, or why it has none: it is certain to have more than `most_tokens`, or the tokenizer raises.
+    """The ids of each text, or why it has none: it is certain to have more than `most_tokens`, or the tokenizer raises.
 
     Everything that a tokenizer raises is caught, also what is no Exception (a panic of the tokenizers library): it is
     about one text, and others can go on.

@@ -84,7 +84,7 @@ def _pieces(path: str, file_bytes: int, piece_bytes: int) -> list[Extent]:
 
 
 def _fill(file: BinaryIO, num_bytes: int, directory: str) -> None:
-    """With what no disk can compress or recognise."""
+    """Writes what no disk can compress or recognise."""
     free = free_bytes(directory, key=KEY)
     require(
         num_bytes <= free,

@@ -33,7 +33,8 @@ class ExpertProbes:
     def of(
         loaded: LoadedModel, device: ComputeDevice, stage: Stage, weights: Weights, expert: Weights
     ) -> "ExpertProbes | None":
-        """None where no module of the layer hands its experts out. `weights` and `expert` go by whole names."""
+        """The probes of a layer, or None where no module of it hands its experts out. `weights` and `expert` go by
+        whole names."""
         streamed = next(module for module in loaded.staged.modules if module.stage == stage.index)
         found = ((path, module) for path, module in streamed.inner.named_modules() if is_experts(module))
         path, module = next(found, (None, None))

@@ -67,7 +67,7 @@ def machine_probes(config: MeasureConfig, device: ComputeDevice) -> Iterator[Mac
 def dtype_rates(
     dtype: str, products: ProbeSeries, rows: Sequence[int], figures: Mapping[str, Figure], device: ComputeDevice
 ) -> DTypeRates:
-    """With a rate for each of `rows`."""
+    """The rates of one compute dtype, of products one for each of `rows`."""
     return DTypeRates(
         gemm_gflops=[figures[products.nearest(num_rows).name].value for num_rows in rows],
         attention_gb_per_second=figures[attention_name(dtype, is_on_cpu=not device.is_accelerator)].value,

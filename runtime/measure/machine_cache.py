@@ -63,7 +63,7 @@ def keep(host: Host, rates: MeasuredRates, products: ProductTable | None = None)
 
 
 def find_latest(device: str = "auto") -> MeasuredRates | None:
-    """Of this host, with whatever torch and threads it was measured last, and of the kind of device that
+    """The rates of this host, with whatever torch and threads it was measured last, and of the kind of device that
     `machine.device` names. What cannot be read is named in a warning and counts as nothing."""
     here = (platform.node(), _cpu_model())
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -73,7 +73,8 @@ def find_latest(device: str = "auto") -> MeasuredRates | None:
 
 
 def find_products(host: Host) -> ProductTable | None:
-    """Of exactly this host: with another torch or number of threads another multiplier may be the fastest."""
+    """The fastest ways of exactly this host: with another torch or number of threads another multiplier may be the
+    fastest."""
     kept = _read(host.path) if host.path.exists() else None
     return kept.products if kept is not None else None
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence as Rows
 import torch
 from greenlet import GreenletExit
 
+from ...cache.base import KVCache
 from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ..records import PassCounts
 from ..sequence import Sequence
-from .lane import Lane, LaneContext, TravellingKV
+from .lane import Lane, LaneContext
 from .padded import PaddedLane
 
 
@@ -29,7 +30,7 @@ class ApartLane(Lane):
         """Each row has its own."""
 
     @property
-    def kv(self) -> TravellingKV:
+    def kv(self) -> KVCache:
         return _TogetherKV([row.kv for row in self._rows])
 
     @property
@@ -93,10 +94,10 @@ def _through_stage(run: LaneRun, event: Event | None) -> Event | None:
     return event
 
 
-class _TogetherKV:
+class _TogetherKV(KVCache):
     """The travelling layers of rows, one behind the other."""
 
-    def __init__(self, parts: Rows[TravellingKV]):
+    def __init__(self, parts: Rows[KVCache]):
         self._parts = parts
 
     @property
@@ -114,3 +115,7 @@ class _TogetherKV:
     def unbind(self, layer: int) -> None:
         for part in self._parts:
             part.unbind(layer)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()

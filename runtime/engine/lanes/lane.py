@@ -5,12 +5,12 @@ engine. Its kinds are `PackedLane`, `PaddedLane` and `Seq2SeqLane`.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from greenlet import GreenletExit
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from ...cache.base import KVCache
 from ...cache.pages import PagePool
 from ...events import Event, LaneRun, NeedStage, Weights
 from ...model.rope_lengths import RopeLengths
@@ -33,25 +33,6 @@ class LaneContext:
     prefill_chunk_tokens: int
     has_whole_prompts: bool = False  # in padded lanes
     rope_lengths: RopeLengths | None = None
-
-
-class TravellingKV(Protocol):
-    """What is brought to a layer and carried back from it."""
-
-    @property
-    def pages(self) -> Rows[int]:
-        """All of the lane's, in an order that holds for one pass."""
-        ...
-
-    @property
-    def changed(self) -> Rows[int]:
-        """Positions in `pages` of those that the pass writes to."""
-        ...
-
-    def bind(self, layer: int, pages: torch.Tensor) -> None:
-        """`pages` (len(self.pages), bytes of a page), uint8: where the layer's keys and values lie until `unbind`."""
-
-    def unbind(self, layer: int) -> None: ...
 
 
 class Lane(ABC):
@@ -151,23 +132,24 @@ class Lane(ABC):
 
     @property
     @abstractmethod
-    def cache(self) -> object: ...
+    def cache(self) -> Cache | None:
+        """The cache that the model's layers are handed in a pass; None where each row has its own."""
 
     @property
     @abstractmethod
-    def kv(self) -> TravellingKV:
-        """Its keys and values, where they live in a tier."""
+    def kv(self) -> KVCache:
+        """The lane's keys and values, to whoever carries those of layers that travel."""
 
     @abstractmethod
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
-        """Of each of `sequences`, whether one of its tokens is marked. `marks`, bool: of the tokens of a hidden state
+        """Whether one of its tokens is marked, of each of `sequences`. `marks`, bool: of the tokens of a hidden state
         of the pass, as the lane has laid them out."""
 
     @abstractmethod
     def _prepare(self) -> None: ...
 
     def _lengths(self) -> torch.Tensor | None:
-        """For `LaneRun`, of the tokens that are prepared."""
+        """The length of each prepared token's sequence, as `LaneRun` wants it; None where none is asked for."""
         return None
 
     @abstractmethod

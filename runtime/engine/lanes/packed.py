@@ -54,7 +54,8 @@ class PackedLane(Lane):
             self.leave(sequence)
 
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
-        """In the last layer only those tokens may be left that are asked for; where none is, one that is nobody's."""
+        """As in any lane; in the last layer only the selected tokens may be left, and where none is selected, one that
+        is nobody's."""
         marked, counts = marks.flatten().cpu(), self._new
         if len(marked) != sum(counts):
             counts = [int(row in self._asking) for row in range(len(self.sequences))]
@@ -63,9 +64,9 @@ class PackedLane(Lane):
         return [bool(part.any()) for part in marked.split(counts)]
 
     def choose_tokens(self) -> list[int]:
-        """Of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as prompts are
-        left, those in order until the chunk is full, the last one perhaps in part. What begins again once all have
-        decoded fills the chunk beside the others."""
+        """The tokens of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as
+        prompts are left, those in order until the chunk is full, the last one perhaps in part. What begins again once
+        all have decoded fills the chunk beside the others."""
         if self.is_prefilled:
             return [1] * len(self.sequences)
         decoding = 0 if self.is_filling else 1

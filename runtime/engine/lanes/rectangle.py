@@ -24,7 +24,7 @@ class RectangleLane(Lane):
         self._fill(cache, kv)
 
     def _fill(self, cache: Cache, kv: RectangleKV) -> None:
-        """With all that is known of the sequences, of which an empty cache holds nothing yet."""
+        """Begins with all that is known of the sequences, of which an empty cache holds nothing yet."""
         self._cache, self._kv = cache, kv
         prompts = [torch.tensor(self._prompt(s), device=self._device) for s in self.sequences]
         masks = [torch.ones_like(prompt) for prompt in prompts]

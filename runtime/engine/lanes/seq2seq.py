@@ -45,7 +45,7 @@ class Seq2SeqLane(RectangleLane):
         return self._mask_BS if width == self._mask_BS.shape[1] else None
 
     def _prepare(self) -> None:
-        """Of the start token and all that was generated, the next columns: nearly always the last one alone."""
+        """The next columns of the start token and all that was generated: nearly always the last one alone."""
         begin, end = max(0, self._done - 1), self._done + self._columns - 1
         start = [] if self._done else [self._start_token_id]
         self._ids_BT = upload([start + s.generated[begin:end] for s in self.sequences], self._device)

@@ -1,1 +1,3 @@
-"""From logits to tokens: transformers' own processors, stop strings, log-probabilities. Here belongs what chooses."""
+"""Chooses tokens by logits: transformers' own processors, stop strings, log-probabilities. Here belongs what
+chooses.
+"""

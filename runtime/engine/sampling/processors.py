@@ -167,7 +167,7 @@ def _history_steps(config: SamplingConfig, bad_words: list[list[int]], eos: torc
 
 
 def _growing_penalty(config: SamplingConfig, eos: torch.Tensor) -> Iterator[LengthStep]:
-    """Of `exponential_decay_length_penalty`: it raises the end's score by more with each new token."""
+    """The processor of `exponential_decay_length_penalty` raises the end's score by more with each new token."""
     if config.exponential_decay_length_penalty is not None:
         begin, factor = int(config.exponential_decay_length_penalty[0]), config.exponential_decay_length_penalty[1]
         yield LengthStep(
@@ -207,12 +207,12 @@ def _narrowing(config: SamplingConfig, temperature: float) -> Iterator[LogitsPro
 
 
 def no_history(scores_BV: torch.Tensor) -> torch.Tensor:
-    """For processors that do not look at it."""
+    """A history for processors that do not look at it."""
     return unread(len(scores_BV), 0)
 
 
 def unread(num_rows: int, length: int) -> torch.Tensor:
-    """For processors that look at nothing but its shape: a history of `length` tokens, whichever."""
+    """A history for processors that look at nothing but its shape: a history of `length` tokens, whichever."""
     return torch.zeros(1, 1, dtype=torch.long).expand(num_rows, length) if length else torch.zeros(num_rows, 0).long()
 
 

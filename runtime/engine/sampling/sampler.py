@@ -1,4 +1,4 @@
-"""From logits to the next token of each sequence, with transformers' own processors and its own order of them.
+"""Chooses the next token of each sequence by its logits, with transformers' own processors and its own order of them.
 
 Every sequence draws from a generator of its own, seeded by its request: the same tokens as
 `generate(do_sample=True)` gives for that prompt alone under `torch.manual_seed` of the same seed.
@@ -93,7 +93,7 @@ class Sampler:
         return NUM_OF_TOKEN + (num_written(num_top) if num_top else 0)
 
     def _drawn(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Of each row its token, whether its logits are finite, whether a token was left, and log-probabilities."""
+        """The token of each row, whether its logits are finite, whether a token was left, and log-probabilities."""
         scores_BV = self._processors(sequences, logits_BV)
         is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # NaN is below nothing; five times as fast as isfinite
         is_open_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
@@ -125,8 +125,9 @@ class Sampler:
         return probabilities_BV.div_(self._noise(sequences, probabilities_BV)).argmax(-1)
 
     def _noise(self, sequences: Rows[Sequence], like_BV: torch.Tensor) -> torch.Tensor:
-        """By which a token's probability is divided, so that the largest quotient is a draw: what torch.multinomial
-        does, bit by bit, once it has waited for the device to see whether the row is one of probabilities."""
+        """Numbers by which a token's probability is divided, so that the largest quotient is a draw: what
+        torch.multinomial does, bit by bit, once it has waited for the device to see whether the row is one of
+        probabilities."""
         noise_BV = torch.empty_like(like_BV)
         for sequence, row in zip(sequences, noise_BV, strict=True):
             row.exponential_(1, generator=self._generator(sequence, row.device))

@@ -154,7 +154,7 @@ class _Check:
         return told
 
     def _theirs(self, excerpt: Excerpt, told: Dictated) -> dict[str, torch.Tensor]:
-        """By the class itself, of each prompt alone."""
+        """Logits by the class itself, of each prompt alone."""
         opened = self._opened(excerpt)
         try:
             with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
