@@ -25,8 +25,7 @@ def main(composed: Composed) -> None:
 
     from jobs.files.publishing import publish, write_all
     from jobs.measuring.doubts import doubts
-    from jobs.measuring.measurement import measure_machine
-    from jobs.measuring.progress import Steps
+    from jobs.measuring.measurement import Steps, measure_machine
     from jobs.measuring.report import Source, agreement, format_table, format_yaml
     from runtime.measure.machine_cache import find_latest, keep
 

@@ -8,9 +8,8 @@ from .config import Admission, PolicyConfig
 from .engine.batcher import Batcher, ContinuousBatcher, StaticBatcher
 from .engine.engine import Engine
 from .engine.records import PassRecord
-from .engine.resumption import begun, resumed, resumed_lane
 from .engine.sampling.stopping import decode_text
-from .engine.sequence import Completion, Request, Unfinished
+from .engine.sequence import Completion, Request, Unfinished, begun, resumed, resumed_lane
 from .engine.sequence import Sequence as Running
 from .model.loading import LoadedModel
 from .plan.placement.defaults import chunk_tokens

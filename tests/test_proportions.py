@@ -24,11 +24,7 @@ NO_SUBJECT = re.compile(
 # Debts of the move into rooms. These lists only become shorter.
 LONG_FUNCTIONS: set[str] = set()
 CRUMBS: set[str] = {
-    "jobs.measuring.config",
-    "jobs.measuring.progress",
     "jobs.run.passes",
-    "runtime.engine.resumption",
-    "runtime.engine.self_check.dictation",
     "runtime.model.attention_way",
     "runtime.model.buffers",
     "runtime.weights.converted",

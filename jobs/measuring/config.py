@@ -1,4 +1,6 @@
-"""The settings of `jobs.measure`; mirrors conf/measure.yaml."""
+"""The settings of `jobs.measure`, which mirror conf/measure.yaml. It stands alone so that they are checked before torch
+is loaded.
+"""
 
 from dataclasses import dataclass, field
 

@@ -1,13 +1,18 @@
 """Measures the machine it runs on, as `jobs.measure` does: the hardware by itself, and the engine's own time on a model
-so small that there is little else."""
+so small that there is little else.
+"""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
+from types import TracebackType
+from typing import Self
 
 import torch
+from tqdm import tqdm
 
 from runtime.api import Runtime
 from runtime.budgets import FREE_SHARE
@@ -136,3 +141,22 @@ class _Passes:
         session: Session = self._session
         session.run(self._plan.blocks[0], self._requests, records.append)
         return median(record.seconds for record in records if record.phase is Phase.decode)
+
+
+class Steps:
+    """How far a measurement is: a bar on a terminal, nothing elsewhere. A context manager; `advance` after each
+    step."""
+
+    def __enter__(self) -> Self:
+        self._bar = tqdm(unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def advance(self, name: str, total: int) -> None:
+        self._bar.total = total
+        self._bar.set_description(name, refresh=False)
+        self._bar.update()

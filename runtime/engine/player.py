@@ -1,9 +1,10 @@
 """Plays the actions of passes on real lanes: the one interpreter of schedules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -21,9 +22,7 @@ from .monitor import PassMonitor
 from .workers import AttentionWorkers
 
 Answer: TypeAlias = Weights | torch.Tensor
-
-# What a lane parks at, beside the next stage, while an action carries it on.
-STOPS: Mapping[Op, type[Event]] = {Op.pre: NeedAttention, Op.route: NeedExperts}
+Stops: TypeAlias = tuple[type[Event], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Player:
         self._mixed: dict[int, torch.Tensor] = {}  # the experts' answers, by lane
         self._played: Schedule | None = None
         self.has_lost_a_pass = False
-        self._moves: dict[Op, Callable[[Action], None]] = {
+        self._do: dict[Op, Callable[[Action], None]] = {
             Op.read: lambda action: weights.read(action.its_stage, action.page),
             Op.copy: lambda action: weights.copy(action.its_stage, action.page),
             Op.free: lambda action: weights.free(action.its_stage),
@@ -67,13 +66,11 @@ class Player:
             Op.fetch: self._fetch,
             Op.store: self._store,
             Op.sync: self._sync,
-        }
-        self._answers: dict[Op, Callable[[Action], Answer | None]] = {
-            Op.run: self._whole_stage,
-            Op.pre: self._stage,
-            Op.post: self._attention,
-            Op.route: self._attention_or_stage,
-            Op.end: lambda action: self._mixed.pop(action.turn[1], None),
+            Op.run: partial(self._advance, self._whole_stage, ()),
+            Op.pre: partial(self._advance, self._stage, (NeedAttention,)),
+            Op.post: partial(self._advance, self._attention, ()),
+            Op.route: partial(self._advance, self._attention_or_stage, (NeedExperts,)),
+            Op.end: partial(self._advance, lambda action: self._mixed.pop(action.turn[1], None), ()),
         }
 
     def play(
@@ -91,10 +88,7 @@ class Player:
                 lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)
             ]
             for action in self._actions(schedule):
-                if (move := self._moves.get(action.op)) is not None:
-                    move(action)
-                elif (answer := self._answers[action.op](action)) is not None:
-                    self._advance(action, answer)
+                self._do[action.op](action)
             assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
         except BaseException:
             self.has_lost_a_pass = True
@@ -113,14 +107,16 @@ class Player:
         self._context.weights.drop()
         return *schedule.prologue, *schedule.cycle
 
-    def _advance(self, action: Action, answer: Answer) -> None:
-        """Carries a lane on until it asks for another stage, or stops where the action says so. A stage may be several
-        modules: the lane asks for its weights again."""
+    def _advance(self, answer_to: Callable[[Action], Answer | None], stops: Stops, action: Action) -> None:
+        """Carries a lane on, with the answer that it waits for, until it asks for another stage or for one of `stops`;
+        where it waits for none it stays. A stage may be several modules: the lane asks for its weights again."""
+        answer = answer_to(action)
+        if answer is None:
+            return
         stage, lane = action.turn
-        stop = STOPS.get(action.op, ())
         begin = self._context.monitor.begin_compute()
         event = self._lanes[lane].advance(answer)
-        while event is not None and not isinstance(event, stop) and not _leaves(event, stage):
+        while event is not None and not isinstance(event, stops) and not _leaves(event, stage):
             event = self._lanes[lane].advance(self._answer(stage, event))
         self._events[lane] = event
         self._context.monitor.end_compute(stage, action, begin)

@@ -1,14 +1,19 @@
 """A request and what has become of it so far, its tokens and their log-probabilities: log-softmax in float32 of the
-logits as they leave the head, before any processor, temperature or cut. transformers calls these `output_logits`.
+logits as they leave the head, before any processor, temperature or cut. transformers calls these `output_logits`. Those
+that an earlier process has begun are taken up where it left them.
 """
 
 import hashlib
+import logging
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from ..plan.placement.memory import SequenceSize
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,3 +170,37 @@ class Unfinished:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     generator_state: bytes | None
+
+
+def begun(request: Request) -> Sequence:
+    """A sequence that begins with its prompt."""
+    sequence = Sequence(request=request)
+    if not request.max_new_tokens:
+        sequence.finish = FinishReason.length
+    return sequence
+
+
+def resumed(request: Request, unfinished: Unfinished | None, device: torch.device) -> Sequence:
+    """A sequence that goes on from the tokens that it has; from its prompt where there are none, or where its generator
+    is of another kind of device, whose draws cannot go on here."""
+    if unfinished is None:
+        return begun(request)
+    try:
+        return Sequence.restored(request, unfinished, device)
+    except RuntimeError as error:
+        log.warning("row %r begins again: the state of its generator does not fit %s: %s", request.id, device, error)
+        return begun(request)
+
+
+def resumed_lane(
+    requests: Rows[Request], unfinished: Rows[Unfinished | None], device: torch.device, *, is_packed: bool
+) -> list[Sequence]:
+    """The sequences of one micro-batch. In a rectangle all rows have generated equally much at any time; where they
+    have not, because they come out of packed lanes, such a rectangle would be wider than planned, and all of them begin
+    again."""
+    pairs = zip(requests, unfinished, strict=True)
+    sequences = [resumed(request, state, device) for request, state in pairs]
+    if is_packed or len({len(s.generated) for s in sequences if s.finish is None}) <= 1:
+        return sequences
+    log.warning("%d rows begin again: padded lanes cannot go on from unequally many tokens", len(sequences))
+    return [begun(request) for request in requests]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from runtime import SamplingConfig
-from runtime.engine.sampling.token_bans import bad_word_ids
+from runtime.engine.sampling.sampler import bad_word_ids
 from runtime.engine.sequence import Completion, Request
 from runtime.errors import ConfigError
 from tests.runtime.sampling_support import References, runtime_for, transformers_answer

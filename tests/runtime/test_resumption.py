@@ -12,8 +12,7 @@ from runtime import OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, Samplin
 from runtime.batching.balance import Block
 from runtime.config import DType, KVConfig, KVTier, ModelConfig, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.resumption import resumed, resumed_lane
-from runtime.engine.sequence import Request, Unfinished
+from runtime.engine.sequence import Request, Unfinished, resumed, resumed_lane
 from runtime.plan.planner import RunPlan
 from tests.support import NUM_NEW_TOKENS, NUM_SAMPLED, TEMPERATURE, TOP_P, Reference
 

@@ -32,8 +32,7 @@ from ..sequence import Request
 from ..sequence import Sequence as Running
 from ..setup import Setup
 from ..streams import open_streams
-from .dictated import Dictated, dictated, heard_from_generate
-from .dictation import Dictation
+from .dictated import Dictated, Dictation, dictated, heard_from_generate
 
 log = logging.getLogger(__name__)
 

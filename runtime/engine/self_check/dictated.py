@@ -1,7 +1,10 @@
 """What a self-check tells a model: a few prompts and the tokens behind them; and what transformers' `generate` makes of
-it."""
+it.
+"""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +18,8 @@ from ...origin.location import read_config
 from ...probing.meta import build_meta_model
 from ...weights.computed import keep_computed
 from ...weights.quantization import take_quantization
-from ..sequence import Request
+from ..sampling.sampler import Sampler
+from ..sequence import FinishReason, Request, Sequence
 
 PROMPT_LENGTHS = (5, 14, 9, 3)  # shorter and longer than the windows and limits of excerpts, none a multiple of a chunk
 NUM_NEW_TOKENS, CHUNK_TOKENS = 8, 8
@@ -103,3 +107,23 @@ def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated) -
         )
         found[request.id] = torch.cat(out.logits).float()
     return found
+
+
+class Dictation(Sampler):
+    """`tokens` by request id. `heard[id]` are a sequence's rows of logits (V,), float32 on the CPU, one per token."""
+
+    def __init__(self, tokens: Mapping[str, Rows[int]]):
+        self._tokens = tokens
+        self.heard: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+        """Where nobody asks, the head sees one all the same."""
+        return logits_BV[: len(sequences)].float().view(torch.int32)
+
+    def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
+        for sequence, logits_V in zip(sequences, drawn.view(torch.float32), strict=True):
+            told, heard = self._tokens[sequence.request.id], self.heard[sequence.request.id]
+            sequence.generated.append(told[len(heard)])
+            heard.append(logits_V.clone())
+            if len(heard) == len(told):
+                sequence.finish = FinishReason.length
