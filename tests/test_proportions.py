@@ -30,17 +30,10 @@ CRUMBS: set[str] = {
     "runtime.weights.converted",
 }
 ROOMS_WITHOUT_SUBJECTS: set[str] = {
-    "jobs.measuring",
     "jobs.run",
-    "runtime",
     "runtime.attention",
-    "runtime.engine",
-    "runtime.engine.lanes",
-    "runtime.engine.sampling",
-    "runtime.engine.self_check",
     "runtime.kernels",
     "runtime.linear",
-    "runtime.measure",
     "runtime.model",
     "runtime.plan",
     "runtime.plan.cost",

@@ -54,8 +54,8 @@ class PackedLane(Lane):
             self.leave(sequence)
 
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
-        """As in any lane; in the last layer only the selected tokens may be left, and where none is selected, one that
-        is nobody's."""
+        """Whether one of its tokens is marked, of each sequence. In the last layer only the selected tokens may be
+        left, and where none is selected, one that is nobody's."""
         marked, counts = marks.flatten().cpu(), self._new
         if len(marked) != sum(counts):
             counts = [int(row in self._asking) for row in range(len(self.sequences))]
