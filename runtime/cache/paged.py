@@ -75,7 +75,7 @@ class PagedKV(Cache, KVCache):
         self._device = pages.device.torch_device
         self._rows: list[Row] = []
         self._new: list[int] = []
-        self._asking: list[int] = []
+        self._selected: list[int] = []
         self._bound: dict[int, torch.Tensor] = {}
         self._last_page: int | None = None
         self._place_of: dict[int, int] = {}
@@ -106,8 +106,8 @@ class PagedKV(Cache, KVCache):
         return sum(self._new)
 
     @property
-    def num_asked(self) -> int:
-        return len(self._asking)
+    def num_selected(self) -> int:
+        return len(self._selected)
 
     @property
     def past(self) -> list[int]:
@@ -146,17 +146,17 @@ class PagedKV(Cache, KVCache):
     def unbind(self, layer: int) -> None:
         del self._bound[layer]
 
-    def begin_pass(self, new_tokens: Sequence[int], asking: Sequence[int] | None = None) -> None:
+    def begin_pass(self, new_tokens: Sequence[int], selected: Sequence[int] | None = None) -> None:
         """Says how many tokens of each row the coming pass carries, in row order; the tokens lie in the same order.
-        `asking`: the rows, in this order, whose last token the head is to see; None: all. It wants to see one at least:
-        if nobody asks, that of the last row in the pass."""
+        `selected`: the rows, in this order, whose last token the head is to see; None: all. It wants to see one at
+        least: if nobody asks, that of the last row in the pass."""
         self._new = list(new_tokens)
         in_pass = [i for i, new in enumerate(self._new) if new]
-        self._asking = list(in_pass if asking is None else asking) or in_pass[-1:]
+        self._selected = list(in_pass if selected is None else selected) or in_pass[-1:]
         self._take_pages()
         self._view = self._look(self.past, self._new)
         ends = list(accumulate(self._new))
-        self.asked_B = upload([ends[i] - 1 for i in self._asking], self._device)
+        self.selected_B = upload([ends[i] - 1 for i in self._selected], self._device)
         if self._host is not None:
             self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments)
 
@@ -186,11 +186,11 @@ class PagedKV(Cache, KVCache):
             self._stop_after = None
 
     @contextmanager
-    def asked_alone(self) -> Iterator[None]:
-        """Within it the pass has the tokens `asked_B` alone, and those before them are cached."""
+    def selected_alone(self) -> Iterator[None]:
+        """Within it the pass has the tokens `selected_B` alone, and those before them are cached."""
         whole = self._view
         last = [past + max(0, new - 1) for past, new in zip(whole.past, whole.new, strict=True)]
-        self._view = self._look(last, [int(row in self._asking) for row in range(len(last))])
+        self._view = self._look(last, [int(row in self._selected) for row in range(len(last))])
         try:
             yield
         finally:

@@ -18,16 +18,16 @@ from ..plan.cost.lane_work import is_narrow
 Narrow = Callable[[torch.Tensor], torch.Tensor]
 
 
-def forward_asked(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `layer(*args, **kwargs)` returns; zeros for tokens that nobody asks for."""
     run = getcurrent()
     cache = run.cache if isinstance(run, LaneRun) else None
     index = _index(layer)
-    if not isinstance(cache, PagedKV) or index is None or not is_narrow(cache.num_tokens, cache.num_asked):
+    if not isinstance(cache, PagedKV) or index is None or not is_narrow(cache.num_tokens, cache.num_selected):
         return layer(*args, **kwargs)
-    asked_B, num_tokens = cache.asked_B, cache.num_tokens
+    selected_B, num_tokens = cache.selected_B, cache.num_tokens
     try:
-        few, few_named = (_narrowed(arguments, asked_B, num_tokens) for arguments in (args, kwargs))
+        few, few_named = (_narrowed(arguments, selected_B, num_tokens) for arguments in (args, kwargs))
     except _NotByTokenError:
         return layer(*args, **kwargs)
     try:
@@ -35,11 +35,11 @@ def forward_asked(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
             return layer(*args, **kwargs)  # it stores nothing, or not here, and has gone on
     except StoredAlone:
         pass
-    with cache.asked_alone():
+    with cache.selected_alone():
         out = layer(*few, **few_named)
     if isinstance(out, tuple):
-        return (_widened(out[0], asked_B, num_tokens), *out[1:])
-    return _widened(out, asked_B, num_tokens)
+        return (_widened(out[0], selected_B, num_tokens), *out[1:])
+    return _widened(out, selected_B, num_tokens)
 
 
 def _index(layer: torch.nn.Module) -> int | None:
@@ -53,25 +53,25 @@ class _NotByTokenError(Exception):
     """A tensor has as many numbers as there are tokens along a dimension where classes have no tokens."""
 
 
-def _narrowed(value: Any, asked_B: torch.Tensor, num_tokens: int) -> Any:
-    """Of tensors (1, T, ...) or (T), in whatever holds them, the tokens that are asked for."""
+def _narrowed(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any:
+    """Of tensors (1, T, ...) or (T), in whatever holds them, the selected tokens."""
     if isinstance(value, torch.Tensor):
         if value.dim() > 1 and value.shape[:2] == (1, num_tokens):
-            return value[:, asked_B]
+            return value[:, selected_B]
         if value.shape == (num_tokens,):
-            return value[asked_B]
+            return value[selected_B]
         if num_tokens in value.shape:
             raise _NotByTokenError
         return value
     if isinstance(value, dict):
-        return {key: _narrowed(each, asked_B, num_tokens) for key, each in value.items()}
+        return {key: _narrowed(each, selected_B, num_tokens) for key, each in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_narrowed(each, asked_B, num_tokens) for each in value)
+        return type(value)(_narrowed(each, selected_B, num_tokens) for each in value)
     return value
 
 
-def _widened(out: torch.Tensor, asked_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _widened(out: torch.Tensor, selected_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """(1, B, ...) to (1, T, ...)."""
     whole = out.new_zeros(1, num_tokens, *out.shape[2:])
-    whole[:, asked_B] = out
+    whole[:, selected_B] = out
     return whole

@@ -18,7 +18,7 @@ from ..plan.shape.shapes import StageKind
 from ..probing.decoder_config import encoder_config
 from ..probing.layer_lists import layer_lists, stage_kinds
 from .binding import Binding
-from .last_layer import forward_asked
+from .last_layer import forward_selected
 from .traits import accepted
 
 EMBEDDING = 0
@@ -77,7 +77,7 @@ class StreamedModule(torch.nn.Module):
         weights = need_stage(self.stage)
         mine = {name: weights[full] for name, full in self._full_names if full in weights}
         with self.binding.bound(mine), self.projections.gathered(self._blocks_of(mine)):
-            return forward_asked(self.inner, args, kwargs) if self.is_last_layer else self.inner(*args, **kwargs)
+            return forward_selected(self.inner, args, kwargs) if self.is_last_layer else self.inner(*args, **kwargs)
 
     def _blocks_of(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Block]]:
         """Of those that may be multiplied together."""

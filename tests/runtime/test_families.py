@@ -64,8 +64,8 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
 ) -> None:
     """By torch's products and by each kernel's, which otherwise leave these small models to torch. Without a matrix
     unit, what would go there goes through vectors. Packed lanes narrow their last layer, if it attends once."""
-    ref, narrowed, narrow = reference(family), list[int](), PagedKV.asked_alone
-    monkeypatch.setattr(PagedKV, "asked_alone", lambda cache: narrowed.append(cache.num_asked) or narrow(cache))
+    ref, narrowed, narrow = reference(family), list[int](), PagedKV.selected_alone
+    monkeypatch.setattr(PagedKV, "selected_alone", lambda cache: narrowed.append(cache.num_selected) or narrow(cache))
     for tier in Tier:
         runtime = opened(config_for(ref, tier))
         backend_is(PRODUCTS[tier])

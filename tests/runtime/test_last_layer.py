@@ -14,7 +14,7 @@ from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import Sequence as Running
 from runtime.events import LaneRun
 from runtime.model import stages
-from runtime.model.last_layer import forward_asked
+from runtime.model.last_layer import forward_selected
 from runtime.stream.device import ComputeDevice
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 
@@ -27,16 +27,16 @@ def test_logits_are_those_of_all_tokens_together(
     family: str, chunk: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref, found, narrowed = reference(family), list[dict[str, torch.Tensor]](), list[int]()
-    draw, narrow = Sampler.draw, PagedKV.asked_alone
-    monkeypatch.setattr(PagedKV, "asked_alone", lambda cache: narrowed.append(len(found)) or narrow(cache))
+    draw, narrow = Sampler.draw, PagedKV.selected_alone
+    monkeypatch.setattr(PagedKV, "selected_alone", lambda cache: narrowed.append(len(found)) or narrow(cache))
 
     def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor) -> torch.Tensor:
         found[-1] |= {f"{s.request.id} {len(s.generated)}": row for s, row in zip(sequences, logits_BV, strict=False)}
         return draw(sampler, sequences, logits_BV)
 
     monkeypatch.setattr(Sampler, "draw", keep)
-    for forward in (forward_asked, lambda layer, args, kwargs: layer(*args, **kwargs)):
-        monkeypatch.setattr(stages, "forward_asked", forward)
+    for forward in (forward_selected, lambda layer, args, kwargs: layer(*args, **kwargs)):
+        monkeypatch.setattr(stages, "forward_selected", forward)
         found.append({})
         tokens(opened(config_for(ref, Tier.none, prefill_chunk_tokens=chunk)), ref.prompts)
     few, plain = found
@@ -77,7 +77,7 @@ def ran(layer: Layer, cache: PagedKV, beside: object) -> torch.Tensor:
     x_1TD = torch.arange(7.0 * WIDTH).view(1, 7, WIDTH)
     outs: list[Any] = []
     LaneRun(
-        lambda: outs.append(forward_asked(layer, (x_1TD,), {"beside": beside, "past_key_values": cache})), cache
+        lambda: outs.append(forward_selected(layer, (x_1TD,), {"beside": beside, "past_key_values": cache})), cache
     ).switch()
     out_1TD, name = outs[0]
     assert name == "beside"
@@ -108,7 +108,7 @@ def test_a_layer_that_stores_nothing_has_all_tokens(cache: PagedKV) -> None:
     module = torch.nn.Identity()
     module.forward = run  # pyright: ignore[reportAttributeAccessIssue]
     outs: list[torch.Tensor] = []
-    LaneRun(lambda: outs.append(forward_asked(module, (torch.ones(1, 7, WIDTH),), {})), cache).switch()
+    LaneRun(lambda: outs.append(forward_selected(module, (torch.ones(1, 7, WIDTH),), {})), cache).switch()
     torch.testing.assert_close(outs[0], torch.full((1, 7, WIDTH), 2.0))
 
 
@@ -116,7 +116,7 @@ def test_rows_that_are_not_in_the_pass_stay_where_they_are(cache: PagedKV) -> No
     cache.end_pass()
     cache.add()
     cache.begin_pass([1, 0, 4], [0, 2])
-    with cache.asked_alone():
+    with cache.selected_alone():
         assert cache.decoding is not None
         assert (cache.decoding.rows, cache.decoding.past, cache.segments) == ((0, 2), (4, 3), [])
         assert cache.get_seq_length(0).tolist() == [4, 2]  # pyright: ignore[reportAttributeAccessIssue]
@@ -131,7 +131,7 @@ def test_a_pass_that_is_given_up_in_the_layer_is_whole_again(cache: PagedKV) -> 
             return out
 
     arguments = {"beside": None, "past_key_values": cache}
-    run = LaneRun(lambda: forward_asked(Parking(), (torch.zeros(1, 7, WIDTH),), arguments), cache)
+    run = LaneRun(lambda: forward_selected(Parking(), (torch.zeros(1, 7, WIDTH),), arguments), cache)
     run.switch()
     assert len(cache.segments) == 0
     run.throw(GreenletExit)
@@ -143,5 +143,5 @@ def test_where_most_tokens_are_asked_for_none_is_left_out(cache: PagedKV) -> Non
     layer = Layer()
     cache.begin_pass([1, 2], [0, 1])
     x_1TD = torch.ones(1, 3, WIDTH)
-    LaneRun(lambda: forward_asked(layer, (x_1TD, None), {"past_key_values": cache}), cache).switch()
+    LaneRun(lambda: forward_selected(layer, (x_1TD, None), {"past_key_values": cache}), cache).switch()
     assert layer.seen == [3]

@@ -67,7 +67,7 @@ class ApartLane(Lane):
     def draw(self) -> torch.Tensor:
         return torch.cat([row.draw() for row in self._rows])
 
-    def _asking_sequences(self) -> list[Sequence]:
+    def _sampled_sequences(self) -> list[Sequence]:
         """Each row draws by itself."""
         return []
 

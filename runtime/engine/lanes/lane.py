@@ -83,7 +83,7 @@ class Lane(ABC):
         """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for
         each sequence that asks."""
         assert self._logits_BV is not None, "the pass has not ended"
-        self._drawing, logits_BV = self._asking_sequences(), self._logits_BV
+        self._drawing, logits_BV = self._sampled_sequences(), self._logits_BV
         self._logits_BV = None
         return self._sampler.draw(self._drawing, logits_BV)
 
@@ -156,7 +156,7 @@ class Lane(ABC):
     def _forward(self) -> None: ...
 
     @abstractmethod
-    def _asking_sequences(self) -> list[Sequence]:
+    def _sampled_sequences(self) -> list[Sequence]:
         """Whose next token the logits of the pass give, row by row."""
 
     @abstractmethod

@@ -58,7 +58,7 @@ class PackedLane(Lane):
         left, and where none is selected, one that is nobody's."""
         marked, counts = marks.flatten().cpu(), self._new
         if len(marked) != sum(counts):
-            counts = [int(row in self._asking) for row in range(len(self.sequences))]
+            counts = [int(row in self._selected) for row in range(len(self.sequences))]
         if not any(counts):
             return [False] * len(counts)
         return [bool(part.any()) for part in marked.split(counts)]
@@ -91,8 +91,8 @@ class PackedLane(Lane):
         self._ids_1T = upload([tokens], self._device)
         self._positions_1T = upload([places], self._device)
         pairs = enumerate(zip(self.sequences, self._new, strict=True))
-        self._asking = [row for row, (s, new) in pairs if new and s.num_cached + new == s.num_known]
-        self._cache.begin_pass(self._new, self._asking)
+        self._selected = [row for row, (s, new) in pairs if new and s.num_cached + new == s.num_known]
+        self._cache.begin_pass(self._new, self._selected)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -106,32 +106,32 @@ class PackedLane(Lane):
             position_ids=self._positions_1T,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=self._cache.asked_B,
+            logits_to_keep=self._cache.selected_B,
         )
         logits_TV = out.logits[0]
-        is_asked_alone = len(logits_TV) == len(self._cache.asked_B)  # some classes make logits of all tokens
-        self._logits_BV = logits_TV if is_asked_alone else logits_TV[self._cache.asked_B]
+        is_selected_alone = len(logits_TV) == len(self._cache.selected_B)  # some classes make logits of all tokens
+        self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
 
-    def _asking_sequences(self) -> list[Sequence]:
-        return [self.sequences[row] for row in self._asking]
+    def _sampled_sequences(self) -> list[Sequence]:
+        return [self.sequences[row] for row in self._selected]
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         self._cache.end_pass()
         num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
         for sequence, new in zip(self.sequences, self._new, strict=True):
             sequence.num_cached += new
-        asking = self._drawing
+        sampled = self._drawing
         counts = PassCounts(
             num_sequences=sum(1 for new in self._new if new),
             real_tokens=sum(self._new),
             padded_tokens=sum(self._new),
             prompt_tokens=sum(self._new) - num_decoded,
-            issued_tokens=len(asking),
+            issued_tokens=len(sampled),
             useful_tokens=self._tell(drawn),
         )
         for sequence in [s for s in self.sequences if s.finish is not None]:
             self.leave(sequence)
-        for sequence in [s for s in asking if self._begins_again(s)]:
+        for sequence in [s for s in sampled if self._begins_again(s)]:
             self.leave(sequence)
             self.enter(sequence)
         return counts

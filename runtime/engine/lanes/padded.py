@@ -69,7 +69,7 @@ class PaddedLane(RectangleLane):
         out = self._model(**inputs.of(self._model, self._cache))
         self._logits_BV = out.logits[:, -1]
 
-    def _asking_sequences(self) -> list[Sequence]:
+    def _sampled_sequences(self) -> list[Sequence]:
         return self.sequences if self._end >= self._width else []
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
@@ -80,17 +80,17 @@ class PaddedLane(RectangleLane):
             real += max(0, self._end - max(self._done, num_pads))
             sequence.num_cached = max(0, self._end - num_pads)
         self._done = self._end
-        asking = self._drawing
+        sampled = self._drawing
         counts = PassCounts(
             num_sequences=len(self.sequences),
             real_tokens=real,
             padded_tokens=self._ids_BT.numel(),
             prompt_tokens=real if is_prefill else 0,
-            issued_tokens=len(asking),
+            issued_tokens=len(sampled),
             useful_tokens=self._tell(drawn),
         )
         self._drop_finished_rows()
-        if any(self._begins_again(s) for s in asking):
+        if any(self._begins_again(s) for s in sampled):
             self._begin_again()
         return counts
 

@@ -63,7 +63,7 @@ class Seq2SeqLane(RectangleLane):
         self._encoded_BSD = out.encoder_last_hidden_state
         self._logits_BV = out.logits[:, -1].contiguous()  # the others' memory is given back
 
-    def _asking_sequences(self) -> list[Sequence]:
+    def _sampled_sequences(self) -> list[Sequence]:
         end = self._done + self._ids_BT.shape[1] - 1
         return [s for s in self.sequences if len(s.request.prompt_ids) + end == s.num_known]
 

@@ -27,7 +27,7 @@ class LaneWork:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the last layer parts the tokens that are asked for from the others."""
+        """Whether the last layer parts the selected tokens from the others."""
         return is_narrow(self.num_tokens, self.num_rows)
 
     @property
@@ -36,9 +36,9 @@ class LaneWork:
         return self.held_pages * PAGE_TOKENS
 
 
-def is_narrow(num_tokens: int, num_asked: int) -> bool:
-    """Tokens that are asked for meet the weights in front of attention twice: few enough of them are worth it."""
-    return 2 * num_asked <= num_tokens
+def is_narrow(num_tokens: int, num_selected: int) -> bool:
+    """Selected tokens meet the weights in front of attention twice: few enough of them are worth it."""
+    return 2 * num_selected <= num_tokens
 
 
 @dataclass(frozen=True, slots=True)
