@@ -40,11 +40,11 @@ def block_sizes(most: int) -> list[int]:
 
 def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> list[BlockRates]:
     """Rates of rounds by block. Prefill gives the first of each sequence's tokens."""
-    found = []
+    by_block = []
     for block, results in sorted(rounds.items()):
         tokens = block * (num_new_tokens - 1)
         measured = sorted(tokens / (result.seconds - result.prefill_seconds) for result in results)
-        found.append(
+        by_block.append(
             BlockRates(
                 block=block,
                 measured=median(measured),
@@ -52,7 +52,7 @@ def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> 
                 spread=(measured[0], measured[-1]),
             )
         )
-    return found
+    return by_block
 
 
 def knee(rates: Mapping[int, float]) -> int | None:
@@ -103,9 +103,9 @@ def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float
         axes.errorbar(blocks, measured, yerr=errors, color=MEASURED, marker="o", capsize=2, label="measured")
         axes.plot(blocks, [each.predicted for each in rates], color=PREDICTED, linestyle="--", label="predicted")
         axes.axvline(needed_sequences, color=KNEE, linewidth=1, label=f"roofline, P2: {needed_sequences:.0f}")
-        found = knee(_both(rates)[0])
-        if found is not None:
-            axes.axvline(found, color=MEASURED, linestyle=":", label=f"knee, measured: {found}")
+        measured_knee = knee(_both(rates)[0])
+        if measured_knee is not None:
+            axes.axvline(measured_knee, color=MEASURED, linestyle=":", label=f"knee, measured: {measured_knee}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("sequences of a block")

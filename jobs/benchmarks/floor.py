@@ -55,8 +55,8 @@ class ProductSeconds:
 def product_seconds(task: Task) -> dict[int, ProductSeconds]:
     """The seconds by rows, from a process of its own."""
     question = {"path": task.path, "rows": [FEW_ROWS, MANY_ROWS], "num_threads": task.num_threads}
-    found = answer(__name__, question)
-    return {int(num_rows): ProductSeconds(layers=layers, head=head) for num_rows, (layers, head) in found.items()}
+    seconds = answer(__name__, question)
+    return {int(num_rows): ProductSeconds(layers=layers, head=head) for num_rows, (layers, head) in seconds.items()}
 
 
 def floors_of(
@@ -121,14 +121,14 @@ def shortest_seconds(M: int, N: int, K: int) -> float:
 
 
 def _seconds(way: LinearBackend, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:
-    found = []
+    each_try = []
     for _ in range(TRIES):
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < LEAST_SECONDS:
             BACKENDS[way](x_MK, [weights[count % len(weights)]])
             count += 1
-        found.append((time.perf_counter() - begin) / count)
-    return median(found)
+        each_try.append((time.perf_counter() - begin) / count)
+    return median(each_try)
 
 
 @torch.inference_mode()

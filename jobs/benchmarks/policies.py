@@ -63,12 +63,12 @@ def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
 
 def worth_repeating(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]:
     """What was searched for each checkpoint, and the fastest of its grid."""
-    found: list[Attempt] = []
+    chosen: list[Attempt] = []
     for path in {attempt.path: None for attempt in rounds}:
         mine = [attempt for attempt in rounds if attempt.path == path]
         grid = sorted((a for a in mine if not a.is_searched), key=lambda a: -_rate(rounds[a]))
-        found += [*(a for a in mine if a.is_searched), *grid[:NUM_AGAIN]]
-    return found
+        chosen += [*(a for a in mine if a.is_searched), *grid[:NUM_AGAIN]]
+    return chosen
 
 
 def policies_table(rounds: Mapping[Attempt, Sequence[Result]]) -> str:

@@ -48,11 +48,11 @@ class Outcome:
 
 def outcomes_of(case: Case, results: Sequence[Result]) -> list[Outcome]:
     """Prefill and decode, of each the round whose ratio is in the middle."""
-    found = []
+    outcomes = []
     for phase in ("prefill", "decode"):
         rounds = [_outcome(case, phase, result) for result in results]
-        found.append(sorted(rounds, key=lambda outcome: outcome.ratio)[(len(rounds) - 1) // 2])
-    return found
+        outcomes.append(sorted(rounds, key=lambda outcome: outcome.ratio)[(len(rounds) - 1) // 2])
+    return outcomes
 
 
 def _outcome(case: Case, phase: str, result: Result) -> Outcome:

@@ -101,11 +101,11 @@ def measure_sizes(
 
 def measure_rows(say: Say, measure: MeasureRows = measured_rows) -> dict[Rows, Result]:
     """Each once: what is asked is how it grows."""
-    found: dict[Rows, Result] = {}
+    results: dict[Rows, Result] = {}
     for rows in (Rows(count=count, policy=policy) for policy in ("auto", "hrm") for count in NUMBERS_OF_ROWS):
-        found[rows] = measure(rows)
-        say(f"{rows}: {found[rows].seconds:.1f} s")
-    return found
+        results[rows] = measure(rows)
+        say(f"{rows}: {results[rows].seconds:.1f} s")
+    return results
 
 
 def scale_table(base: Size, rounds: Measurements, rows: Mapping[Rows, Result]) -> str:

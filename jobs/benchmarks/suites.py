@@ -123,7 +123,7 @@ def with_batch_size(task: Task, measure: Measure, say: Say) -> Task:
 
 def _scale(config: BenchConfig, say: Say) -> Measured:
     sizes, rows = measure_sizes(Size(), config.rounds, config.num_threads, say), measure_rows(say)
-    return _done(scale_table(Size(), sizes, rows), {**sizes, **{each: [found] for each, found in rows.items()}})
+    return _done(scale_table(Size(), sizes, rows), {**sizes, **{each: [result] for each, result in rows.items()}})
 
 
 def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measured:

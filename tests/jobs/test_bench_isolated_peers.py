@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -100,6 +101,14 @@ def test_a_sigterm_ends_the_worker_too(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SystemExit, match="143"):
         asked_of(HANGING, tmp_path, monkeypatch)
     assert is_gone(int(said.read_text()))
+
+
+def test_the_worker_of_llama_cpp_needs_nothing_that_its_environment_lacks() -> None:
+    lacking = ("torch", "transformers", "safetensors", "omegaconf", "pyarrow", "numba", "greenlet")
+    program = f"import sys; sys.modules.update(dict.fromkeys({lacking!r}))"
+    program += "; import jobs.benchmarks.worker, jobs.benchmarks.peers.llama_cpp_python"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def is_gone(process: int) -> bool:

@@ -217,11 +217,11 @@ def measurements(task: GpuTask, device: ComputeDevice) -> Iterator[Machine | Mea
                 begin = time.monotonic()
                 if begin + took[variant] >= end:
                     continue
-                found = _measured(bench, variant)
+                measurement = _measured(bench, variant)
                 took[variant] = time.monotonic() - begin
-                if found.refusal:
+                if measurement.refusal:
                     del took[variant]
-                yield found
+                yield measurement
 
 
 def _measured(bench: GpuBench, variant: Variant) -> Measurement:

@@ -60,10 +60,10 @@ class RandomInitWeights:
 
     def fill(self, file: str, offset: int, target: memoryview) -> None:
         """Writes what `file` would hold from `offset` on; what is in no tensor stays as it is."""
-        found, end = self._files[file], offset + len(target)
+        tensors, end = self._files[file], offset + len(target)
         view = np.frombuffer(target, dtype=np.uint8)
-        first = max(0, bisect_right(found, offset, key=lambda tensor: tensor.offset) - 1)
-        for tensor in found[first:]:
+        first = max(0, bisect_right(tensors, offset, key=lambda tensor: tensor.offset) - 1)
+        for tensor in tensors[first:]:
             if tensor.offset >= end:
                 return
             begin, stop = max(tensor.offset, offset), min(tensor.offset + tensor.num_bytes, end)

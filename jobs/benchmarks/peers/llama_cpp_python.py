@@ -82,13 +82,13 @@ class _Run:
         for start in range(0, len(entries), self._most):
             last |= self._decode(entries[start : start + self._most])
         self.prefill_seconds += time.monotonic() - begin
-        found = [[last[row]] for row in range(len(prompts))]
+        tokens = [[last[row]] for row in range(len(prompts))]
         for turn in range(num_new_tokens - 1):
-            step = [(found[row][-1], len(prompt) + turn, row, True) for row, prompt in enumerate(prompts)]
+            step = [(tokens[row][-1], len(prompt) + turn, row, True) for row, prompt in enumerate(prompts)]
             for row, token in self._decode(step).items():
-                found[row].append(token)
+                tokens[row].append(token)
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
-        return found
+        return tokens
 
     def _decode(self, entries: Sequence[tuple[int, int, int, bool]]) -> dict[int, int]:
         """The likeliest token of each row that asks for it. Entries: token, position, row, whether it asks."""
@@ -99,12 +99,12 @@ class _Run:
             batch.seq_id[at][0], batch.logits[at] = row, asks
         if self._lib.llama_decode(self._context, batch):
             raise RuntimeError("llama.cpp cannot decode")
-        found = {}
+        tokens = {}
         for at, (_, _, row, asks) in enumerate(entries):
             if asks:
                 logits = self._lib.llama_get_logits_ith(self._context, at)
-                found[row] = int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._vocab_size,))))
-        return found
+                tokens[row] = int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._vocab_size,))))
+        return tokens
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
