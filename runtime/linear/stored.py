@@ -71,8 +71,8 @@ class StoredWeight(torch.Tensor):
         return self.is_matrix and not (self.is_stacked or self.is_flipped)
 
     def stacks(self) -> Sequence[torch.Tensor]:
-        """Of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K) views,
-        one below the other for each expert. Otherwise empty. Kept, as the blocks are."""
+        """Views of a stack of plain numbers of the compute dtype, whose experts lie at equal distances: (E, rows, K)
+        views, one below the other for each expert. Otherwise empty. Kept, as the blocks are."""
         if self._stacks is None:
             is_whole = self.is_stacked and not self.is_flipped
             self._stacks = joined_stacks(self.entries, self.compute_dtype) if is_whole else ()

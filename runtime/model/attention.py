@@ -80,8 +80,8 @@ def _require(module: torch.nn.Module, reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of the pass, when the layer attends: the lane may have gone on, or back, before a worker gets to it. Without
-    `kv`, key and value are all that is cached."""
+    """What a layer sees of the pass when it attends: the lane may have gone on, or back, before a worker gets to it.
+    Without `kv`, key and value are all that is cached."""
 
     kv: LayerKV | None
     decoding: DecodeRows | None

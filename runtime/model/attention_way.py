@@ -16,7 +16,7 @@ from .loading import LoadedModel
 
 
 def attention_way(model: PreTrainedModel, shape: ModelShape, device: ComputeDevice) -> AttentionWay:
-    """That of its ordinary layers."""
+    """Says how its ordinary layers attend."""
     if not (device.is_accelerator and shape.is_packed):
         return AttentionWay.host
     softcap = getattr(decoder_config(model.config), "attn_logit_softcapping", None)
@@ -28,6 +28,6 @@ def attention_way(model: PreTrainedModel, shape: ModelShape, device: ComputeDevi
 
 
 def placed(loaded: LoadedModel, device: ComputeDevice) -> LoadedModel:
-    """With what its layers take of memory on this device."""
+    """Returns the model with what its layers take of memory on this device."""
     way = attention_way(loaded.staged.model, loaded.shape, device)
     return replace(loaded, shape=replace(loaded.shape, attention_way=way))

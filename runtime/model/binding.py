@@ -43,7 +43,7 @@ class Binding:
 
 
 def _place(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
-    """Of its owner's, and its name there."""
+    """Returns the tensors of the module that owns it, and its name there."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     places = owner._parameters if leaf in owner._parameters else owner._buffers

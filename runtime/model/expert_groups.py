@@ -26,7 +26,7 @@ GROUPING_PROCESSORS = (9, 10)  # major compute capabilities; elsewhere torch ask
 
 
 class _Stacks(NamedTuple):
-    """Of each: parts (E, inputs, N) whose outputs lie side by side."""
+    """Each stack in parts (E, inputs, N) whose outputs lie side by side."""
 
     up: Sequence[torch.Tensor]
     down: Sequence[torch.Tensor]

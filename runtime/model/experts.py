@@ -48,7 +48,7 @@ class Visits:
 
     @staticmethod
     def sorted(top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor, num_experts: int) -> "Visits":
-        """In front of a device the host waits for it once, to know the ends."""
+        """Sorts visits. In front of a device the host waits for it once, to know the ends."""
         experts_V, order = torch.sort(top_k_index_TK.reshape(-1), stable=True)
         every_E = torch.arange(num_experts, device=experts_V.device, dtype=experts_V.dtype)
         return Visits(

@@ -64,7 +64,7 @@ def effective_sampling(sampling: SamplingConfig, model: ModelGeneration, vocab_s
 
 
 def _followed(sampling: SamplingConfig, model: ModelGeneration, said: Mapping[str, object]) -> Effective:
-    """As `generate` merges: what the caller sets, then the model's, then generate's own defaults."""
+    """Merges as `generate` does: what the caller sets, then the model's, then generate's own defaults."""
     defaults = GenerationConfig._get_default_generation_params()
     found = {key: said.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
     if "temperature" in found and not model.given.get("do_sample"):

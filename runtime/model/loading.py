@@ -1,4 +1,5 @@
-"""From a checkpoint to a model that asks for its weights: config, tokenizer, stages and shapes. Reads no weight."""
+"""Loading a model without its weights: a checkpoint is opened, its bytes are mapped to parameters, the model is
+staged."""
 
 import hashlib
 import logging
@@ -262,7 +263,8 @@ def _files_of(parameters: Mapping[str, Parameter]) -> list[str]:
 
 
 def _most_tensors(checkpoint: Checkpoint) -> int:
-    """Of a model's own tensors: several are fused in one of the checkpoint, or shared by many layers."""
+    """Bounds the number of a model's own tensors: several are fused in one of the checkpoint, or shared by many
+    layers."""
     return 16 * len(checkpoint.tensors) + 8192
 
 

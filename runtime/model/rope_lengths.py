@@ -29,14 +29,14 @@ class RopeLengths:
     restart_tokens: int | None
 
     def of(self, places: Iterable[int], *, num_prompt: int, num_known: int) -> list[int]:
-        """For the token at each place of a sequence: how long the sequence was when `generate` last computed it."""
+        """Says for the token at each place of a sequence how long the sequence was when `generate` last computed it."""
         least = num_prompt
         if self.restart_tokens is not None and num_known >= self.restart_tokens:
             least = max(num_prompt, self.restart_tokens)
         return [max(place + 1, least) for place in places]
 
     def is_restart(self, *, num_cached: int, num_known: int) -> bool:
-        """Of a sequence that was just given a token: whether its keys are computed once more."""
+        """Says of a sequence that was just given a token whether its keys are computed once more."""
         return self.restart_tokens == num_known == num_cached + 1
 
 
@@ -59,7 +59,7 @@ def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
 
 
 def _limits(module: torch.nn.Module) -> dict[str | None, int]:
-    """Of a rotary module, by type of layer (None where it has one kind alone): the longest sequence of the short
+    """Describes a rotary module, by type of layer (None where it has one kind alone): the longest sequence of the short
     factors."""
     kinds: Any = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
@@ -103,7 +103,7 @@ def _by_length(forward: Callable[..., Embeddings], limits: dict[str | None, int]
 def _chosen(
     of: Callable[[torch.Tensor], Embeddings], positions: torch.Tensor, is_long: torch.Tensor, limit: int
 ) -> Embeddings:
-    """Of each token the embedding by the factors that `is_long` (..., T), on the CPU, asks for."""
+    """Takes for each token the embedding by the factors that `is_long` (..., T), on the CPU, asks for."""
     if not is_long.any():
         return of(positions)
     beyond = torch.full_like(positions[..., :1], limit)  # one more token, which makes the call a long one

@@ -80,7 +80,7 @@ class StreamedModule(torch.nn.Module):
             return forward_selected(self.inner, args, kwargs) if self.is_last_layer else self.inner(*args, **kwargs)
 
     def _blocks_of(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Sequence[Block]]:
-        """Of those that may be multiplied together."""
+        """Returns the blocks of those that may be multiplied together."""
         blocks: dict[str, Sequence[Block]] = {}
         for name, weight in weights.items():
             if isinstance(weight, StoredWeight) and weight.is_plain:
@@ -148,7 +148,8 @@ def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number
 
 
 def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], kinds: tuple[StageKind, ...]) -> None:
-    """By dry runs of one token: what is asked for on the way to the first layer belongs to the stage in front of it."""
+    """Decides by dry runs of one token: what is asked for on the way to the first layer belongs to the stage in front
+    of it."""
     ids = torch.zeros(1, 1, dtype=torch.long)
     stages = dict.fromkeys(outer, kinds.index(StageKind.head))
     if StageKind.bridge in kinds:
@@ -191,7 +192,7 @@ def _asked_before_layers(forward: Callable[[], object], outer: list[StreamedModu
 
 
 def hollow_weights(staged: StagedModel, stage: int, device: torch.device) -> Weights:
-    """Of a stage: zeros of full shape and no size, for a run that only wants to get past it."""
+    """Makes for a stage zeros of full shape and no size, for a run that only wants to get past it."""
     found: dict[str, torch.Tensor] = {}
     for module in staged.modules:
         if module.stage == stage:

@@ -117,7 +117,7 @@ def bounded_layers(model: PreTrainedModel) -> frozenset[int]:
 
 
 def delta_rule(model: PreTrainedModel) -> DeltaRule | None:
-    """Of a model with gated delta nets, as all such classes name their heads; None for others."""
+    """Sizes of a model with gated delta nets, as all such classes name their heads; None for others."""
     config = decoder_config(model.config)
     if "linear_attention" not in layer_types(model) or not hasattr(config, "linear_num_value_heads"):
         return None
@@ -173,7 +173,8 @@ def _filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
 
 
 def _tensors(layer: object) -> Iterator[torch.Tensor]:
-    """Of a cache's layer: keys and values (B, H, S, D), and recurrent states; sliding layers also keep a scalar."""
+    """Yields what a cache's layer holds: keys and values (B, H, S, D), and recurrent states; sliding layers also keep a
+    scalar."""
     for value in vars(layer).values():
         for tensor in value.values() if isinstance(value, dict) else [value]:
             if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:

@@ -25,7 +25,7 @@ class Conversion(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the targets."""
+        """That of the targets."""
         ...
 
     def results(self, model: PreTrainedModel) -> Iterator[torch.Tensor]:

@@ -125,7 +125,8 @@ def _q3_k(b: torch.Tensor) -> Groups:
 
 
 def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of Q4_K and Q5_K, (n, 8) each: six bits, of which the second four have their two highest above the first four."""
+    """Those of Q4_K and Q5_K, (n, 8) each: six bits, of which the second four have their two highest above the first
+    four."""
     low, high, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
     minimum = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)
