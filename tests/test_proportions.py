@@ -26,8 +26,6 @@ LONG_FUNCTIONS: set[str] = set()
 CRUMBS: set[str] = {
     "jobs.run.passes",
     "runtime.model.attention_way",
-    "runtime.model.buffers",
-    "runtime.weights.converted",
 }
 ROOMS_WITHOUT_SUBJECTS: set[str] = {
     "jobs.run",

@@ -1,5 +1,6 @@
 """Loading a model without its weights: a checkpoint is opened, its bytes are mapped to parameters, the model is
-staged."""
+staged.
+"""
 
 import hashlib
 import logging
@@ -27,13 +28,12 @@ from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
 from ..stream.device_choice import has_bfloat16_units
 from ..weights.computed import keep_computed
-from ..weights.converted import convert_once
+from ..weights.conversions import convert_once
 from ..weights.gguf_layout import map_gguf
 from ..weights.layout import map_weights
 from ..weights.quantization import pair_scales, take_quantization
-from ..weights.stage_weights import stage_weights
+from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts
-from .buffers import fill_buffers
 from .compiled_ops import compiled_ops, require_accelerator
 from .excerpt import Excerpt
 from .fused import fuse
@@ -43,6 +43,21 @@ from .sizes import shape_of
 from .stages import StagedModel, stage_model
 from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache
 from .unread import leave_unread
+
+
+def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter]) -> None:
+    """Gives persistent buffers outside all stages what the checkpoint holds of them; those that it lacks keep what the
+    class has computed. Mutates the model. Raises OSError where a file cannot be read."""
+    for name, buffer in staged.model.state_dict(keep_vars=True).items():
+        if name in parameters and name not in staged.stage_of:
+            path, _, leaf = name.rpartition(".")
+            staged.model.get_submodule(path)._buffers[leaf] = _read(parameters[name], buffer)
+
+
+def _read(parameter: Parameter, like: torch.Tensor) -> torch.Tensor:
+    pieces = [load_tensor(piece) for blocks in parameter.pieces for piece in blocks]
+    return torch.cat([piece.reshape(-1) for piece in pieces]).to(like.dtype).reshape(like.shape)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,24 @@
-"""Conversions of checkpoint tensors into parameters that transformers' own code can carry out."""
+"""Conversions of checkpoint tensors into parameters by transformers' own code: of weights whose layout no list of byte
+ranges can express, once, into a file of ours.
 
+The file is a plain safetensors file. It lives in a cache directory, named by the checkpoint's fingerprint, and is
+published whole or not at all.
+"""
+
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
-from ..plan.shape.shapes import TensorSlice
+from ..plan.shape.shapes import Parameter, TensorSlice
+from ..store.header import read_header
+from ..store.writer import TensorSpec, write_safetensors
 from .stage_weights import TORCH_DTYPES, is_plain, load_tensor
 
 
@@ -73,3 +83,27 @@ class ConverterUse:
         setattr(converter, "collected_tensors", dict(collected))  # noqa: B010 - a slot that its class does not declare
         results = converter.convert(self.first_target, model=model, config=model.config)
         return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+
+
+log = logging.getLogger(__name__)
+
+
+def convert_once(
+    model: PreTrainedModel, conversions: Sequence[Conversion], cache: Path, fingerprint: str
+) -> dict[str, Parameter]:
+    """Returns the targets of `conversions` as plain parameters of the converted file, which is written if missing.
+
+    Memory: the sources and targets of one conversion at a time (one layer's experts).
+    """
+    path = cache / fingerprint[:16] / "converted.safetensors"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        specs = [_spec(model, conversion, target) for conversion in conversions for target in conversion.targets]
+        total = sum(spec.num_bytes for spec in specs)
+        log.warning("converting %d weights (%d bytes) once into %s", len(specs), total, path)
+        write_safetensors(path, specs, chain.from_iterable(conversion.results(model) for conversion in conversions))
+    return {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in read_header(path).items()}
+
+
+def _spec(model: PreTrainedModel, conversion: Conversion, target: str) -> TensorSpec:
+    return TensorSpec(name=target, dtype=conversion.dtype, shape=tuple(model.state_dict()[target].shape))

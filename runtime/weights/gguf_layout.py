@@ -4,7 +4,7 @@ llama.cpp keeps some weights otherwise than transformers: rows of queries and ke
 one too large. transformers undoes that with code that takes dequantised tensors. Here the same code is given **tags**,
 small integer arrays that say of which tensor and row they are. What comes out says which rows of which tensors are a
 parameter, and the weights stay as they are. Where no tag survives, because arithmetic was done or columns were moved,
-the tensor is converted once (see converted.py).
+the tensor is converted once (see conversions.py).
 """
 
 import logging

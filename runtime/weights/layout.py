@@ -33,7 +33,7 @@ Collected = dict[str, list[TensorSlice]]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMap:
-    """Parameters by full model name. `inexpressible` conversions must be carried out (see converted.py)."""
+    """Parameters by full model name. `inexpressible` conversions must be carried out (see conversions.py)."""
 
     parameters: Mapping[str, Parameter]
     inexpressible: tuple[Conversion, ...]
