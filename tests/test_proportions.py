@@ -31,8 +31,6 @@ ROOMS_WITHOUT_SUBJECTS: set[str] = {
     "jobs.run",
     "runtime.attention",
     "runtime.kernels",
-    "runtime.linear",
-    "runtime.model",
     "runtime.plan",
     "runtime.plan.cost",
     "runtime.plan.placement",
@@ -40,7 +38,6 @@ ROOMS_WITHOUT_SUBJECTS: set[str] = {
     "runtime.plan.search",
     "runtime.plan.shape",
     "runtime.stream",
-    "runtime.weights",
 }
 
 MODULES = [module for module, path in sources().items() if path.name != "__init__.py"]

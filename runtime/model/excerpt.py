@@ -102,7 +102,7 @@ def _form(stage: Stage) -> frozenset[tuple[str, tuple[int, ...]]]:
 
 
 def dense_bytes(shape: ModelShape, num_layers: int) -> int:
-    """Of the excerpt in float32, and the largest weight once more, which is put together beside it."""
+    """Counts bytes of the excerpt in float32, and of the largest weight once more, which is put together beside it."""
     kept: list[Stage] = [stage for stage in shape.stages if not stage.kind.is_layer]
     for kind in (StageKind.encoder, StageKind.layer):
         kept += shape.of_kind(kind)[:num_layers]
