@@ -43,7 +43,7 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def _index(layer: torch.nn.Module) -> int | None:
-    """By which its attention is cached. None where it attends twice, as LongCat-Flash does: all tokens must go on then
+    """Returns the index of its cache. None where it attends twice, as LongCat-Flash does: all tokens must go on then
     from the first attention."""
     found = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
     return found.pop() if len(found) == 1 else None
@@ -54,7 +54,7 @@ class _NotByTokenError(Exception):
 
 
 def _narrowed(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any:
-    """Of tensors (1, T, ...) or (T), in whatever holds them, the selected tokens."""
+    """Takes of tensors (1, T, ...) or (T), in whatever holds them, the selected tokens."""
     if isinstance(value, torch.Tensor):
         if value.dim() > 1 and value.shape[:2] == (1, num_tokens):
             return value[:, selected_B]
