@@ -22,7 +22,7 @@ from runtime.plan.planner import RunPlan
 from runtime.plan.search.policy import Policy
 
 from ..files.publishing import JsonValue, read_json, write_json
-from .summary import PassRow
+from .passes import PassRow
 
 log = logging.getLogger(__name__)
 Plain = TypeVar("Plain")

@@ -7,8 +7,8 @@ from runtime.batching.balance import Block
 
 from .output_rows import GenerationRow
 from .parts import PartStore
+from .passes import PassRow
 from .running import RequestKey
-from .summary import PassRow
 
 
 class OpenParts:
@@ -16,9 +16,8 @@ class OpenParts:
 
     def __init__(self, store: PartStore, blocks: Sequence[Block]):
         self._store = store
-        self.num_stops = (
-            0  # of earlier starts inside these blocks, for their parts to say; 0 where every part may have some
-        )
+        # Earlier starts inside these blocks, for their parts to say; 0 where every part may have some.
+        self.num_stops = 0
         self._block_of = {request.key: block.index for block in blocks for request in store.blocks[block.index]}
         self._num_missing = {block.index: len(store.blocks[block.index]) for block in blocks}
         self._complete: list[int] = []

@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 
 import pyarrow as pa
 
+from .passes import Status
 from .plan_file import PlannedRequest
-from .summary import Status
 
 FinishReason: TypeAlias = Literal["stop", "eos", "length"]
 INT64_RANGE = range(-(2**63), 2**63)

@@ -31,10 +31,10 @@ from ..files.row_digest import is_signed, sign
 from .manifest import RunManifest
 from .output_rows import GENERATION_SCHEMA, GenerationRow
 from .part_files import parse_part, visible
+from .passes import THROUGHPUT_SCHEMA, PassRow, Status
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
 from .success import recorded_parts, tell_of_remade, write_success
-from .summary import THROUGHPUT_SCHEMA, PassRow, Status
 
 LOG = logging.getLogger(__name__)
 NUM_STOPS = b"millrace.num_stops"  # in the footer of a part whose block went on inside

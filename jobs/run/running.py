@@ -29,9 +29,9 @@ from ..files.publishing import (
 from ..files.row_digest import is_signed, require_intact, sign
 from .manifest import RunManifest
 from .output_rows import COMPLETION_FIELDS, LOGPROB_FIELDS, GenerationRow, clean_text
+from .passes import PassRow
 from .plan_file import PlannedRequest, plan_digest
 from .run_dir import RunDirectory
-from .summary import PassRow
 
 LOG = logging.getLogger(__name__)
 FORMAT = "1"

@@ -11,110 +11,13 @@ ones are. Tokens that are prefilled a second time, after a resume or where memor
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
-
-import pyarrow as pa
 
 from runtime.plan.facts import PlanFacts
 
 from ..files.publishing import JsonValue, write_json
-from .phase_times import PhaseTimes, RunTimes
-
-Phase: TypeAlias = Literal["prefill", "decode", "mixed"]
-Status: TypeAlias = Literal["ok", "error", "skipped"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassRow:
-    """What one pass over the model did and cost. Prefill passes issue the first token of each sequence they finish.
-
-    What seconds, hits and experts mean: `StageTimes` in the engine. `stage_*` has a value for each stage, the others
-    are sums.
-    `padded_tokens` is the size of what was computed, padding included: equal to `real_tokens` where nothing is padded.
-    `prompt_tokens` are those of the real ones that were prefilled; `pass_index` counts from 0 within a block, and
-    within the run where blocks overlap. `predicted_*` are of a pass of this phase on average, None where nobody said.
-    """
-
-    pass_index: int
-    phase: Phase
-    num_sequences: int
-    real_tokens: int
-    padded_tokens: int
-    prompt_tokens: int
-    issued_tokens: int
-    useful_tokens: int
-    seconds: float
-    compute_seconds: float = 0.0
-    load_seconds: float = 0.0
-    stall_seconds: float = 0.0
-    copy_seconds: float = 0.0
-    attention_seconds: float = 0.0
-    prefetch_hits: int = 0
-    prefetch_misses: int = 0
-    experts_total: int = 0
-    experts_hit: int = 0
-    experts_read: int = 0
-    bytes_read_disk: int = 0
-    bytes_copied_device: int = 0
-    bytes_copied_host: int = 0
-    bytes_written_disk: int = 0
-    peak_host_bytes: int = 0
-    peak_device_bytes: int = 0
-    stage_read_seconds: list[float] = field(default_factory=list)
-    stage_copy_seconds: list[float] = field(default_factory=list)
-    stage_compute_seconds: list[float] = field(default_factory=list)
-    stage_attention_seconds: list[float] = field(default_factory=list)
-    stage_stall_seconds: list[float] = field(default_factory=list)
-    predicted_seconds: float | None = None
-    predicted_compute_seconds: float | None = None
-    predicted_load_seconds: float | None = None
-    predicted_copy_seconds: float | None = None
-    predicted_attention_seconds: float | None = None
-    predicted_stall_seconds: float | None = None
-
-    @property
-    def prefill_share(self) -> float:
-        """How much of the pass's work was prefill, between 0 and 1."""
-        if self.phase == "mixed":
-            return self.prompt_tokens / self.real_tokens
-        return 1.0 if self.phase == "prefill" else 0.0
-
-    @property
-    def decode_issued(self) -> int:
-        """Issued tokens of rows that decoded: not the first ones, which come out of prompts."""
-        if self.phase == "mixed":
-            return self.real_tokens - self.prompt_tokens
-        return self.issued_tokens if self.phase == "decode" else 0
-
-    @property
-    def decode_useful(self) -> float:
-        return self.useful_tokens * self.decode_issued / self.issued_tokens if self.issued_tokens else 0.0
-
-
-PASS_COUNTS = ("num_sequences", "real_tokens", "padded_tokens", "prompt_tokens", "issued_tokens", "useful_tokens")
-PASS_SECONDS = ("seconds", "compute_seconds", "load_seconds", "stall_seconds", "copy_seconds", "attention_seconds")
-PASS_HITS = ("prefetch_hits", "prefetch_misses", "experts_total", "experts_hit", "experts_read")
-PASS_BYTES = (
-    *("bytes_read_disk", "bytes_copied_device", "bytes_copied_host", "bytes_written_disk"),
-    *("peak_host_bytes", "peak_device_bytes"),
-)
-PREDICTED_SECONDS = tuple(f"predicted_{name}" for name in PASS_SECONDS)
-STAGE_SECONDS = tuple(f"stage_{name}_seconds" for name in ("read", "copy", "compute", "attention", "stall"))
-THROUGHPUT_SCHEMA = pa.schema(
-    [
-        pa.field("block", pa.int32(), nullable=False),
-        pa.field("pass_index", pa.int32(), nullable=False),
-        pa.field("phase", pa.string(), nullable=False),
-        *(pa.field(name, pa.int64(), nullable=False) for name in PASS_COUNTS),
-        *(pa.field(name, pa.float64(), nullable=False) for name in PASS_SECONDS),
-        *(pa.field(name, pa.int64(), nullable=False) for name in (*PASS_HITS, *PASS_BYTES)),
-        *(pa.field(name, pa.list_(pa.float64()), nullable=False) for name in STAGE_SECONDS),
-        *(pa.field(name, pa.float64(), nullable=True) for name in PREDICTED_SECONDS),
-        pa.field("operational", pa.string(), nullable=False),
-    ]
-)
+from .passes import PASS_SECONDS, PREDICTED_SECONDS, PassRow, PhaseTimes, RunTimes, Status
 
 
 @dataclass(frozen=True, kw_only=True)

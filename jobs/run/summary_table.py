@@ -2,7 +2,7 @@
 
 from runtime.units import format_bytes, format_seconds
 
-from .phase_times import PhaseTimes
+from .passes import PhaseTimes
 from .summary import Rates, Summary
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from jobs.run.manifest import RunManifest
 from jobs.run.output_rows import GenerationRow, infer_column_schema
 from jobs.run.parts import PartStore
+from jobs.run.passes import PassRow
 from jobs.run.plan_file import PlannedRequest
 from jobs.run.run_dir import RunDirectory
-from jobs.run.summary import PassRow
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = RunManifest(

@@ -15,8 +15,8 @@ from jobs.datasets import DatasetConfig
 from jobs.files.publishing import write_json
 from jobs.run.feedback import Feedback, worked
 from jobs.run.generation import Outcome, generate
+from jobs.run.passes import PassRow
 from jobs.run.run_dir import RunDirectory
-from jobs.run.summary import PassRow
 from runtime.api import Runtime
 from runtime.config import (
     KVConfig,

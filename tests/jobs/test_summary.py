@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.run.phase_times import mean_pass
-from jobs.run.summary import ExpertUse, MemoryUse, PassRow, Rates, Status, summarize, write_summary
+from jobs.run.passes import PassRow, Status, mean_pass
+from jobs.run.summary import ExpertUse, MemoryUse, Rates, summarize, write_summary
 from jobs.run.summary_table import format_table
 from runtime.plan.cost.predict import PhaseTime, Prediction
 from runtime.units import GIB, MIB
