@@ -1,5 +1,5 @@
 """What one pass did and cost, as a row of `throughput/`: seconds in lists by stage, and their sums; and the seconds of
-a phase, what each resource worked in them, and how long compute waited, as measured or as predicted. """
+a phase, what each resource worked in them, and how long compute waited, as measured or as predicted."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
