@@ -5,27 +5,18 @@ A run without a trace has None in its place: whoever could report a span asks fo
 
 import time
 from collections import deque
-from enum import Enum
 from typing import NamedTuple
 
-
-class Row(Enum):
-    """What was busy, in the order in which a trace is drawn."""
-
-    disk = "disk"
-    host_to_device = "host-to-device"
-    device_to_host = "device-to-host"
-    compute = "compute"
-    cpu_attention = "CPU attention"
+from .resources import Resource
 
 
 class Span(NamedTuple):
-    """One action, or its part on one row. `begin` and `end` are `time.monotonic()`, in seconds.
+    """One action, or its part on one resource. `begin` and `end` are `time.monotonic()`, in seconds.
 
     A tuple, not a dataclass: one is made for every action of a run.
     """
 
-    row: Row
+    resource: Resource
     name: str
     begin: float
     end: float
@@ -38,8 +29,8 @@ class Trace:
         self.begin = time.monotonic()
         self._spans: deque[Span] = deque()  # appending and popping are atomic; exchanging a list would lose spans
 
-    def span(self, row: Row, name: str, begin: float, end: float) -> None:
-        self._spans.append(Span(row, name, begin, end))
+    def span(self, resource: Resource, name: str, begin: float, end: float) -> None:
+        self._spans.append(Span(resource, name, begin, end))
 
     def take(self) -> list[Span]:
         """What came in since the last call, in the order in which it was reported, not in which it began."""

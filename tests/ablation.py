@@ -23,7 +23,7 @@ from runtime.config import (
 )
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.script import Durations
-from runtime.plan.cost.simulator import Resource, simulate
+from runtime.plan.cost.simulator import simulate
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.search.grid import Choices, PolicyGrid
@@ -32,6 +32,7 @@ from runtime.plan.search.pass_times import Roofline
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
+from runtime.resources import Resource
 from tests.moe_shapes import MIXTRAL
 from tests.published import MTBENCH, machine
 
@@ -109,7 +110,7 @@ def turn_durations(shape: ModelShape, roofline: Roofline, plan: RunPlan, policy:
     grid = replace(grid, num_requests=policy.num_sequences)
     busy = roofline.decode_pass(grid).busy
     turns = work.num_layers * plan.num_lanes
-    compute, attend = float(busy[Resource.compute][0]) / turns, float(busy[Resource.cpu][0]) / turns
+    compute, attend = float(busy[Resource.compute][0]) / turns, float(busy[Resource.cpu_attention][0]) / turns
     kv_share = 1 if policy.attention is Attention.device else 0
     positions = roofline.workload.mean_prompt_tokens + roofline.workload.max_new_tokens / 2
     fetched = kv_share * grid.rows[0] * positions * work.kv_bytes

@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.roofs import Operation, Roof, Roofs
+from runtime.resources import Resource
 
 from ..report.figure import figure
 from .sweep import Axis, Outcome
@@ -21,10 +21,10 @@ from .sweep import Axis, Outcome
 HEIGHT_PIXELS = 560
 COLOURS = {
     Resource.disk: "#b279a2",
-    Resource.link_in: "#4c78a8",
-    Resource.link_out: "#72b7b2",
+    Resource.host_to_device: "#4c78a8",
+    Resource.device_to_host: "#72b7b2",
     Resource.compute: "#f58518",
-    Resource.cpu: "#54a24b",
+    Resource.cpu_attention: "#54a24b",
 }
 NUMBERS = "{x:,.6g}"
 LINE, REFUSED = "#444444", "#f3dddd"

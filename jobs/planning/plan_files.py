@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.facts import PlanFacts
 from runtime.plan.roofs import roofs_of
 from runtime.plan.timeline import Timeline, make_timeline
-from runtime.trace import Row, Span
+from runtime.resources import Resource
+from runtime.trace import Span
 
 from ..files.publishing import publish, write_all
 from ..report.trace_events import PREDICTED
@@ -126,7 +126,7 @@ def _knees(outcomes: Sequence[Outcome], needed_sequences: float) -> dict[str, fl
     """Blocks from which on it is no longer the road of weights that binds: by the simulator, all of a decode pass; and
     P2, by the roofline, feed-forward layers alone."""
     fitting = [(each.value, each.planned.prediction.decode.binding) for each in outcomes if each.planned is not None]
-    is_reached = [value for value, binding in fitting if binding not in (Resource.disk, Resource.link_in)]
+    is_reached = [value for value, binding in fitting if binding not in (Resource.disk, Resource.host_to_device)]
     simulated = {"knee, weights no longer bind": is_reached[0]} if is_reached else {}
     return simulated | {"P2 of feed-forward layers": needed_sequences}
 
@@ -137,7 +137,7 @@ NUM_LAYERS_SHOWN = 3  # in the panel that looks closer
 def write_timeline(planned: Planned, directory: Path) -> str:
     """Publishes timeline.json and timeline.png; says which passes they show. Raises OutputError."""
     timeline = make_timeline(planned.shape, planned.run, planned.sizes, planned.machine.rates)
-    spans = [Span(Row(s.resource.value), str(s.action), s.begin, s.end) for s in timeline.spans]
+    spans = [Span(s.resource, str(s.action), s.begin, s.end) for s in timeline.spans]
     publish_trace(directory / "timeline.json", PREDICTED, spans)
     draw(directory / "timeline.png", spans, _windows(planned, timeline))
     return timeline.which

@@ -2,9 +2,9 @@
 
 from runtime.plan.advice import advice
 from runtime.plan.cost.predict import PhaseTime, Prediction
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.facts import PlanFacts
 from runtime.plan.listing import schedule_text
+from runtime.resources import Resource
 from runtime.units import counted, format_bytes, format_seconds
 
 from .planning import Planned

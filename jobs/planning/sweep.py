@@ -8,7 +8,7 @@ from math import ceil, inf
 from runtime.config import PolicyKind
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.cost.machine import Machine
-from runtime.plan.cost.simulator import Resource
+from runtime.resources import Resource
 from runtime.units import GIB
 
 from .config import PlanConfig, Sweep
@@ -155,7 +155,7 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
     rates, phases = planned.machine.rates, planned.prediction.phases.values()
     roads = {
         "disk": (Resource.disk, rates.disk_bytes_per_second, _with_disk),
-        "link": (Resource.link_in, rates.link_in_bytes_per_second, _with_link),
+        "link": (Resource.host_to_device, rates.link_in_bytes_per_second, _with_link),
     }
 
     def plan(change: Callable[[Machine, float], Machine], gb_per_second: float) -> Planned:

@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.trace import Row, Span
+from runtime.resources import Resource
+from runtime.trace import Span
 
-ROWS = tuple(Row)
 MAX_TRACKS = 1000  # of a row: what tells the tracks of two rows apart
 
 
@@ -27,11 +27,11 @@ class Tracks:
     for spans that follow one another."""
 
     def __init__(self) -> None:
-        self._ends: dict[Row, list[float]] = {row: [] for row in ROWS}
+        self._ends: dict[Resource, list[float]] = {row: [] for row in Resource}
 
     def place(self, span: Span) -> int:
         """The first track of its row that is free when it begins. Spans that begin earlier should come earlier."""
-        ends = self._ends[span.row]
+        ends = self._ends[span.resource]
         for track, end in enumerate(ends):
             if end <= span.begin:
                 ends[track] = span.end
@@ -49,7 +49,7 @@ class TraceEvents:
 
     def head(self) -> list[str]:
         """The names of the process and of every row."""
-        return [self._event_of_name("process_name", 0, self._process.name), *(self._name(row, 0) for row in ROWS)]
+        return [self._event_of_name("process_name", 0, self._process.name), *(self._name(row, 0) for row in Resource)]
 
     def of(self, spans: Sequence[Span]) -> list[str]:
         return [event for span in sorted(spans, key=lambda span: span.begin) for event in self._events(span)]
@@ -66,7 +66,7 @@ class TraceEvents:
         )
         return [event] if tid in self._named else [self._name(row, track), event]
 
-    def _name(self, row: Row, track: int) -> str:
+    def _name(self, row: Resource, track: int) -> str:
         tid = _tid(row, track)
         self._named.add(tid)
         return self._event_of_name("thread_name", tid, row.value if track == 0 else f"{row.value} {track + 1}")
@@ -76,5 +76,5 @@ class TraceEvents:
         return f'{{"name": "{kind}", "ph": "M", "pid": {number}, "tid": {tid}, "args": {{"name": "{name}"}}}}'
 
 
-def _tid(row: Row, track: int) -> int:
-    return ROWS.index(row) * MAX_TRACKS + track
+def _tid(row: Resource, track: int) -> int:
+    return row.number * MAX_TRACKS + track

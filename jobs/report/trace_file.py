@@ -14,7 +14,8 @@ from pathlib import Path
 
 from runtime.closing import Closing
 from runtime.errors import ConfigError
-from runtime.trace import Row, Span, Trace
+from runtime.resources import Resource
+from runtime.trace import Span, Trace
 
 from ..files.publishing import publish, write_all
 from .trace_events import RUN, Process, TraceEvents
@@ -97,7 +98,7 @@ def read_trace(path: Path) -> list[Span]:
         if not isinstance(events, list):
             raise ValueError("not an array of events")
         found = [event for event in events if event["ph"] == "X"]
-        return [Span(Row(e["cat"]), str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in found]
+        return [Span(Resource(e["cat"]), str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in found]
     except OSError as error:
         raise ConfigError(f"path={path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

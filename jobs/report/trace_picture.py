@@ -11,7 +11,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from runtime.trace import Row, Span
+from runtime.resources import Resource
+from runtime.trace import Span
 
 from .figure import WIDTH_PIXELS, figure
 from .trace_events import Tracks
@@ -74,7 +75,7 @@ class Bar:
 class Lane:
     """A resource's bars. `busy`: the share of the window in which at least one of them ran."""
 
-    row: Row
+    row: Resource
     top: float
     num_tracks: int
     bars: Sequence[Bar]
@@ -99,8 +100,8 @@ def draw(path: Path, spans: Sequence[Span], windows: Sequence[Window]) -> None:
 def lay_out(spans: Sequence[Span], window: Window) -> list[Lane]:
     """Spans of a row that overlap lie beneath each other, those that follow one another side by side."""
     lanes, top = list[Lane](), 0.0
-    for row in (row for row in Row if any(span.row is row for span in spans)):
-        mine, tracks = [span for span in window.seen(spans) if span.row is row], Tracks()
+    for row in (row for row in Resource if any(span.resource is row for span in spans)):
+        mine, tracks = [span for span in window.seen(spans) if span.resource is row], Tracks()
         bars = [
             Bar(
                 span=span,

@@ -17,9 +17,9 @@ from runtime.engine.sequence import Request
 from runtime.errors import DamagedRunError
 from runtime.plan.cost.calibration import corrected
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.planner import RunPlan
 from runtime.plan.search.policy import Policy
+from runtime.resources import Resource
 
 from ..files.publishing import JsonValue, read_json, write_json
 from .passes import PassRow
@@ -132,10 +132,10 @@ def worked(passes: Sequence[PassRow]) -> tuple[dict[Resource, float], dict[Resou
         copied = total("copy")
         return {
             Resource.disk: total("load"),
-            Resource.link_in: copied,
-            Resource.link_out: copied,
+            Resource.host_to_device: copied,
+            Resource.device_to_host: copied,
             Resource.compute: total("compute"),
-            Resource.cpu: total("attention", [row for row in passes if row.phase == "decode"]),
+            Resource.cpu_attention: total("attention", [row for row in passes if row.phase == "decode"]),
         }
 
     return added(""), added("predicted_")

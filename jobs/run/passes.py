@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from runtime.engine.records import PassRecord
 from runtime.plan.cost.predict import PhaseTime, Prediction
-from runtime.plan.cost.simulator import Resource
+from runtime.resources import Resource
 
 Phase: TypeAlias = Literal["prefill", "decode", "mixed"]
 Status: TypeAlias = Literal["ok", "error", "skipped"]
@@ -123,8 +123,8 @@ class PhaseTimes:
             seconds=phase.seconds,
             compute_seconds=busy[Resource.compute],
             load_seconds=busy[Resource.disk],
-            copy_seconds=busy[Resource.link_in] + busy[Resource.link_out],
-            attention_seconds=busy[Resource.cpu],
+            copy_seconds=busy[Resource.host_to_device] + busy[Resource.device_to_host],
+            attention_seconds=busy[Resource.cpu_attention],
             stall_seconds=phase.stall_seconds,
         )
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence as Rows
 from functools import partial
 from typing import TypeVar
 
+from ..resources import Resource
 from ..stream.clock import Moment
 from ..stream.counters import StreamCounters
 from ..stream.device import ComputeDevice
-from ..trace import Row, Trace
+from ..trace import Trace
 from .records import StageTimes
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class PassMonitor:
             end = time.monotonic()
             self._attended(stage, begin, end)
             if self._trace is not None:
-                self._trace.span(Row.cpu_attention, str(action), begin, end)
+                self._trace.span(Resource.cpu_attention, str(action), begin, end)
             return result
 
         return timed
@@ -91,7 +92,7 @@ class PassMonitor:
     def _computed(self, stage: int, action: object, begin: float, end: float) -> None:
         self._compute[stage] += end - begin
         if self._trace is not None:
-            self._trace.span(Row.compute, str(action), begin, end)
+            self._trace.span(Resource.compute, str(action), begin, end)
 
     def _attended(self, stage: int, begin: float, end: float) -> None:
         self._attention.append((stage, end - begin))

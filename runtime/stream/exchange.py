@@ -12,7 +12,8 @@ from types import TracebackType
 import torch
 
 from ..plan.placement.exchange import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, ExchangeSize
-from ..trace import Row, Trace
+from ..resources import Resource
+from ..trace import Trace
 from ..units import round_up
 from .clock import Then
 from .counters import StreamCounters
@@ -148,10 +149,10 @@ class HostExchange:
         return counters
 
     def _bring_down(self, verb: str, layer: int, copies: Iterable[Part], after: Event) -> int:
-        return self._bring(copies, self._down, after, partial(self._brought, Row.device_to_host, verb, layer))
+        return self._bring(copies, self._down, after, partial(self._brought, Resource.device_to_host, verb, layer))
 
     def _bring_up(self, verb: str, layer: int, copies: Iterable[Part], after: Event) -> int:
-        return self._bring(copies, self._up, after, partial(self._brought, Row.host_to_device, verb, layer))
+        return self._bring(copies, self._up, after, partial(self._brought, Resource.host_to_device, verb, layer))
 
     def _bring(self, copies: Iterable[Part], on: torch.Stream | None, after: Event, then: Then) -> int:
         """Queues them as one piece of work, whose span is theirs; returns their bytes."""
@@ -159,7 +160,7 @@ class HostExchange:
         self._device.copy_all(parts, on=on, after=after, then=then)
         return sum(part.source.nbytes for part in parts)
 
-    def _brought(self, row: Row, verb: str, layer: int, begin: float, end: float) -> None:
+    def _brought(self, row: Resource, verb: str, layer: int, begin: float, end: float) -> None:
         stage = self._first_stage + layer
         self._counters.copies[stage] += end - begin
         if self._trace is not None and end > begin:

@@ -13,9 +13,10 @@ import torch
 from ..config import KVTier
 from ..errors import KVFileError
 from ..plan.placement.kv import KVLayout
+from ..resources import Resource
 from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
-from ..trace import Row, Trace
+from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice
 from .kv_pages import DiskPages, KVSlot, PinnedPages
@@ -146,7 +147,7 @@ class KVStream:
             timing = self._wait(slot.arriving, layer).timing
             self._counters.bytes_read += timing.num_bytes
             self._counters.reads[self._first_stage + layer] += timing.end - timing.begin
-            self._tell(Row.disk, "fetch", layer, timing.begin, timing.end)
+            self._tell(Resource.disk, "fetch", layer, timing.begin, timing.end)
             slot.arriving = None
 
     def _wait(self, pending: Future[PendingTransfer], layer: int) -> PendingTransfer:
@@ -163,13 +164,13 @@ class KVStream:
             if left is not None and left.written is not None and left.written.done():
                 timing = left.written.result().timing
                 self._counters.bytes_written += timing.num_bytes
-                self._tell(Row.disk, "store", left.layer, timing.begin, timing.end)
+                self._tell(Resource.disk, "store", left.layer, timing.begin, timing.end)
                 slot.departure = None
 
-    def _copied(self, row: Row, layer: int, begin: float, end: float) -> None:
+    def _copied(self, row: Resource, layer: int, begin: float, end: float) -> None:
         self._counters.copies[self._first_stage + layer] += end - begin
-        self._tell(row, "fetch" if row is Row.host_to_device else "store", layer, begin, end)
+        self._tell(row, "fetch" if row is Resource.host_to_device else "store", layer, begin, end)
 
-    def _tell(self, row: Row, what: str, layer: int, begin: float, end: float) -> None:
+    def _tell(self, row: Resource, what: str, layer: int, begin: float, end: float) -> None:
         if self._trace is not None and end > begin:
             self._trace.span(row, f"{what} {self._first_stage + layer}", begin, end)

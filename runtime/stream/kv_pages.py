@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ..plan.placement.kv import KVLayout, stretches
+from ..resources import Resource
 from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
-from ..trace import Row
 from .device import ComputeDevice, Event, Part
 
 
@@ -67,7 +67,7 @@ class Run(NamedTuple):
 class PinnedPages:
     """The tier `cpu`. Only the engine's thread calls it."""
 
-    def __init__(self, layout: KVLayout, device: ComputeDevice, told: Callable[[Row, int, float, float], None]):
+    def __init__(self, layout: KVLayout, device: ComputeDevice, told: Callable[[Resource, int, float, float], None]):
         """`told` hears of each copy's row and layer, and when it ran."""
         self._layout, self._device, self._told = layout, device, told
         self._into, self._out = device.new_stream(), device.new_stream()
@@ -93,7 +93,7 @@ class PinnedPages:
         runs = runs_of(numbers[known], known, self._most(layer))
         parts = [Part(self._at(layer, run), run.of(slot, stride)) for run in runs]
         if parts:
-            told = partial(self._told, Row.host_to_device, layer)
+            told = partial(self._told, Resource.host_to_device, layer)
             self._device.copy_all(parts, on=self._into, after=slot.free, then=told)
         slot.ready.record(self._into)
         return len(known) * stride
@@ -102,7 +102,7 @@ class PinnedPages:
         """Queues the copies of pages, which are where `places` says, behind `slot.free`; that event then tells when
         they have left. Returns the bytes to be copied."""
         stride = self._layout.stride_bytes(layer)
-        told = partial(self._told, Row.device_to_host, layer)
+        told = partial(self._told, Resource.device_to_host, layer)
         numbers = np.array([*places], np.int64)
         runs = runs_of(numbers, np.array([*places.values()], np.int64), self._most(layer))
         parts = [Part(run.of(slot, stride), self._at(layer, run)) for run in runs]
@@ -148,7 +148,7 @@ class DiskPages:
     """The tier `nvme`. Only the engine's thread calls it."""
 
     def __init__(
-        self, layout: KVLayout, device: ComputeDevice, file: KVFile, told: Callable[[Row, int, float, float], None]
+        self, layout: KVLayout, device: ComputeDevice, file: KVFile, told: Callable[[Resource, int, float, float], None]
     ):
         """`told` hears of each copy's row and layer, and when it ran; of reading and writing the futures tell."""
         self._layout, self._device, self._file, self._told = layout, device, file, told
@@ -167,7 +167,7 @@ class DiskPages:
         """Begins to write pages, which are where `places` says, behind `slot.free`. Returns the bytes to be copied."""
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
-            told = partial(self._told, Row.device_to_host, layer)
+            told = partial(self._told, Resource.device_to_host, layer)
             runs = [slice(run.start * stride, run.stop * stride) for run in stretches(places.values())]
             parts = [Part(slot.buffer[there], slot.staging[there]) for there in runs]
             self._device.copy_all(parts, on=self._out, after=slot.free, then=told)
@@ -197,7 +197,7 @@ class DiskPages:
         pending.wait()
         if slot.is_staged:
             num_bytes = len(pages) * self._layout.stride_bytes(layer)
-            told, source = partial(self._told, Row.host_to_device, layer), slot.staging[:num_bytes]
+            told, source = partial(self._told, Resource.host_to_device, layer), slot.staging[:num_bytes]
             self._device.copy(source, slot.buffer[:num_bytes], on=self._into, after=slot.free, then=told)
             slot.ready.record(self._into)
         return pending

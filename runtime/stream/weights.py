@@ -26,8 +26,9 @@ from ..plan.shape.extents import (
 )
 from ..plan.shape.model import ModelShape
 from ..plan.shape.moves import DeviceLayout, Move
+from ..resources import Resource
 from ..store.reader import Reader
-from ..trace import Row, Trace
+from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
 from .slots import Slot, Staging, Transfer
@@ -215,7 +216,7 @@ class WeightStream:
         timing = read.timing
         self._counters.bytes_read += timing.num_bytes
         self._counters.reads[self._index(stage)] += timing.end - timing.begin
-        self._span(Row.disk, "read", stage, page, timing.begin, timing.end)
+        self._span(Resource.disk, "read", stage, page, timing.begin, timing.end)
 
     def _wait(self, stage: int, read: Transfer) -> None:
         begin = time.monotonic()
@@ -224,9 +225,9 @@ class WeightStream:
 
     def _copied(self, stage: int, page: int, begin: float, end: float) -> None:
         self._counters.copies[self._index(stage)] += end - begin
-        self._span(Row.host_to_device, "copy", stage, page, begin, end)
+        self._span(Resource.host_to_device, "copy", stage, page, begin, end)
 
-    def _span(self, row: Row, verb: str, stage: int, page: int, begin: float, end: float) -> None:
+    def _span(self, row: Resource, verb: str, stage: int, page: int, begin: float, end: float) -> None:
         if self._trace is not None:
             target = self._name_of(stage) + (f"#{page}" if self._num_pages > 1 else "")
             self._trace.span(row, f"{verb} {target}", begin, end)

@@ -33,9 +33,9 @@ from runtime.engine.sequence import Request
 from runtime.errors import DamagedRunError, Interrupted
 from runtime.plan import planner
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.search import grid as policy_grid
+from runtime.resources import Resource
 from runtime.session import Session
 from tests.generations import read_generations
 
@@ -279,8 +279,12 @@ def test_attention_counts_where_single_tokens_are_decoded() -> None:
     )  # fmt: skip
     measured, predicted = worked([base, replace(base, phase="prefill")])
     assert measured == {
-        Resource.disk: 6.0, Resource.link_in: 12.0, Resource.link_out: 12.0, Resource.compute: 8.0, Resource.cpu: 5.0,
-    }  # fmt: skip
+        Resource.disk: 6.0,
+        Resource.host_to_device: 12.0,
+        Resource.device_to_host: 12.0,
+        Resource.compute: 8.0,
+        Resource.cpu_attention: 5.0,
+    }
     assert predicted == dict.fromkeys(Resource, 0.0) | {Resource.disk: 2.0}
 
 

@@ -2,9 +2,15 @@
 
 from jobs.run.passes import PhaseTimes
 from runtime.plan.cost.predict import PhaseTime
-from runtime.plan.cost.simulator import Resource
+from runtime.resources import Resource
 
-BUSY = {Resource.disk: 1.0, Resource.link_in: 2.0, Resource.link_out: 4.0, Resource.compute: 8.0, Resource.cpu: 16.0}
+BUSY = {
+    Resource.disk: 1.0,
+    Resource.host_to_device: 2.0,
+    Resource.device_to_host: 4.0,
+    Resource.compute: 8.0,
+    Resource.cpu_attention: 16.0,
+}
 
 
 def test_each_resource_is_counted_where_it_belongs() -> None:

@@ -19,7 +19,8 @@ from jobs.report.trace_file import read_trace
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, SamplingConfig, Tier
-from runtime.trace import Row, Span
+from runtime.resources import Resource
+from runtime.trace import Span
 
 BY_STAGE = {"read": "load", "copy": "copy", "compute": "compute", "attention": "attention", "stall": "stall"}
 
@@ -54,22 +55,22 @@ def spans(traced: RunDirectory) -> list[Span]:
     return read_trace(traced.trace / "start-00000.json")
 
 
-def seconds(spans: Sequence[Span], row: Row) -> float:
-    return math.fsum(span.end - span.begin for span in spans if span.row is row)
+def seconds(spans: Sequence[Span], row: Resource) -> float:
+    return math.fsum(span.end - span.begin for span in spans if span.resource is row)
 
 
 def test_every_action_of_a_lane_and_every_read_is_a_span(traced: RunDirectory, spans: list[Span]) -> None:
     """Embeddings, four layers and head, of which the layers are streamed; each sequence is a lane."""
     rows = passes(traced)
-    computed = [span.name for span in spans if span.row is Row.compute]
+    computed = [span.name for span in spans if span.resource is Resource.compute]
     assert {len(row["stage_compute_seconds"]) for row in rows} == {6}
     assert set(computed) == {f"run {stage}.{lane}" for stage in range(6) for lane in range(2)}
     assert len(computed) == 6 * sum(row["num_sequences"] for row in rows)
-    assert {span.name for span in spans if span.row is Row.disk} == {f"read {stage}" for stage in range(1, 5)}
+    assert {span.name for span in spans if span.resource is Resource.disk} == {f"read {stage}" for stage in range(1, 5)}
 
 
 def test_spans_lie_within_the_run_and_lanes_compute_in_turn(spans: list[Span]) -> None:
-    computing = sorted((span.begin, span.end) for span in spans if span.row is Row.compute)
+    computing = sorted((span.begin, span.end) for span in spans if span.resource is Resource.compute)
     assert all(0 <= span.begin <= span.end for span in spans)
     assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(computing))
 
@@ -80,7 +81,7 @@ def test_columns_by_stage_add_up_to_those_of_the_pass_and_to_the_trace(traced: R
         for name, total in BY_STAGE.items():
             assert sum(row[f"stage_{name}_seconds"]) == pytest.approx(row[f"{total}_seconds"])
     compute = sum(sum(row["stage_compute_seconds"]) for row in rows)
-    assert compute == pytest.approx(seconds(spans, Row.compute), rel=1e-3)
+    assert compute == pytest.approx(seconds(spans, Resource.compute), rel=1e-3)
     assert 0 < sum(sum(row["stage_attention_seconds"]) for row in rows) < compute
 
 

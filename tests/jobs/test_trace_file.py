@@ -10,10 +10,13 @@ from jobs.report import trace_file
 from jobs.report.trace_events import Tracks
 from jobs.report.trace_file import TraceFile, read_trace, tracing
 from runtime.errors import ConfigError
-from runtime.trace import Row, Span, Trace
+from runtime.resources import Resource
+from runtime.trace import Span, Trace
 
 BEGIN = 100.0
-SPANS = [Span(row, f"{row.name} {number}", BEGIN + number, BEGIN + number + 0.5) for number in range(3) for row in Row]
+SPANS = [
+    Span(row, f"{row.name} {number}", BEGIN + number, BEGIN + number + 0.5) for number in range(3) for row in Resource
+]
 
 
 def events(path: Path) -> list[dict[str, object]]:
@@ -41,7 +44,7 @@ def test_every_row_has_its_name_in_the_order_of_rows(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "trace", BEGIN) as file:
         file.write(SPANS)
     named = {e["tid"]: e["args"] for e in events(file.path) if e["name"] == "thread_name"}
-    assert [named[tid] for tid in sorted(named, key=str)] == [{"name": row.value} for row in Row]
+    assert [named[tid] for tid in sorted(named, key=str)] == [{"name": row.value} for row in Resource]
     spans = [e for e in events(file.path) if e["ph"] == "X"]
     assert {e["tid"] for e in spans} == set(named)
     assert all(isinstance(e["dur"], float) and e["dur"] >= 0 for e in spans)
@@ -49,8 +52,8 @@ def test_every_row_has_its_name_in_the_order_of_rows(tmp_path: Path) -> None:
 
 def test_spans_that_overlap_lie_on_tracks_of_their_own(tmp_path: Path) -> None:
     """Viewers drop what overlaps on one track, also when one span is told of long after the others."""
-    spans = [Span(Row.disk, "read 1", BEGIN, BEGIN + 2), Span(Row.disk, "read 2", BEGIN + 1, BEGIN + 3)]
-    late = Span(Row.disk, "read 3", BEGIN + 2.5, BEGIN + 4)
+    spans = [Span(Resource.disk, "read 1", BEGIN, BEGIN + 2), Span(Resource.disk, "read 2", BEGIN + 1, BEGIN + 3)]
+    late = Span(Resource.disk, "read 3", BEGIN + 2.5, BEGIN + 4)
     with TraceFile(tmp_path / "trace", BEGIN) as file:
         file.write(spans)
         file.write([late])
@@ -63,7 +66,7 @@ def test_spans_that_overlap_lie_on_tracks_of_their_own(tmp_path: Path) -> None:
 
 def test_spans_in_turn_share_a_track() -> None:
     tracks = Tracks()
-    assert {tracks.place(Span(Row.compute, "run 0.0", begin, begin + 1)) for begin in range(5)} == {0}
+    assert {tracks.place(Span(Resource.compute, "run 0.0", begin, begin + 1)) for begin in range(5)} == {0}
 
 
 def test_each_start_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -76,9 +79,9 @@ def test_each_start_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_an_interrupted_pass_leaves_its_spans(tmp_path: Path) -> None:
     trace = Trace()
     with pytest.raises(KeyboardInterrupt), tracing(tmp_path / "trace", trace) as write:  # noqa: PT012
-        trace.span(Row.disk, "read 1", trace.begin, trace.begin + 1)
+        trace.span(Resource.disk, "read 1", trace.begin, trace.begin + 1)
         write()
-        trace.span(Row.disk, "read 2", trace.begin + 1, trace.begin + 2)
+        trace.span(Resource.disk, "read 2", trace.begin + 1, trace.begin + 2)
         raise KeyboardInterrupt
     assert [span.name for span in read_trace(tmp_path / "trace" / "start-00000.json")] == ["read 1", "read 2"]
 

@@ -7,14 +7,15 @@ import pytest
 
 from jobs.report.trace_picture import COLOURS, Bar, Window, draw, lay_out
 from runtime.plan.schedule.schedule import Op
-from runtime.trace import Row, Span
+from runtime.resources import Resource
+from runtime.trace import Span
 
 SPANS = [
-    Span(Row.disk, "read 1", 0.0, 1.0),
-    Span(Row.disk, "read 2", 0.5, 1.5),
-    Span(Row.compute, "run 1.0", 1.0, 2.0),
-    Span(Row.compute, "run 1.1", 2.0, 3.0),
-    Span(Row.cpu_attention, "attend <1> & 2", 1.0, 2.5),
+    Span(Resource.disk, "read 1", 0.0, 1.0),
+    Span(Resource.disk, "read 2", 0.5, 1.5),
+    Span(Resource.compute, "run 1.0", 1.0, 2.0),
+    Span(Resource.compute, "run 1.1", 2.0, 3.0),
+    Span(Resource.cpu_attention, "attend <1> & 2", 1.0, 2.5),
 ]
 ALL = Window(begin=0.0, end=3.0)
 
@@ -41,7 +42,7 @@ def test_a_window_cuts_what_reaches_out_of_it() -> None:
 
 def test_rows_say_what_they_are_and_how_busy_they_were() -> None:
     lanes = [(lane.row, round(lane.busy, 2)) for lane in lay_out(SPANS, ALL)]
-    assert lanes == [(Row.disk, 0.5), (Row.compute, 0.67), (Row.cpu_attention, 0.5)]
+    assert lanes == [(Resource.disk, 0.5), (Resource.compute, 0.67), (Resource.cpu_attention, 0.5)]
 
 
 def test_a_row_without_a_span_in_the_window_stays() -> None:

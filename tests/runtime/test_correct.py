@@ -4,7 +4,7 @@ import pytest
 
 from runtime.plan.cost.calibration import MOST_CORRECTED, corrected
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
-from runtime.plan.cost.simulator import Resource
+from runtime.resources import Resource
 
 RATES = MachineRates(
     disk_bytes_per_second=100.0, gemm_flops_per_second={1: 10.0, 64: 50.0}, expert_flops_per_second={1: 4.0},

@@ -9,11 +9,11 @@ import pytest
 from runtime.config import Order
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.script import Durations, ExpertReads, Roads
-from runtime.plan.cost.simulator import Resource, SimulatedPasses, Span, play_passes, simulate
+from runtime.plan.cost.simulator import SimulatedPasses, Span, play_passes, simulate
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.schedule.walk import Walk
-from runtime.trace import Row
+from runtime.resources import Resource
 
 NUM_STAGES = 4
 
@@ -220,9 +220,10 @@ def test_experts_that_an_action_brings_in_are_seen_on_their_roads() -> None:
     [played] = play_passes([(make_schedule(walk, 1), durations)])
     found = {span.resource: (str(span.action), span.begin, span.end) for span in played.spans}
     assert found[Resource.disk] == ("read 0", 1.0, 9.0)
-    assert found[Resource.link_in] == ("copy 0", 3.0, 10.0)
+    assert found[Resource.host_to_device] == ("copy 0", 3.0, 10.0)
     assert found[Resource.compute][2] == pytest.approx(10.5)
 
 
-def test_rows_of_a_trace_and_resources_have_the_same_names() -> None:
-    assert [each.value for each in Resource] == [row.value for row in Row]
+def test_resources_have_the_names_of_trace_files_and_are_numbered_as_these_are_drawn() -> None:
+    names = ["disk", "host-to-device", "device-to-host", "compute", "CPU attention"]
+    assert [(each.number, each.value) for each in Resource] == list(enumerate(names))

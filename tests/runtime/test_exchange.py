@@ -10,9 +10,10 @@ from runtime.config import KVTier
 from runtime.plan.placement.exchange import STORES_IN_FLIGHT, ExchangeSize, device_entry
 from runtime.plan.placement.kv import kv_layout
 from runtime.plan.placement.load import Load
+from runtime.resources import Resource
 from runtime.stream.device import Part
 from runtime.stream.exchange import HostExchange
-from runtime.trace import Row, Trace
+from runtime.trace import Trace
 from tests.fake_device import Careless, FakeDevice
 from tests.toy import sizes_of, toy_shape
 
@@ -111,9 +112,9 @@ def test_each_copy_is_a_span_on_the_row_of_its_way() -> None:
         trip.receive()
         device.settle()
         counters = exchange.take_counters()
-    down, up = Row.device_to_host, Row.host_to_device
+    down, up = Resource.device_to_host, Resource.host_to_device
     spans = trace.take()
-    assert [(span.row, span.name) for span in spans] == [
+    assert [(span.resource, span.name) for span in spans] == [
         (down, "store 5"), (up, "load 6"), (down, "send 7"), (up, "answer 7"),
     ]  # fmt: skip
     assert set(counters.copies) == {5, 6, 7}

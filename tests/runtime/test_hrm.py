@@ -23,7 +23,6 @@ from runtime.config import (
 from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.placement.defaults import in_chunks
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
@@ -34,6 +33,7 @@ from runtime.plan.search.policy import Policy
 from runtime.plan.search.room import room
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
+from runtime.resources import Resource
 from runtime.units import GIB, MIB
 from tests.moe_shapes import MIXTRAL, Moe
 from tests.toy import toy_shape
@@ -243,7 +243,7 @@ def test_why_names_policy_runner_up_binding_resource_and_turning_points() -> Non
 
 def test_where_simulator_and_roofline_differ_both_are_named() -> None:
     choice = choose(SHAPES["moe"], WITH_DEVICE, config())
-    other = Resource.link_out
+    other = Resource.device_to_host
     assert choice.roofline_binding is not other
     differing = replace(choice, table=(replace(choice.best, binding=other), *choice.table[1:]))
     assert differing.binding is other

@@ -11,10 +11,11 @@ import torch
 from runtime.config import KVTier
 from runtime.errors import KVFileError
 from runtime.plan.placement import kv as kv_plan
+from runtime.resources import Resource
 from runtime.stream.clock import Then
 from runtime.stream.counters import StreamCounters
 from runtime.stream.device import ComputeDevice, Part
-from runtime.trace import Row, Trace
+from runtime.trace import Trace
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
 from tests.kv_support import TIERS, opened, play
 
@@ -227,9 +228,9 @@ def test_in_front_of_an_accelerator_both_ways_of_a_page_are_in_the_trace(tier: K
             stream.acquire(0, lane).fill_(lane)
             stream.store(0, lane, [0])
     device.settle()
-    both_ways = {(Row.host_to_device, "fetch 0"), (Row.device_to_host, "store 0")}
-    on_disk = {(Row.disk, "fetch 0"), (Row.disk, "store 0")} if tier is KVTier.nvme else set()
-    assert {(span.row, span.name) for span in trace.take()} == both_ways | on_disk
+    both_ways = {(Resource.host_to_device, "fetch 0"), (Resource.device_to_host, "store 0")}
+    on_disk = {(Resource.disk, "fetch 0"), (Resource.disk, "store 0")} if tier is KVTier.nvme else set()
+    assert {(span.resource, span.name) for span in trace.take()} == both_ways | on_disk
 
 
 def test_closing_ends_the_threads(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from runtime.config import KVTier
 from runtime.plan.placement.kv import KVLayout
+from runtime.resources import Resource
 from runtime.stream.device import ComputeDevice
 from runtime.stream.kv import KVStream
-from runtime.trace import Row, Trace
+from runtime.trace import Trace
 
 LAYOUT = KVLayout(tier=KVTier.cpu, page_bytes={0: 4096, 2: 4096}, num_pages=8, slot_pages=4, num_slots=2)
 
@@ -18,7 +19,11 @@ def test_a_fetch_and_a_store_are_spans_and_seconds_of_their_stage() -> None:
             stream.store(2, 0, [0, 1])
         counters = stream.take_counters()
     spans = trace.take()
-    expected = [(Row.device_to_host, "store 3"), (Row.host_to_device, "fetch 3"), (Row.device_to_host, "store 3")]
-    assert [(span.row, span.name) for span in spans] == expected
+    expected = [
+        (Resource.device_to_host, "store 3"),
+        (Resource.host_to_device, "fetch 3"),
+        (Resource.device_to_host, "store 3"),
+    ]
+    assert [(span.resource, span.name) for span in spans] == expected
     assert dict(counters.copies) == {3: sum(span.end - span.begin for span in spans)}
     assert (counters.bytes_copied, counters.bytes_returned) == (2 * 4096, 4 * 4096)

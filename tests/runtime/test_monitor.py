@@ -8,9 +8,10 @@ import pytest
 
 from runtime.engine.monitor import PassMonitor
 from runtime.engine.records import StageTimes
+from runtime.resources import Resource
 from runtime.stream.counters import StreamCounters
 from runtime.stream.device import ComputeDevice
-from runtime.trace import Row, Trace
+from runtime.trace import Trace
 
 NUM_STAGES = 4
 BY_STAGE = ("read_seconds", "copy_seconds", "compute_seconds", "attention_seconds", "stall_seconds")
@@ -52,7 +53,7 @@ def test_compute_of_all_lanes_adds_up_to_what_the_trace_shows() -> None:
     for stage, seconds in enumerate(times.compute_seconds):
         mine = [span.end - span.begin for span in spans if span.name.startswith(f"run {stage}.")]
         assert seconds == pytest.approx(math.fsum(mine))
-    assert {span.row for span in spans} == {Row.compute}
+    assert {span.resource for span in spans} == {Resource.compute}
 
 
 def test_attention_on_workers_counts_for_its_stage_and_has_a_row_of_its_own() -> None:
@@ -67,7 +68,7 @@ def test_attention_on_workers_counts_for_its_stage_and_has_a_row_of_its_own() ->
     times = monitor.take([])
     assert times.attention_seconds[2] >= 0.02
     assert sum(times.attention_seconds) == times.attention_seconds[2]
-    assert [(span.row, span.name) for span in trace.take()] == [(Row.cpu_attention, "attend 2.0")] * 2
+    assert [(span.resource, span.name) for span in trace.take()] == [(Resource.cpu_attention, "attend 2.0")] * 2
 
 
 def test_attention_that_is_answered_at_once_is_part_of_its_action() -> None:

@@ -8,11 +8,11 @@ import pytest
 from runtime.config import Attention, KVConfig, KVTier, OffloadConfig, Order, PolicyConfig, RuntimeConfig, Tier
 from runtime.plan.cost.layer_work import LayerWork
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.search.grid import Choices, PolicyGrid
 from runtime.plan.search.pass_times import Roofline, gemm_rates
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
+from runtime.resources import Resource
 from tests.moe_shapes import MIXTRAL
 from tests.toy import sizes_of, toy_shape
 
@@ -88,13 +88,13 @@ def test_a_decode_pass_worked_by_hand(attention: Attention) -> None:
     weights = 6 * 2**22
     if attention is Attention.device:
         assert busy[Resource.compute][0] == pytest.approx(products + kv / 4e10)
-        assert busy[Resource.link_in][0] == pytest.approx((weights + kv / 2) / 1e10)
-        assert busy[Resource.link_out][0] == pytest.approx(8 * 50 * 1024 / 2 / 5e9)
-        assert busy[Resource.cpu][0] == 0
+        assert busy[Resource.host_to_device][0] == pytest.approx((weights + kv / 2) / 1e10)
+        assert busy[Resource.device_to_host][0] == pytest.approx(8 * 50 * 1024 / 2 / 5e9)
+        assert busy[Resource.cpu_attention][0] == 0
     else:
         assert busy[Resource.compute][0] == pytest.approx(products)
-        assert busy[Resource.cpu][0] == pytest.approx(kv / 2e10)
-        assert busy[Resource.link_in][0] == pytest.approx((weights + 8 * 50 * 4 * 64 * 4) / 1e10)
+        assert busy[Resource.cpu_attention][0] == pytest.approx(kv / 2e10)
+        assert busy[Resource.host_to_device][0] == pytest.approx((weights + 8 * 50 * 4 * 64 * 4) / 1e10)
     assert busy[Resource.disk][0] == 0
 
 
@@ -106,7 +106,7 @@ def test_a_prefill_pass_worked_by_hand() -> None:
     busy = roofline().prefill_pass(grid).busy
     pairs = 50 * (20**2 + 60**2) / 2 / 2 / 10
     layer, head = 2 * 100 * 2**20 / 1e11, 2 * 2**21 / 1e9
-    assert busy[Resource.link_in][0] == pytest.approx(6 * 2**22 / 1e10)
+    assert busy[Resource.host_to_device][0] == pytest.approx(6 * 2**22 / 1e10)
     attention = 8 * pairs * 4 * 256 / 1e12
     assert busy[Resource.compute][0] == pytest.approx(2 * (8 * (layer + 1e-4) + head) + 1e-3 + attention)
 
@@ -148,7 +148,7 @@ def test_orders_overlap_attention_more_and_more() -> None:
     """With compute and attention alike, flexgen takes both, zigzag leaves one lane of two, cgopipe nothing."""
     times = roofline(replace(RATES, link_in_bytes_per_second=1e15, link_out_bytes_per_second=1e15))
     busy = times.decode_pass(only(attention=Attention.cpu)).busy
-    compute, attend = busy[Resource.compute][0], busy[Resource.cpu][0]
+    compute, attend = busy[Resource.compute][0], busy[Resource.cpu_attention][0]
     seconds = {
         order: times.decode_pass(only(order, Attention.cpu)).seconds[0]
         for order in (Order.flexgen, Order.zigzag, Order.cgopipe)
@@ -162,8 +162,8 @@ def test_without_an_accelerator_attention_takes_computes_time() -> None:
     times = roofline(has_device=False)
     busy = times.decode_pass(only(Order.cgopipe, Attention.cpu)).busy
     seconds = times.decode_pass(only(Order.cgopipe, Attention.cpu)).seconds[0]
-    assert seconds == pytest.approx(busy[Resource.compute][0] + busy[Resource.cpu][0])
-    assert busy[Resource.link_in][0] == busy[Resource.link_out][0] == 0
+    assert seconds == pytest.approx(busy[Resource.compute][0] + busy[Resource.cpu_attention][0])
+    assert busy[Resource.host_to_device][0] == busy[Resource.device_to_host][0] == 0
 
 
 def test_rates_of_many_rows_are_those_of_each() -> None:

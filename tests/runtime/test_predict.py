@@ -11,12 +11,12 @@ from runtime.config import Admission, OffloadConfig, RuntimeConfig, Tier
 from runtime.plan.cost.mixed_passes import mixed_passes
 from runtime.plan.cost.predict import Prediction, predict
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place
 from runtime.plan.shape.model import ModelShape
+from runtime.resources import Resource
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 

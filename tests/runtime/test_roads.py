@@ -29,7 +29,8 @@ from runtime.errors import Interrupted
 from runtime.events import LaneRun
 from runtime.plan.schedule.actions import Op
 from runtime.plan.schedule.schedule import make_schedule
-from runtime.trace import Row, Trace
+from runtime.resources import Resource
+from runtime.trace import Trace
 from tests.support import Reference
 
 References = Callable[[str], Reference]
@@ -123,7 +124,7 @@ def take(runtime: Runtime, road: Road, prompts: list[list[int]], *, num_kv_pages
             for block in plan.blocks:
                 found |= dict(zip(block.members, session.run(block, requests, passes.append), strict=True))
     assert runtime.trace is not None
-    num_attended = sum(span.row is Row.cpu_attention for span in runtime.trace.take())
+    num_attended = sum(span.resource is Resource.cpu_attention for span in runtime.trace.take())
     tokens = [list(found[i].token_ids) for i in range(len(prompts))]
     return Taken(tokens=tokens, passes=passes, num_attended=num_attended)
 

@@ -6,8 +6,9 @@ from typing import cast
 import pytest
 import torch
 
+from runtime.resources import Resource
 from runtime.stream.clock import DeviceClock, Moment
-from runtime.trace import Row, Span, Trace
+from runtime.trace import Span, Trace
 
 NUM_THREADS, NUM_SPANS = 4, 2000
 
@@ -17,7 +18,7 @@ def test_spans_of_all_threads_are_taken_once_each() -> None:
 
     def report(thread: int) -> None:
         for number in range(NUM_SPANS):
-            collected.span(Row.disk, f"{thread}.{number}", number, number + 1)
+            collected.span(Resource.disk, f"{thread}.{number}", number, number + 1)
 
     threads = [threading.Thread(target=report, args=(thread,)) for thread in range(NUM_THREADS)]
     for thread in threads:

@@ -6,10 +6,10 @@ import pytest
 
 from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.simulator import Resource
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.timeline import Timeline, make_timeline
+from runtime.resources import Resource
 from runtime.units import GIB
 from tests.toy import sizes_of, toy_shape
 

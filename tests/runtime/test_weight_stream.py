@@ -17,12 +17,13 @@ from runtime.plan.placement.placer import place
 from runtime.plan.shape.extents import Extent
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
+from runtime.resources import Resource
 from runtime.store.header import read_header
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming, PendingTransfer
 from runtime.stream.device import ComputeDevice
 from runtime.stream.weights import WeightStream
-from runtime.trace import Row, Trace
+from runtime.trace import Trace
 from runtime.units import GIB
 from tests.fake_device import FakeDevice
 from tests.toy import toy_shape
@@ -270,7 +271,7 @@ def test_each_read_is_a_span_of_the_seconds_that_are_counted(shape: ModelShape, 
         counters = stream.take_counters()
     spans = {span.name: span for span in trace.take()}
     assert list(spans) == [f"read {stage}" for stage in placement.walk.streamed]
-    assert {span.row for span in spans.values()} == {Row.disk}
+    assert {span.resource for span in spans.values()} == {Resource.disk}
     assert all(spans[f"read {s}"].end - spans[f"read {s}"].begin == seconds for s, seconds in counters.reads.items())
     assert all(trace.begin <= span.begin <= span.end for span in spans.values())
 

@@ -6,10 +6,10 @@ show what a measurement of a second could not. Pure, so that a run that is resum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...resources import Resource
 from ..shape.model import ModelShape
 from .lane_work import LaneWork
 from .rates import UNLIMITED, MachineRates, between
-from .simulator import Resource
 from .stage_work import StageWork
 
 LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
@@ -97,9 +97,9 @@ def corrected(
     return replace(
         rates,
         disk_bytes_per_second=rates.disk_bytes_per_second * factor(Resource.disk),
-        link_in_bytes_per_second=rates.link_in_bytes_per_second * factor(Resource.link_in),
-        link_out_bytes_per_second=rates.link_out_bytes_per_second * factor(Resource.link_out),
-        cpu_attention_bytes_per_second=rates.cpu_attention_bytes_per_second * factor(Resource.cpu),
+        link_in_bytes_per_second=rates.link_in_bytes_per_second * factor(Resource.host_to_device),
+        link_out_bytes_per_second=rates.link_out_bytes_per_second * factor(Resource.device_to_host),
+        cpu_attention_bytes_per_second=rates.cpu_attention_bytes_per_second * factor(Resource.cpu_attention),
         gemm_flops_per_second={m: rate * compute for m, rate in rates.gemm_flops_per_second.items()},
         expert_flops_per_second={m: rate * compute for m, rate in rates.expert_flops_per_second.items()},
         memory_bytes_per_second=rates.memory_bytes_per_second * compute,

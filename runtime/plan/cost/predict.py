@@ -12,6 +12,7 @@ from itertools import pairwise
 from ...batching.admission import AdmissionLimits
 from ...batching.balance import Block
 from ...config import Admission
+from ...resources import Resource
 from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize
 from ..placement.placement import Placement
 from ..schedule.schedule import make_schedule
@@ -22,7 +23,7 @@ from .lane_work import LaneWork, decode_work, prefill_works
 from .mixed_passes import mixed_passes
 from .rates import MachineRates
 from .script import Roads, Script
-from .simulator import Resource, simulate_each
+from .simulator import simulate_each
 
 MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike
 MAX_STRETCHES = 8  # of a phase of a block

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from ...resources import Resource
 from ..schedule.actions import Action, Op
 from ..schedule.schedule import Schedule
 
-DISK, LINK_IN, LINK_OUT, COMPUTE, CPU = range(5)  # `cost.Resource`, in its order
-SYNC = 5
+DISK, LINK_IN, LINK_OUT, COMPUTE, CPU = (resource.number for resource in Resource)
+SYNC = len(Resource)
 NEVER = 0  # the event that has always happened
 UNSEEN = 1  # one that nobody waits for
 
@@ -49,8 +50,8 @@ OVER_LINK = Roads()
 
 
 class Line(NamedTuple):
-    """`kind`: a resource, or a barrier. It begins behind the events `after` and `too`, and its end is `event`. `price`
-    names the field of `Durations` that says how long it takes."""
+    """`kind`: the number of a resource, or a barrier. It begins behind the events `after` and `too`, and its end is
+    `event`. `price` names the field of `Durations` that says how long it takes."""
 
     kind: int
     after: int

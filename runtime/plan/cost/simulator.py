@@ -6,25 +6,14 @@ Pure and deterministic. What an action takes comes from `durations`; nothing her
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
+from ...resources import Resource
 from ..schedule.actions import Action, Op
 from ..schedule.schedule import Schedule
 from .script import COMPUTE, DISK, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
 
-
-class Resource(Enum):
-    """What works side by side; each does one thing at a time, in the order in which things are begun."""
-
-    disk = "disk"
-    link_in = "host-to-device"
-    link_out = "device-to-host"
-    compute = "compute"
-    cpu = "CPU attention"
-
-
-_RESOURCES = tuple(Resource)  # by the numbers in `script`
+_RESOURCES = tuple(Resource)  # by their numbers
 
 
 class Span(NamedTuple):
@@ -68,12 +57,12 @@ def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -
     clock, found, done = _Clock(script.events.count), list[SimulatedPasses](), 0
     prologue, cycle = _Timed.of(script.prologue, durations), _Timed.of(script.cycle, durations)
     clock.play(prologue)
-    begun, each = prologue.busy(), cycle.busy()
+    begun, every = prologue.busy(), cycle.busy()
     for count in counts:
         for _ in range(count - done):
             clock.play(cycle)
         done = count
-        busy = {resource: begun[index] + count * each[index] for index, resource in enumerate(Resource)}
+        busy = {each: begun[each.number] + count * every[each.number] for each in Resource}
         found.append(SimulatedPasses(seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy))
     return found
 
@@ -111,7 +100,7 @@ class _Timed:
         return _Timed(lines, [durations.of(line) for line in lines], reads)
 
     def busy(self) -> list[float]:
-        """Seconds of each resource, in the order of `Resource`."""
+        """Seconds of each resource, by its number."""
         busy = [0.0] * (SYNC + 1)
         for line, seconds in zip(self.lines, self.seconds, strict=True):
             busy[line.kind] += seconds
@@ -170,6 +159,6 @@ class _Clock:
         if spans is not None and reads.read_seconds:
             spans.append(Span(Resource.disk, Action(Op.read, action.stage), start, free[DISK]))
         if spans is not None and reads.copy_seconds:
-            spans.append(Span(Resource.link_in, Action(Op.copy, action.stage), first - copy, last))
+            spans.append(Span(Resource.host_to_device, Action(Op.copy, action.stage), first - copy, last))
         computing = seconds - reads.dense_seconds
         return max(max(begin + reads.dense_seconds, first) + computing, last + computing / count)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..cost.simulator import Resource
+from ...resources import Resource
 from .policy import Policy
 from .ridge_points import Standing
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from ...config import PolicyConfig, RuntimeConfig
 from ...errors import BudgetError
+from ...resources import Resource
 from ..cost.machine import Machine
 from ..cost.predict import Prediction
-from ..cost.simulator import Resource
 from ..placement.placement import Placement
 from ..shape.model import ModelShape
 from .choice import Candidate

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier
+from ...resources import Resource
 from ..cost.layer_work import LayerWork
 from ..cost.rates import MachineRates
-from ..cost.simulator import Resource
 from ..placement.defaults import chunk_tokens
 from .grid import Floats, PolicyGrid
 from .workload import Workload
@@ -181,21 +181,21 @@ class Roofline:
         left = (kv_out + link_out) / rates.link_out_bytes_per_second if self.has_device else 0 * weights
         busy = {
             Resource.disk: disk,
-            Resource.link_in: came,
-            Resource.link_out: left,
+            Resource.host_to_device: came,
+            Resource.device_to_host: left,
             Resource.compute: compute,
-            Resource.cpu: attend,
+            Resource.cpu_attention: attend,
         }
         return PassTimes(busy=busy, seconds=self._together(grid, busy))
 
     def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats]) -> Floats:
         """Without an accelerator the CPU is compute. With one, attention on the CPU is behind compute's back but for
         one lane in each layer (zigzag), for none (cgopipe, where there is another lane), or for all (flexgen)."""
-        compute, attend = busy[Resource.compute], busy[Resource.cpu]
+        compute, attend = busy[Resource.compute], busy[Resource.cpu_attention]
         alone = np.where(grid.has_order(Order.cgopipe) & (grid.lanes > 1), 0.0, attend / grid.lanes)
         alone = np.where(grid.has_order(Order.flexgen) | (not self.has_device), np.minimum(compute, attend), alone)
         together = np.minimum(np.maximum(compute, attend) + alone, compute + attend)
-        roads = np.maximum.reduce([busy[Resource.disk], busy[Resource.link_in], busy[Resource.link_out]])
+        roads = np.maximum.reduce([busy[Resource.disk], busy[Resource.host_to_device], busy[Resource.device_to_host]])
         return np.maximum(roads, together)
 
     def _ffn_seconds(self, grid: PolicyGrid, tokens: Floats) -> Floats:
