@@ -8,16 +8,18 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import PolicyKind, RuntimeConfig
+from .batching.balance import Block
+from .config import RuntimeConfig
 from .errors import BudgetError, ConfigError
 from .plan.placement.defaults import chunk_tokens
 from .plan.placement.memory import SequenceSize
 from .plan.placement.placement import Budgets
-from .plan.planner import RunPlan
+from .plan.planner import RunPlan, find_policy, plan_policy
+from .plan.search.candidate import Problem
 from .plan.search.choice import Choice
 from .plan.search.policy import Policy
 from .plan.search.workload import Workload
@@ -27,8 +29,6 @@ from .store.cache_root import cache_root
 log = logging.getLogger(__name__)
 
 EDITION = 2  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
-
-Planner = Callable[[RuntimeConfig], RunPlan]  # of `policy=hrm` it searches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +77,19 @@ def policies_directory(cache_dir: str | None) -> Path:
 def plan_by_choice(
     directory: Path,
     key: str | None,
-    config: RuntimeConfig,
-    plan: Planner,
+    problem: Problem,
     *,
-    has_device: bool,
+    blocks: tuple[Block, ...] | None = None,
     num_halvings: int = 0,
     known: Policy | None = None,
 ) -> RunPlan:
     """The plan by the policy that `policy.pin` names, else by the `known` one that the run went by so far or the one
     that was kept under `key`, if it still fits, else by a new search, whose choice is kept; with key None it is not.
-    `num_halvings` as for `plan_run`, which `plan` asks. Logs the choice, with why. Reads and writes files of
-    `directory`.
+    `blocks` and `num_halvings` as for `find_policy`. Logs the choice, with why. Reads and writes files of `directory`.
 
     Raises ConfigError for a pin that names nothing, BudgetError for a pinned policy that does not fit.
     """
-    assert config.policy.kind is PolicyKind.hrm, "nothing else is searched"
-    pin = config.policy.pin
+    pin = problem.config.policy.pin
     path = directory / f"{key}.json" if key is not None else None
     if pin is not None:
         kept, origin = _pinned(directory, pin), "pinned"
@@ -103,7 +100,7 @@ def plan_by_choice(
     if kept is not None:
         policy = kept.policy.halved(num_halvings)
         try:
-            found = replace(plan(policy.applied(config, has_device=has_device)), searched=policy)
+            found = replace(plan_policy(problem.of(policy), blocks=blocks, num_halvings=num_halvings), searched=policy)
         except BudgetError as error:
             if pin is not None:
                 raise
@@ -111,7 +108,7 @@ def plan_by_choice(
         else:
             _log_kept(kept, origin)
             return found
-    found = plan(config)
+    found = find_policy(problem, blocks=blocks, num_halvings=num_halvings)
     if found.choice is not None:
         kept = KeptPolicy.of(found.choice)
         if path is not None:

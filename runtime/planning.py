@@ -24,8 +24,9 @@ from .plan.placement.defaults import chunk_tokens
 from .plan.placement.memory import SequenceSize
 from .plan.placement.placement import Budgets
 from .plan.placement.run_load import micro_batches_of
-from .plan.planner import RunPlan, plan_run
+from .plan.planner import RunPlan, find_policy, plan_policy, plan_run
 from .plan.schedule.schedule import require_slots
+from .plan.search.candidate import Problem
 from .plan.search.policy import Policy
 from .store.reader import Reader
 from .stream.device import ComputeDevice
@@ -68,7 +69,7 @@ class Planner:
     ) -> RunPlan:
         """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`: of the run that is
         resumed; otherwise the policy chooses them. `known`: what a search came to before, which `policy=hrm` goes by as
-        long as it fits. `num_halvings` as for `plan_run`."""
+        long as it fits. `num_halvings` as for `plan_policy`."""
         reclaim(self.device)
         budgets = self.budgets
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
@@ -77,22 +78,17 @@ class Planner:
         if rates is None and sizes:
             rates = self.measured(first, sizes)
         is_searched = self.config.policy.kind is PolicyKind.hrm and bool(sizes)
-        kept = blocks if budgets.has_device or is_searched else first.blocks
-
-        def plan(config: RuntimeConfig) -> RunPlan:
-            return plan_run(
-                self.model.shape, config, budgets, sizes, rates=rates, blocks=kept, num_halvings=num_halvings
-            )
-
+        problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
         if not is_searched:
-            return plan(self.config)
+            kept = blocks if budgets.has_device else first.blocks
+            return plan_policy(problem, blocks=kept, num_halvings=num_halvings)
         machine = f"{self.config.machine.name} {self.host}"
+        asked = question(machine, self.model.shape, self.config, budgets, sizes)
         return plan_by_choice(
             policies_directory(self.config.offload.cache_dir),
-            question(machine, self.model.shape, self.config, budgets, sizes) if blocks is None else None,
-            self.config,
-            plan,
-            has_device=budgets.has_device,
+            asked if blocks is None else None,
+            problem,
+            blocks=blocks,
             num_halvings=num_halvings,
             known=known,
         )
@@ -107,12 +103,9 @@ class Planner:
     def revised(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
         """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or
         its own. Blocks stay what they are, and so do budgets: the memory that `plan`'s session holds is taken now."""
-
-        def planned(config: RuntimeConfig) -> RunPlan:
-            return plan_run(self.model.shape, config, plan.budgets, sizes, rates=rates, blocks=plan.blocks)
-
-        same = planned(replace(self.config, policy=plan.policy, kv=plan.kv))
-        found = planned(self.config)
+        problem = Problem(shape=self.model.shape, config=self.config, budgets=plan.budgets, sizes=sizes, rates=rates)
+        kept = replace(problem, config=replace(self.config, policy=plan.policy, kv=plan.kv))
+        same, found = plan_policy(kept, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
         assert same.prediction is not None, "rates are given"
         assert found.prediction is not None, "rates are given"
         is_worth_it = found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds

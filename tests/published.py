@@ -25,7 +25,8 @@ from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.profile import USABLE_SHARE, machine_of
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.planner import plan_run
+from runtime.plan.search.candidate import Problem
 from runtime.plan.search.choice import Choice
 from runtime.plan.search.hrm import search
 from runtime.plan.search.policy import Policy
@@ -169,9 +170,6 @@ def predicted(setting: Setting, policy: Policy, rates: MachineRates) -> Predicti
 
 def choose(setting: Setting) -> Choice:
     """Weights in host memory, as MoE-Lightning has them; everything else searched."""
-    shape, sizes, on = setting.shape, setting.workload.sizes(), machine_for(setting)
-
-    def plan(fixed: RuntimeConfig) -> RunPlan:
-        return plan_run(shape, fixed, on.budgets, sizes, rates=on.rates)
-
-    return search(shape, on, setting.workload, CONFIG, plan)
+    on, workload = machine_for(setting), setting.workload
+    problem = Problem(shape=setting.shape, config=CONFIG, budgets=on.budgets, sizes=workload.sizes(), rates=on.rates)
+    return search(problem, workload=workload).choice

@@ -12,7 +12,8 @@ from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.profile import machine_of
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.planner import RunPlan, find_policy, plan_policy
+from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionWay
 from runtime.plan.shape.auto_dtype import auto_dtype
@@ -117,13 +118,12 @@ def _run_plan(
 ) -> RunPlan:
     """The plan of a run, by the policy that `policy.pin` names among those that runs of this user have kept."""
 
-    def plan(fixed: RuntimeConfig) -> RunPlan:
-        return plan_run(shape, fixed, budgets, sizes, rates=machine.rates)
-
-    if config.policy.kind is not PolicyKind.hrm or config.policy.pin is None:
-        return plan(config)
-    directory = policies_directory(config.offload.cache_dir)
-    return plan_by_choice(directory, None, config, plan, has_device=budgets.has_device)
+    problem = Problem(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=machine.rates)
+    if config.policy.kind is not PolicyKind.hrm:
+        return plan_policy(problem)
+    if config.policy.pin is None:
+        return find_policy(problem)
+    return plan_by_choice(policies_directory(config.offload.cache_dir), None, problem)
 
 
 def _described(config: MachineConfig) -> MachineConfig:

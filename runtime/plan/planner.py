@@ -7,26 +7,21 @@ which go by measured rates where neither the settings nor a search's recorded po
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-from ..batching.balance import Block, plan_blocks
-from ..config import KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
+from ..batching.balance import Block
+from ..config import KVConfig, Order, PolicyConfig, PrefetchConfig, RuntimeConfig
 from ..errors import BudgetError
-from .cost.machine import Machine
 from .cost.predict import Prediction
 from .cost.rates import MachineRates
-from .placement.defaults import block_size, chunk_sizes, in_chunks, is_whole, micro_batch_sizes, usual_orders
+from .placement.defaults import micro_batch_sizes, usual_orders
 from .placement.memory import SequenceSize
 from .placement.placement import Budgets, Placement
-from .placement.placer import kv_tiers, place
-from .placement.run_load import bare, run_load
-from .search.candidate import Road, Way
+from .search.blocks import choose_blocks, of_blocks
+from .search.candidate import PlacedRun, Problem
 from .search.choice import Choice
 from .search.chunks import balanced
-from .search.grid import Choices
 from .search.hrm import search
 from .search.policy import Policy
-from .search.workload import Workload
 from .shape.model import ModelShape
 
 WORTHWHILE = 0.02  # of a run's time, to be won by another size of micro-batches than the rule's
@@ -75,26 +70,64 @@ def plan_run(
     blocks: tuple[Block, ...] | None = None,
     num_halvings: int = 0,
 ) -> RunPlan:
-    """`blocks` are those of a run that is resumed. `num_halvings`: how often memory has run out with a policy that is
-    chosen here; chunks then are as small as they should be. Without `rates` there is nothing to search by, and
-    `policy=hrm` plans as `auto` does.
+    """`plan_policy` of the problem that has these parts."""
+    problem = Problem(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=rates)
+    return plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
+
+
+def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
+    """The plan of the policy that the config says; what it leaves open goes by rule, with `policy=hrm` as with `auto`.
+
+    `blocks` are those of a run that is resumed. `num_halvings`: how often memory has run out with a policy that is
+    chosen here; chunks then are as small as they should be.
 
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
-    if config.policy.kind is PolicyKind.hrm and rates is not None and sizes:
-        return _plan_best(shape, config, budgets, sizes, rates, blocks, num_halvings)
-    if config.policy.schedule is not None:
-        return _plan_in_order(shape, config, budgets, sizes, rates, blocks, num_halvings)
+    if problem.config.policy.schedule is not None:
+        return _plan_in_order(problem, blocks, num_halvings)
     best, refusal = None, None
-    for order in usual_orders(shape, has_device=budgets.has_device):
+    for order in usual_orders(problem.shape, has_device=problem.budgets.has_device):
         try:
-            plan = _plan_in_order(shape, _in_order(config, order), budgets, sizes, rates, blocks, num_halvings)
+            plan = _plan_in_order(_in_order(problem, order), blocks, num_halvings)
             best = plan if best is None or _is_better(plan, best) else best
         except BudgetError as error:
             refusal = error
     if best is None:
         raise refusal or AssertionError("there is a usual order")
     return best
+
+
+def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
+    """The plan of the policy with the highest throughput that a search finds, with the search's `choice`. Where
+    `blocks` of a run that is resumed are given, only the way they go is chosen; `num_halvings` as for `plan_policy`.
+    Without rates there is nothing to search by, and without requests nothing to search for: then it is that plan.
+
+    Raises BudgetError, with the equation, when even the smallest block does not fit.
+    """
+    if problem.rates is None or not problem.sizes:
+        return plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
+    usual = None if blocks else _policy_of(plan_policy(replace(problem, rates=None)), problem.shape)
+    found = search(problem, blocks=blocks, usual=usual)
+    best = found.choice.best.policy.halved(num_halvings)
+    if num_halvings:
+        fixed = problem.of(best)
+        plan = plan_policy(fixed, blocks=blocks if blocks is not None else fixed.blocks_of(best))
+    else:
+        plan = _run_plan(problem, found.best.run, found.best.prediction)
+    return replace(plan, choice=found.choice, searched=best)
+
+
+def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
+    return RunPlan(
+        blocks=run.blocks,
+        budgets=problem.budgets,
+        placement=run.placement,
+        policy=run.config.policy,
+        kv=run.config.kv,
+        prefetch=run.prefetch,
+        rates=problem.rates,
+        prediction=prediction,
+    )
 
 
 def _is_better(plan: RunPlan, usual: RunPlan) -> bool:
@@ -104,111 +137,47 @@ def _is_better(plan: RunPlan, usual: RunPlan) -> bool:
     return plan.block_size > usual.block_size
 
 
-def _in_order(config: RuntimeConfig, order: Order) -> RuntimeConfig:
-    return replace(config, policy=replace(config.policy, schedule=order))
+def _in_order(problem: Problem, order: Order) -> Problem:
+    config = problem.config
+    return replace(problem, config=replace(config, policy=replace(config.policy, schedule=order)))
 
 
-def _plan_in_order(
-    shape: ModelShape,
-    config: RuntimeConfig,
-    budgets: Budgets,
-    sizes: Sequence[SequenceSize],
-    rates: MachineRates | None,
-    blocks: tuple[Block, ...] | None,
-    num_halvings: int,
-) -> RunPlan:
-    """As `plan_run`, where the order is said and nothing is searched."""
-    road = Road(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=rates)
-    if blocks is None:
-        starts = _starts(road, num_halvings)
-    else:
-        *better, chunk = chunk_sizes(shape, config.policy, blocks)
-        if better:
-            chunk = _fitting_chunk(shape, bare(config), budgets, sizes, blocks, wholly=True) or chunk
-        starts = [road.way(blocks, chunk)]
+def _plan_in_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
+    """The plan of a policy whose order is said."""
+    starts = _starts(problem, num_halvings) if blocks is None else [of_blocks(problem, blocks)]
     starts[0].placement.require_fit()
-    if config.policy.prefill_chunk_tokens is None and not num_halvings:
-        starts = [balanced(road, way) for way in starts]
-    way, prediction = _fastest(road, starts)
-    return RunPlan(
-        blocks=way.blocks,
-        budgets=budgets,
-        placement=way.placement,
-        policy=way.config.policy,
-        kv=config.kv,
-        prefetch=way.prefetch,
-        rates=rates,
-        prediction=prediction,
-    )
+    if not num_halvings:
+        starts = [balanced(problem, run) for run in starts]
+    return _run_plan(problem, *_fastest(problem, starts))
 
 
-def _fastest(road: Road, ways: Sequence[Way]) -> tuple[Way, Prediction | None]:
+def _fastest(problem: Problem, runs: Sequence[PlacedRun]) -> tuple[PlacedRun, Prediction | None]:
     """The first, unless another one is clearly faster."""
-    best, shortest = ways[0], road.predicted(ways[0])
-    for way in ways[1:]:
-        found = road.predicted(way)
+    best, shortest = runs[0], problem.predicted(runs[0])
+    for run in runs[1:]:
+        found = problem.predicted(run)
         if found is not None and shortest is not None and found.seconds < (1 - WORTHWHILE) * shortest.seconds:
-            best, shortest = way, found
+            best, shortest = run, found
     return best, shortest
 
 
-def _starts(road: Road, num_halvings: int) -> list[Way]:
-    """Ways in the smallest chunks, the best by rule first. In front of an accelerator one large micro-batch is launched
+def _starts(problem: Problem, num_halvings: int) -> list[PlacedRun]:
+    """Runs in the smallest chunks, the best by rule first. In front of an accelerator one large micro-batch is launched
     once, and four small ones prefill as many tokens per sweep of the weights in less memory: rates tell which is
     faster, and without them it is the large one where nothing travels."""
 
-    def way(widths: tuple[int, ...]) -> Way:
-        chunk, blocks = _choose_blocks(road.shape, road.config, road.budgets, road.sizes, widths, num_halvings)
-        return road.way(blocks, chunk)
+    def run(widths: tuple[int, ...]) -> PlacedRun:
+        chunk, blocks = choose_blocks(problem, widths, num_halvings)
+        return problem.placed(blocks, chunk)
 
-    widths = micro_batch_sizes(road.shape, road.config, road.budgets)[-1 if num_halvings else 0 :]
-    found = way(widths)
-    if not road.budgets.has_device or len(widths) == 1:
+    widths = micro_batch_sizes(problem.shape, problem.config, problem.budgets)[-1 if num_halvings else 0 :]
+    found = run(widths)
+    if not problem.budgets.has_device or len(widths) == 1:
         return [found]
-    usual = way(widths[-1:])
+    usual = run(widths[-1:])
     if usual.blocks == found.blocks or not usual.placement.fits:
         return [found]
     return [found, usual] if found.placement.stays_whole else [usual, found]
-
-
-def _plan_best(
-    shape: ModelShape,
-    config: RuntimeConfig,
-    budgets: Budgets,
-    sizes: Sequence[SequenceSize],
-    rates: MachineRates,
-    blocks: tuple[Block, ...] | None,
-    num_halvings: int,
-) -> RunPlan:
-    """Of a run that is resumed, only the way its blocks go is chosen."""
-
-    @cache
-    def blocks_of(micro_batch_size: int, num_micro_batches: int) -> tuple[Block, ...]:
-        return _blocks(shape, sizes, micro_batch_size, num_micro_batches)
-
-    def plan(fixed: RuntimeConfig) -> RunPlan:
-        size, count = fixed.policy.micro_batch_size, fixed.policy.num_micro_batches
-        assert size is not None, "a search says it"
-        assert count is not None, "a search says it"
-        made = blocks if blocks is not None else blocks_of(size, count)
-        return plan_run(shape, fixed, budgets, sizes, rates=rates, blocks=made)
-
-    machine = Machine(
-        name="this machine",
-        host_bytes=budgets.host_bytes,
-        device_bytes=budgets.device_bytes,
-        library_bytes=budgets.library_bytes,
-        rates=rates,
-    )
-    choices = Choices.of(shape, config, len(sizes), has_device=budgets.has_device)
-    usual = None
-    if blocks:
-        choices = choices.of_blocks([[len(lane) for lane in block.micro_batches] for block in blocks])
-    else:
-        usual = _policy_of(plan_run(shape, config, budgets, sizes), shape)  # without rates: as auto does
-    choice = search(shape, machine, Workload.of(sizes), config, plan, choices=choices, usual=usual)
-    best = choice.best.policy.halved(num_halvings)
-    return replace(plan(best.applied(config, has_device=budgets.has_device)), choice=choice, searched=best)
 
 
 def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
@@ -224,79 +193,3 @@ def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
         resident_layers=sum(stage.index in plan.placement.resident for stage in shape.layers),
         kv_fraction=1 - num_travelling / num_layers if num_layers > 0 else 1.0,
     )
-
-
-def _choose_blocks(
-    shape: ModelShape,
-    config: RuntimeConfig,
-    budgets: Budgets,
-    sizes: Sequence[SequenceSize],
-    widths: Sequence[int],
-    num_halvings: int,
-) -> tuple[int, tuple[Block, ...]]:
-    """Tokens of their chunks, and the blocks. `fixed`: as configured. `auto`: the most sequences, up to what is
-    configured, whose block fits with no more resident layers than `offload.resident_layers` asks for. Of the `widths`
-    of micro-batches the first that costs no room which something else needs, or the last."""
-
-    def counts(num_sequences: int) -> list[int]:
-        return list(dict.fromkeys(-(-num_sequences // width) for width in widths))
-
-    def divided(num_sequences: int, count: int) -> tuple[Block, ...]:
-        return _blocks(shape, sizes, -(-num_sequences // count), count)
-
-    most = block_size(config.policy)
-    if config.policy.kind is PolicyKind.fixed:
-        *large, usual = counts(most)
-        for blocks in (divided(most, count) for count in large):
-            if chunk := _fitting_chunk(shape, bare(config), budgets, sizes, blocks, wholly=True):
-                return chunk, blocks
-        blocks = divided(most, usual)
-        return chunk_sizes(shape, config.policy, blocks)[-1], blocks
-    blocks: tuple[Block, ...] = ()
-    for tier in kv_tiers(shape, config, has_device=budgets.has_device):
-        in_tier = replace(bare(config), kv=replace(config.kv, tier=tier))
-        for num_sequences in _ladder(max(1, min(most, len(sizes)) >> num_halvings)):
-            *large, usual = counts(num_sequences)
-            for count in (*large, usual):
-                blocks = divided(num_sequences, count)
-                if chunk := _fitting_chunk(shape, in_tier, budgets, sizes, blocks, wholly=count != usual):
-                    return chunk, blocks
-    return chunk_sizes(shape, config.policy, blocks)[-1], blocks
-
-
-def _fitting_chunk(
-    shape: ModelShape,
-    config: RuntimeConfig,
-    budgets: Budgets,
-    sizes: Sequence[SequenceSize],
-    blocks: tuple[Block, ...],
-    *,
-    wholly: bool,
-) -> int | None:
-    """Tokens of the best chunks with which these blocks fit."""
-    for chunk in chunk_sizes(shape, config.policy, blocks):
-        chunked = in_chunks(config, chunk)
-        load = run_load(shape, chunked, budgets, blocks, sizes)
-        placement = place(shape, chunked, budgets, load) if load.is_roomy else None
-        if placement is not None and placement.fits and (not wholly or is_whole(placement)):
-            return chunk
-    return None
-
-
-def _blocks(
-    shape: ModelShape, sizes: Sequence[SequenceSize], micro_batch_size: int, num_micro_batches: int
-) -> tuple[Block, ...]:
-    return plan_blocks(
-        [size.capacity_tokens for size in sizes],
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches,
-        is_packed=shape.is_packed,
-    )
-
-
-def _ladder(most: int) -> list[int]:
-    """most, 3/4, 1/2, 3/8 ... 1 of it."""
-    steps = {most >> turn for turn in range(most.bit_length())} | {
-        3 * most >> turn + 2 for turn in range(most.bit_length())
-    }
-    return sorted(steps - {0}, reverse=True)

@@ -1,17 +1,20 @@
 """Choices are kept under what was asked, found again by it or by name, and searched anew when they no longer fit."""
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runtime import choices
 from runtime.choices import plan_by_choice, question
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.planner import RunPlan, find_policy
+from runtime.plan.search.candidate import Problem
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 
@@ -20,19 +23,28 @@ CONFIG = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme), policy=PolicyConfi
 SIZES = sizes_of([10 + n % 50 for n in range(60)])
 
 
+@dataclass
 class Planner:
-    """Counts searches."""
+    """Plans on a host with so much memory, and counts searches."""
 
-    def __init__(self, host_bytes: int = GIB):
-        self.budgets, self.num_searches = Budgets(host_bytes=host_bytes), 0
+    host_bytes: int = GIB
+    num_searches: int = 0
 
-    def __call__(self, config: RuntimeConfig) -> RunPlan:
-        self.num_searches += config.policy.kind is PolicyKind.hrm
-        return plan_run(toy_shape(), config, self.budgets, SIZES, rates=RATES)
+    @property
+    def budgets(self) -> Budgets:
+        return Budgets(host_bytes=self.host_bytes)
 
 
 def ask(directory: Path, planner: Planner, config: RuntimeConfig = CONFIG, key: str | None = "key") -> RunPlan:
-    return plan_by_choice(directory, key, config, planner, has_device=False)
+    problem = Problem(shape=toy_shape(), config=config, budgets=planner.budgets, sizes=SIZES, rates=RATES)
+
+    def counted(asked: Problem, **how: Any) -> RunPlan:
+        planner.num_searches += 1
+        return find_policy(asked, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "find_policy", counted)
+        return plan_by_choice(directory, key, problem)
 
 
 def pinned(pin: str) -> RuntimeConfig:

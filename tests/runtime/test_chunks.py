@@ -10,7 +10,8 @@ from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import CHUNK_TOKENS
 from runtime.plan.placement.memory import pass_tokens
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.planner import RunPlan, find_policy, plan_policy
+from runtime.plan.search.candidate import Problem
 from runtime.plan.search.policy import Policy
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
@@ -45,7 +46,9 @@ def planned(
     num_halvings: int = 0,
 ) -> RunPlan:
     config = RuntimeConfig(policy=policy, offload=OffloadConfig(tier=Tier.nvme, resident_layers=resident_layers))
-    return plan_run(shape or model(), config, budgets, SIZES, rates=rates, num_halvings=num_halvings)
+    problem = Problem(shape=shape or model(), config=config, budgets=budgets, sizes=SIZES, rates=rates)
+    plan = find_policy if policy.kind is PolicyKind.hrm else plan_policy
+    return plan(problem, num_halvings=num_halvings)
 
 
 def chunk(plan: RunPlan) -> int:

@@ -1,13 +1,13 @@
 """The search: what it chooses fits, more memory or a faster road never makes it worse, and it says why."""
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from runtime.batching.balance import Block
 from runtime.config import (
     Attention,
     ExpertPaging,
@@ -22,10 +22,14 @@ from runtime.config import (
 )
 from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import in_chunks
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.planner import find_policy, plan_policy, plan_run
+from runtime.plan.search import finalists
+from runtime.plan.search.blocks import of_blocks
+from runtime.plan.search.candidate import PlacedRun, Problem
 from runtime.plan.search.choice import Choice
 from runtime.plan.search.grid import Choices
 from runtime.plan.search.hrm import fitting, roofline_of, search
@@ -66,35 +70,38 @@ def config(tier: Tier = Tier.nvme, kv: KVTier = KVTier.auto) -> RuntimeConfig:
     )
 
 
-def planner(
-    shape: ModelShape, machine: Machine, workload: Workload = WORKLOAD
-) -> tuple[Callable[[RuntimeConfig], RunPlan], list[RunPlan]]:
-    """And the plans that it has made."""
-    made: list[RunPlan] = []
-
-    def plan(fixed: RuntimeConfig) -> RunPlan:
-        made.append(plan_run(shape, fixed, machine.budgets, workload.sizes(), rates=machine.rates))
-        return made[-1]
-
-    return plan, made
+def problem(shape: ModelShape, machine: Machine, asked: RuntimeConfig, workload: Workload = WORKLOAD) -> Problem:
+    return Problem(shape=shape, config=asked, budgets=machine.budgets, sizes=workload.sizes(), rates=machine.rates)
 
 
 def choose(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> Choice:
-    return search(shape, machine, WORKLOAD, asked, planner(shape, machine)[0])
+    return search(problem(shape, machine, asked), workload=WORKLOAD).choice
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("machine", [WITH_DEVICE, WITHOUT], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("tier", [Tier.nvme, Tier.cpu])
-def test_what_is_chosen_fits_and_is_the_fastest_of_what_was_simulated(name: str, machine: Machine, tier: Tier) -> None:
-    shape = SHAPES[name]
-    plan, made = planner(shape, machine)
-    choice = search(shape, machine, WORKLOAD, config(tier), plan)
+def test_what_is_chosen_fits_and_is_the_fastest_of_what_was_simulated(
+    name: str, machine: Machine, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PlacedRun] = []
+
+    def timed(asked: Problem, run: PlacedRun) -> Prediction | None:
+        made.append(run)
+        return predicted(asked, run)
+
+    predicted = Problem.predicted
+    monkeypatch.setattr(Problem, "predicted", timed)
+    asked = problem(SHAPES[name], machine, config(tier))
+    found = search(asked, workload=WORKLOAD)
+    choice = found.choice
+    assert made
     assert all(each.placement.fits for each in made)
     assert [each.seconds for each in choice.table] == sorted(each.seconds for each in choice.table)
-    again = plan(choice.best.policy.applied(config(tier), has_device=machine.device_bytes is not None))
+    again = plan_policy(asked.of(choice.best.policy))
     assert again.prediction is not None
     assert again.prediction.prefill_seconds + again.prediction.decode_seconds == choice.best.seconds
+    assert (again.placement, again.prediction) == (found.best.run.placement, found.best.prediction)
     assert choice.best.tokens_per_second == pytest.approx(300 * 24 / choice.best.seconds)
 
 
@@ -137,7 +144,7 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
     huge = Machine(name="huge", host_bytes=64 * GIB, device_bytes=64 * GIB if has_device else None, rates=RATES)
     tier = Tier.cpu if has_device else Tier.nvme
     asked = replace(in_chunks(config(), chunk), offload=OffloadConfig(tier=tier, resident_layers=2))
-    plan, _ = planner(shape, huge, workload)
+    alone = problem(shape, huge, asked, workload)
     choices = Choices(
         micro_batches=[8, 32],
         counts=[1, 3],
@@ -152,7 +159,7 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
             continue  # how many of six layers are a quarter is rounded
         fixed = replace(policy.applied(asked, has_device=has_device))
         fixed = replace(fixed, offload=replace(fixed.offload, expert_paging=fixed.offload.expert_paging.off))
-        ledgers = plan(fixed).placement.ledgers
+        ledgers = plan_policy(replace(alone, config=fixed)).placement.ledgers
         assert need.compute_bytes[at] == pytest.approx(ledgers[0].total_bytes, rel=0.05), policy
         if has_device:
             assert need.host_bytes[at] == pytest.approx(ledgers[1].total_bytes, rel=0.05), policy
@@ -194,17 +201,16 @@ def test_the_grid_lets_through_what_host_memory_has_staging_for(paging: ExpertPa
     assert need.fits(replace(budgets, host_bytes=host)).all()
 
 
-def test_where_the_grid_lets_through_too_much_the_block_shrinks_until_it_fits() -> None:
+def test_where_the_grid_lets_through_too_much_the_block_shrinks_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at once to the smallest of all."""
-    shape = SHAPES["dense"]
-    plan, _ = planner(shape, WITH_DEVICE)
 
-    def strict(fixed: RuntimeConfig) -> RunPlan:
-        if fixed.policy.micro_batch_size * fixed.policy.num_micro_batches > 20:
+    def strict(asked: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
+        if max(len(block.members) for block in blocks) > 20:
             raise BudgetError("more than the grid knows of")
-        return plan(fixed)
+        return of_blocks(asked, blocks)
 
-    best = search(shape, WITH_DEVICE, WORKLOAD, config(), strict).best.policy
+    monkeypatch.setattr(finalists, "of_blocks", strict)
+    best = choose(SHAPES["dense"], WITH_DEVICE, config()).best.policy
     assert 10 <= best.num_sequences <= 20
 
 
@@ -271,9 +277,8 @@ def test_a_halved_policy_has_half_the_sequences(num_halvings: int) -> None:
     assert policy.halved(num_halvings).num_sequences <= max(1, 64 >> num_halvings)
 
 
-def test_plan_run_resolves_hrm_and_a_resumed_run_keeps_its_blocks() -> None:
-    shape, sizes = SHAPES["moe"], WORKLOAD.sizes()
-    first = plan_run(shape, config(), WITH_DEVICE.budgets, sizes, rates=RATES)
+def test_a_found_policy_is_a_fixed_one_and_a_resumed_run_keeps_its_blocks() -> None:
+    first = find_policy(problem(SHAPES["moe"], WITH_DEVICE, config()))
     assert first.choice is not None
     assert first.policy.kind is PolicyKind.fixed
     assert (first.policy.schedule, first.policy.attention) == (
@@ -281,7 +286,7 @@ def test_plan_run_resolves_hrm_and_a_resumed_run_keeps_its_blocks() -> None:
         first.choice.best.policy.attention,
     )
     slower = replace(RATES, link_in_bytes_per_second=1e8)
-    again = plan_run(shape, config(), WITH_DEVICE.budgets, sizes, rates=slower, blocks=first.blocks)
+    again = find_policy(problem(SHAPES["moe"], replace(WITH_DEVICE, rates=slower), config()), blocks=first.blocks)
     assert again.blocks == first.blocks
     assert again.choice is not None
 

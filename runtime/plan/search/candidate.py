@@ -1,9 +1,9 @@
-"""One way that a run could go: its blocks, prompts in chunks of so many tokens, placed; and how long it takes."""
+"""What is to be planned, and one run that it could come to: its blocks, prompts in chunks of so many tokens, placed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...batching.balance import Block
+from ...batching.balance import Block, plan_blocks
 from ...config import Prefetch, PrefetchConfig, RuntimeConfig
 from ..cost.predict import Prediction, decode_pass_seconds, predict
 from ..cost.rates import MachineRates
@@ -14,12 +14,13 @@ from ..placement.placement import Budgets, Placement
 from ..placement.placer import place
 from ..placement.run_load import bare, run_load
 from ..shape.model import ModelShape
+from .policy import Policy
 
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class PlacedRun:
     """`config` says the tokens of a prefill pass. Its placement need not fit."""
 
     blocks: tuple[Block, ...]
@@ -34,8 +35,8 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Road:
-    """What all ways of a run have in common."""
+class Problem:
+    """A model and its requests, a machine's budgets and rates, and the settings that a plan must keep to."""
 
     shape: ModelShape
     config: RuntimeConfig
@@ -43,8 +44,25 @@ class Road:
     sizes: Sequence[SequenceSize]
     rates: MachineRates | None
 
-    def way(self, blocks: tuple[Block, ...], num_tokens: int) -> Way:
-        """With chunks of `num_tokens`."""
+    def of(self, policy: Policy) -> "Problem":
+        """The problem with `policy` in the place of a search."""
+        return replace(self, config=policy.applied(self.config, has_device=self.budgets.has_device))
+
+    def blocks_of(self, policy: Policy) -> tuple[Block, ...]:
+        """All requests in blocks of the policy's sizes."""
+        return self.blocks(policy.micro_batch_size, policy.num_micro_batches)
+
+    def blocks(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Block, ...]:
+        """All requests in blocks of up to so many micro-batches of up to so many sequences."""
+        return plan_blocks(
+            [size.capacity_tokens for size in self.sizes],
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            is_packed=self.shape.is_packed,
+        )
+
+    def placed(self, blocks: tuple[Block, ...], num_tokens: int) -> PlacedRun:
+        """The run of these blocks with prompts in chunks of `num_tokens`."""
         shape, budgets, config = self.shape, self.budgets, in_chunks(self.config, num_tokens)
         load = run_load(shape, config, budgets, blocks, self.sizes)
         if config.prefetch.kind is Prefetch.cost_aware and self.rates is not None:
@@ -52,20 +70,20 @@ class Road:
         else:
             prefetch = bare(config).prefetch
             placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
-        return Way(blocks=blocks, config=config, load=load, prefetch=prefetch, placement=placement)
+        return PlacedRun(blocks=blocks, config=config, load=load, prefetch=prefetch, placement=placement)
 
-    def predicted(self, way: Way) -> Prediction | None:
-        """None where there are no rates to predict by."""
+    def predicted(self, run: PlacedRun) -> Prediction | None:
+        """How long `run` takes; None where there are no rates to predict by."""
         if self.rates is None:
             return None
-        admission = way.config.policy.admission
-        return predict(self.shape, way.placement, way.blocks, self.sizes, way.chunk_tokens, self.rates, admission)
+        admission = run.config.policy.admission
+        return predict(self.shape, run.placement, run.blocks, self.sizes, run.chunk_tokens, self.rates, admission)
 
 
 def _cost_aware(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load, rates: MachineRates
 ) -> tuple[PrefetchConfig, Placement]:
-    """Of each depth, with as many resident layers as then fit, the one whose simulated decode pass is the shortest."""
+    """The depth, with as many resident layers as then fit, whose simulated decode pass is the shortest."""
     best: tuple[float, PrefetchConfig, Placement] | None = None
     for depth in range(1, MAX_DEPTH + 1):
         prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)

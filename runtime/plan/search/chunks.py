@@ -1,10 +1,10 @@
 """How many tokens of a lane one prefill pass takes where nobody says: so many that their products take as long as
 bringing the weights.
 
-A pass brings the weights once for the chunks of all its lanes. While the road is busy for longer than compute, chunks
-of twice the size halve what is brought for the same prompts; once compute is busy for longer they only take memory,
-which layers could stay in. So each doubling is placed and timed, decode passes with it, until prefill passes take
-hardly any time but that of their products.
+A pass brings the weights once for the chunks of all its lanes. While bytes are on their way for longer than compute
+works, chunks of twice the size halve what is brought for the same prompts; once compute is busy for longer they only
+take memory, which layers could stay in. So each doubling is placed and timed, decode passes with it, until prefill
+passes take hardly any time but that of their products.
 """
 
 from dataclasses import replace
@@ -17,65 +17,65 @@ from ..placement.load import Load
 from ..placement.memory import pass_tokens
 from ..placement.placement import Placement
 from ..placement.placer import place
-from .candidate import Road, Way
+from .candidate import PlacedRun, Problem
 
 NOTABLE = 0.05  # share of prefill passes
 WORTHWHILE = 0.02  # of the prefill's time, to be won by a chunk that takes more memory
 ALL_TOKENS = 1 << 40
 
 
-def balanced(road: Road, first: Way) -> Way:
+def balanced(problem: Problem, first: PlacedRun) -> PlacedRun:
     """`first`, whose chunks are as small as they should be, or the same blocks in larger chunks that take less time in
-    all. Without rates to tell by it stays."""
-    if road.rates is None:
+    all. It stays without rates to tell by, and where the settings say the chunks."""
+    if problem.rates is None or problem.config.policy.prefill_chunk_tokens is not None:
         return first
-    chosen = _chosen(road, first, road.rates)
+    chosen = _chosen(problem, first, problem.rates)
     while chosen > first.chunk_tokens:
-        way = road.way(first.blocks, chosen)
-        if way.placement.fits:
-            return way
+        run = problem.placed(first.blocks, chosen)
+        if run.placement.fits:
+            return run
         chosen //= 2
     return first
 
 
-def _chosen(road: Road, first: Way, rates: MachineRates) -> int:
+def _chosen(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
     """Tokens of the best chunk, by rough times of the block that takes most memory, or of a few blocks whose sequences
     come and go."""
     best = last = first.chunk_tokens
-    most = max((pass_tokens(road.shape, lane, ALL_TOKENS) for lane in first.load.lanes), default=0)
+    most = max((pass_tokens(problem.shape, lane, ALL_TOKENS) for lane in first.load.lanes), default=0)
     if last >= most:
         return best
-    found = shortest = _timed(road, first, last, rates)
+    found = shortest = _timed(problem, first, last, rates)
     while found is not None and shortest is not None and last < most and _beside_products(first, found, rates):
         last *= 2
-        found = _timed(road, first, last, rates)
+        found = _timed(problem, first, last, rates)
         if found is not None and found.seconds < shortest.seconds - WORTHWHILE * shortest.prefill_seconds:
             best, shortest = last, found
     return best
 
 
-def _beside_products(way: Way, prediction: Prediction, rates: MachineRates) -> bool:
+def _beside_products(run: PlacedRun, prediction: Prediction, rates: MachineRates) -> bool:
     """Whether prefill passes take notable time that does not follow from their tokens: waiting for bytes, and what
     passing stages takes beside products."""
-    passing = len(way.load.lanes) * len(way.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
+    passing = len(run.load.lanes) * len(run.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
     prefill = prediction.prefill
     return prefill.stall_seconds + prefill.num_passes * passing > NOTABLE * prefill.seconds
 
 
-def _timed(road: Road, first: Way, num_tokens: int, rates: MachineRates) -> Prediction | None:
+def _timed(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
     """None where there is no room."""
-    if road.config.policy.admission is Admission.continuous:
-        way = road.way(evenly(first.blocks, MAX_BLOCKS), num_tokens)
-        return road.predicted(way) if way.placement.fits else None
-    placement = _placement(road, first, num_tokens)
+    if problem.config.policy.admission is Admission.continuous:
+        run = problem.placed(evenly(first.blocks, MAX_BLOCKS), num_tokens)
+        return problem.predicted(run) if run.placement.fits else None
+    placement = _placement(problem, first, num_tokens)
     if not placement.fits:
         return None
-    return predict_roughly(road.shape, placement, first.load.lanes, num_tokens, rates)
+    return predict_roughly(problem.shape, placement, first.load.lanes, num_tokens, rates)
 
 
-def _placement(road: Road, first: Way, num_tokens: int) -> Placement:
+def _placement(problem: Problem, first: PlacedRun, num_tokens: int) -> Placement:
     """Of the block that takes most memory in the chunks of `first`."""
-    load = Load.of(road.shape, first.load.lanes, num_tokens)
+    load = Load.of(problem.shape, first.load.lanes, num_tokens)
     load = replace(
         first.load,
         chunk_tokens=num_tokens,
@@ -83,5 +83,5 @@ def _placement(road: Road, first: Way, num_tokens: int) -> Placement:
         all_tokens=load.all_tokens,
         num_prefill_passes=load.num_prefill_passes,
     )
-    config = replace(in_chunks(road.config, num_tokens), prefetch=first.prefetch)
-    return place(road.shape, config, road.budgets, load)
+    config = replace(in_chunks(problem.config, num_tokens), prefetch=first.prefetch)
+    return place(problem.shape, config, problem.budgets, load)

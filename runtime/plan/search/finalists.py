@@ -4,18 +4,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
-from ...config import PolicyConfig, RuntimeConfig
+from ...batching.balance import Block
 from ...errors import BudgetError
 from ...resources import Resource
-from ..cost.machine import Machine
 from ..cost.predict import Prediction
-from ..placement.placement import Placement
-from ..shape.model import ModelShape
+from .blocks import of_blocks
+from .candidate import PlacedRun, Problem
 from .choice import Candidate
+from .chunks import balanced
 from .grid import Floats, PolicyGrid
 from .policy import Policy
 from .workload import Workload
@@ -27,41 +26,32 @@ NEXT_SHARE = 0.75  # of a refused block's sequences, where none of those blocks 
 WORTHWHILE = 1.5  # times the best roofline: beyond that no simulation turns the tables
 
 
-class Planned(Protocol):
-    """What a search asks of a plan: where everything lies, how long it takes, and the policy as resolved."""
+@dataclass(frozen=True, kw_only=True)
+class Finalist:
+    """A candidate, and the run that its numbers are of."""
 
-    @property
-    def placement(self) -> Placement: ...
-
-    @property
-    def policy(self) -> PolicyConfig: ...
-
-    @property
-    def prediction(self) -> Prediction | None: ...
-
-
-Plan = Callable[[RuntimeConfig], Planned]
+    candidate: Candidate
+    run: PlacedRun
+    prediction: Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finalists:
-    """`roofline` says the seconds of each policy of a grid. `plan` makes the plan of a config whose policy is fixed,
-    with a prediction. `usual` is one more finalist, which need not be of `grid`."""
+    """`roofline` says the seconds of each policy of a grid. `blocks`: None makes those of each policy. `usual` is one
+    more finalist, which need not be of `grid`."""
 
-    shape: ModelShape
-    machine: Machine
+    problem: Problem
     workload: Workload
-    config: RuntimeConfig
-    plan: Plan
     grid: PolicyGrid
     roofline: Callable[[PolicyGrid], Floats]
+    blocks: tuple[Block, ...] | None = None
     usual: Policy | None = None
 
     @cached_property
     def seconds(self) -> Floats:
         return self.roofline(self.grid)
 
-    def table(self) -> tuple[Candidate, ...]:
+    def table(self) -> tuple[Finalist, ...]:
         """The best block of each way, then more blocks of the best way, sorted by what the simulator says.
 
         Raises BudgetError, with the equation, when not even the smallest block fits.
@@ -71,10 +61,10 @@ class Finalists:
         if not found:
             found = [self._smaller()]
         found += self._usual(found)
-        best = min(found, key=_seconds).policy
+        best = min(found, key=_seconds).candidate.policy
         more = self._that_fit(ways.get(best.way, [])[: NUM_BLOCKS + NUM_TRIES])
-        known = {_as_asked(each.policy) for each in found}
-        found += islice((each for each in more if _as_asked(each.policy) not in known), NUM_BLOCKS)
+        known = {_as_asked(each.candidate.policy) for each in found}
+        found += islice((each for each in more if _as_asked(each.candidate.policy) not in known), NUM_BLOCKS)
         return tuple(sorted(found, key=_seconds))
 
     def _ways(self) -> dict[tuple[object, ...], list[int]]:
@@ -89,23 +79,23 @@ class Finalists:
             ways.setdefault(policy.way, {}).setdefault(size, int(place))
         return {way: list(blocks.values()) for way, blocks in ways.items()}
 
-    def _usual(self, found: list[Candidate]) -> list[Candidate]:
+    def _usual(self, found: list[Finalist]) -> list[Finalist]:
         """Nothing where it was found already, or does not fit."""
-        if self.usual is None or _as_asked(self.usual) in {_as_asked(each.policy) for each in found}:
+        if self.usual is None or _as_asked(self.usual) in {_as_asked(each.candidate.policy) for each in found}:
             return []
         try:
-            return [self._candidate(self.usual, float(self.roofline(self.grid.only(self.usual))[0]))]
+            return [self._finalist(self.usual, float(self.roofline(self.grid.only(self.usual))[0]))]
         except BudgetError:
             return []
 
-    def _that_fit(self, places: list[int]) -> Iterator[Candidate]:
+    def _that_fit(self, places: list[int]) -> Iterator[Finalist]:
         for place in places[:NUM_TRIES]:
             try:
                 yield self._at(place)
             except BudgetError:  # the longest requests need more than the mean: the next block takes less
                 continue
 
-    def _smaller(self) -> Candidate:
+    def _smaller(self) -> Finalist:
         """The fastest of all ways whose block is smaller than what was refused before, until one fits. Raises
         BudgetError when not even the smallest does."""
         left = np.argsort(self.seconds, kind="stable")
@@ -116,25 +106,45 @@ class Finalists:
                 left = left[self.grid.sequences[left] <= NEXT_SHARE * self.grid.sequences[left[0]]]
         return self._at(int(np.argmin(self.grid.micro_batch * self.grid.count)))
 
-    def _at(self, place: int) -> Candidate:
-        return self._candidate(self.grid.policy(place), float(self.seconds[place]))
+    def _at(self, place: int) -> Finalist:
+        return self._finalist(self.grid.policy(place), float(self.seconds[place]))
 
-    def _candidate(self, policy: Policy, roofline_seconds: float) -> Candidate:
-        """Raises BudgetError when the plan does not fit."""
-        plan = self.plan(policy.applied(self.config, has_device=self.machine.device_bytes is not None))
-        assert plan.prediction is not None, "a search predicts"
-        seconds = plan.prediction.seconds
-        fullest = max(plan.placement.ledgers, key=lambda ledger: ledger.total_bytes / ledger.budget_bytes)
-        num_resident = sum(stage.index in plan.placement.resident for stage in self.shape.layers)
-        return Candidate(
-            policy=replace(policy, resident_layers=num_resident, prefill_chunk_tokens=plan.policy.prefill_chunk_tokens),
+    def _finalist(self, policy: Policy, roofline_seconds: float) -> Finalist:
+        """Raises BudgetError when the policy's run does not fit."""
+        problem = self.problem.of(policy)
+        run = of_blocks(problem, self._blocks_of(policy))
+        run.placement.require_fit()
+        run = balanced(problem, run)
+        prediction = problem.predicted(run)
+        assert prediction is not None, "a search predicts"
+        seconds = prediction.seconds
+        fullest = max(run.placement.ledgers, key=lambda ledger: ledger.total_bytes / ledger.budget_bytes)
+        num_resident = sum(stage.index in run.placement.resident for stage in problem.shape.layers)
+        candidate = Candidate(
+            policy=replace(
+                policy, resident_layers=num_resident, prefill_chunk_tokens=run.config.policy.prefill_chunk_tokens
+            ),
             roofline_seconds=roofline_seconds,
             seconds=seconds,
-            binding=_binding(plan.prediction),
+            binding=_binding(prediction),
             tokens_per_second=self.workload.num_new_tokens / seconds if seconds else 0.0,
             full_memory=fullest.memory,
             full_share=fullest.total_bytes / fullest.budget_bytes,
         )
+        return Finalist(candidate=candidate, run=run, prediction=prediction)
+
+    def _blocks_of(self, policy: Policy) -> tuple[Block, ...]:
+        """Blocks of many requests take longer to make than to place: each size is made once."""
+        if self.blocks is not None:
+            return self.blocks
+        key = (policy.micro_batch_size, policy.num_micro_batches)
+        if key not in self._made:
+            self._made[key] = self.problem.blocks(*key)
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int], tuple[Block, ...]]:
+        return {}
 
 
 def _as_asked(policy: Policy) -> Policy:
@@ -147,5 +157,5 @@ def _binding(prediction: Prediction) -> Resource:
     return prediction.decode.binding or prediction.prefill.binding or Resource.compute
 
 
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds
+def _seconds(finalist: Finalist) -> float:
+    return finalist.candidate.seconds

@@ -5,16 +5,18 @@ plans in the chunks that are best for each, with the ledger's word on whether th
 they take.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...batching.balance import Block
 from ...config import Order, RuntimeConfig
 from ..cost.layer_work import LayerWork
 from ..cost.machine import Machine
 from ..shape.model import ModelShape
+from .candidate import Problem
 from .choice import Choice
-from .finalists import Finalists, Plan
+from .finalists import Finalist, Finalists
 from .grid import Choices, PolicyGrid
 from .pass_times import Roofline
 from .policy import Policy
@@ -23,50 +25,64 @@ from .room import room
 from .workload import Workload
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search came to, and the run of the best policy."""
+
+    choice: Choice
+    best: Finalist
+
+
 def search(
-    shape: ModelShape,
-    machine: Machine,
-    workload: Workload,
-    config: RuntimeConfig,
-    plan: Plan,
+    problem: Problem,
     *,
+    workload: Workload | None = None,
     choices: Choices | None = None,
+    blocks: tuple[Block, ...] | None = None,
     usual: Policy | None = None,
-) -> Choice:
-    """The best policy for `config`'s tiers, prefetch and chunks. `plan` makes the plan of a config whose policy is
-    fixed, with a prediction. `choices`: None looks at all. `usual`: what it would be without a search, whose way is
-    simulated in any case.
+) -> Found:
+    """The best policy for the tiers, prefetch and chunks of `problem`, which has rates. `workload`: None samples the
+    problem's requests. `choices`: None looks at all, or with `blocks`, which are given, at the ways that these can go.
+    `usual`: what it would be without a search, which is simulated in any case.
 
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
-    has_device = machine.device_bytes is not None
-    choices = choices or Choices.of(shape, config, workload.num_requests, has_device=has_device)
+    shape, config = problem.shape, problem.config
+    machine, workload = _machine(problem), workload or Workload.of(problem.sizes)
+    choices = choices or Choices.of(shape, config, workload.num_requests, has_device=problem.budgets.has_device)
+    if blocks:
+        choices = choices.of_blocks([[len(lane) for lane in block.micro_batches] for block in blocks])
     roofline = roofline_of(shape, machine, workload, config)
-    grid = choices.grid(workload.num_requests)
-    within = fitting(shape, machine, workload, config, grid)
-    table = Finalists(
-        shape=shape,
-        machine=machine,
-        workload=workload,
-        config=config,
-        plan=plan,
-        grid=within,
-        roofline=roofline.seconds,
-        usual=usual,
+    within = fitting(shape, machine, workload, config, choices.grid(workload.num_requests))
+    finalists = Finalists(
+        problem=problem, workload=workload, grid=within, roofline=roofline.seconds, blocks=blocks, usual=usual
     ).table()
-    best = grid.only(table[0].policy)
-    busy = {resource: float(seconds[0]) for resource, seconds in roofline.decode_pass(best).busy.items()}
-    return Choice(
-        table=table,
-        busy_seconds=busy,
+    best = finalists[0].candidate.policy
+    only = within.only(best)
+    choice = Choice(
+        table=tuple(each.candidate for each in finalists),
+        busy_seconds={each: float(seconds[0]) for each, seconds in roofline.decode_pass(only).busy.items()},
         standing=standing(
             roofline.work,
             machine,
             config.offload.tier,
-            num_sequences=float(best.sequences[0]),
-            num_rows=float((best.sequences if table[0].policy.schedule is Order.module_batched else best.rows)[0]),
+            num_sequences=float(only.sequences[0]),
+            num_rows=float((only.sequences if best.schedule is Order.module_batched else only.rows)[0]),
         ),
         ffn_on_cpu_seconds=_ffn_on_cpu(roofline, within),
+    )
+    return Found(choice=choice, best=finalists[0])
+
+
+def _machine(problem: Problem) -> Machine:
+    assert problem.rates is not None, "a search goes by rates"
+    budgets = problem.budgets
+    return Machine(
+        name="this machine",
+        host_bytes=budgets.host_bytes,
+        device_bytes=budgets.device_bytes,
+        library_bytes=budgets.library_bytes,
+        rates=problem.rates,
     )
 
 
