@@ -13,8 +13,8 @@ from functools import cache
 from itertools import combinations
 
 from runtime.config import Attention, Order
-from runtime.plan.cost.layer_work import LayerWork
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
+from runtime.plan.cost.work import LayerWork
 from runtime.plan.search.policy import Policy
 from tests.published import Setting, choose, machine_for, predicted, published_policy, settings
 

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from runtime.config import OffloadConfig, Tier
-from runtime.plan.cost.layer_work import LayerWork
 from runtime.plan.cost.machine import Machine
+from runtime.plan.cost.work import LayerWork
 from runtime.plan.search.ridge_points import Standing, standing
 
 from .millrace import opened

@@ -16,8 +16,8 @@ from ..origin.net import class_refused
 from ..plan.cost.calibration import anchored, with_overheads
 from ..plan.cost.lane_work import packed_work
 from ..plan.cost.rates import UNLIMITED, MachineRates
-from ..plan.cost.stage_work import stage_works
 from ..plan.cost.typical_load import Usual
+from ..plan.cost.work import stage_works
 from ..plan.placement.memory import GATED_ROWS, PAGE_TOKENS
 from ..plan.shape.extents import device_layout, slot_layout
 from ..plan.shape.model import ModelShape

@@ -10,7 +10,7 @@ from ..events import NeedExperts, Weights
 from ..model.experts import Visits, bound_matrices, is_experts, mixed
 from ..model.loading import LoadedModel
 from ..model.stages import StreamedModule
-from ..plan.cost.stage_work import StageWork, stage_works
+from ..plan.cost.work import StageWork, stage_works
 from ..plan.shape.shapes import Stage
 from ..stream.device import ComputeDevice
 from .timing import Timed

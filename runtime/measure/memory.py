@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ..plan.cost.stage_work import INNER_TRIPS
+from ..plan.cost.work import INNER_TRIPS
 from ..stream.device import ComputeDevice
 from .timing import Probe, Timed
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import inf
 
 from ..config import Order, Tier
-from .cost.layer_work import LayerWork
 from .cost.machine import Machine
 from .cost.roofline import Level
+from .cost.work import LayerWork
 from .planner import RunPlan
 from .search.ridge_points import Standing, compute_level, hit_share, host_level, road_bytes_per_second, standing
 from .shape.model import ModelShape

@@ -7,7 +7,7 @@ import pytest
 from runtime.plan.cost.calibration import LayerSeconds, anchored, with_overheads
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
-from runtime.plan.cost.stage_work import stage_works
+from runtime.plan.cost.work import stage_works
 from tests.toy import toy_shape
 
 SHAPE = toy_shape()

@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runtime.config import Attention, KVConfig, KVTier, OffloadConfig, Order, PolicyConfig, RuntimeConfig, Tier
-from runtime.plan.cost.layer_work import LayerWork
+from jobs.planning.named import named_shapes
+from runtime.config import Attention, DType, KVConfig, KVTier, OffloadConfig, Order, PolicyConfig, RuntimeConfig, Tier
+from runtime.model.families import FAMILIES
 from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.work import LayerWork, stage_works
 from runtime.plan.search.grid import Choices, PolicyGrid
-from runtime.plan.search.pass_times import Roofline, gemm_rates
+from runtime.plan.search.pass_times import Roofline
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
 from runtime.resources import Resource
@@ -75,6 +77,21 @@ def test_layers_of_a_mixture_count_what_a_token_meets() -> None:
     assert work.flops_per_token == pytest.approx(MIXTRAL.shape().layers[0].flops_per_token)
     assert work.num_bytes * 32 + work.outer_bytes == pytest.approx(93.4e9, rel=0.01)
     assert work.ffn_flops_per_token / work.ffn_bytes == pytest.approx(2 / 8, rel=0.001)
+
+
+@pytest.mark.parametrize(("family", "num_experts"), [("mamba-2", 0), ("qwen3-next", 8)])
+def test_what_layers_weigh_is_what_lies_in_the_checkpoint(family: str, num_experts: int) -> None:
+    """The kernel of a convolution has three dimensions, and is no expert of a layer that has others, or none."""
+    found = FAMILIES[family]
+    shape = named_shapes(family, {"model_type": found.model_type, **found.overrides})[DType.bfloat16]
+    kernels = [p for stage in shape.layers for p in stage.parameters if p.name.endswith("conv1d.weight")]
+    assert {len(p.shape) for p in kernels} == {3}
+    work = LayerWork.of(shape)
+    assert work.num_layers * work.num_bytes + work.outer_bytes == shape.weight_bytes
+    assert not {p.name for stage in shape.layers for p in stage.stacks} & {p.name for p in kernels}
+    works = stage_works(shape, frozenset())
+    weights = [each.dense_weights + each.num_experts * each.expert_weights for each in works if each.kind.is_layer]
+    assert sum(weights) / len(weights) == work.dense_weights + work.num_experts * work.expert_weights
 
 
 @pytest.mark.parametrize("attention", Attention)
@@ -168,6 +185,7 @@ def test_without_an_accelerator_attention_takes_computes_time() -> None:
 
 def test_rates_of_many_rows_are_those_of_each() -> None:
     rows = np.array([0.5, 1, 1.5, 50, 100, 1000])
-    assert list(gemm_rates(RATES.gemm_flops_per_second, rows)) == pytest.approx(
-        [RATES.gemm_rate(float(each)) for each in rows]
-    )
+    by_expert = replace(RATES, expert_flops_per_second={2: 3e9, 70: 4e10})
+    for rates in (RATES, by_expert):
+        assert list(rates.gemm_rate(rows)) == pytest.approx([rates.gemm_rate(float(each)) for each in rows])
+        assert list(rates.expert_rate(rows)) == pytest.approx([rates.expert_rate(float(each)) for each in rows])

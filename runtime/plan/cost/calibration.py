@@ -10,7 +10,7 @@ from ...resources import Resource
 from ..shape.model import ModelShape
 from .lane_work import LaneWork
 from .rates import UNLIMITED, MachineRates, between
-from .stage_work import StageWork
+from .work import StageWork
 
 LEAST_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
 MOST_ANCHORED = 2.0  # a rate of products changes by a factor of 1/2 to 2

@@ -17,7 +17,7 @@ from ..shape.shapes import StageKind
 from .lane_work import LaneWork
 from .rates import MachineRates
 from .script import Durations, ExpertReads, Roads
-from .stage_work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
+from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 
 LOGIT_BYTES = 4
 
@@ -230,7 +230,7 @@ class _Bill:
     def _product(self, num_rows: float, num_weights: float) -> float:
         if not num_rows or not num_weights:
             return 0.0
-        return 2.0 * num_rows * num_weights / self.rates.gemm_rate(num_rows)
+        return self.rates.gemm_seconds(num_rows, num_weights)
 
     def _streamed(self, num_bytes: float) -> float:
         return num_bytes / self.rates.memory_bytes_per_second
@@ -249,8 +249,8 @@ class _Bill:
         if not work.num_experts or not work.expert_weights or not num_tokens:
             return 0.0
         hits, visits = work.hits(num_tokens), num_tokens * work.num_experts_per_token
-        rate = self.rates.expert_rate(visits / hits)
-        seconds = 2.0 * visits * work.expert_weights / rate + work.is_paged * hits * self.rates.hit_seconds
+        seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
+        seconds += work.is_paged * hits * self.rates.hit_seconds
         return seconds if self.rates.has_expert_rates else seconds + self._streamed(visits * work.visit_bytes)
 
     def _prompt_attention(self, lane: LaneWork) -> float:

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
+from ..shape.numbers import Numbers
+
 UNLIMITED = float("inf")
 
 
@@ -38,7 +42,8 @@ class MachineRates:
     hit_seconds: float = 0.0
     pass_seconds: float = 0.0
 
-    def all_reduce_seconds(self, num_bytes: float) -> float:
+    def all_reduce_seconds(self, num_bytes: Numbers) -> Numbers:
+        """Seconds in which all devices add up vectors of so many bytes."""
         return num_bytes / self.collective_bytes_per_second + self.collective_seconds
 
     def to_plain(self) -> dict[str, object]:
@@ -68,13 +73,22 @@ class MachineRates:
     def has_expert_rates(self) -> bool:
         return bool(self.expert_flops_per_second)
 
-    def gemm_rate(self, num_rows: float) -> float:
-        """Linear between the measured points, constant rate beyond the last, proportional to M below the first."""
+    def gemm_rate(self, num_rows: Numbers) -> Numbers:
+        """FLOP/s of a product of so many rows: linear between the measured points, constant beyond the last,
+        proportional to the rows below the first."""
         return _rate(self._gemm_points, num_rows)
 
-    def expert_rate(self, num_rows: float) -> float:
-        """Of an expert's share of the tokens."""
+    def expert_rate(self, num_rows: Numbers) -> Numbers:
+        """FLOP/s of an expert's product with its share of the tokens, as `gemm_rate` where it was not measured."""
         return _rate(self._expert_points or self._gemm_points, num_rows)
+
+    def gemm_seconds(self, num_rows: Numbers, num_weights: Numbers | float) -> Numbers:
+        """Seconds in which so many rows, more than none, are multiplied with so many weights."""
+        return 2.0 * num_rows * num_weights / self.gemm_rate(num_rows)
+
+    def experts_seconds(self, num_hit: Numbers, num_visits: Numbers, num_weights: float) -> Numbers:
+        """Seconds in which each expert that is hit, of so many weights, multiplies its share of the visits."""
+        return 2.0 * num_visits * num_weights / self.expert_rate(num_visits / num_hit)
 
     @cached_property
     def _gemm_points(self) -> list[tuple[int, float]]:
@@ -95,6 +109,8 @@ def between(points: Sequence[tuple[int, float]], x: float) -> float:
     return points[-1][1]
 
 
-def _rate(points: Sequence[tuple[int, float]], num_rows: float) -> float:
+def _rate(points: Sequence[tuple[int, float]], num_rows: Numbers) -> Numbers:
+    if isinstance(num_rows, np.ndarray):
+        return np.interp(num_rows, [0.0, *(rows for rows, _ in points)], [0.0, *(rate for _, rate in points)])
     first_rows, first = points[0]
     return first * num_rows / first_rows if num_rows <= first_rows else between(points, num_rows)

@@ -9,12 +9,11 @@ Everything here takes and returns numbers or arrays of them.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers: TypeAlias = float | NDArray[np.float64]
+from ..shape.numbers import Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +24,13 @@ class Level:
     flops_per_second: float
     bytes_per_second: float
 
-    def attainable(self, intensity: Numbers) -> Numbers:
+    def attainable(self, intensity: float | Floats) -> float | Floats:
         """FLOP/s of an operation whose bytes are all here: the classical roofline."""
         return np.minimum(self.flops_per_second, self.bytes_per_second * intensity)
 
 
 def attainable(
-    level: Level, intensity: Numbers, link_bytes_per_second: float, intensity_across: Numbers
+    level: Level, intensity: float | Floats, link_bytes_per_second: float, intensity_across: float | Floats
 ) -> NDArray[np.float64]:
     """FLOP/s at `level` of an operation that also has bytes brought there over a link: the lowest of three roofs."""
     return np.minimum(level.attainable(intensity), link_bytes_per_second * intensity_across)

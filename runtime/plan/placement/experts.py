@@ -11,6 +11,7 @@ from ...config import ExpertPaging
 from ..schedule.walk import Walk
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
+from ..shape.numbers import Numbers
 from ..shape.shapes import Stage
 from ..shape.stage_sizes import ExpertSizes
 from .ledger import Entry
@@ -24,10 +25,11 @@ RUNNING_HIDDEN, RUNNING_INNER = 5, 4  # vectors of a token at experts that run f
 INDEX_BYTES = 8  # torch numbers experts and tokens in int64
 
 
-def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: float) -> float:
+def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: Numbers) -> Numbers:
     """Distinct experts that `num_tokens` visit when each chooses its experts evenly and on its own. Trained routers
     are less even and hit fewer."""
-    return num_experts * (1 - (1 - num_experts_per_token / num_experts) ** num_tokens)
+    missed = (1 - num_experts_per_token / num_experts) ** num_tokens
+    return num_experts * (1 - missed)  # pyright: ignore[reportReturnType] - the power of a number is one
 
 
 @dataclass(frozen=True, kw_only=True)

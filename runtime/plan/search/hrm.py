@@ -11,8 +11,8 @@ import numpy as np
 
 from ...batching.balance import Block
 from ...config import Order, RuntimeConfig
-from ..cost.layer_work import LayerWork
 from ..cost.machine import Machine
+from ..cost.work import LayerWork
 from ..shape.model import ModelShape
 from .candidate import Problem
 from .choice import Choice

@@ -4,15 +4,14 @@ What works side by side takes as long as the slowest: T = max(link, CPU, compute
 overlap is added. A schedule's start, its slots and its barriers are the simulator's business.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier
 from ...resources import Resource
-from ..cost.layer_work import LayerWork
 from ..cost.rates import MachineRates
+from ..cost.work import LayerWork
 from ..placement.defaults import chunk_tokens
 from .grid import Floats, PolicyGrid
 from .workload import Workload
@@ -118,26 +117,17 @@ class Roofline:
         if self.ffn_on_cpu:
             dense = dense - self._streamed(grid) * work.ffn_weights
             experts = experts * (1 - self._streamed(grid))
-        added = tokens * work.hidden_bytes / self.rates.collective_bytes_per_second + self.rates.collective_seconds
-        layer = lanes * (self._gemm_seconds(tokens, dense) + self.rates.turn_seconds + 2 * added) + experts
-        head = lanes * self._gemm_seconds(tokens * head_share, work.head_weights)
+        added = self.rates.all_reduce_seconds(tokens * work.hidden_bytes)
+        layer = lanes * (self.rates.gemm_seconds(tokens, dense) + self.rates.turn_seconds + 2 * added) + experts
+        head = lanes * self.rates.gemm_seconds(tokens * head_share, work.head_weights)
         return work.num_layers * layer + head + self.rates.pass_seconds
-
-    def _gemm_seconds(self, rows: Floats, weights: Floats | float) -> Floats:
-        return 2 * rows * weights / np.maximum(1e-9, gemm_rates(self.rates.gemm_flops_per_second, rows))
 
     def _expert_seconds(self, tokens: Floats) -> Floats:
         """Each expert that is hit multiplies its share of the tokens."""
         if not self.work.num_experts:
             return np.zeros_like(tokens)
-        hits = self._hits(tokens)
-        rows = tokens * self.work.num_experts_per_token / np.maximum(1e-9, hits)
-        rates = gemm_rates(self.rates.expert_flops_per_second or self.rates.gemm_flops_per_second, rows)
-        return hits * 2 * rows * self.work.expert_weights / np.maximum(1e-9, rates)
-
-    def _hits(self, tokens: Floats) -> Floats:
-        work = self.work
-        return work.num_experts * (1 - (1 - work.num_experts_per_token / work.num_experts) ** tokens)
+        visits = tokens * self.work.num_experts_per_token
+        return self.rates.experts_seconds(self.work.hits(tokens), visits, self.work.expert_weights)
 
     def _streamed(self, grid: PolicyGrid) -> Floats:
         return 1 - grid.resident / max(1, self.work.num_layers)
@@ -149,7 +139,7 @@ class Roofline:
         if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
             is_batched = grid.has_order(Order.module_batched)
             at_once = np.where(is_batched, grid.lanes * tokens, tokens)
-            asked = np.where(is_batched, 1.0, grid.lanes) * self._hits(at_once) / work.num_experts
+            asked = np.where(is_batched, 1.0, grid.lanes) * work.hits(at_once) / work.num_experts
             share = np.minimum(share, asked)
         layer = work.dense_bytes + share * work.num_experts * work.expert_bytes
         return work.num_layers * self._streamed(grid) * layer
@@ -202,14 +192,8 @@ class Roofline:
         """On the CPU, a micro-batch at a time: min(peak, memory x intensity) of the weights that do not stay."""
         work, rates = self.work, self.rates
         assert rates.cpu_flops_per_second is not None, "how fast the CPU multiplies is not known"
-        share = self._hits(tokens) / work.num_experts if work.num_experts else np.ones_like(tokens)
+        share = work.hits(tokens) / work.num_experts if work.num_experts else np.ones_like(tokens)
         flops = tokens * work.ffn_flops_per_token
         intensity = flops / (share * work.ffn_bytes)
         rate = np.minimum(rates.cpu_flops_per_second, rates.cpu_attention_bytes_per_second * intensity)
         return work.num_layers * self._streamed(grid) * grid.lanes * flops / rate
-
-
-def gemm_rates(flops_per_second: Mapping[int, float], num_rows: Floats) -> Floats:
-    """As `MachineRates.gemm_rate` and `.expert_rate`, of each."""
-    points = sorted(flops_per_second.items())
-    return np.interp(num_rows, [0.0, *(rows for rows, _ in points)], [0.0, *(rate for _, rate in points)])

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...config import Tier
-from ..cost.layer_work import LayerWork
 from ..cost.machine import Machine
 from ..cost.rates import MachineRates
 from ..cost.roofline import Level, TurningPoints, first_turning_point, second_turning_point
+from ..cost.work import LayerWork
 from ..placement.experts import expected_hits
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...config import KVTier, Order, RuntimeConfig, Tier
-from ..cost.layer_work import LayerWork
+from ..cost.work import LayerWork
 from ..placement.defaults import chunk_tokens
 from ..placement.exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries

@@ -152,6 +152,23 @@ class Stage:
         return distinct_bytes(self.parameters)
 
     @cached_property
+    def stacks(self) -> tuple[Parameter, ...]:
+        """Parameters that hold a matrix for each expert, of which a token meets those of the experts that it visits. A
+        kernel of a convolution has as many dimensions and is none."""
+        count = self.num_experts
+        return tuple(
+            p
+            for p in self.parameters
+            if count and (p.is_experts or p.is_stacked or (len(p.shape) == 3 and p.shape[0] == count))
+        )
+
+    @cached_property
+    def num_dense_weights(self) -> int:
+        """Numbers of the matrices that every token is multiplied with, or is looked up in."""
+        stacks = {p.name for p in self.stacks}
+        return sum(p.num_elements for p in self.parameters if len(p.shape) == 2 and p.name not in stacks)
+
+    @cached_property
     def experts(self) -> tuple[Parameter, ...]:
         """Stacks that can be read by expert and whose bytes nothing else in the stage uses."""
         uses = Counter(piece.name for p in self.parameters for piece in p.slices)
@@ -175,7 +192,6 @@ class Stage:
         """Two per weight that a token is multiplied with; of stacked experts only the share that a token visits."""
         if self.kind in (StageKind.embedding, StageKind.bridge):
             return 0.0
-        dense = sum(p.num_elements for p in self.parameters if len(p.shape) == 2)
-        experts = sum(p.num_elements for p in self.parameters if p.is_stacked or len(p.shape) == 3)
+        experts = sum(p.num_elements for p in self.stacks)
         share = self.num_experts_per_token / self.num_experts if self.num_experts else 1.0
-        return 2.0 * (dense + share * experts)
+        return 2.0 * (self.num_dense_weights + share * experts)

@@ -1,0 +1,151 @@
+"""What stages and layers of a model ask of a machine: weights to multiply tokens with, and bytes that operators read
+and write. Simulator and roofline read the same text: what a token asks of each stage, and of the average layer.
+"""
+
+from dataclasses import dataclass
+
+from ..placement.experts import expected_hits, pageable_stages
+from ..shape.model import ModelShape
+from ..shape.numbers import Numbers
+from ..shape.shapes import Stage, StageKind, distinct_bytes
+
+# How often the operators of transformers' decoder layers go over a token's vectors, each read or write counted; nothing
+# is fused; what a CPU's joined steps spare shows in a profiling pass. Two norms at 7 and two sums at 3, and what
+# attention is handed and gives; rotary embeddings of queries and keys at 8, the cache and a change of layout; an
+# activation and its product with the gate.
+HIDDEN_TRIPS = 24
+HEAD_TRIPS = 12
+INNER_TRIPS = 5
+VISIT_TRIPS = 8  # of a token that visits an expert: taken, weighed and added
+LOGIT_TRIPS = 6  # a change of layout, whether all are finite, and the largest
+EXPANDED_TRIPS = 6  # of keys and values that a layer makes of latents
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """Weights count the numbers of matrices; `early_weights` are those of `dense_weights` in front of attention.
+    `num_bytes` is what a slot receives: of a stage whose experts are paged the dense part."""
+
+    kind: StageKind
+    num_bytes: int
+    dense_weights: float
+    early_weights: float
+    expert_weights: float  # of one expert
+    expert_bytes: float
+    num_experts: int
+    num_experts_per_token: int
+    kv_bytes: int  # of one position
+    token_bytes: float  # that a token's operators read and write, those of experts excluded
+    visit_bytes: float  # and those of one of its experts
+    is_paged: bool  # its experts are read one by one
+    is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/last_layer.py`)
+
+    def hits(self, num_tokens: Numbers) -> Numbers:
+        """Distinct experts that so many tokens visit; of a stage with experts."""
+        return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
+
+
+def stage_works(shape: ModelShape, paged: frozenset[int]) -> list[StageWork]:
+    first = shape.layers[0].index if shape.layers else 0
+    return [_of(shape, stage, stage.index in paged, stage.index - first) for stage in shape.stages]
+
+
+def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWork:
+    dense = stage.num_dense_weights
+    if stage.kind in (StageKind.embedding, StageKind.bridge):
+        dense = 0  # looked up, not multiplied with
+    count, size = max(1, stage.num_experts), shape.compute_dtype_bytes
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # beside experts there may be none
+    token = HIDDEN_TRIPS * shape.hidden_size + HEAD_TRIPS * heads + INNER_TRIPS * shape.intermediate_size * has_inner
+    return StageWork(
+        kind=stage.kind,
+        num_bytes=stage.dense.num_bytes if is_paged else stage.num_bytes,
+        dense_weights=dense,
+        early_weights=min(dense, heads * shape.hidden_size),
+        expert_weights=sum(p.num_elements for p in stage.stacks) / count,
+        expert_bytes=(stage.num_bytes - stage.dense.num_bytes) / count,
+        num_experts=stage.num_experts,
+        num_experts_per_token=stage.num_experts_per_token,
+        kv_bytes=shape.kv_layer_bytes[layer] if stage.kind is StageKind.layer else 0,
+        token_bytes=float(size * (token if stage.kind.is_layer else 2 * shape.hidden_size)),
+        is_paged=is_paged,
+        is_narrow=shape.is_packed and stage in shape.layers[-1:],
+        visit_bytes=float(size * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """The average decoder layer, and what lies around the layers. `*_weights` count the numbers that a token may be
+    multiplied with, `*_bytes` what lies in the checkpoint or in a cache. Of a dense layer `num_experts` is 0."""
+
+    num_layers: int
+    dense_bytes: float  # of the weights that every token needs
+    expert_bytes: float  # of one expert
+    dense_weights: float
+    ffn_weights: float  # of `dense_weights`, those behind attention
+    expert_weights: float  # of one expert
+    num_experts: int
+    num_experts_per_token: int
+    is_pageable: bool
+    kv_bytes: float  # of one position
+    query_bytes: float  # of one token's queries, and of its answers
+    hidden_bytes: float  # of one token between layers
+    pair_flops: float  # attention, of one token that looks at one position
+    head_weights: float
+    outer_bytes: float  # stages that are no layer; what two of them share, once
+    widest_outer_bytes: float  # of the largest of them
+
+    @staticmethod
+    def of(shape: ModelShape) -> "LayerWork":
+        """Layers of an encoder count with the decoder's bytes alone: a decode pass does not see them."""
+        layers, outer = shape.layers, [stage for stage in shape.stages if not stage.kind.is_layer]
+        share = 1 / max(1, len(layers))
+        num_experts = max((stage.num_experts for stage in layers), default=0)
+        stack_bytes = sum(p.num_bytes for stage in layers for p in stage.stacks)
+        heads = shape.num_heads * shape.head_dim
+        attention_weights = (2 * heads + 2 * shape.num_kv_heads * shape.head_dim) * shape.hidden_size
+        dense_weights = share * sum(stage.num_dense_weights for stage in layers)
+        return LayerWork(
+            num_layers=len(layers),
+            dense_bytes=share * (sum(p.num_bytes for stage in layers for p in stage.parameters) - stack_bytes),
+            expert_bytes=share * stack_bytes / max(1, num_experts),
+            dense_weights=dense_weights,
+            ffn_weights=max(0.0, dense_weights - attention_weights),
+            expert_weights=share * sum(p.num_elements for stage in layers for p in stage.stacks) / max(1, num_experts),
+            num_experts=num_experts,
+            num_experts_per_token=max((stage.num_experts_per_token for stage in layers), default=0),
+            is_pageable=bool(pageable_stages(shape)),
+            kv_bytes=share * shape.kv_bytes_per_token,
+            query_bytes=heads * shape.compute_dtype_bytes,
+            hidden_bytes=shape.hidden_size * shape.compute_dtype_bytes,
+            pair_flops=4.0 * heads,
+            head_weights=sum(stage.num_dense_weights for stage in shape.of_kind(StageKind.head)),
+            outer_bytes=distinct_bytes(p for stage in outer for p in stage.parameters),
+            widest_outer_bytes=max((stage.num_bytes for stage in outer), default=0),
+        )
+
+    def hits(self, num_tokens: Numbers) -> Numbers:
+        """Distinct experts of a layer that so many tokens visit; of a model with experts."""
+        return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
+
+    @property
+    def num_bytes(self) -> float:
+        """Of the whole layer's weights."""
+        return self.dense_bytes + self.num_experts * self.expert_bytes
+
+    @property
+    def flops_per_token(self) -> float:
+        """Two per weight that a token is multiplied with."""
+        return 2 * (self.dense_weights + self.num_experts_per_token * self.expert_weights)
+
+    @property
+    def ffn_bytes(self) -> float:
+        """Of the weights behind attention."""
+        share = self.ffn_weights / max(1.0, self.dense_weights)
+        return share * self.dense_bytes + self.num_experts * self.expert_bytes
+
+    @property
+    def ffn_flops_per_token(self) -> float:
+        return 2 * (self.ffn_weights + self.num_experts_per_token * self.expert_weights)
