@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .errors import require
+from .orders import PLAIN
+from .orders import Order as Order
 from .profiles import DataSheet, MeasuredRates
 from .sampling_config import SamplingConfig
 from .sampling_config import SamplingOverrides as SamplingOverrides
@@ -67,17 +69,7 @@ class Admission(Enum):
     continuous = "continuous"
 
 
-class Order(Enum):
-    """The order in which lanes pass the stages, see `runtime/plan/schedule/orders.py`."""
-
-    zigzag = "zigzag"
-    flexgen = "flexgen"
-    cgopipe = "cgopipe"
-    module_batched = "module_batched"
-
-
 MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
-ORDERS_AHEAD = (Order.flexgen, Order.cgopipe)  # weights of two consecutive stages lie side by side
 
 
 class Attention(Enum):
@@ -189,8 +181,8 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences; for None: `usual_sizes.py`,
-    and `usual_order.py` for a `schedule` of None.
+    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences; what None comes to,
+    also for `schedule`, says `runtime/plan/placement/defaults.py`.
     `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
 
     kind: PolicyKind = PolicyKind.auto
@@ -206,9 +198,9 @@ class PolicyConfig:
         for key in ("micro_batch_size", "num_micro_batches", "prefill_chunk_tokens"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"policy.{key} must be 1 or more, got {value}")
-        is_on_cpu = self.attention is Attention.cpu
-        why = "policy.schedule=cgopipe is about attention on the CPU: policy.attention=cpu"
-        require(self.schedule is not Order.cgopipe or is_on_cpu, why)
+        if self.schedule is not None and self.schedule.style.needs_cpu_attention:
+            why = f"policy.schedule={self.schedule.value} is about attention on the CPU: policy.attention=cpu"
+            require(self.attention is Attention.cpu, why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,10 +242,10 @@ class RuntimeConfig:
 
 def require_groups_agree(policy: PolicyConfig, prefetch: PrefetchConfig, offload: OffloadConfig) -> None:
     """Raises ConfigError where the groups contradict each other, whatever the model and the machine."""
-    is_off = prefetch.kind is Prefetch.off and offload.tier is Tier.nvme
-    for order in ORDERS_AHEAD:
+    order, is_off = policy.schedule, prefetch.kind is Prefetch.off and offload.tier is Tier.nvme
+    if order is not None and order.style.num_slots > 1:
         require(
-            policy.schedule is not order or not is_off,
+            not is_off,
             f"policy.schedule={order.value} reads a stage while the one before it is computed, which prefetch=off "
-            "forbids: prefetch=lookahead, or policy.schedule=zigzag",
+            f"forbids: prefetch=lookahead, or policy.schedule={PLAIN.value}",
         )

@@ -13,7 +13,6 @@ from ..config import (
     ExpertPaging,
     KVConfig,
     KVTier,
-    Order,
     PolicyConfig,
     PolicyKind,
     Prefetch,
@@ -21,6 +20,7 @@ from ..config import (
     RuntimeConfig,
     Tier,
 )
+from ..orders import BATCHED, PLAIN
 from .placement.experts import pageable_stages
 from .placement.placement import Placement
 from .placement.walks import cpu_attends
@@ -74,9 +74,10 @@ def _keeps_all(tier: Tier, *, has_device: bool) -> bool:
 
 
 def _experts(config: RuntimeConfig, shape: ModelShape, placement: Placement) -> Iterator[str]:
-    if config.policy.schedule is Order.module_batched and not placement.decode_walk.routing:
+    order = config.policy.schedule
+    if order is not None and order.style.batches_experts and not placement.decode_walk.routing:
         why = "the model runs its experts in its own code" if shape.has_experts else "the model has no experts"
-        yield f"policy.schedule=module_batched has no effect: {why}; policy.schedule=zigzag is the same"
+        yield f"policy.schedule={order.value} has no effect: {why}; policy.schedule={PLAIN.value} is the same"
     paging = config.offload.expert_paging
     if paging in (ExpertPaging.hit, ExpertPaging.all) and placement.paging is ExpertPaging.off:
         yield f"offload.expert_paging={paging.value} has no effect: {_why_not_paged(shape)}; leave it auto"
@@ -189,5 +190,5 @@ def _experts_read_by_lane(config: RuntimeConfig, plan: RunPlan) -> Iterator[str]
     if is_asked_for and plan.num_lanes > 1 and not placement.decode_walk.routing:
         yield (
             f"offload.expert_paging={paging.value} reads an expert up to {plan.num_lanes} times in a pass: each of "
-            f"{plan.num_lanes} micro-batches asks by itself; policy.schedule=module_batched reads it once"
+            f"{plan.num_lanes} micro-batches asks by itself; policy.schedule={BATCHED.value} reads it once"
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from ..config import Order, Tier
+from ..config import Tier
 from .cost.machine import Machine
 from .cost.roofline import Level
 from .cost.work import LayerWork
@@ -56,7 +56,7 @@ class Roofs:
 def roofs_of(shape: ModelShape, machine: Machine, tier: Tier, plan: RunPlan) -> Roofs:
     work = LayerWork.of(shape)
     num_sequences = max((len(block.members) for block in plan.blocks), default=1)
-    is_batched = plan.placement.decode_walk.order is Order.module_batched
+    is_batched = plan.placement.decode_walk.order.style.batches_experts
     num_rows = num_sequences if is_batched else plan.lane_size
     stand = standing(work, machine, tier, num_sequences=num_sequences, num_rows=num_rows)
     return Roofs(

@@ -157,7 +157,7 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
         policy = grid.policy(at)
         if policy.kv_fraction not in (0.0, 1.0):
             continue  # how many of six layers are a quarter is rounded
-        fixed = replace(policy.applied(asked, has_device=has_device))
+        fixed = policy.applied(asked, has_device=has_device)
         fixed = replace(fixed, offload=replace(fixed.offload, expert_paging=fixed.offload.expert_paging.off))
         ledgers = plan_policy(replace(alone, config=fixed)).placement.ledgers
         assert need.compute_bytes[at] == pytest.approx(ledgers[0].total_bytes, rel=0.05), policy
@@ -281,10 +281,8 @@ def test_a_found_policy_is_a_fixed_one_and_a_resumed_run_keeps_its_blocks() -> N
     first = find_policy(problem(SHAPES["moe"], WITH_DEVICE, config()))
     assert first.choice is not None
     assert first.policy.kind is PolicyKind.fixed
-    assert (first.policy.schedule, first.policy.attention) == (
-        first.choice.best.policy.schedule,
-        first.choice.best.policy.attention,
-    )
+    best = first.choice.best.policy
+    assert (first.policy.schedule, first.policy.attention) == (best.schedule, best.attention)
     slower = replace(RATES, link_in_bytes_per_second=1e8)
     again = find_policy(problem(SHAPES["moe"], replace(WITH_DEVICE, rates=slower), config()), blocks=first.blocks)
     assert again.blocks == first.blocks
@@ -294,8 +292,7 @@ def test_a_found_policy_is_a_fixed_one_and_a_resumed_run_keeps_its_blocks() -> N
 def test_the_whole_grid_takes_less_than_a_second() -> None:
     shape, workload = MIXTRAL.shape(), Workload.from_mean(10_000, mean=77, longest=418, max_new_tokens=128)
     machine = Machine(name="t4", host_bytes=170 * GIB, device_bytes=14 * GIB, rates=RATES)
-    asked = config(Tier.cpu)
-    begin = time.process_time()
+    asked, begin = config(Tier.cpu), time.process_time()
     grid = Choices.of(shape, asked, 10_000, has_device=True).grid(10_000)
     roofline_of(shape, machine, workload, asked).seconds(fitting(shape, machine, workload, asked, grid))
     assert len(grid.micro_batch) > 50_000

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...batching.balance import Block
-from ...config import Order, PolicyConfig, RuntimeConfig
+from ...config import PolicyConfig, RuntimeConfig
+from ...orders import BATCHED, PLAIN, Order
 from ..shape.model import ModelShape
 from .placement import Budgets, Placement
 from .walks import cpu_attends
@@ -78,8 +79,7 @@ def usual_orders(shape: ModelShape, *, has_device: bool) -> tuple[Order, ...]:
     olmoe's weights stay (`machine=rtx4090`, `a100-40`); 3.9 times as fast where gpt-oss-120b's experts are read one by
     one (`machine=rtx3060 offload=nvme`).
     """
-    is_asked = any(p.is_experts for stage in shape.layers for p in stage.parameters)
     num_experts = max((stage.num_experts for stage in shape.layers), default=0)
-    if has_device and is_asked and num_experts >= MANY_EXPERTS:
-        return (Order.module_batched, Order.zigzag)
-    return (Order.zigzag,)
+    if has_device and shape.has_own_experts and num_experts >= MANY_EXPERTS:
+        return (BATCHED, PLAIN)
+    return (PLAIN,)

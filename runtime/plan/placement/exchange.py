@@ -4,7 +4,6 @@ the CPU's answers up. A **trip** is one lane's in one layer.
 
 from dataclasses import dataclass
 
-from ..schedule.orders import STYLES
 from ..schedule.walk import Walk
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
@@ -31,7 +30,7 @@ def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> Ex
         return ExchangeSize(num_trips=0, trip_bytes=0)
     sinks = shape.num_heads * 4 + TRIP_PARTS * PART_ALIGNMENT_BYTES
     return ExchangeSize(
-        num_trips=STYLES[walk.order].num_ahead + 1, trip_bytes=load.most_rows * _row_bytes(shape, kv) + sinks
+        num_trips=walk.order.style.num_ahead + 1, trip_bytes=load.most_rows * _row_bytes(shape, kv) + sinks
     )
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier, require
+from ...config import ExpertPaging, KVTier, RuntimeConfig, Tier, require
+from ...orders import PLAIN
 from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
 from .exchange import exchange_size
@@ -121,7 +122,7 @@ class _Placer:
     @property
     def _phases(self) -> tuple[Phase, Phase]:
         """One choice serves both: prompts visit nearly all experts, but passes that decode are mostly many more."""
-        load, is_batched = self.load, self.config.policy.schedule is Order.module_batched
+        load, is_batched = self.load, (self.config.policy.schedule or PLAIN).style.batches_experts
         prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]
         tokens = [sum(each) if is_batched else max(each, default=0) for each in (prefill, decode)]
         num_requests = 1 if is_batched else len(load.lanes)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...config import Attention, Order, Prefetch, PrefetchConfig, RuntimeConfig, Tier
-from ..schedule.orders import STYLES
+from ...config import Attention, Prefetch, PrefetchConfig, RuntimeConfig, Tier
+from ...orders import PLAIN, Order
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from .kv import KVLayout
@@ -63,7 +63,7 @@ def _walk(
     has_device: bool,
 ) -> Walk:
     """A walk that begins later needs no more slots of either kind than the whole one."""
-    prefetch, order = config.prefetch, config.policy.schedule or Order.zigzag
+    prefetch, order = config.prefetch, config.policy.schedule or PLAIN
     first = shape.first_decode_stage if is_decode else 0
     passed = tuple(stage for stage in streamed if stage >= first)
     block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(passed) > prefetch.block_layers else 1
@@ -81,10 +81,10 @@ def _walk(
         reads=reads,
         copies=copies,
         block=block,
-        order=order if is_decode or order is not Order.cgopipe else Order.zigzag,
+        order=order if is_decode else order.without_cpu_attention,
         num_pages=_num_pages(order, num_lanes, len(shape.stages) - first, len(passed)),
         attending=tuple(stage.index for stage in shape.layers) if attends else (),
-        routing=_routing(shape) if order is Order.module_batched else (),
+        routing=_routing(shape) if order.style.batches_experts else (),
         travelling=travelling,
         num_kv_slots=kv.num_slots if travelling else 0,
     )
@@ -93,7 +93,7 @@ def _walk(
 def _num_pages(order: Order, num_lanes: int, num_stages: int, num_streamed: int) -> int:
     """A page for each turn of a stage; where every turn ends with a barrier, also for those of resident stages: a turn
     without a page is one in which disk and link do nothing."""
-    style = STYLES[order]
+    style = order.style
     stages_each = round(num_stages / max(1, num_streamed)) if style.has_barriers else 1
     return max(1, num_lanes) * stages_each if style.spreads_pages else 1
 

@@ -5,7 +5,6 @@ from enum import Enum
 
 from .actions import Action, Op
 from .check_slots import KVSlots, WeightSlots, broken
-from .orders import STYLES
 from .schedule import Schedule
 from .walk import Walk
 
@@ -121,7 +120,7 @@ class _Play:
 
     def _require_room_to_attend(self, action: Action) -> None:
         """Only so many can be under way between the device and the CPU."""
-        most = STYLES[self._walk.order].num_ahead + 1
+        most = self._walk.order.style.num_ahead + 1
         attending = [index for index, lane in enumerate(self._lanes) if lane.place is _Place.attending]
         if len(attending) >= most:
             raise broken(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from ...errors import ConfigError
 from .actions import Action, Op
-from .orders import STYLES
 from .walk import Walk
 
 
@@ -28,7 +27,7 @@ def weight_feed(walk: Walk, num_lanes: int) -> Feed:
     if walk.num_slots == 1:
         return _sequential_feed(walk, num_lanes)
     num_steps = len(walk.stages) * num_lanes
-    if walk.block > 1 and walk.num_slots > walk.block and not STYLES[walk.order].spreads_pages:
+    if walk.block > 1 and walk.num_slots > walk.block and not walk.order.style.spreads_pages:
         return _cyclic([], _block_deliveries(walk, num_lanes), num_steps)
     return _cyclic(_stock(walk), _ring_deliveries(walk, num_lanes), num_steps)
 
@@ -58,7 +57,7 @@ class _Timetable:
     def __init__(self, walk: Walk, num_lanes: int):
         self._streamed, self._first_stage, self._num_lanes = walk.streamed, walk.first_stage, num_lanes
         self._num_steps = len(walk.stages) * num_lanes
-        self._steps_early = 1 if STYLES[walk.order].crosses_stages else 0
+        self._steps_early = 1 if walk.order.style.crosses_stages else 0
 
     def enters(self, visit: int) -> int:
         """The last gap before any lane enters."""
@@ -91,7 +90,7 @@ def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
     for its share alone. With two slots the last page is begun right before cgopipe needs it; a third one hides it.
     """
     times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
-    is_spread = STYLES[walk.order].spreads_pages
+    is_spread = walk.order.style.spreads_pages
     for visit in range(len(walk.streamed)):
         begin, limit = times.leaves(visit - walk.num_slots), times.enters(visit)
         num_turns = times.leaves(visit + 1 - walk.num_slots) - begin
@@ -121,7 +120,7 @@ def _stock(walk: Walk) -> list[Action]:
 
 def _reads_by_page(walk: Walk) -> bool:
     """While one staging slot empties page by page, another fills."""
-    return STYLES[walk.order].spreads_pages and walk.num_pages > 1 and walk.num_staging_slots > 1
+    return walk.order.style.spreads_pages and walk.num_pages > 1 and walk.num_staging_slots > 1
 
 
 def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
@@ -170,7 +169,7 @@ def require_kv_slots(walk: Walk, num_lanes: int) -> None:
     """Raises ConfigError when the slots are fewer than the turns that the order has open at once."""
     if not walk.travelling:
         return
-    overlaps = STYLES[walk.order].num_ahead if set(walk.travelling) & set(walk.attending) else 0
+    overlaps = walk.order.style.num_ahead if set(walk.travelling) & set(walk.attending) else 0
     needed = min(1 + overlaps, num_lanes)
     if walk.num_kv_slots < needed:
         raise ConfigError(

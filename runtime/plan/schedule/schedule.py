@@ -8,11 +8,10 @@ decode passes leave out an encoder do they walk another way than prefill passes;
 
 from dataclasses import dataclass
 
-from ...config import ORDERS_AHEAD
 from ...errors import ConfigError
 from .actions import Action, Op
 from .feeds import kv_feed, require_kv_slots, weight_feed
-from .orders import lane_steps
+from .steps import lane_steps
 from .walk import Walk
 
 
@@ -58,7 +57,7 @@ def require_slots(walk: Walk, num_lanes: int) -> None:
             f"{walk.num_slots} slots for {len(walk.streamed)} streamed stages: "
             "lower prefetch.depth or prefetch.block_layers"
         )
-    needed = min(2 if walk.order in ORDERS_AHEAD else 1, len(walk.streamed))
+    needed = min(walk.order.style.num_slots, len(walk.streamed))
     if walk.num_slots < needed:
         raise ConfigError(
             f"{walk.num_slots} slots, but policy.schedule={walk.order.value} brings a stage in while the one before it "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...config import Order
+from ...orders import PLAIN, Order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Walk:
     copies: bool = False
     block: int = 1
     first_stage: int = 0  # where a pass begins
-    order: Order = Order.zigzag
+    order: Order = PLAIN
     num_pages: int = 1  # pieces that a streamed stage is brought in by
     attending: tuple[int, ...] = ()  # stages whose attention runs on the CPU's workers
     routing: tuple[int, ...] = ()  # stages whose experts run once over all lanes

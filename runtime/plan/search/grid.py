@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config import Attention, KVTier, Order, RuntimeConfig, Tier
+from ...config import Attention, KVTier, RuntimeConfig, Tier
+from ...orders import PLAIN, Order
 from ..placement.placer import KV_FRACTIONS
 from ..placement.walks import cpu_attends, num_slots_for
 from ..shape.model import ModelShape
+from ..shape.numbers import Bools, Floats
 from .policy import Policy
-
-Floats: TypeAlias = NDArray[np.float64]
-Bools: TypeAlias = NDArray[np.bool_]
 
 MICRO_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024)
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32)
@@ -56,8 +54,17 @@ class PolicyGrid:
     def cpu_attends(self) -> Bools:
         return self.attention == ATTENTIONS.index(Attention.cpu)
 
-    def has_order(self, order: Order) -> Bools:
-        return self.order == ORDERS.index(order)
+    @property
+    def batches_experts(self) -> Bools:
+        return np.array([order.style.batches_experts for order in ORDERS])[self.order]
+
+    @property
+    def crosses_stages(self) -> Bools:
+        return np.array([order.style.crosses_stages for order in ORDERS])[self.order]
+
+    @property
+    def num_ahead(self) -> NDArray[np.int64]:
+        return np.array([order.style.num_ahead for order in ORDERS])[self.order]
 
     def policy(self, at: int) -> Policy:
         """With the sizes that come out, which are no larger than those asked for and make the same blocks."""
@@ -161,17 +168,18 @@ def _resident_counts(shape: ModelShape, config: RuntimeConfig, *, has_device: bo
 
 
 def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
-    orders = [Order.zigzag]
-    if num_slots_for(config.prefetch) > 1:
-        orders += [Order.flexgen, Order.cgopipe]
-    if any(p.is_experts for stage in shape.layers for p in stage.parameters):
-        orders.append(Order.module_batched)
+    num_slots, has_experts = num_slots_for(config.prefetch), shape.has_own_experts
+    orders = [
+        order
+        for order in Order
+        if num_slots >= order.style.num_slots and (has_experts or not order.style.batches_experts)
+    ]
     return [
         (order, attention, fraction)
         for attention in Attention
         for fraction in _kv_fractions(shape, config, attention, has_device=has_device)
         for order in orders
-        if order is not Order.cgopipe or attention is Attention.cpu
+        if attention is Attention.cpu or not order.style.needs_cpu_attention
     ]
 
 
@@ -185,7 +193,7 @@ def _kv_fractions(
             micro_batch_size=1,
             num_micro_batches=1,
             attention=attention,
-            schedule=Order.zigzag,
+            schedule=PLAIN,
             resident_layers=0,
             kv_fraction=1.0,
         ).applied(config, has_device=has_device)

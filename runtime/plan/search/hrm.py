@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...batching.balance import Block
-from ...config import Order, RuntimeConfig
+from ...config import RuntimeConfig
 from ..cost.machine import Machine
 from ..cost.work import LayerWork
 from ..shape.model import ModelShape
@@ -67,7 +67,7 @@ def search(
             machine,
             config.offload.tier,
             num_sequences=float(only.sequences[0]),
-            num_rows=float((only.sequences if best.schedule is Order.module_batched else only.rows)[0]),
+            num_rows=float((only.sequences if best.schedule.style.batches_experts else only.rows)[0]),
         ),
         ffn_on_cpu_seconds=_ffn_on_cpu(roofline, within),
     )

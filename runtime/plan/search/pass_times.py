@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import ExpertPaging, KVTier, Order, RuntimeConfig, Tier
+from ...config import ExpertPaging, KVTier, RuntimeConfig, Tier
 from ...resources import Resource
 from ..cost.rates import MachineRates
 from ..cost.work import LayerWork
@@ -111,8 +111,8 @@ class Roofline:
         """Compute's seconds in the products of a pass in which each lane has so many `tokens`; logits are made of
         `head_share` of them."""
         work, lanes = self.work, grid.lanes
-        dense, at_once = work.dense_weights, np.where(grid.has_order(Order.module_batched), lanes * tokens, tokens)
-        turns = np.where(grid.has_order(Order.module_batched), 1.0, lanes)
+        dense, at_once = work.dense_weights, np.where(grid.batches_experts, lanes * tokens, tokens)
+        turns = np.where(grid.batches_experts, 1.0, lanes)
         experts = turns * self._expert_seconds(at_once)
         if self.ffn_on_cpu:
             dense = dense - self._streamed(grid) * work.ffn_weights
@@ -137,7 +137,7 @@ class Roofline:
         work = self.work
         share = np.ones_like(tokens)
         if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
-            is_batched = grid.has_order(Order.module_batched)
+            is_batched = grid.batches_experts
             at_once = np.where(is_batched, grid.lanes * tokens, tokens)
             asked = np.where(is_batched, 1.0, grid.lanes) * work.hits(at_once) / work.num_experts
             share = np.minimum(share, asked)
@@ -180,10 +180,11 @@ class Roofline:
 
     def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats]) -> Floats:
         """Without an accelerator the CPU is compute. With one, attention on the CPU is behind compute's back but for
-        one lane in each layer (zigzag), for none (cgopipe, where there is another lane), or for all (flexgen)."""
+        one lane in each layer; for none where a lane may go on to the next layer, and there is another lane; or for
+        all where none is ahead."""
         compute, attend = busy[Resource.compute], busy[Resource.cpu_attention]
-        alone = np.where(grid.has_order(Order.cgopipe) & (grid.lanes > 1), 0.0, attend / grid.lanes)
-        alone = np.where(grid.has_order(Order.flexgen) | (not self.has_device), np.minimum(compute, attend), alone)
+        alone = np.where(grid.crosses_stages & (grid.lanes > 1), 0.0, attend / grid.lanes)
+        alone = np.where((grid.num_ahead == 0) | (not self.has_device), np.minimum(compute, attend), alone)
         together = np.minimum(np.maximum(compute, attend) + alone, compute + attend)
         roads = np.maximum.reduce([busy[Resource.disk], busy[Resource.host_to_device], busy[Resource.device_to_host]])
         return np.maximum(roads, together)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
-from ...config import Attention, KVConfig, KVTier, Order, PolicyKind, RuntimeConfig
+from ...config import Attention, KVConfig, KVTier, PolicyKind, RuntimeConfig
+from ...orders import Order
 from ...units import counted
 
 

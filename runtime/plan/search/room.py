@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import KVTier, Order, RuntimeConfig, Tier
+from ...config import KVTier, RuntimeConfig, Tier
 from ..cost.work import LayerWork
 from ..placement.defaults import chunk_tokens
 from ..placement.exchange import STORES_IN_FLIGHT, TRIP_PARTS
@@ -73,7 +73,7 @@ class _Need:
         kept += is_streamed * (self._slots * self._layer_bytes + paged)
         passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
         weights = np.where(grid.resident == 0, np.minimum(kept, passing), kept)  # where no stage at all need stay
-        batched = grid.has_order(Order.module_batched) * self._batched()
+        batched = grid.batches_experts * self._batched()
         return weights + self._kv() + self._lanes() + batched + self._has_device * self._visits()
 
     def host(self) -> Floats:
@@ -137,7 +137,7 @@ class _Need:
     def _visits(self) -> Floats:
         """Of all lanes' tokens where these are batched, of one lane's elsewhere."""
         alone = self._per_lane(self._tokens)
-        batched = self._grid.has_order(Order.module_batched)
+        batched = self._grid.batches_experts
         return np.where(batched, self._visit_bytes(self._grid.lanes * alone, True), self._visit_bytes(alone, False))
 
     def _visit_bytes(self, tokens: Floats, is_batched: bool) -> Floats:

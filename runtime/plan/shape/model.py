@@ -53,6 +53,11 @@ class ModelShape:
     def has_experts(self) -> bool:
         return any(stage.num_experts for stage in self.stages)
 
+    @cached_property
+    def has_own_experts(self) -> bool:
+        """Whether experts of a layer run through our function, which alone can take the tokens of several lanes."""
+        return any(p.is_experts for stage in self.layers for p in stage.parameters)
+
     @property
     def kv_bytes_per_token(self) -> int:
         return sum(self.kv_layer_bytes)
