@@ -99,7 +99,7 @@ def _open(path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequen
 
 
 def _known_plan(state: RunState) -> list[PlannedRequest] | None:
-    """None: there is none, and it is to be computed, again if the run has begun. Raises DamagedRunError."""
+    """The plan that the run has fixed; None where there is none, and it is to be computed. Raises DamagedRunError."""
     if not state.directory.plan.exists():
         return None
     return read_plan(state.directory.plan, may_lack_digest=state.manifest.is_old)

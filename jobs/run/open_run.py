@@ -43,7 +43,7 @@ class BlockSession(Protocol):
         unfinished: Mapping[int, Unfinished],
         on_pass: OnPass,
     ) -> Completions:
-        """As `stream`, of one block, whose requests in `left` enter together."""
+        """Does what `stream` does, for one block, whose requests in `left` enter together."""
         ...
 
     def stream(

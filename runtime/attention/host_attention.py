@@ -78,7 +78,7 @@ def prepare_decode_attention(dtype: torch.dtype) -> None:
 
 
 def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int) -> list[WorkItem]:
-    """Of about the same bytes: neighbouring rows, and of a row that alone is more than an item, KV heads."""
+    """Work items of about the same bytes: neighbouring rows, and of a row that alone is more than an item, KV heads."""
     ends_B = np.cumsum(num_positions_B)
     total = int(ends_B[-1]) if len(ends_B) else 0
     wanted = min(ITEMS_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_ITEM_BYTES)

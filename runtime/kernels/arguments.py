@@ -34,8 +34,8 @@ class Rows(NamedTuple):
 
 
 class WorkItems(NamedTuple):
-    """Of threads that share them: of each its first row and that behind the last, its first KV head and that behind the
-    last. `begun`: one number, how many items have been begun."""
+    """The work items of threads that share them: of each its first row and that behind the last, its first KV head and
+    that behind the last. `begun`: one number, how many items have been begun."""
 
     spans_W4: np.ndarray
     begun: np.ndarray

@@ -57,7 +57,7 @@ class _Block:
         return self.builder.gep(self.scores, [self.dim.type(query * CHUNK_TOKENS + position)])
 
     def read(self, d: Value, mask: Value | None) -> list[Value]:
-        """As many numbers as lanes of each row."""
+        """Reads as many numbers as lanes of each row."""
         for row in self.ahead:
             prefetch(self.builder, row, d)
         return [load(self.builder, self.dtype, self.builder.gep(row, [d]), mask) for row in self.rows]
@@ -144,8 +144,8 @@ def _additions(block: _Block) -> None:
 
 
 def _blocks(act: Callable[[_Block], None], num: int) -> Callable[..., None]:
-    """For `num` positions of a page, the first of which begins at numbers[base], with scores from place `at` on: all
-    heads, four queries at a time and then one by one. What lies alike from ahead[ahead_base] on is asked for."""
+    """Acts on `num` positions of a page, the first of which begins at numbers[base], with scores from place `at` on:
+    all heads, four queries at a time and then one by one. What lies alike from ahead[ahead_base] on is asked for."""
     four, one = _block(act, num, 4), _block(act, num, 1)
 
     @njit

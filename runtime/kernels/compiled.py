@@ -52,11 +52,11 @@ class _OfAllParts:
 
 
 class WhereTheUserSays(_OfAllParts, UserProvidedCacheLocator):
-    """In NUMBA_CACHE_DIR."""
+    """The place that NUMBA_CACHE_DIR names."""
 
 
 class BesideTheSource(_OfAllParts, InTreeCacheLocator):
-    """In `__pycache__`, where that can be written."""
+    """The place beside the source, `__pycache__`, where that can be written."""
 
 
 class InTheUsersCache(_OfAllParts, UserWideCacheLocator):
@@ -65,7 +65,8 @@ class InTheUsersCache(_OfAllParts, UserWideCacheLocator):
 
 @contextmanager
 def _our_places() -> Iterator[None]:
-    """In their order; numba knows its classes of places by name. A function is given one as it is decorated."""
+    """Lets numba know our places in their order; it knows its classes of places by name. A function is given one as it
+    is decorated."""
     with _LOCK:
         before = getattr(config, _PLACES)
         places = (WhereTheUserSays, BesideTheSource, InTheUsersCache)

@@ -98,7 +98,7 @@ def _widen(typing: Any, row: Any, num_inputs: Any, out: Any) -> Any:
 
 
 class _Given(NamedTuple):
-    """To `add_products`, in its order: the compiler's types of arguments, or their values."""
+    """What `add_products` is given, in its order: the compiler's types of arguments, or their values."""
 
     weights: Any
     num_rows: Any

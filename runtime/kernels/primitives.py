@@ -105,7 +105,7 @@ def store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = 
 
 
 def prefetch(builder: Builder, pointer: Value, index: Value, level: int = 2) -> None:
-    """Into the first or the second cache. A hint, not a read: it may lie beyond the end."""
+    """Asks for a line of memory in the first or the second cache. A hint, not a read: it may lie beyond the end."""
     place = builder.bitcast(builder.gep(pointer, [index]), ir.IntType(8).as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, INT(0), INT(4 - level), INT(1)])
 

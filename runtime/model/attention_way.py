@@ -1,4 +1,7 @@
-"""Which way of attention a loaded model takes where it computes."""
+"""Which way of attention a loaded model takes where it computes.
+
+It stands alone: it asks a loaded model, and loading imports attention.
+"""
 
 from dataclasses import replace
 

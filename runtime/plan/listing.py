@@ -10,9 +10,9 @@ MAX_ACTIONS = 20_000  # some 200 KB; 80 layers and 16 lanes make about 3,000
 
 
 def schedule_text(plan: RunPlan, *, max_actions: int = MAX_ACTIONS) -> str:
-    """Of the first block: what comes before its first pass, then one prefill pass and one decode pass. `parse_action`
-    reads every line that does not begin with `#`. Only the first `max_actions` are there; a last line says how many are
-    not."""
+    """The schedule of the first block: what comes before its first pass, then one prefill pass and one decode pass.
+    `parse_action` reads every line that does not begin with `#`. Only the first `max_actions` are there; a last line
+    says how many are not."""
     lines: list[str] = []
     num_actions = 0
     for heading, actions in _sections(plan):

@@ -1,4 +1,5 @@
-"""From requests and budgets to a plan: the blocks, the placement of the weights, and how long it should take. Pure.
+"""The way from requests and budgets to a plan: the blocks, the placement of the weights, and how long it should take.
+Pure.
 
 The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run
 keeps the blocks it began with; the placement may differ each time it is resumed, and so may the chunks of its prompts,
@@ -131,7 +132,8 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
 
 
 def _is_better(plan: RunPlan, usual: RunPlan) -> bool:
-    """By predicted time; without rates, by how many sequences share each sweep of the weights."""
+    """Whether a run is better than the usual one: by predicted time, or without rates by how many sequences share each
+    sweep of the weights."""
     if plan.prediction is not None and usual.prediction is not None:
         return plan.prediction.seconds < (1 - WORTHWHILE) * usual.prediction.seconds
     return plan.block_size > usual.block_size

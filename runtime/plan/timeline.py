@@ -41,8 +41,8 @@ class _Passes:
 
 
 def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> Timeline:
-    """Of the first block its first prefill pass and its first decode passes, as if the one followed the other at once;
-    of continuous admission passes from the middle of the run."""
+    """The timeline of the first block: its first prefill pass and its first decode passes, as if the one followed the
+    other at once; of continuous admission passes from the middle of the run."""
     if plan.policy.admission is Admission.continuous and shape.is_packed:
         shown = _mixed(plan, sizes)
     else:

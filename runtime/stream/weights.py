@@ -176,7 +176,8 @@ class WeightStream:
             self._device.compute_waits_for(self._barrier)
 
     def take_counters(self) -> StreamCounters:
-        """Since the last call. What an accelerator did is in it once the device's clock has told of it."""
+        """What was carried since the last call. What an accelerator did is in it once the device's clock has told of
+        it."""
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
@@ -194,8 +195,8 @@ class WeightStream:
             slot.ready.record(self._device.copy_stream)
 
     def _await(self, stage: int, slot: Slot) -> None:
-        """Before the first lane in: on a CPU the host waits for the read, on an accelerator until the copy has been
-        queued, and compute for the copy."""
+        """Waits before the first lane enters: on a CPU the host waits for the read, on an accelerator until the copy
+        has been queued, and compute for the copy."""
         if not self._placement.walk.copies:
             self._counters.count_ask(all(read.is_done for read in slot.reads.values()))
             self._settle(stage, slot)

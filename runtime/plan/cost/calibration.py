@@ -18,8 +18,8 @@ MOST_ANCHORED = 2.0  # a rate of products changes by a factor of 1/2 to 2
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Of a lane in one layer: from the beginning of the pass to it; in it, its experts not run; and in its attention
-    apart, 0 where the model attends by itself."""
+    """The seconds of a lane in one layer: from the beginning of the pass to it; in it, its experts not run; and in its
+    attention apart, 0 where the model attends by itself."""
 
     before: float
     inside: float

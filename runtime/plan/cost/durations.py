@@ -25,8 +25,8 @@ LOGIT_BYTES = 4
 def durations(
     shape: ModelShape, placement: Placement, walk: Walk, lanes: Sequence[LaneWork], rates: MachineRates
 ) -> Durations:
-    """Of a pass over `walk`. A lane that has prompts attends where it computes; where only single tokens are, and the
-    walk says so, the CPU's workers attend."""
+    """The durations of a pass over `walk`. A lane that has prompts attends where it computes; where only single tokens
+    are, and the walk says so, the CPU's workers attend."""
     bill = _Bill(shape=shape, placement=placement, walk=walk, lanes=lanes, rates=rates)
     kv, has_device = placement.kv, placement.has_device
     is_on_disk = bool(kv.page_bytes) and kv.tier is KVTier.nvme
@@ -74,7 +74,7 @@ class _Bill:
 
     @cached_property
     def _like(self) -> list[int]:
-        """Of each stage, the first one that works as it does."""
+        """The first stage that works as each stage does."""
         first: dict[StageWork, int] = {}
         return [first.setdefault(work, stage) for stage, work in enumerate(self.works)]
 
@@ -123,7 +123,8 @@ class _Bill:
         return self._product(tokens, work.early_weights) + self._beside(work, tokens) / 2 + again
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
-        """On the CPU's workers. In front of an accelerator what goes down and up takes its time too."""
+        """The seconds of attention on the CPU's workers. In front of an accelerator what goes down and up takes its
+        time too."""
         if not work.kv_bytes or (lane.prefill_pairs and not self._is_narrow(work, lane)):
             return 0.0
         shape, rates = self.shape, self.rates
@@ -140,7 +141,7 @@ class _Bill:
         return self._behind_attention(work, lane) + own
 
     def route(self, stage: int, lane: int) -> float:
-        """From the entrance, or from attention, to the experts."""
+        """The seconds from the entrance, or from attention, to the experts."""
         work, its = self.works[stage], self.lanes[lane]
         if stage in self.walk.attending:
             return self.late(work, its)
@@ -153,7 +154,7 @@ class _Bill:
     def pages(
         self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], int]
     ) -> Callable[[int, int], float]:
-        """None: there is no such road."""
+        """How long the pages of a stage and a lane take over a link of that rate; None: there is no such link."""
         kv, first = self.placement.kv, self.shape.layers[0].index
 
         def seconds(stage: int, lane: int) -> float:
@@ -164,7 +165,7 @@ class _Bill:
         return seconds
 
     def expert_reads(self, action: Action) -> ExpertReads | None:
-        """Of the action that comes to the experts of a paged stage."""
+        """The reads of experts that an action asks for which comes to a paged stage; None for others."""
         stage = action.its_stage
         if stage not in self.placement.paged or action.op not in (Op.run, Op.post, Op.experts):
             return None
@@ -201,7 +202,7 @@ class _Bill:
 
     @cached_property
     def _attention_rate(self) -> float:
-        """Of decode attention within compute: where keys and values lie in host memory the CPU's."""
+        """The rate of decode attention within compute: where keys and values lie in host memory the CPU's."""
         rates = self.rates
         return rates.cpu_attention_bytes_per_second if self.placement.host_layers else rates.attention_bytes_per_second
 
@@ -236,8 +237,8 @@ class _Bill:
         return num_bytes / self.rates.memory_bytes_per_second
 
     def _beside(self, work: StageWork, num_tokens: int) -> float:
-        """Of a turn, what is neither products, attention nor experts. Several devices add up what attention and the
-        feed-forward made, in the cuts of Megatron-LM (Shoeybi et al. 2019)."""
+        """What of a turn is neither products, attention nor experts, in seconds. Several devices add up what attention
+        and the feed-forward made, in the cuts of Megatron-LM (Shoeybi et al. 2019)."""
         seconds = self._streamed(num_tokens * work.token_bytes) + self.rates.turn_seconds
         if not work.kind.is_layer:
             return seconds

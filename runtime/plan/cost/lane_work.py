@@ -10,10 +10,9 @@ from ..shape.model import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class LaneWork:
-    """Of one lane in one pass, padding included. `num_tokens` go through the decoder's layers, logits are made of
-    `num_rows`; single tokens attend to `kv_positions` together, prompts to `prefill_pairs` of a token and a position.
-    In a packed lane's last layer those of which logits are made attend alone, to `asked_positions`.
-    """
+    """The work of one lane in one pass, padding included. `num_tokens` go through the decoder's layers, logits are made
+    of `num_rows`; single tokens attend to `kv_positions` together, prompts to `prefill_pairs` of a token and a
+    position. In a packed lane's last layer those of which logits are made attend alone, to `asked_positions`."""
 
     num_tokens: int
     num_rows: int
@@ -89,7 +88,8 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
-    """Of the decode pass behind `num_done` others, where every sequence runs to its limit; None when all have."""
+    """A lane's work in the decode pass behind `num_done` others, where every sequence runs to its limit; None when all
+    have."""
     rows = [size for size in lane if size.max_new_tokens - 1 > num_done]
     if not rows:
         return None

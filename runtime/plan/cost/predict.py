@@ -59,7 +59,7 @@ class PhaseTime:
         return max(busy, key=lambda resource: busy[resource]) if self.seconds else None
 
     def bubble_seconds(self, resource: Resource) -> float:
-        """In which it waits while a pass goes on."""
+        """The seconds in which a resource waits while a pass goes on."""
         return max(0.0, self.seconds - self.busy_seconds[resource])
 
 
@@ -88,7 +88,7 @@ class Prediction:
 
     @property
     def phases(self) -> Mapping[str, PhaseTime]:
-        """By their names, those that have passes."""
+        """Those phases that have passes, by their names."""
         return {name: phase for name, phase in vars(self).items() if phase.seconds}
 
 
@@ -114,7 +114,7 @@ def predict(
     rates: MachineRates,
     admission: Admission = Admission.wave,
 ) -> Prediction:
-    """Of all blocks together, at the start of a run."""
+    """The prediction for all blocks together, at the start of a run."""
     clock = _Clock(shape=shape, placement=placement, rates=rates)
     blocks = [block for block in (_generating(block, sizes) for block in blocks) if block.members]
     if not blocks:
@@ -131,7 +131,7 @@ def predict(
 def decode_pass_seconds(
     shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], rates: MachineRates
 ) -> float:
-    """Of the decode pass in the middle of the answers, in the steady state."""
+    """The seconds of the decode pass in the middle of the answers, in the steady state."""
     half = max((size.max_new_tokens for lane in lanes for size in lane), default=0) // 2
     most = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
     works = [work for lane in most if (work := decode_work(shape, lane, half)) is not None]
@@ -142,7 +142,7 @@ def decode_pass_seconds(
 def predict_roughly(
     shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], chunk_tokens: int, rates: MachineRates
 ) -> Prediction:
-    """Of one block, by few of its passes."""
+    """The prediction for one block, by few of its passes."""
     stretches = list(block_stretches(shape, lanes, chunk_tokens, max_prefills=3, max_decodes=1))
     return _Clock(shape=shape, placement=placement, rates=rates).added(stretches)
 
@@ -195,7 +195,7 @@ def mixed_stretches(
 
 
 def _generating(block: Block, sizes: Sequence[SequenceSize]) -> Block:
-    """Without what asks for no token: it never enters a lane."""
+    """The block without what asks for no token: that never enters a lane."""
     groups = (tuple(i for i in group if sizes[i].max_new_tokens) for group in block.micro_batches)
     return Block(index=block.index, micro_batches=tuple(group for group in groups if group))
 
@@ -224,7 +224,7 @@ def _parts(count: int, most: int) -> list[range]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Clock:
-    """Of one machine with one placement."""
+    """How long passes take on one machine with one placement."""
 
     shape: ModelShape
     placement: Placement

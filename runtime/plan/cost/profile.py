@@ -1,4 +1,4 @@
-"""From a profile of the `machine` group to the machine that a plan is made for.
+"""The way from a profile of the `machine` group to the machine that a plan is made for.
 
 A data sheet prints peaks. What a run attains of them is an assumption, the same for every device and stated here
 once, share by share; `jobs.measure` on the machine itself replaces all of it.
@@ -81,8 +81,9 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
 
 
 def _ring(count: int, link: float, host: float) -> float:
-    """Of a ring all-reduce (Patarasuk and Yuan 2009): each device sends, and receives at the same time, 2 (n - 1) / n
-    of the vectors' bytes. Without a link between devices they go through host memory: written once, read once."""
+    """The rate of a ring all-reduce (Patarasuk and Yuan 2009): each device sends, and receives at the same time, 2 (n -
+    1) / n of the vectors' bytes. Without a link between devices they go through host memory: written once, read
+    once."""
     if count == 1:
         return UNLIMITED
     sent = 2 * (count - 1) / count

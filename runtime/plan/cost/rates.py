@@ -14,8 +14,8 @@ UNLIMITED = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """Of one machine and one compute dtype; what is not named takes no time. Where there are several devices, of all of
-    them together.
+    """The rates of one machine and one compute dtype; what is not named takes no time. Where there are several devices,
+    they are those of all of them together.
 
     `gemm_flops_per_second` maps rows (M) of a product to its rate, with weights as they are stored: what turns them
     into the compute dtype is in it. `expert_flops_per_second`: the same of an expert, from taking its tokens to adding
@@ -47,7 +47,7 @@ class MachineRates:
         return num_bytes / self.collective_bytes_per_second + self.collective_seconds
 
     def to_plain(self) -> dict[str, object]:
-        """For JSON, which has neither infinity nor numbers as keys: text, both of them."""
+        """Plain values for JSON, which has neither infinity nor numbers as keys: text, both of them."""
 
         def plain(value: object) -> object:
             if isinstance(value, Mapping):

@@ -38,7 +38,7 @@ def _of_turn(stage: int, lane: int) -> float:
 
 
 class Roads(NamedTuple):
-    """By which lines an action goes: whether KV goes to the disk, and from there on over the link; and whether the
+    """The links by which an action goes: whether KV goes to the disk, and from there on over the link; and whether the
     CPU's workers and the products share the same cores."""
 
     is_kv_on_disk: bool = False
@@ -162,8 +162,8 @@ class Script:
 
 
 def _staging_before(schedule: Schedule) -> dict[int, int]:
-    """Of each stage that is read into staging, the one whose copy must have left that memory. Slots are as many as are
-    ever in use, and go round as the stages do."""
+    """Gives for each stage that is read into staging, the one whose copy must have left that memory. Slots are as many
+    as are ever in use, and go round as the stages do."""
     actions = (*schedule.prologue, *schedule.cycle)
     copied_pages = [action.page or 0 for action in actions if action.op is Op.copy]
     if not copied_pages:

@@ -33,7 +33,7 @@ class SimulatedPasses:
 
 
 class PlayedPass(NamedTuple):
-    """From when to when compute was in a pass, and what all resources did for it, in the order in which it was begun:
+    """When compute entered and left a pass, and what all resources did for it, in the order in which it was begun:
     also what had to be there before."""
 
     begin: float

@@ -12,7 +12,7 @@ MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products; short lanes, and wher
 
 @dataclass(frozen=True, kw_only=True)
 class Usual:
-    """Of the lanes of a block: most tokens in a prefill pass, rows that decode, and what a row has."""
+    """What the lanes of a block have: most tokens in a prefill pass, rows that decode, and what a row has."""
 
     chunk_tokens: int
     num_rows: int

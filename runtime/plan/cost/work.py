@@ -132,7 +132,7 @@ class LayerWork:
 
     @property
     def num_bytes(self) -> float:
-        """Of the whole layer's weights."""
+        """The bytes of the whole layer's weights."""
         return self.dense_bytes + self.num_experts * self.expert_bytes
 
     @property
@@ -142,7 +142,7 @@ class LayerWork:
 
     @property
     def ffn_bytes(self) -> float:
-        """Of the weights behind attention."""
+        """The bytes of the weights behind attention."""
         share = self.ffn_weights / max(1.0, self.dense_weights)
         return share * self.dense_bytes + self.num_experts * self.expert_bytes
 

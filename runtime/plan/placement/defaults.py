@@ -53,7 +53,7 @@ def chunk_sizes(shape: ModelShape, policy: PolicyConfig, blocks: Sequence[Block]
 
 
 def chunk_tokens(policy: PolicyConfig) -> int:
-    """Of a policy whose chunks were chosen, or that leaves them as they are by themselves."""
+    """The tokens of a prefill chunk: those that the policy says, or the default."""
     return policy.prefill_chunk_tokens or CHUNK_TOKENS
 
 

@@ -35,7 +35,7 @@ def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> Ex
 
 
 def _row_bytes(shape: ModelShape, kv: KVLayout) -> int:
-    """Of one new token: its key and value, and for each of their heads a group of queries and answers."""
+    """The bytes of one new token: its key and value, and for each of their heads a group of queries and answers."""
     group = -(-shape.num_heads // max(1, shape.num_kv_heads))
     return (1 + group) * _position_bytes(shape, kv)
 

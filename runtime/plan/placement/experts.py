@@ -93,7 +93,7 @@ class ExpertPages:
         return self.first_page[stage] + expert
 
     def name(self, page: int) -> str:
-        """As in "7 expert 3"."""
+        """The name of a page, as "7 expert 3"."""
         stage = self.pages[page].index
         return f"{stage} expert {page - self.first_page[stage]}"
 
@@ -114,7 +114,7 @@ class ExpertPages:
 
 
 def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
-    """In the compute device's memory."""
+    """What the slots of experts take in the compute device's memory."""
     size = max(stage.slot_bytes for stage in paged)
     return Entry(
         name="expert slots", num_bytes=num_slots * size, equation=f"{num_slots} x {size:,} B, the largest expert"
@@ -122,7 +122,8 @@ def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
 
 
 def host_entries(paged: Collection[ExpertSizes], outer: Walk) -> tuple[Entry, ...]:
-    """In host memory in front of an accelerator: staging slots, or the experts themselves where they live there."""
+    """What experts take in host memory in front of an accelerator: staging slots, or the experts themselves where they
+    live there."""
     if not outer.copies:
         return ()
     if outer.reads:

@@ -36,12 +36,13 @@ class KVLayout:
         return bool(self.page_bytes) and not self.num_slots
 
     def stride_bytes(self, layer: int) -> int:
-        """From one page to the next, in the tier and in a slot. A direct write wants whole blocks of the disk."""
+        """The bytes from one page to the next, in the tier and in a slot. A direct write wants whole blocks of the
+        disk."""
         size = self.page_bytes[layer]
         return round_up(size, ALIGNMENT_BYTES) if self.tier is KVTier.nvme else size
 
     def offset_bytes(self, layer: int) -> int:
-        """Of the layer's first page in the file."""
+        """Where the layer's first page begins in the file."""
         return self.num_pages * sum(self.stride_bytes(other) for other in self.page_bytes if other < layer)
 
     def segment_pages(self, layer: int) -> tuple[int, ...]:

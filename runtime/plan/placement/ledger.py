@@ -58,7 +58,7 @@ LIBRARY_BYTES = KERNELS_BYTES + WORKSPACE_BYTES + BLOCKS_BYTES
 
 
 def library_entry(num_bytes: int) -> Entry:
-    """Of one device or several."""
+    """The entry for what libraries take, of one device or several."""
     parts = " + ".join(
         f"{what} {part // MIB} MiB"
         for what, part in (

@@ -46,8 +46,8 @@ class Load:
 
     @staticmethod
     def of_blocks(shape: ModelShape, blocks: Iterable[Sequence[MicroBatch]], chunk_tokens: int) -> "Load":
-        """Of blocks that come one after the other: the lanes of the one whose lanes take most. Its KV pages may be
-        fewer than another's, which the pool must hold all the same."""
+        """The load of blocks that come one after the other: the lanes of the one whose lanes take most. Its KV pages
+        may be fewer than another's, which the pool must hold all the same."""
         loads = [Load.of(shape, lanes, chunk_tokens) for lanes in blocks] or [Load.of(shape, [], chunk_tokens)]
         heaviest = max(loads, key=lambda load: load.lane_bytes)
         return replace(
@@ -62,7 +62,7 @@ class Load:
 
     @cached_property
     def lane_bytes(self) -> int:
-        """In compute memory, beside keys and values."""
+        """What lanes take in compute memory, beside keys and values."""
         return sum(entry.num_bytes for entry in lane_entries(self.shape, self.lanes, self.chunk_tokens))
 
     @property

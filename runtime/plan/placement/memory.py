@@ -26,7 +26,7 @@ ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSize:
-    """Of one request: `num_prompt_tokens` to prefill and at most `max_new_tokens` to generate."""
+    """The size of one request: `num_prompt_tokens` to prefill and at most `max_new_tokens` to generate."""
 
     num_prompt_tokens: int
     max_new_tokens: int
@@ -164,7 +164,7 @@ def _state_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tu
 
 
 def _delta_rule_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> tuple[Entry, ...]:
-    """Of the lane that takes most: many short rows are padded to many columns."""
+    """The entries of the lane that takes most: many short rows are padded to many columns."""
     rule, size = shape.delta_rule, shape.compute_dtype_bytes
     assert rule is not None, "asked of a model without a delta rule"
     rectangles = [
@@ -207,9 +207,9 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
 
 
 def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
-    """Of the lane that takes most. Where the host computes: scores of a decode step over a lane; of a prefill chunk the
-    masks, the scores and what is gathered of its sequence's keys and values; and latents expanded to keys and values.
-    """
+    """What attention takes in the lane that takes most. Where the host computes: scores of a decode step over a lane;
+    of a prefill chunk the masks, the scores and what is gathered of its sequence's keys and values; and latents
+    expanded to keys and values."""
     size = shape.compute_dtype_bytes
     worst = 0
     for lane in filter(None, micro_batches):
@@ -261,8 +261,8 @@ def resumed_chunks(
 
 
 def _decoded_chunk(shape: ModelShape, lane: MicroBatch, spare_bytes: int) -> int:
-    """Of a decoder behind an encoder, whose head makes logits of every token that it is given: as many as find room
-    where the encoder's activations were, and no more than those had tokens."""
+    """The chunk of a decoder behind an encoder, whose head makes logits of every token that it is given: as many as
+    find room where the encoder's activations were, and no more than those had tokens."""
     room = room_of_encoder(shape, lane) + spare_bytes
     return max(len(lane), min(pass_tokens(shape, lane, 0), len(lane) + room // (4 * shape.vocab_size)))
 

@@ -21,7 +21,7 @@ HOST_KEY, DEVICE_KEY = "offload.host_memory_gib", "offload.device_memory_gib"
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Of every placement with the keys and values of `kv`."""
+    """The needs of every placement with the keys and values of `kv`."""
 
     shape: ModelShape
     config: RuntimeConfig
@@ -47,7 +47,7 @@ class Needs:
 
     @cached_property
     def _fixed(self) -> tuple[Entry, ...]:
-        """In compute memory, whichever weights stay there."""
+        """What compute memory holds, whichever weights stay there."""
         lanes, chunk, libraries = self.load.lanes, self.load.chunk_tokens, self.budgets.library_bytes
         if not libraries:
             return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
@@ -85,7 +85,7 @@ class Needs:
         return tuple(entries)
 
     def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:
-        """In front of an accelerator."""
+        """What host memory holds in front of an accelerator."""
         walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
         staging = walk.num_staging_slots
         entries = [

@@ -82,7 +82,8 @@ LOWERED_BY = {  # which terms a lower value of the key makes smaller
 
 
 def ways_to_fit(ledger: Ledger, walk: Walk, kv: KVLayout) -> str:
-    """By the terms that the ledger has. A key whose value is at its end already is not named."""
+    """The ways to make a run fit, by the terms that the ledger has. A key whose value is at its end already is not
+    named."""
     terms = frozenset(entry.name for entry in ledger.entries if entry.num_bytes)
     ways = [f"raise {ledger.budget_key}"]
     if lower := [key for key, lowered in LOWERED_BY.items() if terms & lowered] + [*_to_lower(terms, walk, kv)]:

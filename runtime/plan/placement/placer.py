@@ -19,7 +19,8 @@ KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is 
 
 
 def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
-    """To be tried, the fastest first. Raises ConfigError where the CPU is to attend to what lies elsewhere."""
+    """The tiers to be tried for keys and values, the fastest first. Raises ConfigError where the CPU is to attend to
+    what lies elsewhere."""
     tier = config.kv.tier
     if has_device and cpu_attends(shape, config, has_device=True):
         require(

@@ -50,8 +50,8 @@ def _continuous_load(
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
 ) -> Load:
-    """As many seats as blocks have, and pages for all of them; fewer pages where the budget says so, but so many that
-    the longest sequence can run to its limit alone.
+    """The load of as many seats as blocks have, and pages for all of them; fewer pages where the budget says so, but so
+    many that the longest sequence can run to its limit alone.
 
     A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token. A
     padded lane may come to hold the longest prompt beside the longest answer.
@@ -100,8 +100,8 @@ def _with_fewer_pages(shape: ModelShape, config: RuntimeConfig, budgets: Budgets
 
 
 def _most_that_fit(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, full: Load, counts: range) -> int:
-    """Of these numbers of pages; 0 where none fits. What a page takes follows from nothing but the placement: pinned
-    memory comes in powers of two, and pages on disk pass through slots."""
+    """The largest of these numbers of pages that fits; 0 where none does. What a page takes follows from nothing but
+    the placement: pinned memory comes in powers of two, and pages on disk pass through slots."""
     num_fitting = bisect_left(
         counts, True, key=lambda n: not place(shape, config, budgets, replace(full, num_kv_pages=n)).fits
     )

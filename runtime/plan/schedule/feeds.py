@@ -41,7 +41,7 @@ class _Delivery:
 
 
 def _cyclic(stock: list[Action], deliveries: Iterable[_Delivery], num_steps: int) -> Feed:
-    """At one gap, what is for the pass at hand comes before what is for the next one."""
+    """The feed of passes that repeat; at one gap, what is for the pass at hand comes before what is for the next one."""
     ordered = sorted(deliveries, key=lambda delivery: delivery.gap)
     ahead = [delivery for delivery in ordered if delivery.gap <= 0]
     gaps: dict[int, list[Action]] = {}
@@ -150,7 +150,8 @@ def _paged(walk: Walk, op: Op, visit: int, page: int) -> Action:
 
 
 def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
-    """By gap: fetches fill the slots as a pass begins; behind each turn its slot is stored and fetched into again."""
+    """The actions by gap: fetches fill the slots as a pass begins; behind each turn its slot is stored and fetched into
+    again."""
     if not walk.travelling:
         return {}
     turns = [

@@ -45,7 +45,7 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
 
 
 def _frees(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
-    """By gap: a stage is freed behind its last lane."""
+    """The actions that free stages, by gap: a stage is freed behind its last lane."""
     return {(stage - walk.first_stage + 1) * num_lanes: [Action(Op.free, stage)] for stage in walk.streamed}
 
 

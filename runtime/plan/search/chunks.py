@@ -63,7 +63,7 @@ def _beside_products(run: PlacedRun, prediction: Prediction, rates: MachineRates
 
 
 def _timed(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
-    """None where there is no room."""
+    """The prediction for chunks of so many tokens; None where there is no room."""
     if problem.config.policy.admission is Admission.continuous:
         run = problem.placed(evenly(first.blocks, MAX_BLOCKS), num_tokens)
         return problem.predicted(run) if run.placement.fits else None
@@ -74,7 +74,7 @@ def _timed(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRa
 
 
 def _placement(problem: Problem, first: PlacedRun, num_tokens: int) -> Placement:
-    """Of the block that takes most memory in the chunks of `first`."""
+    """The placement of the block that takes most memory in the chunks of `first`."""
     load = Load.of(problem.shape, first.load.lanes, num_tokens)
     load = replace(
         first.load,

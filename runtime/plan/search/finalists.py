@@ -80,7 +80,7 @@ class Finalists:
         return {way: list(blocks.values()) for way, blocks in ways.items()}
 
     def _usual(self, found: list[Finalist]) -> list[Finalist]:
-        """Nothing where it was found already, or does not fit."""
+        """The usual policy as a finalist; none where it was found already, or does not fit."""
         if self.usual is None or _as_asked(self.usual) in {_as_asked(each.candidate.policy) for each in found}:
             return []
         try:
@@ -148,12 +148,12 @@ class Finalists:
 
 
 def _as_asked(policy: Policy) -> Policy:
-    """Without what its plan came to."""
+    """The policy without what its plan came to."""
     return replace(policy, resident_layers=0, prefill_chunk_tokens=None)
 
 
 def _binding(prediction: Prediction) -> Resource:
-    """Of decode passes, or where there is none of prefill passes."""
+    """The resource that binds decode passes, or where there are none prefill passes."""
     return prediction.decode.binding or prediction.prefill.binding or Resource.compute
 
 

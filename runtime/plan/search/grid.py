@@ -37,12 +37,12 @@ class PolicyGrid:
 
     @property
     def sequences(self) -> Floats:
-        """Of a block, as it comes out."""
+        """The sequences of a block, as it comes out."""
         return self.num_requests / self.num_blocks
 
     @property
     def lanes(self) -> Floats:
-        """Of a block, as it comes out."""
+        """The lanes of a block, as it comes out."""
         return np.ceil(self.sequences / self.micro_batch)
 
     @property
@@ -67,7 +67,8 @@ class PolicyGrid:
         return np.array([order.style.num_ahead for order in ORDERS])[self.order]
 
     def policy(self, at: int) -> Policy:
-        """With the sizes that come out, which are no larger than those asked for and make the same blocks."""
+        """The policy at a place of the grid, with the sizes that come out, which are no larger than those asked for and
+        make the same blocks."""
         only = self.taken(np.array([at]))
         return Policy(
             micro_batch_size=int(np.ceil(only.rows[0])),
@@ -125,7 +126,7 @@ class Choices:
         )
 
     def of_blocks(self, lanes: Sequence[Sequence[int]]) -> "Choices":
-        """For blocks that are given, by the sequences of their lanes."""
+        """The choices for blocks that are given, by the sequences of their lanes."""
         return replace(
             self,
             micro_batches=[max((rows for block in lanes for rows in block), default=1)],
@@ -154,7 +155,7 @@ class Choices:
 
 
 def _up_to(values: Sequence[int], most: int) -> list[int]:
-    """And that number itself, unless it is beyond all of them."""
+    """The values below `most`, and `most` itself unless it is beyond all of them."""
     return [value for value in values if value < most] + [most] * (1 <= most <= values[-1])
 
 
@@ -186,7 +187,7 @@ def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list
 def _kv_fractions(
     shape: ModelShape, config: RuntimeConfig, attention: Attention, *, has_device: bool
 ) -> tuple[float, ...]:
-    """None where the CPU cannot attend, or not to where the keys and values are to lie."""
+    """The shares of keys and values to be tried; none where the CPU cannot attend, or not to where they are to lie."""
     can_travel = config.kv.tier is not KVTier.device and (has_device or config.kv.tier is not KVTier.cpu)
     if attention is Attention.cpu:
         policy = Policy(

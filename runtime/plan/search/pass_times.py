@@ -39,7 +39,7 @@ class Roofline:
     ffn_on_cpu: bool = False
 
     def seconds(self, grid: PolicyGrid) -> Floats:
-        """Of the whole workload, by blocks alike."""
+        """The seconds of the whole workload, by blocks alike."""
         prefill, decode = self.prefill_pass(grid), self.decode_pass(grid)
         per_block = self.prefill_passes(grid) * prefill.seconds + self.decode_passes * decode.seconds
         return grid.num_blocks * per_block
@@ -65,7 +65,7 @@ class Roofline:
         return np.minimum(limit, grid.rows * self._prompt_tokens(grid))
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:
-        """At half of the answers' length."""
+        """The times of a decode pass at half of the answers' length."""
         positions = self._prompt_tokens(grid) + self.workload.max_new_tokens / 2
         layers, rates, work = self.work.num_layers, self.rates, self.work
         kv_bytes = layers * grid.sequences * positions * work.kv_bytes
@@ -179,9 +179,9 @@ class Roofline:
         return PassTimes(busy=busy, seconds=self._together(grid, busy))
 
     def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats]) -> Floats:
-        """Without an accelerator the CPU is compute. With one, attention on the CPU is behind compute's back but for
-        one lane in each layer; for none where a lane may go on to the next layer, and there is another lane; or for
-        all where none is ahead."""
+        """The seconds of compute and of the CPU's attention together. Without an accelerator the CPU is compute. With
+        one, attention on the CPU is behind compute's back but for one lane in each layer; for none where a lane may go
+        on to the next layer, and there is another lane; or for all where none is ahead."""
         compute, attend = busy[Resource.compute], busy[Resource.cpu_attention]
         alone = np.where(grid.crosses_stages & (grid.lanes > 1), 0.0, attend / grid.lanes)
         alone = np.where((grid.num_ahead == 0) | (not self.has_device), np.minimum(compute, attend), alone)
@@ -190,7 +190,8 @@ class Roofline:
         return np.maximum(roads, together)
 
     def _ffn_seconds(self, grid: PolicyGrid, tokens: Floats) -> Floats:
-        """On the CPU, a micro-batch at a time: min(peak, memory x intensity) of the weights that do not stay."""
+        """The seconds of feed-forward layers on the CPU, a micro-batch at a time: min(peak, memory x intensity) of the
+        weights that do not stay."""
         work, rates = self.work, self.rates
         assert rates.cpu_flops_per_second is not None, "how fast the CPU multiplies is not known"
         share = work.hits(tokens) / work.num_experts if work.num_experts else np.ones_like(tokens)

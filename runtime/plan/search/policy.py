@@ -93,7 +93,8 @@ class Policy:
         return replace(kv, tier=tier, device_fraction=self.kv_fraction)
 
     def halved(self, num_halvings: int) -> "Policy":
-        """After memory ran out so many times: fewer micro-batches, then smaller ones, and as much smaller chunks."""
+        """The policy after memory ran out so many times: fewer micro-batches, then smaller ones, and as much smaller
+        chunks."""
         lanes, chunk = self.num_micro_batches >> num_halvings, self.prefill_chunk_tokens
         fewer = replace(self, prefill_chunk_tokens=None if chunk is None else max(1, chunk >> num_halvings))
         if lanes:

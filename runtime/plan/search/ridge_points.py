@@ -24,7 +24,7 @@ class Standing:
 
 
 def standing(work: LayerWork, machine: Machine, tier: Tier, *, num_sequences: float, num_rows: float) -> Standing:
-    """Of a decode pass over `num_sequences`, whose feed-forward layers take `num_rows` at once."""
+    """The operating point of a decode pass over `num_sequences`, whose feed-forward layers take `num_rows` at once."""
     rates, road = machine.rates, road_bytes_per_second(machine, tier)
     lower = host_level(rates) if machine.device_bytes is not None else None
     per_sequence = work.ffn_flops_per_token / work.ffn_bytes
@@ -42,7 +42,7 @@ def standing(work: LayerWork, machine: Machine, tier: Tier, *, num_sequences: fl
 
 
 def hit_share(work: LayerWork, num_rows: float) -> float:
-    """Of the experts' bytes, what a micro-batch touches."""
+    """The share of the experts' bytes that a micro-batch touches."""
     if not work.num_experts:
         return 1.0
     return expected_hits(work.num_experts, work.num_experts_per_token, max(1, round(num_rows))) / work.num_experts

@@ -108,7 +108,8 @@ class _Need:
         return np.ceil(self._grid.sequences) * per_sequence
 
     def _kv(self) -> Floats:
-        """Of layers that stay; of the others a slot for each of a few lanes, or what is under way to the host."""
+        """The bytes of keys and values: of layers that stay all; of the others a slot for each of a few lanes, or what
+        is under way to the host."""
         work, grid = self._work, self._grid
         staying = work.num_layers * self._positions() * work.kv_bytes * np.where(self._in_host, 0.0, grid.kv_fraction)
         travels = (grid.kv_fraction < 1) & ~self._in_host
@@ -135,7 +136,7 @@ class _Need:
         return tokens * float(sum(entry.num_bytes for entry in batch_entries(self._shape, 1)))
 
     def _visits(self) -> Floats:
-        """Of all lanes' tokens where these are batched, of one lane's elsewhere."""
+        """The bytes of a visit to the experts: of all lanes' tokens where these are batched, of one lane's elsewhere."""
         alone = self._per_lane(self._tokens)
         batched = self._grid.batches_experts
         return np.where(batched, self._visit_bytes(self._grid.lanes * alone, True), self._visit_bytes(alone, False))
@@ -146,7 +147,7 @@ class _Need:
         return np.asarray([sum(entry.num_bytes for entry in each) for each in entries], dtype=np.float64)[place]
 
     def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
-        """Of the largest lane of each policy."""
+        """A number of the largest lane of each policy."""
         rows, place = np.unique(np.minimum(self._grid.micro_batch, self._workload.num_requests), return_inverse=True)
         numbers = [number_of(self._workload.sizes(int(each))) for each in rows]
         return np.asarray(numbers, dtype=np.float64)[place]

@@ -15,9 +15,9 @@ NUM_WAVES_SPLIT = 800  # of a flash kernel's partial sums: three waves of blocks
 
 
 class AttentionWay(Enum):
-    """On a `host` a kernel reads keys and values where they lie. On an accelerator they are gathered, for `flash`
-    kernels of many sequences, for `fused` attention with masks, or for scores in float32 that operators make (`scored`)
-    where no kernel knows what is asked."""
+    """How a layer attends. On a `host` a kernel reads keys and values where they lie. On an accelerator they are
+    gathered, for `flash` kernels of many sequences, for `fused` attention with masks, or for scores in float32 that
+    operators make (`scored`) where no kernel knows what is asked."""
 
     host = "host"
     flash = "flash"
@@ -27,8 +27,8 @@ class AttentionWay(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSizes:
-    """Of a layer, and of a lane of `num_rows` with `num_positions` together, the longest of `longest`: `num_tokens` of
-    its prompts are prefilled at a time."""
+    """The sizes of a layer, and of a lane of `num_rows` with `num_positions` together, the longest of `longest`:
+    `num_tokens` of its prompts are prefilled at a time."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,7 +45,7 @@ class AttentionSizes:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's queries, or of what attention gives for them."""
+        """The bytes of a token's queries, or of what attention gives for them."""
         return self.num_heads * self.head_dim * self.item_bytes
 
     def gathered(self, num_positions: int, most_bytes: int) -> int:

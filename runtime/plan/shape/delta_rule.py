@@ -19,8 +19,8 @@ class DeltaRule:
     value_dim: int
 
     def num_bytes(self, num_rows: int, num_columns: int, dtype_bytes: int) -> int:
-        """At the peak, where the chunks' systems have been solved: queries, keys and values, scaled and decayed, each
-        in a tensor of its own, and matrices of a chunk's pairs of positions; of the rows' states the
+        """The bytes at the peak, where the chunks' systems have been solved: queries, keys and values, scaled and
+        decayed, each in a tensor of its own, and matrices of a chunk's pairs of positions; of the rows' states the
         cached one, those before and after a chunk and two products."""
         padded = num_rows * round_up(num_columns, CHUNK_COLUMNS) * self.num_heads
         per_position = 7 * self.key_dim + 4 * self.value_dim + 4 * CHUNK_COLUMNS + 8

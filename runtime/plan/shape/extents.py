@@ -151,6 +151,6 @@ def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
 
 
 def pinned_tier_bytes(num_bytes: int) -> int:
-    """Of a stage that lives in pinned memory, in pieces: a layer of 2.7 GiB would take 4 GiB as one."""
+    """The bytes of a stage that lives in pinned memory, in pieces: a layer of 2.7 GiB would take 4 GiB as one."""
     pieces, rest = divmod(num_bytes, HOST_PIECE_BYTES)
     return pieces * pinned_bytes(HOST_PIECE_BYTES) + pinned_bytes(rest)

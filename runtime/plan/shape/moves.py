@@ -87,8 +87,8 @@ def moved(stages: Iterable[Stage], tensor_offsets: Mapping[str, int]) -> DeviceL
 
 
 def misaligned_bytes(stage: Stage) -> int:
-    """Of tensors that begin between two of their elements, as they lie in files and in host memory: a CPU computes with
-    copies of them."""
+    """The bytes of tensors that begin between two of their elements, as they lie in files and in host memory: a CPU
+    computes with copies of them."""
     pieces = {piece.name: piece for parameter in stage.parameters for piece in parameter.slices}
     return sum(piece.num_bytes for piece in pieces.values() if piece.offset % _element_bytes(piece))
 
@@ -103,7 +103,7 @@ def _goes_on(last: Move, begin: int, alignment: int) -> bool:
 
 
 def _alignments(parameters: Iterable[Parameter]) -> dict[str, int]:
-    """By tensor. Factors of quantised ones are looked up one by one."""
+    """The alignment of each tensor. Factors of quantised ones are looked up one by one."""
     found: dict[str, int] = {}
     for parameter in parameters:
         for piece in parameter.slices:
@@ -113,8 +113,8 @@ def _alignments(parameters: Iterable[Parameter]) -> dict[str, int]:
 
 
 def _places(parameters: Iterable[Parameter], tensor_offsets: Mapping[str, int]) -> dict[str, _Place]:
-    """Of experts that are stored one by one: each part of them, such as the rows of a gate, in the order of experts.
-    One expert behind the other, or one part, as the file has them."""
+    """The places of experts that are stored one by one: each part of them, such as the rows of a gate, in the order of
+    experts. One expert behind the other, or one part, as the file has them."""
     stacks = [p.pieces for p in parameters if p.is_stacked and len(_plain(p)) == len(p.pieces) * len(p.pieces[0])]
     parts = [part for stack in stacks for part in zip(*stack, strict=True)]
     parts.sort(key=lambda part: tensor_offsets[part[0].name])

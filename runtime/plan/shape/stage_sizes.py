@@ -12,8 +12,8 @@ from .shapes import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """Of the experts of one stage: the largest one, and all where they live in pinned memory. Making it takes some
-    milliseconds."""
+    """The sizes of the experts of one stage: the largest one, and all where they live in pinned memory. Making it takes
+    some milliseconds."""
 
     num_experts: int
     slot_bytes: int
@@ -40,7 +40,7 @@ class StageSizes:
 
     @cached_property
     def dense_bytes(self) -> tuple[int, ...]:
-        """Without the experts that can be read by themselves."""
+        """The bytes of each stage without the experts that can be read by themselves."""
         return tuple(
             slot_layout(stage.dense).num_bytes if stage.experts else whole
             for stage, whole in zip(self.stages, self.whole_bytes, strict=True)
@@ -55,16 +55,16 @@ class StageSizes:
 
     @cached_property
     def misaligned_bytes(self) -> tuple[int, ...]:
-        """Of each, what a CPU computes with a copy of."""
+        """The bytes of each stage that a CPU computes with a copy of."""
         return tuple(map(misaligned_bytes, self.stages))
 
     @cached_property
     def experts(self) -> dict[int, ExpertSizes]:
-        """By stage."""
+        """The sizes of experts, by stage."""
         return {stage.index: ExpertSizes.of(stage) for stage in self.stages if stage.experts}
 
     def resident_bytes(self, resident: Collection[int]) -> int:
-        """Of the buffers that hold these stages: tied weights once."""
+        """The bytes of the buffers that hold these stages: tied weights once."""
         tied = [self.stages[index] for index in sorted(self._tied.intersection(resident))]
         alone = sum(self.whole_bytes[index] for index in resident if index not in self._tied)
         return alone + sum(group_layout(group).num_bytes for group in resident_groups(tied))
