@@ -41,7 +41,8 @@ class _Delivery:
 
 
 def _cyclic(stock: list[Action], deliveries: Iterable[_Delivery], num_steps: int) -> Feed:
-    """The feed of passes that repeat; at one gap, what is for the pass at hand comes before what is for the next one."""
+    """The feed of passes that repeat; at one gap, what is for the pass at hand comes before what is for the next
+    one."""
     ordered = sorted(deliveries, key=lambda delivery: delivery.gap)
     ahead = [delivery for delivery in ordered if delivery.gap <= 0]
     gaps: dict[int, list[Action]] = {}

@@ -136,7 +136,8 @@ class _Need:
         return tokens * float(sum(entry.num_bytes for entry in batch_entries(self._shape, 1)))
 
     def _visits(self) -> Floats:
-        """The bytes of a visit to the experts: of all lanes' tokens where these are batched, of one lane's elsewhere."""
+        """The bytes of a visit to the experts: of all lanes' tokens where these are batched, of one lane's
+        elsewhere."""
         alone = self._per_lane(self._tokens)
         batched = self._grid.batches_experts
         return np.where(batched, self._visit_bytes(self._grid.lanes * alone, True), self._visit_bytes(alone, False))
