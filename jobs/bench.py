@@ -8,7 +8,7 @@ from pathlib import Path
 import hydra
 
 from jobs.benchmarks.config import BenchConfig
-from jobs.config.cli import as_job, run_job
+from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, load
 
 
@@ -38,7 +38,7 @@ def main(composed: Composed) -> None:
         draw_rates(folder / "rates.png", rates, done.peers, f"{hardware()}, commit {commit()}", "generated tokens/s")
     if done.draw is not None:
         done.draw(folder)
-    print(table)
+    say(table)
 
 
 if __name__ == "__main__":

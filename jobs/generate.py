@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, run_job
+from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, GenerateConfig, doubtful_settings, load, to_yaml
 
 
@@ -38,9 +38,9 @@ def main(composed: Composed) -> int:
     with StopFlag() as stop:
         outcome = generate(config, stop)
     if outcome.was_finished:
-        print(f"{outcome.directory} is finished: nothing to do")
-    print(format_table(outcome.summary))
-    print(f"\ngenerations: {outcome.directory}/generations/*.parquet")
+        say(f"{outcome.directory} is finished: nothing to do")
+    say(format_table(outcome.summary))
+    say(f"\ngenerations: {outcome.directory}/generations/*.parquet")
     return outcome.exit_code
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import as_job, run_job
+from jobs.config.cli import as_job, run_job, say
 from jobs.config.process import start_settled
 from jobs.config.settings import Composed, load
 from jobs.measuring.config import MeasureJobConfig
@@ -34,18 +34,18 @@ def main(composed: Composed) -> None:
         with Steps() as steps:
             found.append(measure_machine(config.machine, config.measure, steps.advance))
     last = found[-1]
-    print(format_table([measurement.figures for measurement in found]))
+    say(format_table([measurement.figures for measurement in found]))
     if len(found) > 1:
-        print(agreement([measurement.figures for measurement in found]))
+        say(agreement([measurement.figures for measurement in found]))
     for note in last.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     for doubt in doubts(last.rates, find_latest(last.host.kind), last.host):
         log.warning("%s", doubt)
     try:
         keep(last.host, last.rates, last.products)
     except OSError as error:
         raise OutputError(f"{last.host.path}: cannot be written: {error.strerror}; set XDG_CACHE_HOME") from error
-    print(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")
+    say(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")
     if config.measure.out is not None:
         out = Path(config.measure.out)
         source = Source(
@@ -60,7 +60,7 @@ def main(composed: Composed) -> None:
         text = format_yaml(out.stem, source, last.rates, last.figures)
         out.parent.mkdir(parents=True, exist_ok=True)
         publish(out, lambda file: write_all(file, text.encode()), exclusive=False)
-        print(out)
+        say(out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import as_job, run_job
+from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, ModelsConfig, load
 
 
@@ -21,9 +21,9 @@ def main(composed: Composed) -> None:
     set_verbosity_error()  # its warnings are about the tiny sizes, not about the families
     if config.shapes is not None:
         for name in write_shapes(Path(config.shapes)):
-            print(name, flush=True)
+            say(name)
         return
-    print(support_table([describe(family) for family in families_named(config.family)], config.format))
+    say(support_table([describe(family) for family in families_named(config.family)], config.format))
 
 
 if __name__ == "__main__":

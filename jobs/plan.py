@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import hydra
 
-from jobs.config.cli import as_job, run_job
+from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, load
 from jobs.planning.config import PlanConfig
 
@@ -22,7 +22,7 @@ def main(composed: Composed) -> None:
     from jobs.planning.report import report
 
     planned = make_plan(config)
-    print(report(planned, config.plan.num_actions))
+    say(report(planned, config.plan.num_actions))
     if config.plan.draws:
         _write(config, planned)
 
@@ -34,12 +34,12 @@ def _write(config: PlanConfig, planned: "Planned") -> None:
 
     directory = make_directory(Path(config.plan.directory))
     if config.plan.timeline:
-        print(f"\ntimeline: {write_timeline(planned, directory)}, in {directory}")
+        say(f"\ntimeline: {write_timeline(planned, directory)}, in {directory}")
     if config.plan.sweep is not None:
-        print()
+        say()
         for line in run_sweep(config, planned, directory):
-            print(line, flush=True)
-        print(f"in {directory}")
+            say(line)
+        say(f"in {directory}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import hydra
 from tqdm import tqdm
 
-from jobs.config.cli import as_job, run_job
+from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, SynthesizeConfig, load
 from runtime.units import GIB, format_bytes, format_seconds
 
@@ -42,7 +42,7 @@ def main(composed: Composed) -> None:
             tokenizer_path=Path(config.tokenizer) if config.tokenizer else None,
             progress=progress,
         )
-    print(
+    say(
         f"{config.out}: {report.num_parameters:,} parameters, {format_bytes(report.num_bytes)} in {report.num_shards} "
         f"shards, written in {format_seconds(report.seconds)}"
     )

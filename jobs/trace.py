@@ -4,7 +4,7 @@ from pathlib import Path
 
 import hydra
 
-from jobs.config.cli import as_job, run_job
+from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, TraceConfig, load
 from runtime.errors import ConfigError
 
@@ -25,7 +25,7 @@ def main(composed: Composed) -> None:
         raise ConfigError(f"begin={config.begin:g} s is not before the end of the window: the trace ends at {last:g} s")
     out = Path(config.out) if config.out is not None else Path(config.path).with_suffix(".svg")
     draw(out, spans, [Window(begin=config.begin, end=end, title=config.path)])
-    print(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
+    say(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,15 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
 
 
+def say(text: str = "") -> None:
+    """Prints a line on stdout. Where nobody reads it any more, as behind `| head`, this line and all that follow go
+    nowhere, and the job ends with its own exit code."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def report(error: Exception | str) -> None:
     """`error: ...` on stderr. Control characters are shown, not sent: a message may quote text from a data set."""
     text = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(error))

@@ -1,5 +1,6 @@
 """How a job ends: the line on stderr and the exit code, through Hydra itself, on a job that only plays its part."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from jobs.config.cli import as_job, explain, report, run_job
+from jobs.config.cli import as_job, explain, report, run_job, say
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded
 
@@ -256,3 +257,14 @@ def test_synthesize_refuses_in_one_line(
         run_job(hydra.main(config_path=str(CONF), config_name="synthesize", version_base=None)(body), SynthesizeConfig)
     assert ended.value.code == 2
     assert capfd.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_reader_that_has_left_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `millrace models | head -1`: the rest goes nowhere, and the exit code is the job's own."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as unread:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr(sys, "stdout", unread)
+        say("a first line")
+        say("a second one")
+        monkeypatch.undo()
