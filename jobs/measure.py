@@ -60,7 +60,7 @@ def main(composed: Composed) -> None:
         text = format_yaml(out.stem, source, last.rates, last.figures)
         out.parent.mkdir(parents=True, exist_ok=True)
         publish(out, lambda file: write_all(file, text.encode()), exclusive=False)
-        say(out)
+        say(str(out))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from .measure.machine_cache import Host, this_host
 from .model.loading import LoadedModel
 from .plan.advice import advice
 from .plan.cost.rates import MachineRates
-from .plan.cost.typical_load import Usual
+from .plan.cost.typical_load import TypicalLoad
 from .plan.facts import PlanFacts
 from .plan.placement.defaults import chunk_tokens
 from .plan.placement.memory import SequenceSize
@@ -96,7 +96,7 @@ class Planner:
     def measured(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
         """The rates of this machine at the sizes that `plan`'s passes have, in about a second."""
         lanes = micro_batches_of(plan.blocks[0], sizes)
-        usual = Usual.of(self.model.shape, lanes, chunk_tokens(plan.policy))
+        usual = TypicalLoad.of(self.model.shape, lanes, chunk_tokens(plan.policy))
         with self.open_reader() as reader:
             return measure_rates(self.model, reader, self.device, usual, plan.placement.paged)
 

@@ -116,7 +116,7 @@ class LinearBackend(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductTable:
+class BackendTable:
     """The fastest backend by rows of inputs. `multipliers` holds for each `kind` one for each of `rows`."""
 
     rows: list[int]

@@ -18,7 +18,7 @@ from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel
 from runtime.model.traits import CacheShape
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.typical_load import Usual
+from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.profiles import LinearBackend
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
@@ -95,7 +95,7 @@ def measured_once() -> Iterator[None]:
     measure_rates, measure_cache = planning.measure_rates, loading.measure_cache
 
     def rates_of(
-        loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: Usual, paged: Collection[int]
+        loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: TypicalLoad, paged: Collection[int]
     ) -> MachineRates:
         key = loaded.fingerprint, loaded.compute_dtype, device.torch_device, type(device), usual, frozenset(paged)
         if key not in rates:

@@ -176,7 +176,7 @@ def outcome(case: Case, seconds: Seconds) -> Outcome:
     schedule, durations = make_schedule(walk, NUM_LANES), durations_of(shape, walk, seconds)
     with virtual_time() as clock:
         ends = clock.run(lambda: _played(clock, shape, placement, schedule, case, seconds, durations))
-    few, more = simulate_each(Script(schedule, durations.roads), [WARM_UP, WARM_UP + MEASURED], durations)
+    few, more = simulate_each(Script(schedule, durations.links), [WARM_UP, WARM_UP + MEASURED], durations)
     busy = [(more.busy_seconds[resource] - few.busy_seconds[resource]) / MEASURED for resource in more.busy_seconds]
     return Outcome(
         measured=(ends[-1] - ends[WARM_UP - 1]) / MEASURED,

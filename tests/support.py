@@ -13,7 +13,7 @@ from runtime.engine.sequence import Request
 from runtime.linear.backends import STORED
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import auto_class
-from runtime.profiles import LinearBackend, ProductTable
+from runtime.profiles import BackendTable, LinearBackend
 from runtime.store.checkpoint import NUM_SAMPLES, SAMPLE_BYTES
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 
@@ -36,12 +36,12 @@ MANY_EXPERTS: dict[str, dict[str, object]] = {  # as many as in the published mo
 }  # fmt: skip
 
 
-PRODUCT_KINDS = [ProductTable.kind(stored, is_tall=is_tall) for stored in STORED.values() for is_tall in (False, True)]
+PRODUCT_KINDS = [BackendTable.kind(stored, is_tall=is_tall) for stored in STORED.values() for is_tall in (False, True)]
 
 
-def always(backend: LinearBackend) -> ProductTable:
+def always(backend: LinearBackend) -> BackendTable:
     """As if it had been the fastest in every measurement."""
-    return ProductTable(rows=[1], multipliers={kind: [backend] for kind in PRODUCT_KINDS})
+    return BackendTable(rows=[1], multipliers={kind: [backend] for kind in PRODUCT_KINDS})
 
 
 def synthesize(family: str, directory: Path, **overrides: object) -> Path:

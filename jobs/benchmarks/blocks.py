@@ -11,7 +11,7 @@ from typing import Any
 from runtime.config import OffloadConfig, Tier
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.work import LayerWork
-from runtime.plan.search.ridge_points import Standing, standing
+from runtime.plan.search.ridge_points import OperatingPoint, operating_point
 
 from .millrace import opened
 from .report import table
@@ -120,7 +120,7 @@ def needed_sequences(task: Task) -> float:
     return answer(__name__, asdict(task))["needed_sequences"]
 
 
-def stand(task: Task) -> Standing:
+def measured_point(task: Task) -> OperatingPoint:
     """The operating point of a block of all prompts, whose weights are streamed from disk, by rates that are measured
     on the checkpoint's own layers, as a run measures them."""
     runtime, requests = opened(task, OffloadConfig(tier=Tier.nvme))
@@ -131,8 +131,8 @@ def stand(task: Task) -> Standing:
         name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=plan.rates
     )
     work = LayerWork.of(runtime.model.shape)
-    return standing(work, machine, Tier.nvme, num_sequences=task.num_prompts, num_rows=plan.lane_size)
+    return operating_point(work, machine, Tier.nvme, num_sequences=task.num_prompts, num_rows=plan.lane_size)
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, float]]:
-    yield {"needed_sequences": stand(Task(**question)).needed_sequences}
+    yield {"needed_sequences": measured_point(Task(**question)).needed_sequences}

@@ -1,6 +1,6 @@
 """What a run of many rows takes before its first token.
 
-It is `jobs.generate`'s own road, data set to plan file, with the tiny model; stopped where generation would begin.
+It is `jobs.generate`'s own link, data set to plan file, with the tiny model; stopped where generation would begin.
 """
 
 import json

@@ -19,13 +19,13 @@ from runtime.budgets import FREE_SHARE
 from runtime.config import MachineConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.requests import Request
+from runtime.measure.backends import product_table
 from runtime.measure.disk import SUSTAINED
 from runtime.measure.machine import device_name, dtype_rates, machine_probes
 from runtime.measure.machine_cache import Host, this_host
 from runtime.measure.memory import DEVICE_COPY, HOST_COPY, LINK_IN, LINK_OUT
-from runtime.measure.multipliers import product_table
 from runtime.measure.timing import Figure, Measured, Probe, measure
-from runtime.profiles import MeasureConfig, MeasuredRates, ProductTable
+from runtime.profiles import BackendTable, MeasureConfig, MeasuredRates
 from runtime.session import Session
 from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import available_bytes
@@ -41,7 +41,7 @@ class Measurement:
     host: Host
     rates: MeasuredRates
     figures: Mapping[str, Figure]
-    products: ProductTable | None  # None where an accelerator computes
+    products: BackendTable | None  # None where an accelerator computes
     seconds: float  # that it took
     notes: Sequence[str]  # on what was not measured, and why
 

@@ -118,7 +118,7 @@ def draw_roofline(path: Path, roofs: Roofs, title: str) -> None:
         axes = made.add_axes((0.075, 0.1, 0.9, 0.8))
         begin, end = _range(roofs)
         axes.set(xscale="log", yscale="log", xlim=(begin, end), ylim=_heights(roofs, begin))
-        axes.set_xlabel("intensity [FLOPs per byte over the road]")
+        axes.set_xlabel("intensity [FLOPs per byte over the link]")
         axes.set_ylabel("attainable [FLOP/s]")
         axes.grid(True, which="major", color="#ddd", linewidth=0.6)
         axes.set_title(title, loc="left", fontsize=10)
@@ -147,10 +147,10 @@ def _heights(roofs: Roofs, begin: float) -> tuple[float, float]:
 
 
 def _roof(axes: Axes, roof: Roof, begin: float, end: float) -> None:
-    level, colour = roof.level, ROOF_COLOURS[roof.road]
+    level, colour = roof.level, ROOF_COLOURS[roof.link]
     ridge = min(level.flops_per_second / level.bytes_per_second, end)
     intensities = np.array([begin, ridge, end])
-    label = f"{roof.road}, {level.bytes_per_second / GIGA:,.4g} GB/s"
+    label = f"{roof.link}, {level.bytes_per_second / GIGA:,.4g} GB/s"
     axes.plot(intensities, np.asarray(level.attainable(intensities)), color=colour, linewidth=2, label=label)
 
 

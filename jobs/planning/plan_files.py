@@ -123,7 +123,7 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
 
 
 def _knees(outcomes: Sequence[Outcome], needed_sequences: float) -> dict[str, float]:
-    """Blocks from which on it is no longer the road of weights that binds: by the simulator, all of a decode pass; and
+    """Blocks from which on it is no longer the link of weights that binds: by the simulator, all of a decode pass; and
     P2, by the roofline, feed-forward layers alone."""
     fitting = [(each.value, each.planned.prediction.decode.binding) for each in outcomes if each.planned is not None]
     is_reached = [value for value, binding in fitting if binding not in (Resource.disk, Resource.host_to_device)]

@@ -153,7 +153,7 @@ def _prompts(config: PlanConfig, planned: Planned) -> list[Axis]:
 def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
     """Those that the plan uses."""
     rates, phases = planned.machine.rates, planned.prediction.phases.values()
-    roads = {
+    links = {
         "disk": (Resource.disk, rates.disk_bytes_per_second, _with_disk),
         "link": (Resource.host_to_device, rates.link_in_bytes_per_second, _with_link),
     }
@@ -169,7 +169,7 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
             values=_steps(rate / GIGA, AHEAD),
             plan=partial(plan, change),
         )
-        for name, (resource, rate, change) in roads.items()
+        for name, (resource, rate, change) in links.items()
         if rate < inf and any(phase.busy_seconds[resource] for phase in phases)
     ]
     if not found:

@@ -12,10 +12,10 @@ import torch
 
 from ..kernels.compiler import has_compiler, has_matrix_unit
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
-from ..profiles import LinearBackend, ProductTable
+from ..profiles import BackendTable, LinearBackend
 from .panels import Block, panels
-from .tile_products import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
-from .vector_products import fit_vectors, multiply_all_in_vectors, multiply_in_vectors, prepare_vectors
+from .tiles import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
+from .vectors import fit_vectors, multiply_all_in_vectors, multiply_in_vectors, prepare_vectors
 
 MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
@@ -32,14 +32,14 @@ def prepare_products(stored: Iterable[torch.dtype]) -> None:
     prepare_vectors(stored)
 
 
-def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable | None = None) -> torch.Tensor:
+def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
     """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
     without a table by the rule."""
     return BACKENDS[backend_of(x_MK, blocks, table)](x_MK, blocks)
 
 
 def fused_linear(
-    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: ProductTable | None = None
+    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None = None
 ) -> list[torch.Tensor]:
     """Returns that of several weights, each of blocks, at once where a kernel takes them all."""
     way = backend_of(x_MK, [block for blocks in weights for block in blocks], table)
@@ -51,7 +51,7 @@ def fused_linear(
     return [linear(x_MK, blocks, table) for blocks in weights]
 
 
-def backend_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable | None = None) -> LinearBackend:
+def backend_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> LinearBackend:
     """Returns the table's backend where it takes these blocks, and that of the rule elsewhere."""
     fastest = _fastest(table, x_MK, blocks)
     if fastest is not None and takes(fastest, x_MK, blocks):
@@ -59,7 +59,7 @@ def backend_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: ProductTable 
     return default_backend(lambda backend: takes(backend, x_MK, blocks), len(x_MK))
 
 
-def _fastest(table: ProductTable | None, x_MK: torch.Tensor, blocks: Sequence[Block]) -> LinearBackend | None:
+def _fastest(table: BackendTable | None, x_MK: torch.Tensor, blocks: Sequence[Block]) -> LinearBackend | None:
     """Looks it up; None where the table does not know such weights."""
     first = blocks[0]
     if table is None or not isinstance(first, torch.Tensor) or first.dtype not in STORED:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..profiles import ProductTable
+from ..profiles import BackendTable
 from .backends import fused_linear, linear
 from .panels import Block
 
@@ -31,7 +31,7 @@ class FusedProjections:
         self._blocks: dict[str, Sequence[Block]] = {}
 
     def product(
-        self, x: torch.Tensor, x_MK: torch.Tensor, name: str, table: ProductTable | None = None
+        self, x: torch.Tensor, x_MK: torch.Tensor, name: str, table: BackendTable | None = None
     ) -> torch.Tensor:
         """Returns x @ w.T (M, N) of the weight of that name; `x_MK` holds the rows of `x`, which says whether it is the
         same as before. `table`: see `linear`."""

@@ -14,7 +14,7 @@ from inspect import getattr_static
 import torch
 import torch.nn.functional as F
 
-from ..profiles import ProductTable
+from ..profiles import BackendTable
 from .backends import linear
 from .fused_projections import FusedProjections
 from .panels import Block, panels, plain_rows
@@ -36,7 +36,7 @@ class StoredWeight(torch.Tensor):
     )
     compute_dtype: torch.dtype
     projections: tuple[FusedProjections, str] | None  # and its name among them
-    table: ProductTable | None  # by which its model chooses backends, None: by the rule
+    table: BackendTable | None  # by which its model chooses backends, None: by the rule
     _stacks: Sequence[torch.Tensor] | None
 
     @staticmethod
@@ -48,7 +48,7 @@ class StoredWeight(torch.Tensor):
         *,
         is_stacked: bool,
         is_flipped: bool = False,
-        table: ProductTable | None = None,
+        table: BackendTable | None = None,
     ) -> "StoredWeight":
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked, self.is_flipped = entries, is_stacked, is_flipped

@@ -16,7 +16,7 @@ from ..origin.net import class_refused
 from ..plan.cost.calibration import anchored, with_overheads
 from ..plan.cost.lane_work import packed_work
 from ..plan.cost.rates import UNLIMITED, MachineRates
-from ..plan.cost.typical_load import Usual
+from ..plan.cost.typical_load import TypicalLoad
 from ..plan.cost.work import stage_works
 from ..plan.placement.memory import GATED_ROWS, PAGE_TOKENS
 from ..plan.shape.extents import device_layout, slot_layout
@@ -40,7 +40,7 @@ KV_BYTES = 64 * MIB  # that decode attention goes over in turns, or the run's ow
 
 @torch.inference_mode()
 def measure_rates(
-    loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: Usual, paged: Collection[int] = ()
+    loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: TypicalLoad, paged: Collection[int] = ()
 ) -> MachineRates:
     """The rates of this machine for a run. Reads a few layers, of those that are `paged` an expert beside the dense
     part, and computes with them.
@@ -84,7 +84,7 @@ class RunProbes:
     loaded: LoadedModel
     reader: Reader
     device: ComputeDevice
-    usual: Usual
+    usual: TypicalLoad
     paged: frozenset[int]
 
     @property
@@ -154,7 +154,7 @@ class RunProbes:
 
     def memory(self) -> Timed:
         """The activation between two products, as it streams through memory."""
-        most = GATED_ROWS if self.shape.has_joined_gates else self.usual.chunk_tokens
+        most = GATED_ROWS if self.shape.has_fused_gates else self.usual.chunk_tokens
         num_rows = min(most, self.usual.chunk_tokens)
         return gating(num_rows, self.shape.intermediate_size, self.loaded.compute_dtype, self.device)
 

@@ -10,6 +10,7 @@ from ..profiles import DTypeRates, MeasureConfig
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from .attention import attention_name, attention_probes, prefill_name
+from .backends import multiplier_rows
 from .disk import disk_probes
 from .linear import (
     DTYPES,
@@ -22,7 +23,6 @@ from .linear import (
     usual_kind,
 )
 from .memory import memory_probes
-from .multipliers import multiplier_rows
 from .timing import Figure, Probe
 
 LONGEST_SHARE, LEAST_LONGEST_SECONDS = 0.02, 0.05  # of `seconds`: a product that takes longer ends its row

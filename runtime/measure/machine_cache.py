@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..profiles import DTypeRates, LinearBackend, MeasuredRates, ProductTable
+from ..profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
 from ..store.cache_root import cache_root
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def this_host(device: str, num_threads: int) -> Host:
     )
 
 
-def keep(host: Host, rates: MeasuredRates, products: ProductTable | None = None) -> None:
+def keep(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:
     """Replaces what was kept. Raises OSError."""
     host.path.parent.mkdir(parents=True, exist_ok=True)
     temp = host.path.with_name(f".{host.path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -72,7 +72,7 @@ def find_latest(device: str = "auto") -> MeasuredRates | None:
     return next((kept.rates for kept in mine), None)
 
 
-def find_products(host: Host) -> ProductTable | None:
+def find_products(host: Host) -> BackendTable | None:
     """The fastest ways of exactly this host: with another torch or number of threads another multiplier may be the
     fastest."""
     kept = _read(host.path) if host.path.exists() else None
@@ -83,7 +83,7 @@ def find_products(host: Host) -> ProductTable | None:
 class _Kept:
     host: Host
     rates: MeasuredRates
-    products: ProductTable | None
+    products: BackendTable | None
 
 
 def _read(path: Path) -> _Kept | None:
@@ -106,17 +106,17 @@ def _rates_of(values: Mapping[str, object]) -> MeasuredRates:
     return MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class, as far as it matters
 
 
-def _plain(products: ProductTable) -> dict[str, object]:
+def _plain(products: BackendTable) -> dict[str, object]:
     by_kind = {kind: [multiplier.value for multiplier in found] for kind, found in products.multipliers.items()}
     return {"rows": products.rows, "multipliers": by_kind, "compared": COMPARED}
 
 
-def _products_of(values: Mapping[str, Any]) -> ProductTable:
+def _products_of(values: Mapping[str, Any]) -> BackendTable:
     """Raises KeyError, TypeError, ValueError or ConfigError for what is no such thing."""
     if values["compared"] != COMPARED:
         raise ConfigError(f"it compares {', '.join(values['compared'])}, while there are {', '.join(COMPARED)}")
     by_kind = {kind: [LinearBackend(name) for name in found] for kind, found in values["multipliers"].items()}
-    return ProductTable(rows=list(values["rows"]), multipliers=by_kind)
+    return BackendTable(rows=list(values["rows"]), multipliers=by_kind)
 
 
 def _cpu_model() -> str:

@@ -22,7 +22,7 @@ from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
 from ..probing.meta import build_meta_model
 from ..probing.padded_probe import PaddedHabits, padded_habits
-from ..profiles import ProductTable
+from ..profiles import BackendTable
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
@@ -85,7 +85,7 @@ class LoadedModel:
     expands_latents: bool  # see traits.CacheShape
     habits: PaddedHabits  # of a decoder in padded lanes
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
-    backends: ProductTable | None = None  # which linear backend is taken for what; None: by the rule
+    backends: BackendTable | None = None  # which linear backend is taken for what; None: by the rule
 
     def weights_of(
         self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int]

@@ -49,7 +49,7 @@ def shape_of(
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
         expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
         bounded_layers=frozenset() if is_packed else bounded_layers(model),
-        has_joined_gates=not cache.bytes_per_sequence  # beside recurrent mixers, which may be as wide
+        has_fused_gates=not cache.bytes_per_sequence  # beside recurrent mixers, which may be as wide
         and all(has_fused_gate(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),
         delta_rule=delta_rule(model),
         score_heads=num_heads // num_kv_heads if has_own_scores else 0,

@@ -10,7 +10,7 @@ from ..linear.panels import Block, plain_rows
 from ..linear.rows import ScaledRows
 from ..linear.stored import StoredWeight
 from ..plan.shape.shapes import Parameter, Stage, TensorSlice
-from ..profiles import ProductTable
+from ..profiles import BackendTable
 from .gguf_blocks import GgufRows
 
 TORCH_DTYPES = {
@@ -25,7 +25,7 @@ def stage_weights(
     buffer: torch.Tensor,
     tensor_offsets: Mapping[str, int],
     dtypes: Mapping[str, torch.dtype],
-    table: ProductTable | None = None,
+    table: BackendTable | None = None,
 ) -> dict[str, torch.Tensor]:
     """Returns tensors by parameter name, as views into `buffer` (uint8, compute memory), valid as long as its bytes
     are.
@@ -61,7 +61,7 @@ def _argument(
     buffer: torch.Tensor,
     offsets: Mapping[str, int],
     dtype: torch.dtype,
-    table: ProductTable | None,
+    table: BackendTable | None,
 ) -> torch.Tensor:
     entries = [[_rows(buffer, offsets, piece) for piece in blocks] for blocks in parameter.pieces]
     if not parameter.is_stacked and len(entries[0]) == 1:
@@ -83,7 +83,7 @@ def _argument(
 
 
 def _plain_argument(
-    tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, table: ProductTable | None
+    tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, table: BackendTable | None
 ) -> torch.Tensor | None:
     """Returns None for a matrix that is widened inside the product."""
     is_matrix = tensor.dim() == 2 and tensor.shape == parameter.shape

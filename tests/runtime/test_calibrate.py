@@ -12,7 +12,7 @@ from runtime.measure import calibrate
 from runtime.measure.calibrate import measure_rates
 from runtime.model.loading import load_model
 from runtime.plan.cost.rates import UNLIMITED
-from runtime.plan.cost.typical_load import Usual
+from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.plan.placement.experts import pageable_stages
 from runtime.plan.shape.extents import slot_layout
 from runtime.store.reader import Reader
@@ -20,7 +20,7 @@ from runtime.stream.device import ComputeDevice
 from tests.support import synthesize
 from tests.toy import sizes_of, toy_shape
 
-USUAL = Usual(chunk_tokens=32, num_rows=4, num_prompt_tokens=20, num_positions=24)
+USUAL = TypicalLoad(chunk_tokens=32, num_rows=4, num_prompt_tokens=20, num_positions=24)
 DEVICE = ComputeDevice("cpu")
 
 
@@ -76,6 +76,6 @@ def test_prompts_of_any_length_are_measured_in_a_bounded_piece_of_memory(
 
 def test_products_are_measured_at_the_sizes_of_the_run() -> None:
     lanes = [sizes_of([100] * 3, max_new_tokens=20), sizes_of([40] * 5, max_new_tokens=20)]
-    usual = Usual.of(toy_shape(), lanes, 256)
+    usual = TypicalLoad.of(toy_shape(), lanes, 256)
     assert (usual.chunk_tokens, usual.num_rows, usual.num_prompt_tokens, usual.num_positions) == (256, 5, 62, 72)
     assert usual.product_rows == [1, 5, 16, 64, 128, 256]

@@ -12,14 +12,14 @@ from runtime.measure.timing import Timed
 from runtime.model.families import FAMILIES
 from runtime.model.loading import LoadedModel, load_model
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.typical_load import Usual
+from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.plan.shape.extents import slot_layout
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests.fake_device import FakeDevice
 from tests.support import Reference
 
-USUAL = Usual(chunk_tokens=32, num_rows=4, num_prompt_tokens=20, num_positions=24)
+USUAL = TypicalLoad(chunk_tokens=32, num_rows=4, num_prompt_tokens=20, num_positions=24)
 NUM_LAYERS, HIDDEN, INNER, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 64, 128, 8, 2, 8
 CPU = ComputeDevice("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.config import Order
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.cost.script import Durations, ExpertReads, Roads
+from runtime.plan.cost.script import Durations, ExpertReads, Links
 from runtime.plan.cost.simulator import SimulatedPasses, Span, play_passes, simulate
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import make_schedule
@@ -156,8 +156,8 @@ def test_kv_goes_over_the_link_both_ways_at_once_or_over_one_disk(is_kv_on_disk:
     """Four turns of 3 s, whose KV takes 2 s each way, in two slots. Over the link all but the first fetch hides. The
     disk stores turn 0 from 5 to 7 and fetches turn 2 from 7 to 9, so that it runs at 9 and not at 8; turn 3 at 13."""
     walk = Walk(num_stages=1, streamed=(), num_slots=0, travelling=(0,), num_kv_slots=2)
-    roads = Roads(is_kv_on_disk=is_kv_on_disk)
-    durations = Durations(run=lambda *turn: 3.0, fetch=lambda *turn: 2.0, store=lambda *turn: 2.0, roads=roads)
+    roads = Links(is_kv_on_disk=is_kv_on_disk)
+    durations = Durations(run=lambda *turn: 3.0, fetch=lambda *turn: 2.0, store=lambda *turn: 2.0, links=roads)
     result = simulate(make_schedule(walk, 4), 1, durations)
     assert result.seconds == pytest.approx(seconds)
 

@@ -94,7 +94,7 @@ def test_prompts_attend_by_pairs_and_only_asking_rows_have_logits() -> None:
 def test_in_the_last_layer_of_packed_lanes_only_asking_rows_go_on_behind_keys_and_values() -> None:
     """The weights in front of attention meet all tokens, and the asking ones again."""
     shape, last = toy_shape(), HEAD - 1
-    prompt = LaneWork(num_tokens=4, num_rows=1, prefill_pairs=10, asked_positions=30)
+    prompt = LaneWork(num_tokens=4, num_rows=1, prefill_pairs=10, selected_positions=30)
     found = priced(placed(config_of(), shape), shape, [prompt])
     early = (4 + 2 * 2) * 64 * HIDDEN  # queries, keys and values
     products = 2 * (4 * early + LAYER_ROWS * HIDDEN) / 1e9
@@ -113,7 +113,7 @@ def test_attention_on_the_cpu_takes_nothing_from_a_turn_but_itself() -> None:
     found = priced(placed(config_of(policy=PolicyConfig(attention=Attention.cpu)), shape), shape, [LANE])
     assert found.attend(LAYER, 0) == pytest.approx(ATTENTION / 2)
     assert found.pre(LAYER, 0) + found.post(LAYER, 0) == pytest.approx(PRODUCTS + 0.25)
-    assert found.roads.cpu_is_compute
+    assert found.links.cpu_is_compute
 
 
 def test_keys_and_values_travel_in_pages_over_the_disk_or_the_link() -> None:
@@ -121,7 +121,7 @@ def test_keys_and_values_travel_in_pages_over_the_disk_or_the_link() -> None:
     kv = KVConfig(tier=KVTier.nvme, device_fraction=0.0)
     on_disk = priced(placed(config_of(kv=kv), shape), shape, [LANE])
     stride = 16 * 1024
-    assert on_disk.roads.is_kv_on_disk
+    assert on_disk.links.is_kv_on_disk
     assert on_disk.fetch(LAYER, 0) == pytest.approx(8 * stride / 1e6)
     assert on_disk.store(LAYER, 0) == pytest.approx(4 * stride / 1e6)
     beside = placed(config_of(kv=replace(kv, tier=KVTier.cpu)), shape, has_device=True)

@@ -11,7 +11,7 @@ def test_pairs_and_positions_are_those_that_are_looked_at() -> None:
     work = packed_work([Piece(4, 3, True), Piece(9, 1, True), Piece(20, 0, False)])
     assert (work.num_tokens, work.num_rows, work.kv_positions, work.prefill_pairs) == (4, 2, 10, 18)
     assert (work.held_pages, work.changed_pages) == (1 + 1 + 2, 2)
-    assert work.asked_positions == 7 + 10
+    assert work.selected_positions == 7 + 10
 
 
 def test_prompts_fill_chunks_in_order_and_the_head_takes_those_that_end() -> None:
@@ -20,7 +20,7 @@ def test_prompts_fill_chunks_in_order_and_the_head_takes_those_that_end() -> Non
     assert [work.num_rows for work in works] == [1, 1, 2]
     assert works[0].prefill_pairs == 5 * 6 // 2 + 5 * 6 // 2
     assert works[1].prefill_pairs == 10 * 5 + 10 * 11 // 2
-    assert [work.asked_positions for work in prefill_works(PACKED, sizes_of([5, 17, 3]), 6)] == [5, 7, 13, 17, 3]
+    assert [work.selected_positions for work in prefill_works(PACKED, sizes_of([5, 17, 3]), 6)] == [5, 7, 13, 17, 3]
 
 
 def test_chunks_carry_every_token_of_every_prompt_once() -> None:

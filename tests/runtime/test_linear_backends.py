@@ -17,11 +17,11 @@ from runtime.kernels.compiler import has_matrix_unit
 from runtime.linear import backends, panels
 from runtime.linear.backends import BACKENDS, STORED, backend_of, linear
 from runtime.linear.stored import StoredWeight
+from runtime.measure.backends import ROWS, product_table
 from runtime.measure.machine_cache import keep
-from runtime.measure.multipliers import ROWS, product_table
 from runtime.measure.timing import Figure
 from runtime.plan.shape.extents import slot_layout
-from runtime.profiles import LinearBackend, ProductTable
+from runtime.profiles import BackendTable, LinearBackend
 from runtime.weights.gguf_blocks import GgufRows
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES
@@ -76,7 +76,7 @@ def test_what_is_taken_without_a_measurement(
 
 def test_a_table_says_what_is_taken_by_dtype_shape_and_the_nearest_rows() -> None:
     usual, second, third = LinearBackend.weights_first, LinearBackend.onednn, LinearBackend.inputs_first
-    table = ProductTable(rows=[4, 64], multipliers={"float16, tall": [second, third]})
+    table = BackendTable(rows=[4, 64], multipliers={"float16, tall": [second, third]})
     tall, wide = random(64, 256).half(), random(256, 64).half()
     assert [backend_of(random(rows, 256), [tall], table) for rows in (1, 15, 17, 500)] == [second, second, third, third]
     assert backend_of(random(4, 64), [wide], table) is usual
@@ -148,7 +148,7 @@ def test_one_that_was_too_slow_for_many_rows_is_as_fast_as_with_the_most_that_it
 
 def test_a_table_with_a_hole_is_refused() -> None:
     with pytest.raises(ConfigError, match="float16, tall"):
-        ProductTable(rows=[1, 2], multipliers={"float16, tall": [LinearBackend.onednn]})
+        BackendTable(rows=[1, 2], multipliers={"float16, tall": [LinearBackend.onednn]})
 
 
 def test_a_run_goes_by_what_was_measured_of_its_host(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime.measure.machine_cache import Host, find_latest, find_products, keep, this_host
-from runtime.profiles import DTypeRates, LinearBackend, MeasuredRates, ProductTable
+from runtime.profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = this_host("cpu", 2)
@@ -44,7 +44,7 @@ def test_what_is_kept_is_found_and_replaced() -> None:
 
 
 def test_the_fastest_multipliers_are_found_by_exactly_this_host() -> None:
-    table = ProductTable(
+    table = BackendTable(
         rows=[1, 64], multipliers={"float16, tall": [LinearBackend.weights_first, LinearBackend.onednn]}
     )
     keep(HOST, RATES, table)
@@ -74,7 +74,7 @@ def test_damaged_multipliers_are_named_and_passed_over(products: object, caplog:
 
 
 def test_a_table_that_knows_not_all_multipliers_is_out_of_date(caplog: pytest.LogCaptureFixture) -> None:
-    keep(HOST, RATES, ProductTable(rows=[1], multipliers={"float16, tall": [LinearBackend.onednn]}))
+    keep(HOST, RATES, BackendTable(rows=[1], multipliers={"float16, tall": [LinearBackend.onednn]}))
     values = json.loads(HOST.path.read_text())
     values["products"]["compared"].remove("vectors")
     HOST.path.write_text(json.dumps(values))

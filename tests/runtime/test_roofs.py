@@ -33,14 +33,14 @@ def roofs(*, has_device: bool = True, tier: Tier = Tier.nvme, attention: Attenti
 
 
 def test_each_memory_and_each_road_is_a_roof() -> None:
-    assert [roof.road for roof in roofs().roofs] == ["device memory", "host memory", "link", "disk"]
-    assert [roof.road for roof in roofs(has_device=False).roofs] == ["host memory", "disk"]
+    assert [roof.link for roof in roofs().roofs] == ["device memory", "host memory", "link", "disk"]
+    assert [roof.link for roof in roofs(has_device=False).roofs] == ["host memory", "disk"]
 
 
 @pytest.mark.parametrize(("tier", "road"), [(Tier.nvme, "disk"), (Tier.cpu, "link")])
 def test_streamed_weights_stand_on_the_roof_of_their_slowest_road(tier: Tier, road: str) -> None:
     found = roofs(tier=tier)
-    [level] = [roof.level for roof in found.roofs if roof.road == road]
+    [level] = [roof.level for roof in found.roofs if roof.link == road]
     weights = found.operations[1]
     assert weights.flops_per_second == pytest.approx(level.bytes_per_second * weights.intensity)
     assert found.num_sequences == 8

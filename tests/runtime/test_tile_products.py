@@ -12,7 +12,7 @@ from runtime.kernels.amx.linear import CHUNK_ROWS
 from runtime.kernels.compiler import has_matrix_unit
 from runtime.linear import backends, work_items
 from runtime.linear.stored import StoredWeight
-from runtime.linear.tile_products import fit_tiles, multiply_in_tiles
+from runtime.linear.tiles import fit_tiles, multiply_in_tiles
 
 WITHOUT_UNIT = "this processor has no matrix unit that Linux lets us use"
 needs_unit = pytest.mark.skipif(not has_matrix_unit(), reason=WITHOUT_UNIT)

@@ -123,6 +123,6 @@ def test_a_runtime_plans_so(family: str, num_lanes: int, tmp_path: Path) -> None
     path = str(synthesize(family, tmp_path))
     runtime = Runtime(RuntimeConfig(model=ModelConfig(path=path), machine=MachineConfig(device="cpu")))
     shape, is_packed = runtime.model.shape, num_lanes == 1
-    assert (shape.has_joined_gates, shape.has_decode_kernel) == (is_packed, is_packed)
+    assert (shape.has_fused_gates, shape.has_decode_kernel) == (is_packed, is_packed)
     requests = requests_of(runtime, [[5, 6, 7]] * 65)
     assert runtime.plan(requests).num_lanes == num_lanes

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from runtime.kernels.linear import CHAIN_INPUTS, CHUNK_ROWS
 from runtime.linear import backends, work_items
 from runtime.linear.stored import StoredWeight
-from runtime.linear.vector_products import fit_vectors, multiply_in_vectors
+from runtime.linear.vectors import fit_vectors, multiply_in_vectors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -73,7 +73,7 @@ features.update({name: False for name in features if name.startswith("avx512")})
 binding.get_host_cpu_features = lambda: features
 import torch
 from runtime.kernels.primitives import LANES
-from runtime.linear.vector_products import multiply_in_vectors
+from runtime.linear.vectors import multiply_in_vectors
 assert LANES == 8
 torch.manual_seed(0)
 x, weight = torch.randn(350, 1040), torch.randn(96, 1040).bfloat16()

@@ -16,7 +16,7 @@ from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
 from .lane_work import LaneWork
 from .rates import MachineRates
-from .script import Durations, ExpertReads, Roads
+from .script import Durations, ExpertReads, Links
 from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 
 LOGIT_BYTES = 4
@@ -50,7 +50,7 @@ def durations(
         store_copy=bill.pages(rates.link_out_bytes_per_second if is_twofold else None, lambda lane: lane.changed_pages),
         expert_reads=bill.expert_reads if placement.paged else None,
         num_pages=walk.num_pages,
-        roads=Roads(is_on_disk, is_twofold, not has_device),
+        links=Links(is_on_disk, is_twofold, not has_device),
     )
 
 
@@ -108,7 +108,10 @@ class _Bill:
         if not lane.num_encoder_tokens and not is_narrow:
             seconds += self._prompt_attention(lane)
         if self.shape.expanded_kv_width:
-            width, positions = self.shape.expanded_kv_width, lane.asked_positions if is_narrow else lane.num_positions
+            width, positions = (
+                self.shape.expanded_kv_width,
+                lane.selected_positions if is_narrow else lane.num_positions,
+            )
             seconds += self._product(positions, width * work.kv_bytes / self.shape.compute_dtype_bytes)
             seconds += self._streamed(positions * width * self.shape.compute_dtype_bytes * EXPANDED_TRIPS)
         return seconds
@@ -215,10 +218,10 @@ class _Bill:
 
     def _positions(self, work: StageWork, lane: LaneWork) -> int:
         """That tokens look at which attend one by one."""
-        return lane.asked_positions if self._is_narrow(work, lane) else lane.kv_positions
+        return lane.selected_positions if self._is_narrow(work, lane) else lane.kv_positions
 
     def _is_narrow(self, work: StageWork, lane: LaneWork) -> bool:
-        """Pages that stay in host memory are another road, which brings all tokens along."""
+        """Pages that stay in host memory are another link, which brings all tokens along."""
         return work.is_narrow and lane.is_narrow and not self.placement.host_layers
 
     def _behind_attention(self, work: StageWork, lane: LaneWork) -> float:

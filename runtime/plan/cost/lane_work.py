@@ -12,13 +12,13 @@ from ..shape.model import ModelShape
 class LaneWork:
     """The work of one lane in one pass, padding included. `num_tokens` go through the decoder's layers, logits are made
     of `num_rows`; single tokens attend to `kv_positions` together, prompts to `prefill_pairs` of a token and a
-    position. In a packed lane's last layer those of which logits are made attend alone, to `asked_positions`."""
+    position. In a packed lane's last layer those of which logits are made attend alone, to `selected_positions`."""
 
     num_tokens: int
     num_rows: int
     kv_positions: int = 0
     prefill_pairs: int = 0
-    asked_positions: int = 0
+    selected_positions: int = 0
     held_pages: int = 0  # KV pages of the lane, behind the pass
     changed_pages: int = 0  # of those, the ones that it writes to
     num_encoder_tokens: int = 0
@@ -70,7 +70,7 @@ def packed_work(pieces: Iterable[Piece]) -> LaneWork:
         num_rows=max(1, rows),  # the head wants at least one
         kv_positions=positions,
         prefill_pairs=pairs,
-        asked_positions=asked or last,
+        selected_positions=asked or last,
         held_pages=held,
         changed_pages=changed,
     )

@@ -22,7 +22,7 @@ from .durations import durations
 from .lane_work import LaneWork, decode_work, prefill_works
 from .mixed_passes import mixed_passes
 from .rates import MachineRates
-from .script import Roads, Script
+from .script import Links, Script
 from .simulator import simulate_each
 
 MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike
@@ -31,8 +31,8 @@ MAX_MIXED_STRETCHES = 24  # of a run whose passes carry both
 
 
 @lru_cache(64)
-def _script(walk: Walk, num_lanes: int, roads: Roads) -> Script:
-    return Script(make_schedule(walk, num_lanes), roads)
+def _script(walk: Walk, num_lanes: int, links: Links) -> Script:
+    return Script(make_schedule(walk, num_lanes), links)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +258,7 @@ class _Clock:
         average."""
         walk = self._walk(stretch)
         seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates)
-        one, three = simulate_each(_script(walk, len(stretch.lanes), seconds.roads), [1, 3], seconds)
+        one, three = simulate_each(_script(walk, len(stretch.lanes), seconds.links), [1, 3], seconds)
         steady = PhaseTime(
             num_passes=1,
             seconds=(three.seconds - one.seconds) / 2 + self.rates.pass_seconds,

@@ -37,7 +37,7 @@ def _of_turn(stage: int, lane: int) -> float:
     return 0.0
 
 
-class Roads(NamedTuple):
+class Links(NamedTuple):
     """The links by which an action goes: whether KV goes to the disk, and from there on over the link; and whether the
     CPU's workers and the products share the same cores."""
 
@@ -46,7 +46,7 @@ class Roads(NamedTuple):
     cpu_is_compute: bool = False
 
 
-OVER_LINK = Roads()
+OVER_LINK = Links()
 
 
 class Line(NamedTuple):
@@ -68,7 +68,7 @@ Lines: TypeAlias = list[Line]
 @dataclass(frozen=True, kw_only=True)
 class Durations:
     """Seconds of each action, by stage or by stage and lane. `read` and `copy` are of a whole stage, of whose seconds a
-    page takes its share; `fetch` and `store` over the link, or where `roads` say so over the disk, from which
+    page takes its share; `fetch` and `store` over the link, or where `links` say so over the disk, from which
     `fetch_copy` and `store_copy` lead on over the link. `expert_reads`: None where no action reads any."""
 
     read: Callable[[int], float] = _of_stage
@@ -86,7 +86,7 @@ class Durations:
     store_copy: Callable[[int, int], float] = _of_turn
     expert_reads: Callable[[Action], ExpertReads | None] | None = None
     num_pages: int = 1
-    roads: Roads = OVER_LINK
+    links: Links = OVER_LINK
 
     def of(self, line: Line) -> float:
         if line.kind == SYNC:
@@ -114,9 +114,9 @@ class Events:
 class Script:
     """A schedule as lines. Scripts that are played one behind the other share their events."""
 
-    def __init__(self, schedule: Schedule, roads: Roads, events: Events | None = None):
+    def __init__(self, schedule: Schedule, links: Links, events: Events | None = None):
         self.events = events or Events()
-        self._roads = roads
+        self._roads = links
         actions = (*schedule.prologue, *schedule.cycle)
         self._copied = {action.stage for action in actions if action.op is Op.copy}
         self._staged_before = _staging_before(schedule)
@@ -146,15 +146,15 @@ class Script:
             return self._carried(action, (LINK_OUT, DISK), UNSEEN)
         return [Line(COMPUTE, event(stage), turn, UNSEEN, action, True, op.value)]
 
-    def _carried(self, action: Action, road: tuple[int, int], event: int) -> list[Line]:
+    def _carried(self, action: Action, path: tuple[int, int], event: int) -> list[Line]:
         """KV over the link, or over disk and link, one behind the other."""
-        link = next(part for part in road if part != DISK)
+        link = next(part for part in path if part != DISK)
         if not self._roads.is_kv_on_disk:
             return [_line(link, action, event=event)]
         if not self._roads.has_link_behind:
             return [_line(DISK, action, event=event)]
         between, copy = self.events.of(*action.turn, action.op), f"{action.op.value}_copy"
-        first, second = ((part, copy if part == link else action.op.value) for part in road)
+        first, second = ((part, copy if part == link else action.op.value) for part in path)
         return [
             _line(first[0], action, event=between, price=first[1]),
             _line(second[0], action, between, event, price=second[1]),

@@ -48,12 +48,12 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> Simul
     Actions are issued by compute's own clock, as the engine's thread does: nothing begins before it. A million actions
     take about a second: the schedule becomes flat lines once, which are then played in one loop.
     """
-    return simulate_each(Script(schedule, durations.roads), [num_passes], durations)[0]
+    return simulate_each(Script(schedule, durations.links), [num_passes], durations)[0]
 
 
 def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[SimulatedPasses]:
     """What `simulate` says of each of these numbers of passes, which rise, at the price of the last. `script`: made
-    with the roads of `durations`; one serves all passes of its schedule, whatever they take."""
+    with the links of `durations`; one serves all passes of its schedule, whatever they take."""
     clock, found, done = _Clock(script.events.count), list[SimulatedPasses](), 0
     prologue, cycle = _Timed.of(script.prologue, durations), _Timed.of(script.cycle, durations)
     clock.play(prologue)
@@ -71,7 +71,7 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
     """One pass of each, one behind the other, with what ran when. Slots that the pass before has filled for this one
     are not filled again. `pass_seconds`: of compute's thread, behind each; reads go on beside it."""
     events = Events()
-    scripts = [Script(schedule, durations.roads, events) for schedule, durations in passes]
+    scripts = [Script(schedule, durations.links, events) for schedule, durations in passes]
     clock, played = _Clock(events.count), list[PlayedPass]()
     filled: Sequence[Action] | None = None
     for (schedule, durations), script in zip(passes, scripts, strict=True):

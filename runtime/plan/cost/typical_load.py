@@ -11,7 +11,7 @@ MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products; short lanes, and wher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usual:
+class TypicalLoad:
     """What the lanes of a block have: most tokens in a prefill pass, rows that decode, and what a row has."""
 
     chunk_tokens: int
@@ -20,11 +20,11 @@ class Usual:
     num_positions: int  # that a row looks at in the middle of its answer
 
     @staticmethod
-    def of(shape: ModelShape, lanes: Sequence[MicroBatch], prefill_chunk_tokens: int) -> "Usual":
+    def of(shape: ModelShape, lanes: Sequence[MicroBatch], prefill_chunk_tokens: int) -> "TypicalLoad":
         sizes = [size for lane in lanes for size in lane]
         num_prompt = sum(size.num_prompt_tokens for size in sizes) // max(1, len(sizes))
         num_new = sum(size.max_new_tokens for size in sizes) // max(1, len(sizes))
-        return Usual(
+        return TypicalLoad(
             chunk_tokens=max([1, *(pass_tokens(shape, lane, prefill_chunk_tokens) for lane in lanes)]),
             num_rows=max([1, *map(len, lanes)]),
             num_prompt_tokens=max(1, num_prompt),

@@ -190,7 +190,7 @@ def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tu
     num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), by_all)
     numbers = 6 * shape.hidden_size + 4 * shape.intermediate_size // choices
     counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
-    if not is_batched and not shape.has_joined_gates:
+    if not is_batched and not shape.has_fused_gates:
         counted = LANE_INNER * shape.intermediate_size
     return (
         Entry(

@@ -120,7 +120,7 @@ def lane_entries(
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest = max(tokens, default=0)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    inner = (2 * min(largest, GATED_ROWS) if shape.has_joined_gates else LANE_INNER * largest) * shape.intermediate_size
+    inner = (2 * min(largest, GATED_ROWS) if shape.has_fused_gates else LANE_INNER * largest) * shape.intermediate_size
     widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice
     numbers = 4 * largest * shape.hidden_size + widest_step
     lane_rows = max((len(lane) for lane in micro_batches), default=0)

@@ -11,8 +11,8 @@ from .exchange import exchange_size
 from .experts import Phase, choose_paging, pageable_stages
 from .kv import KVLayout, kv_layout, spread, travelling_layers
 from .load import Load
-from .needs import Needs
 from .placement import Budgets, Placement
+from .requirements import Requirements
 from .walks import cpu_attends, make_walks
 
 KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is left open
@@ -53,7 +53,7 @@ def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load
 class _Candidate:
     """`resident` stages beside these keys and values, and what they take together with tied ones once."""
 
-    needs: Needs
+    needs: Requirements
     paging: ExpertPaging
     resident: frozenset[int]
     resident_bytes: int
@@ -76,7 +76,7 @@ class _Placer:
         and spread over the depth they are others. So all numbers of them are tried."""
         residents = [(each, self.shape.sizes.resident_bytes(each)) for each in self._residents()]
         for kv in self._kv_layouts():
-            needs = Needs(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
+            needs = Requirements(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
             for paging in self._pagings():
                 for resident, num_bytes in residents:
                     yield _Candidate(needs=needs, paging=paging, resident=resident, resident_bytes=num_bytes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...resources import Resource
 from .policy import Policy
-from .ridge_points import Standing
+from .ridge_points import OperatingPoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Choice:
 
     table: tuple[Candidate, ...]
     busy_seconds: Mapping[Resource, float]
-    standing: Standing
+    operating_point: OperatingPoint
     ffn_on_cpu_seconds: float | None
 
     @property
@@ -72,7 +72,7 @@ class Choice:
         return f"{self.binding.value} binds; by the roofline a decode pass takes {', '.join(parts)}{roofline}"
 
     def _turning_words(self) -> str:
-        at, points = self.standing, self.standing.points
+        at, points = self.operating_point, self.operating_point.points
         first = "unknown" if points.p1 is None else f"{points.p1:.3g}"
         is_past = at.feed_forward >= points.p2
         return (
@@ -82,10 +82,13 @@ class Choice:
         )
 
     def _attention_words(self) -> list[str]:
-        first = self.standing.points.p1
-        if first is None or self.standing.attention >= first:
+        first = self.operating_point.points.p1
+        if first is None or self.operating_point.attention >= first:
             return []
-        return [f"attention has {self.standing.attention:.3g} FLOPs per byte of KV, below P1: it belongs beside the KV"]
+        return [
+            f"attention has {self.operating_point.attention:.3g} FLOPs per byte of KV, below P1: it belongs beside "
+            "the KV"
+        ]
 
     def _ffn_words(self) -> list[str]:
         if self.ffn_on_cpu_seconds is None:

@@ -20,7 +20,7 @@ from .finalists import Finalist, Finalists
 from .grid import Choices, PolicyGrid
 from .pass_times import Roofline
 from .policy import Policy
-from .ridge_points import standing
+from .ridge_points import operating_point
 from .room import room
 from .workload import Workload
 
@@ -62,7 +62,7 @@ def search(
     choice = Choice(
         table=tuple(each.candidate for each in finalists),
         busy_seconds={each: float(seconds[0]) for each, seconds in roofline.decode_pass(only).busy.items()},
-        standing=standing(
+        operating_point=operating_point(
             roofline.work,
             machine,
             config.offload.tier,

@@ -156,7 +156,7 @@ class Roofline:
         link_in: Floats,
         link_out: Floats,
     ) -> PassTimes:
-        """Bytes go over the roads that exist: weights from the disk in tier nvme, everything over the link in front of
+        """Bytes go over the links that exist: weights from the disk in tier nvme, everything over the link in front of
         an accelerator, keys and values from and to their tier."""
         rates, weights = self.rates, self.weight_bytes(grid, tokens)
         reads = self.config.offload.tier is Tier.nvme
@@ -186,8 +186,8 @@ class Roofline:
         alone = np.where(grid.crosses_stages & (grid.lanes > 1), 0.0, attend / grid.lanes)
         alone = np.where((grid.num_ahead == 0) | (not self.has_device), np.minimum(compute, attend), alone)
         together = np.minimum(np.maximum(compute, attend) + alone, compute + attend)
-        roads = np.maximum.reduce([busy[Resource.disk], busy[Resource.host_to_device], busy[Resource.device_to_host]])
-        return np.maximum(roads, together)
+        links = np.maximum.reduce([busy[Resource.disk], busy[Resource.host_to_device], busy[Resource.device_to_host]])
+        return np.maximum(links, together)
 
     def _ffn_seconds(self, grid: PolicyGrid, tokens: Floats) -> Floats:
         """The seconds of feed-forward layers on the CPU, a micro-batch at a time: min(peak, memory x intensity) of the

@@ -13,7 +13,7 @@ from ..placement.experts import expected_hits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class OperatingPoint:
     """Intensities in FLOPs per byte: decode attention's, and that of feed-forward weights which N sequences share.
     `needed_sequences`: N that reaches P2."""
 
@@ -23,17 +23,19 @@ class Standing:
     needed_sequences: float
 
 
-def standing(work: LayerWork, machine: Machine, tier: Tier, *, num_sequences: float, num_rows: float) -> Standing:
+def operating_point(
+    work: LayerWork, machine: Machine, tier: Tier, *, num_sequences: float, num_rows: float
+) -> OperatingPoint:
     """The operating point of a decode pass over `num_sequences`, whose feed-forward layers take `num_rows` at once."""
-    rates, road = machine.rates, road_bytes_per_second(machine, tier)
+    rates, link = machine.rates, link_bytes_per_second(machine, tier)
     lower = host_level(rates) if machine.device_bytes is not None else None
     per_sequence = work.ffn_flops_per_token / work.ffn_bytes
     upper = compute_level(work, rates)
     points = TurningPoints(
         p1=None if lower is None else first_turning_point(lower, rates.link_in_bytes_per_second),
-        p2=second_turning_point(upper, num_rows * per_sequence / hit_share(work, num_rows), road),
+        p2=second_turning_point(upper, num_rows * per_sequence / hit_share(work, num_rows), link),
     )
-    return Standing(
+    return OperatingPoint(
         points=points,
         attention=work.pair_flops / work.kv_bytes if work.kv_bytes else float("inf"),
         feed_forward=num_sequences * per_sequence,
@@ -48,7 +50,7 @@ def hit_share(work: LayerWork, num_rows: float) -> float:
     return expected_hits(work.num_experts, work.num_experts_per_token, max(1, round(num_rows))) / work.num_experts
 
 
-def road_bytes_per_second(machine: Machine, tier: Tier) -> float:
+def link_bytes_per_second(machine: Machine, tier: Tier) -> float:
     """The slowest hop of streamed weights."""
     hops = [machine.rates.link_in_bytes_per_second] if machine.device_bytes is not None else []
     if tier is Tier.nvme or not hops:

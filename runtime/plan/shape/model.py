@@ -36,7 +36,7 @@ class ModelShape:
     restart_tokens: int | None = None  # of a sequence, on which its keys are computed once more (LongRoPE)
     has_decode_kernel: bool = False  # decode attention that keeps its scores in the processor's cache
     attention_way: AttentionWay = AttentionWay.host  # of packed lanes, where the model computes
-    has_joined_gates: bool = False  # feed-forwards take a few tokens at a time and multiply in place
+    has_fused_gates: bool = False  # feed-forwards take a few tokens at a time and multiply in place
     has_whole_prompts: bool = False  # padded lanes of which no prompt is prefilled in chunks
     delta_rule: DeltaRule | None = None  # of layers with a gated delta net
     weight_bytes: int = field(init=False, default=0)

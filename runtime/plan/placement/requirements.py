@@ -20,7 +20,7 @@ HOST_KEY, DEVICE_KEY = "offload.host_memory_gib", "offload.device_memory_gib"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class Requirements:
     """The needs of every placement with the keys and values of `kv`."""
 
     shape: ModelShape

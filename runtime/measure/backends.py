@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from ..linear.backends import BACKENDS, STORED, default_backend, fitting
-from ..profiles import LinearBackend, ProductTable
+from ..profiles import BackendTable, LinearBackend
 from ..stream.device import ComputeDevice
 from .linear import Matrices, ProbeSeries, multiplying, series_of
 from .timing import Figure, Probe, Timed
@@ -25,7 +25,7 @@ def multiplier_rows(rows: Sequence[int], matrices: Matrices, *, longest_seconds:
         def probe(num_rows: int) -> tuple[Probe, Timed]:
             return _probe(stored, is_tall=is_tall, num_rows=num_rows, backend=backend, matrices=matrices)
 
-        name = f"{backend.value}, {ProductTable.kind(stored, is_tall=is_tall)}"
+        name = f"{backend.value}, {BackendTable.kind(stored, is_tall=is_tall)}"
         return series_of(name, _rows(rows), probe, longest_seconds=longest_seconds)
 
     return [
@@ -35,7 +35,7 @@ def multiplier_rows(rows: Sequence[int], matrices: Matrices, *, longest_seconds:
     ]
 
 
-def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> ProductTable:
+def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> BackendTable:
     """The usual backend where no other is faster by `WORTHWHILE`, in all rounds. One that was too slow to be
     measured with so many rows is as fast as with the most that it was measured with."""
 
@@ -52,10 +52,10 @@ def product_table(rows: Sequence[int], figures: Mapping[str, Figure]) -> Product
 
     found = _rows(rows)
     kinds = product(STORED.values(), (False, True))
-    return ProductTable(
+    return BackendTable(
         rows=found,
         multipliers={
-            ProductTable.kind(stored, is_tall=is_tall): [fastest(stored, is_tall, num_rows) for num_rows in found]
+            BackendTable.kind(stored, is_tall=is_tall): [fastest(stored, is_tall, num_rows) for num_rows in found]
             for stored, is_tall in kinds
         },
     )
@@ -72,7 +72,7 @@ def candidates(stored: str) -> list[LinearBackend]:
 
 
 def _name(stored: str, *, is_tall: bool, num_rows: int, backend: LinearBackend) -> str:
-    return f"{backend.value}, {ProductTable.kind(stored, is_tall=is_tall)}, M={num_rows}"
+    return f"{backend.value}, {BackendTable.kind(stored, is_tall=is_tall)}, M={num_rows}"
 
 
 def _probe(
