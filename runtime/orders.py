@@ -24,6 +24,11 @@ class Style:
         return 2 if self.spreads_pages else 1
 
     @property
+    def num_open(self) -> int:
+        """Stages that are computed at once: where turns cross, one is not yet left when the next is begun."""
+        return 2 if self.crosses_stages else 1
+
+    @property
     def needs_cpu_attention(self) -> bool:
         """Whether the order is about attention on the CPU alone: nothing else lets a lane go on to the next stage."""
         return self.crosses_stages

@@ -94,5 +94,5 @@ class PlanFacts:
 
 
 def _depth(plan: RunPlan) -> int:
-    walk = plan.placement.walk
-    return walk.block if walk.block > 1 else max(0, walk.num_slots - 1)
+    walk = plan.placement.decode_walk
+    return walk.block if walk.block > 1 else max(0, walk.num_slots - walk.order.style.num_open)

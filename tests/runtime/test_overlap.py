@@ -7,7 +7,6 @@ from tests.overlap import PREFETCHES, RATIOS, Case, Outcome, outcome
 
 MOST = 1 / 0.95  # of what the busiest of disk, link and compute takes alone
 NEAR = 0.05
-WAITS_FOR_ITS_LAST_PAGE = (Order.cgopipe, PREFETCHES[0])
 CASES = [(order, prefetch) for order in Order for prefetch in PREFETCHES]
 
 
@@ -15,9 +14,7 @@ def as_promised(found: Outcome) -> bool:
     return abs(found.measured / found.simulated - 1) <= NEAR
 
 
-@pytest.mark.parametrize(
-    ("order", "prefetch"), [case for case in CASES if case != WAITS_FOR_ITS_LAST_PAGE], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("order", "prefetch"), CASES, ids=str)
 def test_a_pass_takes_as_long_as_disk_link_or_compute_alone(order: Order, prefetch: dict[str, object]) -> None:
     """Whether the host runs ahead of the device or waits for each turn of it."""
     for index, seconds in enumerate((RATIOS[0], *RATIOS)):
@@ -34,13 +31,3 @@ def test_so_does_one_whose_weights_are_in_host_memory_or_half_of_them_in_the_dev
         found = outcome(case, RATIOS[0])
         assert found.measured <= MOST * found.bound, f"{case}: {found}"
         assert as_promised(found), f"{case}: {found}"
-
-
-def test_in_two_slots_cgopipe_waits_for_its_last_page_as_simulated() -> None:
-    for seconds in RATIOS:
-        found = outcome(Case(order=Order.cgopipe, is_in_step=True), seconds)
-        assert as_promised(found), str(found)
-    assert (
-        outcome(Case(order=Order.cgopipe), RATIOS[0]).measured
-        > 1.2 * outcome(Case(order=Order.cgopipe, depth=2), RATIOS[0]).measured
-    )

@@ -7,6 +7,7 @@ import pytest
 
 from runtime.config import ExpertPaging, KVConfig, KVTier, OffloadConfig, Prefetch, PrefetchConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError
+from runtime.orders import PLAIN
 from runtime.plan.placement.kv import spread
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
@@ -60,7 +61,7 @@ def test_streamed_and_resident_are_all_stages_and_the_walk_can_be_scheduled(
     placement = placed(shape, budgets, tier=tier, prefetch=prefetch, resident_layers=resident_layers)
     walk = placement.walk
     assert sorted([*walk.streamed, *placement.resident]) == [stage.index for stage in shape.stages]
-    assert walk.num_slots <= min(len(walk.streamed), num_slots_for(prefetch))
+    assert walk.num_slots <= min(len(walk.streamed), num_slots_for(prefetch, PLAIN))
     assert walk.num_staging_slots <= len(walk.streamed)
     check_schedule(make_schedule(walk, 2), walk, 2)
 

@@ -18,12 +18,14 @@ class Walks:
     decode: Walk
 
 
-def num_slots_for(prefetch: PrefetchConfig) -> int:
+def num_slots_for(prefetch: PrefetchConfig, order: Order) -> int:
+    """Slots of weights: those of the stages that are read ahead, beside those of the stages that are computed."""
+    ahead = prefetch.depth + order.style.num_open
     slots = {
         Prefetch.off: 1,
-        Prefetch.lookahead: prefetch.depth + 1,
+        Prefetch.lookahead: ahead,
         Prefetch.block: 2 * prefetch.block_layers,
-        Prefetch.cost_aware: prefetch.depth + 1,
+        Prefetch.cost_aware: ahead,
     }
     return slots[prefetch.kind]
 
@@ -76,7 +78,7 @@ def _walk(
         num_stages=len(shape.stages),
         first_stage=first,
         streamed=passed,
-        num_slots=min(num_slots_for(prefetch), len(passed)),
+        num_slots=min(num_slots_for(prefetch, order), len(passed)),
         num_staging_slots=min(staging, len(passed)),
         reads=reads,
         copies=copies,

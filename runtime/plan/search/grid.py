@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config import Attention, KVTier, RuntimeConfig, Tier
+from ...config import Attention, KVTier, PrefetchConfig, RuntimeConfig, Tier
 from ...orders import PLAIN, Order
 from ..placement.placer import KV_FRACTIONS
 from ..placement.walks import cpu_attends, num_slots_for
@@ -61,6 +61,10 @@ class PolicyGrid:
     @property
     def crosses_stages(self) -> Bools:
         return np.array([order.style.crosses_stages for order in ORDERS])[self.order]
+
+    def num_slots(self, prefetch: PrefetchConfig) -> NDArray[np.int64]:
+        """Slots of weights that each takes."""
+        return np.array([num_slots_for(prefetch, order) for order in ORDERS])[self.order]
 
     @property
     def num_ahead(self) -> NDArray[np.int64]:
@@ -169,11 +173,12 @@ def _resident_counts(shape: ModelShape, config: RuntimeConfig, *, has_device: bo
 
 
 def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
-    num_slots, has_experts = num_slots_for(config.prefetch), shape.has_own_experts
+    has_experts = shape.has_own_experts
     orders = [
         order
         for order in Order
-        if num_slots >= order.style.num_slots and (has_experts or not order.style.batches_experts)
+        if num_slots_for(config.prefetch, order) >= order.style.num_slots
+        and (has_experts or not order.style.batches_experts)
     ]
     return [
         (order, attention, fraction)

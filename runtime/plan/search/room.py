@@ -17,7 +17,6 @@ from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
 from ..placement.kv import SEGMENT_BYTES
 from ..placement.memory import ALLOCATOR_SLACK_BYTES, SequenceSize, lane_entries, pass_tokens
 from ..placement.placement import Budgets
-from ..placement.walks import num_slots_for
 from ..shape.extents import ALIGNMENT_BYTES, LOADING_BYTES, pinned_tier_bytes, slot_layout
 from ..shape.model import ModelShape
 from .grid import Bools, Floats, PolicyGrid
@@ -62,13 +61,13 @@ class _Need:
         self._work = LayerWork.of(shape)
         layer = shape.layers[0]
         self._layer_bytes = float(slot_layout(layer.dense if is_paged else layer).num_bytes)
-        self._slots = num_slots_for(config.prefetch)
+        self._slots = grid.num_slots(config.prefetch)
         self._in_host = has_device & grid.cpu_attends  # keys and values, for good
 
     def compute(self) -> Floats:
         work, grid = self._work, self._grid
         is_streamed = grid.resident < work.num_layers
-        paged = self._is_paged * max(2, self._slots) * work.expert_bytes
+        paged = self._is_paged * max(2, self._config.prefetch.depth + 1) * work.expert_bytes
         kept = work.outer_bytes + grid.resident * work.num_bytes
         kept += is_streamed * (self._slots * self._layer_bytes + paged)
         passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
