@@ -14,8 +14,8 @@ from runtime.errors import ConfigError
 def main(composed: Composed) -> None:
     config = load(TraceConfig, composed)
 
-    from jobs.report.trace_file import read_trace
-    from jobs.report.trace_picture import Window, draw
+    from jobs.pictures.trace_file import read_trace
+    from jobs.pictures.trace_picture import Window, draw
 
     assert config.path is not None, "the config class has checked it"
     spans = read_trace(Path(config.path))

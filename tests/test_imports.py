@@ -40,11 +40,11 @@ JOBS = {
     "files": set[str](),
     "datasets": set[str](),
     "config": {"files", "datasets"},
-    "report": {"files"},
-    "run": {"config", "files", "datasets", "report"},
-    "planning": {"config", "files", "report"},
+    "pictures": {"files"},
+    "run": {"config", "files", "datasets", "pictures"},
+    "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},
-    "benchmarks": {"config", "files", "datasets", "report", "run"},
+    "benchmarks": {"config", "files", "datasets", "pictures", "run"},
 }
 PURE = ("plan", "batching")
 

@@ -93,7 +93,7 @@ def _both(rates: Sequence[BlockRates]) -> tuple[dict[int, float], dict[int, floa
 
 def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float, title: str) -> None:
     """Publishes it, as svg or png by the suffix; raises OutputError."""
-    from ..report.figure import figure  # matplotlib
+    from ..pictures.figure import figure  # matplotlib
 
     blocks = [each.block for each in rates]
     measured = [each.measured for each in rates]

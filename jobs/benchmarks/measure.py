@@ -23,7 +23,7 @@ from runtime.stream.host_memory import disk_read_bytes
 from runtime.trace import Trace
 from runtime.units import GIB, format_bytes
 
-from ..report.trace_file import tracing
+from ..pictures.trace_file import tracing
 from .contenders import Ours, Peer, Reading, Sweep
 from .millrace import generated, least_bytes, opened
 from .peers import hugging_face

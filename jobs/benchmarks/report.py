@@ -187,7 +187,7 @@ def round_rows(rounds: Rounds) -> list[dict[str, object]]:
 def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence[str], title: str, unit: str) -> None:
     """Publishes rates beside each other as bars, with the spread of their rounds, as svg or png by the suffix; raises
     OutputError. The fastest stands on top; `peers` are grey."""
-    from ..report.figure import figure  # matplotlib, which a plain image lacks
+    from ..pictures.figure import figure  # matplotlib, which a plain image lacks
 
     names = sorted(rates, key=lambda name: median(rates[name]))
     middles = [median(rates[name]) for name in names]

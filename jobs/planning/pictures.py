@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from runtime.plan.roofs import Operation, Roof, Roofs
 from runtime.resources import Resource
 
-from ..report.figure import figure
+from ..pictures.figure import figure
 from .sweep import Axis, Outcome
 
 HEIGHT_PIXELS = 560

@@ -15,9 +15,9 @@ from runtime.resources import Resource
 from runtime.trace import Span
 
 from ..files.publishing import publish, write_all
-from ..report.trace_events import PREDICTED
-from ..report.trace_file import publish_trace
-from ..report.trace_picture import Window, draw
+from ..pictures.trace_events import PREDICTED
+from ..pictures.trace_file import publish_trace
+from ..pictures.trace_picture import Window, draw
 from .config import PlanConfig, Sweep
 from .pictures import draw_roofline, draw_sweep
 from .planning import Planned

@@ -19,7 +19,7 @@ from ..config.mistakes import mistakes_logged
 from ..config.settings import GenerateConfig, run_name
 from ..datasets import Row, read_rows, shard_rows, with_former_ids
 from ..files.publishing import PRIVATE_FOLDER_MODE, files_made_private, publish, write_all
-from ..report.trace_file import tracing
+from ..pictures.trace_file import tracing
 from .chat import require_template
 from .feedback import Feedback
 from .identity import manifest_of

@@ -15,7 +15,7 @@ from jobs import trace
 from jobs.config.cli import run_job
 from jobs.config.settings import GenerateConfig, TraceConfig
 from jobs.datasets import DatasetConfig
-from jobs.report.trace_file import read_trace
+from jobs.pictures.trace_file import read_trace
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, SamplingConfig, Tier

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.report import trace_file
-from jobs.report.trace_events import Tracks
-from jobs.report.trace_file import TraceFile, read_trace, tracing
+from jobs.pictures import trace_file
+from jobs.pictures.trace_events import Tracks
+from jobs.pictures.trace_file import TraceFile, read_trace, tracing
 from runtime.errors import ConfigError
 from runtime.resources import Resource
 from runtime.trace import Span, Trace

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jobs.report.trace_picture import COLOURS, Bar, Window, draw, lay_out
+from jobs.pictures.trace_picture import COLOURS, Bar, Window, draw, lay_out
 from runtime.plan.schedule.schedule import Op
 from runtime.resources import Resource
 from runtime.trace import Span
