@@ -44,6 +44,11 @@ class Record:
     fields: Fields | None = None
     error: str | None = None
 
+    @property
+    def source(self) -> str:
+        """The name of its file, or of a data set of the hub."""
+        return self.name.rpartition(":")[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Content:

@@ -3,6 +3,7 @@ what is wrong with one record becomes the error of its row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -78,7 +79,7 @@ def _make_rows(
     records: Iterable[tuple[int, Record]], config: DatasetFields, content_of: ReadContent, id_field: str | None
 ) -> Iterator[Row]:
     for index, record in records:
-        yield _row_of(record, index, config, content_of, id_field)
+        yield replace(_row_of(record, index, config, content_of, id_field), source_file=record.source)
 
 
 def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadContent, id_field: str | None) -> Row:

@@ -24,6 +24,7 @@ class Row:
     `index` is the position in the whole input after limit, repeat and dedupe, the same in every shard.
     `messages` is not None exactly when the model's chat template is to be applied; the system prompt is already in.
     `error` says why nothing can be generated, and where in the input the row lies; `prompt` is then "".
+    `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
     `former_id`: what older versions called a row whose id cannot be read, after its file and line.
     """
 
@@ -35,6 +36,7 @@ class Row:
     error: str | None
     overrides: SamplingOverrides = field(default_factory=SamplingOverrides)
     former_id: str | None = None
+    source_file: str | None = None
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:

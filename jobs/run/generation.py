@@ -24,13 +24,13 @@ from .chat import require_template
 from .feedback import Feedback
 from .identity import manifest_of
 from .input_digests import InputDigests, digest_input, first_changed, keep_rows
-from .manifest import RunManifest
+from .manifest import FORMAT_WITHOUT_FACTS, FORMAT_WITHOUT_SOURCES, RunManifest
 from .open_run import Surroundings, generate_blocks
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .requests import Asked, ask, rejected_rows, seat, unseat
-from .run_dir import RunDirectory, RunState, is_begun_by_older_version, open_run
+from .run_dir import RunDirectory, RunState, format_begun_with, open_run
 from .running import remove_committed
 from .success import is_finished
 from .summary import MemoryUse, Summary, summarize, write_summary
@@ -70,11 +70,12 @@ def _opened(config: GenerateConfig, should_stop: Callable[[], bool]) -> Iterator
     require_template(runtime.model.tokenizer, config.dataset)
     count_tokens = (lambda text: len(runtime.tokenize([text])[0])) if runtime.model.tokenizer is not None else None
     all_rows = read_rows(config.dataset, count_tokens=count_tokens)
-    fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0)
+    begun_with = format_begun_with(run_directory(config))
+    fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0, has_source=begun_with > FORMAT_WITHOUT_SOURCES)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
     require_template(runtime.model.tokenizer, config.dataset, rows)
-    if is_begun_by_older_version(run_directory(config)):
+    if begun_with == FORMAT_WITHOUT_FACTS:
         rows = with_former_ids(rows)
     digests = digest_input(rows, columns)
     with (

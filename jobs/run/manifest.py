@@ -13,7 +13,8 @@ from runtime.errors import DamagedRunError, RunMismatchError
 from ..files.publishing import JsonValue, canonical_json, json_digest
 
 LOG = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = 3
+FORMAT_WITHOUT_SOURCES = 2
 FORMAT_WITHOUT_FACTS = 1
 MAX_DIFF_LINES = 20
 MAX_VALUE_CHARS = 80
@@ -79,15 +80,14 @@ class RunManifest:
         otherwise."""
         semantic, facts, versions = (_mapping(stored.get(key)) for key in ("semantic", "facts", "versions"))
         number = stored.get("format")
-        if number not in (FORMAT, FORMAT_WITHOUT_FACTS):
+        if not isinstance(number, int) or not FORMAT_WITHOUT_FACTS <= number <= FORMAT:
             raise RunMismatchError(
                 f"{path} has format {json.dumps(number)}, this version of Millrace reads up to {FORMAT}. "
                 f"Finish the run with the version that began it, or choose another directory with run="
             )
         if not semantic or stored.get("semantic_digest") != json_digest({**semantic, **facts}):
             raise DamagedRunError(f"{path} was changed after it was written: its digest does not fit its settings")
-        old = FORMAT if number == FORMAT else FORMAT_WITHOUT_FACTS
-        begun = replace(self, semantic=semantic, facts=facts, format=old)
+        begun = replace(self, semantic=semantic, facts=facts, format=number)
         recorded = {name: version for name, version in self.versions.items() if name in versions}
         _compare(path.parent, begun, self, _diff(versions, recorded))
         return begun

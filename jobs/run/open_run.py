@@ -137,8 +137,8 @@ class OpenRun:
         place_of = {asked.requests[i].key: i for i in self._order}
         for row in saved.finished:
             if row.key in place_of:
-                columns = asked.request_rows[place_of.pop(row.key)].columns
-                self._parts.add(replace(row, columns=columns))
+                asker = asked.request_rows[place_of.pop(row.key)]
+                self._parts.add(replace(row, columns=asker.columns, source_file=asker.source_file))
         self._order = list(place_of.values())
         self._unfinished = {i: saved.unfinished[key] for key, i in place_of.items() if key in saved.unfinished}
         self._parts.passes = [row for row in saved.passes if row.pass_index not in recorded]

@@ -25,6 +25,10 @@ COMPLETION_FIELDS = (
     pa.field("completion", pa.string(), nullable=False),
     pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
 )
+SOURCE_FIELDS = (  # which runs lack that earlier versions began
+    pa.field("row_index", pa.int64(), nullable=False),  # in the whole input, as in `plan.parquet`
+    pa.field("source_file", pa.string()),
+)
 GENERATION_SCHEMA = pa.schema(
     [
         *COMPLETION_FIELDS,
@@ -34,6 +38,7 @@ GENERATION_SCHEMA = pa.schema(
         pa.field("error", pa.string()),
         pa.field("block", pa.int32(), nullable=False),
         pa.field("micro_batch", pa.int32(), nullable=False),
+        *SOURCE_FIELDS,
     ]
 )
 
@@ -45,17 +50,18 @@ LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution
 )
 
 
-def generation_schema(*, has_logprobs: bool) -> pa.Schema:
-    """The columns that every row has, whatever it brought along."""
-    return pa.schema([*GENERATION_SCHEMA, *LOGPROB_FIELDS]) if has_logprobs else GENERATION_SCHEMA
+def generation_schema(*, has_logprobs: bool, has_source: bool = True) -> pa.Schema:
+    """The columns that every row has, whatever it brought along. `has_source`: with SOURCE_FIELDS."""
+    common = [column for column in GENERATION_SCHEMA if has_source or column not in SOURCE_FIELDS]
+    return pa.schema([*common, *(LOGPROB_FIELDS if has_logprobs else ())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRow:
-    """What became of one planned request; its block, micro-batch and prompt length come from the plan.
+    """What became of one planned request; its block, micro-batch, row and prompt length come from the plan.
 
-    `columns`: the input row's own. `error` says what went wrong where the status is not `ok`. Log-probabilities are
-    empty where they were not asked for.
+    `columns`: the input row's own, and `source_file` where that was read. `error` says what went wrong where the status
+    is not `ok`. Log-probabilities are empty where they were not asked for.
     """
 
     id: str
@@ -69,6 +75,7 @@ class GenerationRow:
     finish_reason: FinishReason | None = None
     error: str | None = None
     columns: Mapping[str, object] = field(default_factory=dict)
+    source_file: str | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -88,6 +95,8 @@ class GenerationRow:
             "error": None if self.error is None else clean_text(self.error),
             "block": request.block,
             "micro_batch": request.micro_batch,
+            "row_index": request.row_index,
+            "source_file": None if self.source_file is None else clean_text(self.source_file),
             "logprobs": list(self.logprobs),
             "top_token_ids": list(self.top_token_ids),
             "top_logprobs": list(self.top_logprobs),

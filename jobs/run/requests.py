@@ -150,11 +150,19 @@ def completed_row(row: Row, completion: Completion) -> GenerationRow:
         finish_reason=None if reason == "error" else reason,
         error=completion.error,
         columns=row.columns,
+        source_file=row.source_file,
     )
 
 
 def rejected_rows(asked: Asked) -> list[GenerationRow]:
     return [
-        GenerationRow(id=why.id, sample_index=why.sample_index, status="error", error=why.error, columns=row.columns)
+        GenerationRow(
+            id=why.id,
+            sample_index=why.sample_index,
+            status="error",
+            error=why.error,
+            columns=row.columns,
+            source_file=row.source_file,
+        )
         for row, why in zip(asked.rejected_rows, asked.rejected, strict=True)
     ]

@@ -10,7 +10,7 @@ from runtime.errors import ConfigError, DamagedRunError, MillraceError
 
 from ..files.lock import RunLock
 from ..files.publishing import fsync_directory, output_error, read_json, write_json
-from .manifest import FORMAT_WITHOUT_FACTS, RunManifest
+from .manifest import FORMAT, RunManifest
 
 LASTING_ERRNOS = frozenset(
     {errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
@@ -131,12 +131,14 @@ def open_run(path: Path, manifest: RunManifest) -> RunState:
     return RunState(directory=run, manifest=bound or manifest, is_resumed=bound is not None, lock=lock)
 
 
-def is_begun_by_older_version(path: Path) -> bool:
-    """Whether the run was begun by a version that recorded no facts, and called rows that cannot be read otherwise."""
+def format_begun_with(path: Path) -> int:
+    """The format of the run.json at `path`, from which follow the names of rows that cannot be read, and the columns of
+    parts; that of now where there is none."""
     try:
-        return read_json(RunDirectory(path=path).manifest).get("format") == FORMAT_WITHOUT_FACTS
+        number = read_json(RunDirectory(path=path).manifest).get("format")
     except (OSError, DamagedRunError):  # `open_run` says so
-        return False
+        return FORMAT
+    return number if isinstance(number, int) else FORMAT
 
 
 def _bound(run: RunDirectory, manifest: RunManifest) -> RunManifest | None:

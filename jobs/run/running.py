@@ -53,8 +53,8 @@ RUNNING_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """`finished` rows lack the columns that their input rows brought along; `passes` are those that no part has;
-    `num_stops`: how often a wave's block went on inside before."""
+    """`finished` rows lack what their input rows brought along; `passes` are those that no part has; `num_stops`: how
+    often a wave's block went on inside before."""
 
     finished: Sequence[GenerationRow] = ()
     unfinished: Mapping[RequestKey, Unfinished]

@@ -70,6 +70,11 @@ def test_a_run_begun_before_goes_on_from_its_tokens_and_keeps_its_parts(
     assert not list(outcome.directory.glob("running*"))
     assert not (outcome.directory / "quarantine").exists()
 
+    columns = {tuple(pq.read_schema(part).names) for part in (outcome.directory / "generations").iterdir()}
+    assert len(columns) == 1, "all parts of a run have the columns of its first"
+    assert not {"row_index", "source_file"} & set(*columns)
+
     fresh = finish(run, tmp_path / "fresh").directory
+    assert {"row_index", "source_file"} <= set(pq.read_table(fresh / "generations").column_names)
     assert rows == rows_of(fresh)
     assert json.loads((fresh / "run.json").read_text())["versions"]["millrace"] == runtime.__version__

@@ -115,7 +115,11 @@ def test_gzip_reads_the_same_with_the_same_offsets(tmp_path, suffix):
 def test_a_directory_is_read_by_file_name(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "_skipped.jsonl", ".hidden.jsonl", "notes.txt"):
         put(tmp_path, b'{"id": "%s", "prompt": "p"}\n' % name.encode(), name)
-    assert [row.id for row in read(tmp_path)] == ["a.jsonl", "b.jsonl"]
+    rows = read(tmp_path)
+    assert [(row.id, row.index, row.source_file) for row in rows] == [
+        ("a.jsonl", 0, "a.jsonl"),
+        ("b.jsonl", 1, "b.jsonl"),
+    ]
 
 
 @pytest.mark.parametrize(

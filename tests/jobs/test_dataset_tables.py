@@ -49,6 +49,7 @@ def test_a_directory_of_parquet_files_counts_rows_through(tmp_path):
     rows = read_parquet(tmp_path, id_field=None)
     assert [row.id for row in rows] == ["0", "1", "2", "3"]
     assert rows[0].prompt == "part-0.parquet x"
+    assert [row.source_file for row in rows] == ["part-0.parquet"] * 2 + ["part-1.parquet"] * 2
 
 
 def test_values_of_any_arrow_type_pass_through_as_json(tmp_path):

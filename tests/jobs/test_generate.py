@@ -174,6 +174,8 @@ def test_shards_partition_the_rows(tmp_path: Path, plain: pa.Table) -> None:
     sharded = pa.concat_tables(parts)
     assert sorted(sharded["id"].to_pylist()) == sorted(plain["id"].to_pylist())
     assert tokens_by_id(sharded) == tokens_by_id(plain)
+    assert sorted(sharded["row_index"].to_pylist()) == list(range(12)), "places in the whole input"
+    assert set(sharded["source_file"].to_pylist()) == {"sample.jsonl"}
 
 
 def test_columns_are_passed_through_and_chat_templates_are_rendered(tmp_path: Path, plain: pa.Table) -> None:

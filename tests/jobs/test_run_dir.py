@@ -102,7 +102,7 @@ def test_other_library_versions_are_logged_and_accepted(tmp_path: Path, caplog: 
         (lambda stored: stored["semantic"].update({"sampling.temperature": 1.0}), DamagedRunError),
         (lambda stored: stored.pop("semantic_digest"), DamagedRunError),
         (lambda stored: stored.update(semantic=[]), DamagedRunError),
-        (lambda stored: stored.update(format=3), RunMismatchError),
+        (lambda stored: stored.update(format=4), RunMismatchError),
     ],
     ids=["settings", "digest", "kind", "format"],
 )
