@@ -4,27 +4,41 @@ first use."""
 from typing import TYPE_CHECKING
 
 from .config import (
+    Admission,
+    Attention,
+    DType,
+    ExpertPaging,
     KVConfig,
+    KVTier,
+    Lanes,
     MachineConfig,
     ModelConfig,
     OffloadConfig,
+    Order,
     PolicyConfig,
+    PolicyKind,
+    Prefetch,
     PrefetchConfig,
     RuntimeConfig,
     SamplingConfig,
     SamplingOverrides,
+    SelfCheck,
+    Tier,
+    Verify,
 )
 
 if TYPE_CHECKING:
     from .api import Runtime
     from .engine.requests import Rejected
-    from .engine.sequence import Completion, Request
+    from .engine.sequence import Completion, FinishReason, Request
 
     __version__: str
 
 __all__ = [
-    "Completion", "KVConfig", "MachineConfig", "ModelConfig", "OffloadConfig", "PolicyConfig", "PrefetchConfig",
-    "Rejected", "Request", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides",
+    "Admission", "Attention", "Completion", "DType", "ExpertPaging", "FinishReason", "KVConfig", "KVTier", "Lanes",
+    "MachineConfig", "ModelConfig", "OffloadConfig", "Order", "PolicyConfig", "PolicyKind", "Prefetch",
+    "PrefetchConfig", "Rejected", "Request", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides",
+    "SelfCheck", "Tier", "Verify",
 ]  # fmt: skip
 
 
@@ -37,7 +51,7 @@ def __getattr__(name: str) -> object:
         from .engine.requests import Rejected
 
         return Rejected
-    if name in ("Completion", "Request"):
+    if name in ("Completion", "FinishReason", "Request"):
         from .engine import sequence
 
         return getattr(sequence, name)

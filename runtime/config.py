@@ -5,6 +5,7 @@ Resolving a config (which dtype `auto` means, how many layers stay resident) yie
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import PurePath
 
 from .errors import require
 from .orders import PLAIN
@@ -12,6 +13,7 @@ from .orders import Order as Order
 from .profiles import DataSheet, MeasuredRates
 from .sampling_config import SamplingConfig
 from .sampling_config import SamplingOverrides as SamplingOverrides
+from .text_field import TextField, enum_field, group_field, optional_enum_field
 
 
 class Tier(Enum):
@@ -70,6 +72,7 @@ class Admission(Enum):
 
 
 MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
+TINY = "tiny"  # the model that is built on the spot
 
 
 class Attention(Enum):
@@ -110,32 +113,38 @@ class ModelConfig:
     """Which checkpoint. `path`: a local directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot.
     `compile`: on an accelerator, steps between products run as kernels that torch.compile makes."""
 
-    name: str = "tiny"
+    name: str = TINY
     path: str | None = None
     revision: str | None = None
     tokenizer: str | None = None  # null: beside the weights
-    dtype: DType = DType.auto
-    lanes: Lanes = Lanes.auto
-    self_check: SelfCheck = SelfCheck.auto
-    verify: Verify = Verify.sampled
+    dtype: TextField[DType] = enum_field(DType.auto)
+    lanes: TextField[Lanes] = enum_field(Lanes.auto)
+    self_check: TextField[SelfCheck] = enum_field(SelfCheck.auto)
+    verify: TextField[Verify] = enum_field(Verify.sampled)
     compile: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.name), "model.name is empty")
+
+    @staticmethod
+    def named(text: str) -> "ModelConfig":
+        """The model that a directory, a GGUF file or a hub id names, or `tiny`, the one that is built in."""
+        require(bool(text.strip()), "model is empty: name a directory, a GGUF file or a hub id")
+        return ModelConfig() if text == TINY else ModelConfig(name=PurePath(text).name or text, path=text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Where weights live and how much memory the run may use. A null budget means all that is free at the start."""
 
-    tier: Tier = Tier.none
+    tier: TextField[Tier] = enum_field(Tier.none)
     device_memory_gib: float | None = None
     host_memory_gib: float | None = None
     resident_layers: int | None = None  # null: as many as fit beside the block
     direct_io: bool = True
     reader_threads: int = 4
     read_chunk_mib: int = 16
-    expert_paging: ExpertPaging = ExpertPaging.auto
+    expert_paging: TextField[ExpertPaging] = enum_field(ExpertPaging.auto)
     cache_dir: str | None = None  # converted weights, only where a checkpoint's layout cannot be read in place
 
     def __post_init__(self) -> None:
@@ -154,7 +163,7 @@ class KVConfig:
     """Where keys and values live. Off the device, those of a layer pass through `num_slots` slots, a lane at a time:
     three let one be computed on while the next is fetched and the one before is stored."""
 
-    tier: KVTier = KVTier.auto
+    tier: TextField[KVTier] = enum_field(KVTier.auto)
     device_fraction: float | None = None  # of the layers that have any; null: as many as fit beside the weights
     num_slots: int = 3
     directory: str | None = None  # of the unnamed file of the nvme tier; null: the system's directory for such files
@@ -170,7 +179,7 @@ class KVConfig:
 class PrefetchConfig:
     """How far reads run ahead of compute. `depth`: stages for lookahead; `block_layers`: stages per block."""
 
-    kind: Prefetch = Prefetch.lookahead
+    kind: TextField[Prefetch] = enum_field(Prefetch.lookahead)
     depth: int = 1
     block_layers: int = 2
 
@@ -185,12 +194,12 @@ class PolicyConfig:
     also for `schedule`, says `runtime/plan/placement/defaults.py`.
     `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
 
-    kind: PolicyKind = PolicyKind.auto
+    kind: TextField[PolicyKind] = enum_field(PolicyKind.auto)
     micro_batch_size: int | None = None
     num_micro_batches: int | None = None
-    admission: Admission = Admission.wave
-    schedule: Order | None = None
-    attention: Attention = Attention.device
+    admission: TextField[Admission] = enum_field(Admission.wave)
+    schedule: TextField[Order | None] = optional_enum_field(Order)
+    attention: TextField[Attention] = enum_field(Attention.device)
     prefill_chunk_tokens: int | None = None
     pin: str | None = None
 
@@ -226,13 +235,17 @@ class MachineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """All that `Runtime` needs; a job adds a data set and an output directory."""
+    """All that `Runtime` needs; a job adds a data set and an output directory.
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    kv: KVConfig = field(default_factory=KVConfig)
-    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    A text for a group is what it is on the command line: `offload="nvme"` is `OffloadConfig(tier="nvme")`, and so for
+    `kv`, `prefetch` and `policy`. A text for `model` is a directory, a GGUF file, a hub id, or `tiny`.
+    """
+
+    model: TextField[ModelConfig] = group_field(ModelConfig(), ModelConfig.named)
+    offload: TextField[OffloadConfig] = group_field(OffloadConfig(), lambda text: OffloadConfig(tier=text))
+    kv: TextField[KVConfig] = group_field(KVConfig(), lambda text: KVConfig(tier=text))
+    prefetch: TextField[PrefetchConfig] = group_field(PrefetchConfig(), lambda text: PrefetchConfig(kind=text))
+    policy: TextField[PolicyConfig] = group_field(PolicyConfig(), lambda text: PolicyConfig(kind=text))
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 

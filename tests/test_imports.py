@@ -34,7 +34,10 @@ ALLOWED = {
     "engine": {*MODEL, "model", "batching", "trace"},
     "measure": {*MODEL, "model", "batching", "engine"},
 }
-FOR_ALL = {"closing", "config", "errors", "orders", "profiles", "resources", "sampling_config", "shared_work", "units"}
+FOR_ALL = {
+    *("closing", "config", "errors", "orders", "profiles", "resources", "sampling_config", "shared_work", "text_field"),
+    "units",
+}
 # What each room of jobs may import of the others. Nothing but a door imports benchmarks.
 JOBS = {
     "files": set[str](),

@@ -4,7 +4,6 @@ composing them, or importing what the jobs import, takes longer than a user wait
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from enum import Enum
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -13,6 +12,8 @@ from typing import TypeAlias
 import yaml
 
 from runtime.config import RuntimeConfig
+
+from .typed import enum_members, field_types
 
 Settings: TypeAlias = Mapping[str, object]
 
@@ -125,10 +126,9 @@ def _choices(key: str) -> list[str]:
     """The result is the members of an enum in the engine's settings, with `null` where the key may be null."""
     hint: object = RuntimeConfig
     for name in key.split("."):
-        hint = typing.get_type_hints(hint).get(name) if isinstance(hint, type) and is_dataclass(hint) else None
-    options = typing.get_args(hint) or (hint,)
-    enums = [option for option in options if isinstance(option, type) and issubclass(option, Enum)]
-    return [*(name for enum in enums for name in enum.__members__), *(["null"] if enums and len(options) > 1 else [])]
+        hint = field_types(hint).get(name) if isinstance(hint, type) and is_dataclass(hint) else None
+    members = enum_members(hint)
+    return [*members, *(["null"] if members and typing.get_args(hint) else [])]
 
 
 def _folder(group: str) -> Traversable:

@@ -5,11 +5,11 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from runtime.errors import ConfigError
+from runtime.text_field import TextField, closest, did_you_mean
 
 from .gone_keys import GONE_KEYS
 
@@ -25,7 +25,7 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
     Stricter than a YAML loader: 3.7 is no int, 1 is no bool, infinity and NaN are no floats.
     Raises ConfigError naming the dotted key, the value and what is allowed, or the closest key for an unknown one.
     """
-    hints = _field_types(cls)
+    hints = field_types(cls)
     for name in values:
         if name not in hints:
             raise ConfigError(unknown_key(f"{prefix}{name}", [f"{prefix}{key}" for key in known_keys(cls)]))
@@ -75,13 +75,18 @@ def plain(value: object) -> "JsonValue":
     return value
 
 
-def _field_types(cls: type) -> dict[str, object]:
+def field_types(cls: type) -> dict[str, object]:
+    """The type of each field's value, by name."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}
+    return {field.name: _held(hints[field.name]) for field in fields(cls)}
+
+
+def _held(hint: object) -> object:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is TextField else hint
 
 
 def _known_keys(cls: type, prefix: str) -> Iterator[str]:
-    for name, hint in _field_types(cls).items():
+    for name, hint in field_types(cls).items():
         yield f"{prefix}{name}"
         if typing.get_origin(hint) is dict:
             yield f"{prefix}{name}.*"
@@ -91,7 +96,8 @@ def _known_keys(cls: type, prefix: str) -> Iterator[str]:
 
 def _closest(name: str, known: list[str]) -> list[str]:
     by_name = {key.rpartition(".")[2]: key for key in known}
-    return [by_name[match] for match in get_close_matches(name, by_name, n=1)]
+    match = closest(name, by_name)
+    return [by_name[match]] if match is not None else []
 
 
 def _flatten(value: "JsonValue", prefix: str) -> "Iterator[tuple[str, JsonValue]]":
@@ -155,7 +161,14 @@ def _convert_scalar(hint: object, value: object, key: str) -> object:
 
 def _mismatch(hint: object, value: object, key: str) -> ConfigError:
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return ConfigError(f"{key} must be {_describe(hint)}, got {shown}")
+    near = did_you_mean(value, enum_members(hint)) if isinstance(value, str) else ""
+    return ConfigError(f"{key} must be {_describe(hint)}, got {shown}{near}")
+
+
+def enum_members(hint: object) -> list[str]:
+    """The names that an enum has, or the enums of a union."""
+    enums = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and issubclass(kind, Enum)]
+    return [name for enum in enums for name in enum.__members__]
 
 
 _NAMES = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false", type(None): "null"}
