@@ -47,7 +47,7 @@ def measure(rows: Rows, begun: float) -> Result:
         config = GenerateConfig(
             output_root=folder,
             run="rows",
-            dataset=DatasetConfig(kind=DatasetKind.jsonl, path=str(path)),
+            dataset=DatasetConfig(kind=DatasetKind["jsonl"], path=str(path)),
             policy=PolicyConfig(kind=PolicyKind(rows.policy)),
             sampling=SamplingConfig(max_new_tokens=1),
             offload=OffloadConfig(cache_dir=str(Path(folder) / "cache")),  # nothing of an earlier search

@@ -1,5 +1,5 @@
 """The prompts of a run: files, the hub, the bundled sample or a benchmark's own rules become rows with ids. Here
-belongs what knows an input's format; a new kind is a line of `KINDS` in config.py (docs/recipes.md).
+belongs what all kinds of input share; a new kind is a module in `kinds/` (docs/recipes.md).
 """
 
 from .config import DatasetConfig, DatasetKind, read_rows

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TypeVar
 
+HELM_KEYS = frozenset({"trial", "num_examples"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Item:

@@ -1,19 +1,15 @@
-"""Row rules: how records become rows. A rule takes the settings and yields rows, numbered from 0 in the input's order;
-what is wrong with one record becomes the error of its row.
+"""How records become rows, which every kind of data set goes by: numbered from 0 in the input's order, and what is
+wrong with one record becomes the error of its row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
 from runtime.config import SamplingOverrides
-from runtime.errors import ConfigError
 
-from . import helm_reasoning, helm_summarization
 from .fields import DatasetFields
-from .helm_summarization import CountTokens
-from .jsonl import read_jsonl
 from .records import (
     AS_THE_RUN,
     BadRecord,
@@ -23,63 +19,60 @@ from .records import (
     Record,
     add_chat,
     read_content,
-    read_first_turn,
     read_id,
     read_overrides,
 )
 from .rows import Row
 
-MT_BENCH_ID = "question_id"
-
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
+CountTokens: TypeAlias = Callable[[str], int]
+
+TABLE_KEYS = frozenset({"path", "prompt_field", "id_field", "max_new_tokens_field", "temperature_field", "stop_field"})
 
 
-def read_prompts(read: ReadRecords, config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """A row for each record that `read` yields: the prompt or the messages in the fields that the config names."""
-    return _make_rows(enumerate(read(config)), config, partial(read_content, config=config), config.id_field)
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How one kind of data set becomes rows. `keys` are those that it knows of the keys which not every kind knows."""
+
+    rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]
+    keys: frozenset[str] = frozenset()
+    needs: str = "dataset.path=<file or directory>"  # what is said where `path` is known and missing
 
 
-def read_questions(read: ReadRecords, config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """MT-Bench's questions: the first turn of each, as raw text, by its `question_id`."""
-    return _make_rows(enumerate(read(config)), config, read_first_turn, MT_BENCH_ID)
+def prompts(read: ReadRecords, keys: frozenset[str] = frozenset(), needs: str = Kind.needs) -> Kind:
+    """A kind with a row for each record that `read` yields: the prompt or the messages, and what the row asks for
+    itself, in the fields that the config names. `keys`: what it knows beside `TABLE_KEYS`."""
+
+    def rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+        return make_rows(enumerate(read(config)), config, partial(read_content, config=config), config.id_field)
+
+    return Kind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
 
 
-def read_reasoning(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """HELM's synthetic reasoning: prompts that rules make, no input is read."""
-    prompts = helm_reasoning.build_prompts(config.mode, config.num_examples, config.trial)
-    for index, item in enumerate(prompts):
-        content = Content(prompt=item.input, reference=item.answer)
-        yield _make_row(index, f"{config.mode.value}-{index}", content, {}, config)
-
-
-def read_summarization(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """HELM's summarization: prompts with examples in front, cut to the window. Raises ConfigError without a counter."""
-    if config.window_tokens is not None and count_tokens is None:
-        raise ConfigError("dataset.window_tokens needs a tokenizer to count with; pass count_tokens, or set it to null")
-    counter = count_tokens or len
-    most = config.max_row_bytes
-    records = list(read_jsonl(config.path or "", config.json_field, max_row_bytes=most))
-    if config.examples_path is None:
-        chosen = helm_summarization.select_examples(records, config)
-        asked = ((number, record) for number, record in enumerate(records) if number not in chosen)
-    else:
-        others = list(read_jsonl(config.examples_path, config.json_field, key="examples_path", max_row_bytes=most))
-        chosen = helm_summarization.select_examples(others, config)
-        asked = enumerate(records)
-    examples = list(chosen.values())
-
-    def content_of(fields: Fields) -> Content:
-        item = helm_summarization.read_item(fields, config)
-        return helm_summarization.build_content(item, examples, config, counter)
-
-    yield from _make_rows(asked, config, content_of, config.id_field)
-
-
-def _make_rows(
+def make_rows(
     records: Iterable[tuple[int, Record]], config: DatasetFields, content_of: ReadContent, id_field: str | None
 ) -> Iterator[Row]:
+    """A row for each record with its number; `content_of` reads what it asks, and raises BadRecord."""
     for index, record in records:
         yield replace(_row_of(record, index, config, content_of, id_field), source_file=record.source)
+
+
+def make_row(
+    index: int,
+    row_id: str,
+    content: Content,
+    columns: Fields,
+    config: DatasetFields,
+    overrides: SamplingOverrides = AS_THE_RUN,
+) -> Row:
+    """The row that asks `content`, as a chat where the config says so."""
+    chat = add_chat(content, config)
+    if content.reference is not None and config.keep_columns:
+        columns = {**columns, "reference": content.reference}
+    return Row(
+        index=index, id=row_id, prompt=chat.prompt, messages=chat.messages, columns=columns, error=None,
+        overrides=overrides,
+    )  # fmt: skip
 
 
 def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadContent, id_field: str | None) -> Row:
@@ -91,26 +84,9 @@ def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadC
     passed = {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}
     try:
         row_id, former_id = (row_id if id_field is None else read_id(fields, id_field)), None
-        return _make_row(index, row_id, content_of(fields), passed, config, read_overrides(fields, config))
+        return make_row(index, row_id, content_of(fields), passed, config, read_overrides(fields, config))
     except BadRecord as error:
         return _error_row(index, row_id, former_id, passed, f"{record.place}: {error}")
-
-
-def _make_row(
-    index: int,
-    row_id: str,
-    content: Content,
-    columns: Fields,
-    config: DatasetFields,
-    overrides: SamplingOverrides = AS_THE_RUN,
-) -> Row:
-    chat = add_chat(content, config)
-    if content.reference is not None and config.keep_columns:
-        columns = {**columns, "reference": content.reference}
-    return Row(
-        index=index, id=row_id, prompt=chat.prompt, messages=chat.messages, columns=columns, error=None,
-        overrides=overrides,
-    )  # fmt: skip
 
 
 def _error_row(index: int, row_id: str, former_id: str | None, columns: Fields, error: str) -> Row:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jobs.datasets import DatasetConfig, DatasetKind, read_rows
-from jobs.datasets.config import SAMPLE_PATH
+from jobs.datasets.kinds.questions import SAMPLE_PATH
 from runtime.errors import DatasetError
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

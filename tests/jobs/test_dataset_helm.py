@@ -7,7 +7,7 @@ import pytest
 
 from jobs.datasets import DatasetConfig, DatasetKind, ReasoningMode, input_digest, read_rows
 from jobs.datasets.helm import Item, choose_examples
-from jobs.datasets.helm_reasoning import generate_items
+from jobs.datasets.kinds.helm_reasoning import generate_items
 from runtime.errors import ConfigError
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from runtime.errors import DatasetError
 
-from .fields import DatasetFields
-from .files import bounded_lines, list_files, open_bytes, reading
-from .records import Json, Record, shorten, too_long
+from ..fields import DatasetFields
+from ..files import bounded_lines, list_files, open_bytes, reading
+from ..records import Json, Record, shorten, too_long
+from ..row_rules import prompts
 
 MAX_DEPTH = 100
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
@@ -42,6 +43,9 @@ def read_jsonl(
 def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
     """The records at `dataset.path`, as `read_jsonl` reads them."""
     return read_jsonl(config.path or "", config.json_field, max_row_bytes=config.max_row_bytes)
+
+
+KINDS = {"jsonl": prompts(read_jsonl_path, frozenset({"messages_field", "json_field"}))}
 
 
 def parse_json(text: str) -> Json:

@@ -4,19 +4,54 @@ Articles and summaries may be texts or lists of sentences (SciTLDR's `source` an
 joined by spaces, of several summaries the first is the reference.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from .fields import DatasetFields
-from .helm import Item, choose_examples
-from .records import BadRecord, Content, Fields, Json, Record, check_text, read_field
+from runtime.errors import ConfigError
 
-CountTokens: TypeAlias = Callable[[str], int]
+from ..fields import DatasetFields
+from ..helm import HELM_KEYS, Item, choose_examples
+from ..records import BadRecord, Content, Fields, Json, Record, check_text, read_field
+from ..row_rules import CountTokens, Kind, make_rows
+from ..rows import Row
+from .jsonl import read_jsonl
 
 MAX_ARTICLE_WORDS = 512
 MIN_EXAMPLE_WORDS, MAX_EXAMPLE_WORDS = 50, 150
 REQUEST = "Summarize the above article in 1 sentence.\n"
+
+
+def read_summarization(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    """The rows are prompts with examples in front, cut to the window. Raises ConfigError without a counter."""
+    if config.window_tokens is not None and count_tokens is None:
+        raise ConfigError("dataset.window_tokens needs a tokenizer to count with; pass count_tokens, or set it to null")
+    counter = count_tokens or len
+    most = config.max_row_bytes
+    records = list(read_jsonl(config.path or "", config.json_field, max_row_bytes=most))
+    if config.examples_path is None:
+        chosen = select_examples(records, config)
+        asked = ((number, record) for number, record in enumerate(records) if number not in chosen)
+    else:
+        others = list(read_jsonl(config.examples_path, config.json_field, key="examples_path", max_row_bytes=most))
+        chosen = select_examples(others, config)
+        asked = enumerate(records)
+    examples = list(chosen.values())
+
+    def content_of(fields: Fields) -> Content:
+        return build_content(read_item(fields, config), examples, config, counter)
+
+    yield from make_rows(asked, config, content_of, config.id_field)
+
+
+KINDS = {
+    "helm_summarization": Kind(
+        rows=read_summarization,
+        keys=HELM_KEYS
+        | {"path", "id_field", "json_field", "examples_path", "article_field", "summary_field"}
+        | {"window_tokens", "reserve_tokens"},
+        needs="dataset.path=articles.jsonl (articles with summaries; they are not bundled)",
+    )
+}
 
 
 def read_item(fields: Fields, config: DatasetFields) -> Item:

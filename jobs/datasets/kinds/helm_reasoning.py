@@ -9,8 +9,11 @@ from itertools import islice
 
 import numpy as np
 
-from .fields import ReasoningMode
-from .helm import Item, choose_examples
+from ..fields import DatasetFields, ReasoningMode
+from ..helm import HELM_KEYS, Item, choose_examples
+from ..records import Content
+from ..row_rules import CountTokens, Kind, make_row
+from ..rows import Row
 
 SEED = 42
 NUM_TRAIN, NUM_VALID, NUM_TEST = 1000, 5000, 5000
@@ -22,6 +25,17 @@ _ANIMALS = "zebra cobra stork penguin shark lion buffalo whale seal eagle horse 
 _FRUITS = "apple peach watermelon banana grape kiwi pear strawberry blueberry blackberry"
 _WORDS = (*_ANIMALS.split(), *_FRUITS.split())
 _NUM_DECOYS = 3
+
+
+def read_reasoning(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    """The rows are prompts that rules make; no input is read."""
+    prompts = build_prompts(config.mode, config.num_examples, config.trial)
+    for index, item in enumerate(prompts):
+        content = Content(prompt=item.input, reference=item.answer)
+        yield make_row(index, f"{config.mode.value}-{index}", content, {}, config)
+
+
+KINDS = {"helm_synthetic_reasoning": Kind(rows=read_reasoning, keys=HELM_KEYS | {"mode"})}
 
 
 def build_prompts(mode: ReasoningMode, num_examples: int, trial: int) -> Iterator[Item]:

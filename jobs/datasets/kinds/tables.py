@@ -22,9 +22,10 @@ import pyarrow.parquet as pq
 from runtime.errors import DatasetError
 from runtime.units import MIB
 
-from .fields import DatasetFields
-from .files import list_files, reading
-from .records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
+from ..fields import DatasetFields
+from ..files import list_files, reading
+from ..records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
+from ..row_rules import prompts
 
 NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
@@ -74,6 +75,17 @@ def read_hub(config: DatasetFields) -> Iterator[Record]:
     # The arrow format keeps images and audio as stored instead of decoding them.
     batches = wanted.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
     yield from _records(_rows_of(batches), Path(config.path or "").name, config.max_row_bytes)
+
+
+KINDS = {
+    "parquet": prompts(read_parquet, frozenset({"messages_field"})),
+    "csv": prompts(read_csv, frozenset({"csv_delimiter"})),
+    "hub": prompts(
+        read_hub,
+        frozenset({"messages_field", "hub_config", "hub_split", "hub_revision"}),
+        needs="dataset.path=<hub id or local directory>",
+    ),
+}
 
 
 def as_json(value: object) -> Json:

@@ -1,0 +1,36 @@
+"""MT-Bench's questions, and the bundled ones in the same schema."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..fields import DatasetFields
+from ..records import read_first_turn
+from ..row_rules import CountTokens, Kind, ReadRecords, make_rows
+from ..rows import Row
+from .jsonl import read_jsonl, read_jsonl_path
+
+SAMPLE_PATH = Path(__file__).parents[2] / "data" / "sample.jsonl"
+MT_BENCH_ID = "question_id"
+
+
+def _questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
+    """The first turn of each, as raw text, by its `question_id`."""
+    return make_rows(enumerate(read(config)), config, read_first_turn, MT_BENCH_ID)
+
+
+def _sample(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    return _questions(lambda config: read_jsonl(str(SAMPLE_PATH)), config)
+
+
+def _mt_bench(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    return _questions(read_jsonl_path, config)
+
+
+KINDS = {
+    "sample": Kind(rows=_sample),
+    "mtbench": Kind(
+        rows=_mt_bench,
+        keys=frozenset({"path"}),
+        needs="dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",
+    ),
+}
