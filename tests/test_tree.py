@@ -137,10 +137,15 @@ def test_every_named_model_has_an_architecture() -> None:
     assert set(options("architecture")) == set(options("model")) - {"hf"}
 
 
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    with initialize_config_dir(str(CONF), version_base=None):
+        return compose("generate", return_hydra_config=True).hydra.help.template
+
+
 @pytest.mark.parametrize("group", GROUPS)
-def test_help_lists_every_option(group: str) -> None:
-    template = str(read(CONF / "hydra" / "help" / "generate.yaml")["template"])
-    entry = re.search(rf"^  {group} (.*(?:\n {{4,}}.*)*)", template, re.MULTILINE)
+def test_help_lists_every_option(group: str, help_text: str) -> None:
+    entry = re.search(rf"^  {group} (.*(?:\n {{4,}}.*)*)", help_text, re.MULTILINE)
     assert entry is not None
     listed = [name.strip() for name in entry[1].partition(":")[0].split(",")]
     assert sorted(listed) == options(group)
@@ -156,6 +161,9 @@ def test_texts_name_only_what_is_there(path: Path) -> None:
     missing += [name for name in named if not (ROOT / name).exists()]
     modules = re.findall(r"python -m ((?:jobs|runtime)[\w.]*\w)", text)
     homes = [ROOT / name.replace(".", "/") for name in modules]
+    homes += [
+        ROOT / "jobs" / job for job in re.findall(r"(?:^ {4}|`|, )millrace (?!JOB|completion)(\w+)", text, re.MULTILINE)
+    ]
     missing += [f"{at}" for at in homes if not (at.with_suffix(".py").exists() or (at / "__main__.py").exists())]
     assert missing == []
 

@@ -1,12 +1,13 @@
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
+from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig, kinds
 from runtime.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf" / "dataset"
@@ -62,6 +63,13 @@ def test_every_yaml_fits_the_schema(kind):
     config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(CONF / f"{kind.value}.yaml"), path))
     assert isinstance(config, DatasetConfig)
     assert config.kind is kind
+
+
+def test_every_module_of_kinds_has_some_and_no_two_have_the_same() -> None:
+    paths = sorted((CONF.parents[1] / "jobs" / "datasets" / "kinds").glob("*.py"))
+    found = [list(import_module(f"{kinds.__name__}.{path.stem}").KINDS) for path in paths if path.stem != "__init__"]
+    assert [] not in found
+    assert sorted(name for names in found for name in names) == sorted(DatasetKind.__members__)
 
 
 def test_importing_the_package_imports_neither_torch_nor_datasets():
