@@ -161,9 +161,7 @@ def test_texts_name_only_what_is_there(path: Path) -> None:
     missing += [name for name in named if not (ROOT / name).exists()]
     modules = re.findall(r"python -m ((?:jobs|runtime)[\w.]*\w)", text)
     homes = [ROOT / name.replace(".", "/") for name in modules]
-    homes += [
-        ROOT / "jobs" / job for job in re.findall(r"(?:^ {4}|`|, )millrace (?!JOB|completion)(\w+)", text, re.MULTILINE)
-    ]
+    homes += [ROOT / "jobs" / job for job in re.findall(r"^ {4}(?:\$ )?millrace (\w+)", text, re.MULTILINE)]
     missing += [f"{at}" for at in homes if not (at.with_suffix(".py").exists() or (at / "__main__.py").exists())]
     assert missing == []
 
