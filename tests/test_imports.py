@@ -45,6 +45,7 @@ JOBS = {
     "config": {"files", "datasets"},
     "pictures": {"files"},
     "run": {"config", "files", "datasets", "pictures"},
+    "exporting": {"files", "run"},
     "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},
     "benchmarks": {"config", "files", "datasets", "pictures", "run"},

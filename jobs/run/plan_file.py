@@ -69,15 +69,20 @@ def fix_plan(path: Path, requests: Sequence[PlannedRequest], *, may_lack_digest:
 
 
 def read_plan(path: Path, *, may_lack_digest: bool = False) -> list[PlannedRequest]:
-    """The stored plan in its order. Raises DamagedRunError when the file is not one, or not as it was written, OSError
-    when it cannot be read."""
+    """The stored plan in its order. Raises what `read_plan_table` raises."""
+    return [PlannedRequest(**row) for row in read_plan_table(path, may_lack_digest=may_lack_digest).to_pylist()]
+
+
+def read_plan_table(path: Path, *, may_lack_digest: bool = False) -> pa.Table:
+    """The stored plan by PLAN_SCHEMA. Raises DamagedRunError when the file is not one, or not as it was written,
+    OSError when it cannot be read."""
     data = path.read_bytes()
     try:
         table = parse_parquet(data)
         require_intact(table)
         if not is_signed(table) and not may_lack_digest:
             raise ValueError("it lacks the digest that it was written with, as when another program has saved it")
-        return [PlannedRequest(**row) for row in table.cast(PLAN_SCHEMA).to_pylist()]
+        return table.cast(PLAN_SCHEMA)
     except PARQUET_PROBLEMS as error:
         raise DamagedRunError(
             f"{path} ({len(data)} bytes) was changed after it was written, or damaged: {error}. Put it back as it was, "

@@ -1,0 +1,26 @@
+"""python -m jobs.export: a run's output as one file, JSONL, CSV or Parquet, in the order of its input."""
+
+import logging
+import sys
+
+import hydra
+
+from jobs.config.cli import as_job, run_job, say
+from jobs.config.settings import Composed, load
+from jobs.exporting.config import ExportConfig
+
+
+@hydra.main(config_path="../conf", config_name="export", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(ExportConfig, composed)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+
+    from jobs.exporting.export import describe, export
+
+    for line in describe(export(config)):
+        say(line)
+
+
+if __name__ == "__main__":
+    run_job(main, ExportConfig)

@@ -1,0 +1,53 @@
+"""What is exported, and as what; conf/export.yaml mirrors it."""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from runtime.errors import require
+
+
+class ExportFormat(Enum):
+    jsonl = "jsonl"
+    csv = "csv"
+    parquet = "parquet"
+
+
+class ErrorRows(Enum):
+    """Whether rows that have an error instead of a completion are exported too."""
+
+    keep = "keep"
+    drop = "drop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """All settings of `jobs.export`; mirrors conf/export.yaml."""
+
+    run: str | list[str] | None = None
+    out: str | None = None
+    format: ExportFormat | None = None
+    columns: list[str] | None = None
+    errors: ErrorRows = ErrorRows.keep
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
+        require(bool(self.out), "out is not set: the file to write, e.g. out=answers.jsonl")
+        suffix = Path(self.out or "").suffix[1:]
+        known = ", ".join(f".{name}" for name in ExportFormat.__members__)
+        require(
+            self.format is not None or suffix in ExportFormat.__members__,
+            f"out={self.out} ends in none of {known}: rename it, or choose format=jsonl|csv|parquet",
+        )
+        columns = self.columns
+        require(columns is None or bool(columns), "columns is empty: name some, or null for all")
+        require(len(set(columns or [])) == len(columns or []), f"columns={columns} names a column twice")
+
+    @property
+    def runs(self) -> list[str]:
+        return [self.run] if isinstance(self.run, str) else self.run or []
+
+    @property
+    def written_as(self) -> ExportFormat:
+        return self.format or ExportFormat[Path(self.out or "").suffix[1:]]

@@ -1,0 +1,141 @@
+"""From the parts of a run's shards to one file: rows verified, put in order and published whole."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from runtime.errors import ConfigError, OutputError
+from runtime.units import MIB, format_bytes
+
+from ..files.publishing import PARQUET_PROBLEMS, make_directory, publish
+from ..run.found import FoundRun, find_runs
+from .columns import JsonTypes, chosen, exported_schema, with_columns
+from .config import ErrorRows, ExportConfig, ExportFormat
+from .formats import WRITERS
+from .shards import Missing, missing, read_parts, require_one_run
+from .sorting import Sorter
+
+log = logging.getLogger(__name__)
+BYTES_AT_ONCE = 64 * MIB  # of rows as parts hold them, that are sorted together; in memory a few times as much
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    out: Path
+    num_rows: int
+    num_errors: int  # of these rows
+    num_dropped: int
+    num_shards: int
+    missing: Missing
+    as_text: Sequence[str]  # columns of values that have no type in common
+
+
+def export(config: ExportConfig) -> Exported:
+    """Writes the file that `config` asks for. Raises ConfigError for what is missing and not to be left out,
+    DamagedRunError, OutputError with an older file left as it was."""
+    shards = require_one_run(find_runs(config.runs, "run"))
+    out = Path(config.out or "").expanduser()
+    _require_file(out, shards)
+    lacking = missing(shards)
+    if lacking.sentences and not config.partial:
+        raise ConfigError(
+            f"run={','.join(config.runs)} is not complete: {'; '.join(lacking.sentences)}. The run's own command goes "
+            "on with it; partial=true exports what is there"
+        )
+    schema = exported_schema(_schemas(shards))
+    names = chosen(schema, config.columns)
+    types, counts = JsonTypes(schema=pa.schema([schema.field(name) for name in names])), _Counts()
+    with Sorter(make_directory(out.absolute().parent), _num_places(shards), _num_files(shards)) as sorter:
+        for table in _rows(shards, schema, config, counts):
+            if config.written_as is ExportFormat.parquet:
+                types.see(table)
+            sorter.add(table)
+        tables = (table.select(names) for table in sorter.sorted())
+        write = WRITERS[config.written_as]
+        as_written = types.result() if config.written_as is ExportFormat.parquet else types.schema
+        try:
+            publish(out, lambda file: write(tables, as_written, file), exclusive=False)
+        except OutputError as error:
+            raise OutputError(f"out={out} cannot be written: {error.__cause__}; an older file is as it was") from error
+    return Exported(
+        out=out,
+        num_rows=counts.num_rows,
+        num_errors=counts.num_errors if config.errors is ErrorRows.keep else 0,
+        num_dropped=counts.num_errors if config.errors is ErrorRows.drop else 0,
+        num_shards=len(shards),
+        missing=lacking,
+        as_text=types.as_text() if config.written_as is ExportFormat.parquet else [],
+    )
+
+
+@dataclass(kw_only=True)
+class _Counts:
+    num_rows: int = 0
+    num_errors: int = 0
+
+
+def _require_file(out: Path, shards: Sequence[FoundRun]) -> None:
+    """What lies in a run's own folders is taken for a part of it."""
+    if out.is_dir():
+        raise ConfigError(f"out={out} is a directory: name a file in it")
+    own = {folder.resolve() for run in shards for folder in (run.directory.generations, run.directory.throughput)}
+    if out.absolute().parent.resolve() in own:
+        raise ConfigError(f"out={out} lies among the parts of the run, where readers would take it for one")
+
+
+def _schemas(shards: Sequence[FoundRun]) -> list[pa.Schema]:
+    firsts = [run.parts[min(run.parts)] for run in shards if run.parts]
+    if not firsts:
+        raise ConfigError(f"{shards[0].path}: no row is done yet")
+    try:
+        return [pq.read_schema(path) for path in firsts]
+    except PARQUET_PROBLEMS as error:
+        raise ConfigError(f"{firsts[0]} cannot be read ({error}): the run's own command makes it again") from error
+
+
+def _num_places(shards: Sequence[FoundRun]) -> int:
+    """One more than the last place in the input, or a guess at it: it only decides how rows are dealt out."""
+    plans = [run.plan["row_index"].to_numpy() for run in shards if run.plan is not None]
+    return max((int(places.max()) + 1 for places in plans if len(places)), default=1)
+
+
+def _num_files(shards: Sequence[FoundRun]) -> int:
+    num_bytes = 0
+    for path in (path for run in shards for path in run.parts.values()):
+        with suppress(*PARQUET_PROBLEMS):  # said when it is read
+            footer = pq.read_metadata(path)
+            num_bytes += sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
+    return -(-num_bytes // BYTES_AT_ONCE)
+
+
+def _rows(shards: Sequence[FoundRun], schema: pa.Schema, config: ExportConfig, counts: _Counts) -> Iterator[pa.Table]:
+    for run in shards:
+        for part, places in read_parts(run, partial=config.partial):
+            table = with_columns(part, places, schema)
+            is_ok = np.array([status == "ok" for status in table["status"].to_pylist()])
+            counts.num_errors += int((~is_ok).sum())
+            kept = table.filter(pa.array(is_ok)) if config.errors is ErrorRows.drop else table
+            counts.num_rows += kept.num_rows
+            yield kept
+
+
+def describe(exported: Exported) -> list[str]:
+    """What a person reads at the end."""
+    errors = f", {exported.num_errors:,} of them with an error" if exported.num_errors else ""
+    dropped = f"; {exported.num_dropped:,} with an error left out" if exported.num_dropped else ""
+    shards = f" of {exported.num_shards} shards" if exported.num_shards > 1 else ""
+    size = format_bytes(exported.out.stat().st_size)
+    lines = [f"{exported.out}: {_rows_text(exported.num_rows)}{shards}{errors}{dropped}, {size}"]
+    lines += [f"not there: {sentence}" for sentence in exported.missing.sentences]
+    lines += [f"column {name}: its values have no one type, so it is text" for name in exported.as_text]
+    return lines
+
+
+def _rows_text(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"

@@ -1,0 +1,129 @@
+"""The directories of one run, which are its shards, and what of it is missing."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from runtime.errors import ConfigError, DamagedRunError
+
+from ..run.found import Condition, FoundRun
+
+log = logging.getLogger(__name__)
+NUM_LISTED = 10
+
+
+def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
+    """`runs` by the index of their shards. Raises ConfigError where they are not shards of one run, each once."""
+    first = runs[0]
+    for other in runs[1:]:
+        keys = sorted(key for key in {*first.identity, *other.identity} if _differ(first, other, key))
+        if keys:
+            raise ConfigError(
+                f"{other.path} is another run than {first.path}, by {', '.join(keys[:3])}: one is exported at a time"
+            )
+        counts = first.shard[1], other.shard[1]
+        if counts[0] != counts[1]:
+            raise ConfigError(f"{first.path} is one of {counts[0]} shards and {other.path} one of {counts[1]}")
+    by_index = {run.shard[0]: run for run in runs}
+    if len(by_index) < len(runs):
+        twice = next(run for run in runs if by_index[run.shard[0]] is not run)
+        raise ConfigError(
+            f"{twice.path} and {by_index[twice.shard[0]].path} are both shard {twice.shard[0]} of {twice.shard[1]}: "
+            "name one of them"
+        )
+    return [by_index[index] for index in sorted(by_index)]
+
+
+def _differ(one: FoundRun, other: FoundRun, key: str) -> bool:
+    return one.identity.get(key) != other.identity.get(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """What a run lacks: `sentences`, each about one shard, and how many planned rows are known to be missing."""
+
+    sentences: Sequence[str]
+    num_rows: int
+
+
+def missing(shards: Sequence[FoundRun]) -> Missing:
+    """What is not there yet, by names, footers and plans."""
+    count = shards[0].shard[1]
+    absent = sorted(set(range(count)) - {run.shard[0] for run in shards})
+    sentences = [f"shard {listed(absent)} of {count} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
+    num_rows = 0
+    for run in shards:
+        rows = missing_rows(run)
+        num_rows += len(rows)
+        if run.condition is not Condition.done or len(rows):
+            sentences.append(_about(run, rows))
+    return Missing(sentences=sentences, num_rows=num_rows)
+
+
+def _about(run: FoundRun, rows: Sequence[int]) -> str:
+    index, count = run.shard
+    name = f"{run.path}" + (f" (shard {index} of {count})" if count > 1 else "")
+    if run.condition is Condition.damaged:
+        return f"{name} is damaged: {run.problem}"
+    state = "is being worked on by another process" if run.condition is Condition.running else "is not finished"
+    if run.num_rows is None:
+        return f"{name} {state}: nothing is planned yet"
+    done = f"{run.num_done:,} of {run.num_rows:,} rows are done"
+    return f"{name} {state}: {done}" + (f", missing are rows {listed(rows)}" if len(rows) else "")
+
+
+def missing_rows(run: FoundRun) -> list[int]:
+    """The places in the input of rows that were planned and that no part has, in order."""
+    if run.plan is None:
+        return []
+    is_gone = ~np.isin(run.plan["block"].to_numpy(), list(run.parts))
+    return np.unique(run.plan["row_index"].to_numpy()[is_gone]).tolist()
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """The first numbers, those that follow one another as `3 to 7`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
+    more = f" and {len(texts) - NUM_LISTED} more" if len(texts) > NUM_LISTED else ""
+    return ", ".join(texts[:NUM_LISTED]) + more
+
+
+def read_parts(run: FoundRun, *, partial: bool) -> Iterator[tuple[pa.Table, "np.ndarray"]]:
+    """Each part of a shard, verified, and of each row its place in the whole input. Raises DamagedRunError; with
+    `partial` a damaged part is passed over with a warning."""
+    for block in sorted(run.parts):
+        try:
+            table = run.read_part(block)
+            places = _places(run, block, table)
+        except DamagedRunError as error:
+            if not partial:
+                raise
+            log.warning("left out: %s", error)
+            continue
+        yield table, places
+
+
+def _places(run: FoundRun, block: int, table: pa.Table) -> "np.ndarray":
+    """Runs that were begun before parts said so have them in their plan; without that, ids that are numbers are."""
+    if "row_index" in table.column_names and not table.schema.field("row_index").nullable:
+        return table["row_index"].to_numpy()
+    if run.plan is not None:
+        planned = run.plan.filter(pa.array(run.plan["block"].to_numpy() == block))
+        if planned["row_id"].to_pylist() != table["id"].to_pylist():
+            raise DamagedRunError(f"{run.parts[block]} has not the rows that {run.directory.plan} seats in its block")
+        return planned["row_index"].to_numpy()
+    ids = table["id"].to_pylist()
+    if all(id.isdecimal() for id in ids):
+        return np.array([int(id) for id in ids], dtype=np.int64)
+    raise ConfigError(
+        f"{run.path} was begun by a version of Millrace whose parts do not say where in the input a row lies, and its "
+        f"plan.parquet, which does, is gone; its ids are no numbers ({ids[0]!r}): put that file back"
+    )

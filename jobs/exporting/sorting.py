@@ -1,0 +1,74 @@
+"""Rows in the order of the input, in memory that does not grow with their number: parts hold rows by length, so rows
+are dealt out to files of neighbouring places first, and then each file is sorted by itself."""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from runtime.closing import Closing
+from runtime.errors import DamagedRunError
+
+ORDER = [("row_index", "ascending"), ("sample_index", "ascending")]
+MAX_FILES = 500  # that are open at once
+
+
+class Sorter(Closing):
+    """A context manager; its files are beside the output, hidden, and gone with it."""
+
+    def __init__(self, folder: Path, num_places: int, num_files: int):
+        """`num_places`: how many rows the input has. With one file the rows stay in memory."""
+        self._num_places, self._num_files = max(1, num_places), max(1, min(num_files, MAX_FILES))
+        self._stack = ExitStack()
+        self._tables: list[pa.Table] = []
+        self._writers: dict[int, pa.RecordBatchFileWriter] = {}
+        self._folder = folder
+
+    def add(self, table: pa.Table) -> None:
+        if self._num_files == 1:
+            self._tables.append(table)
+            return
+        places = table["row_index"].to_numpy()
+        files = np.minimum(places * self._num_files // self._num_places, self._num_files - 1)
+        for number in np.unique(files):
+            self._writer(int(number), table.schema).write_table(table.filter(pa.array(files == number)))
+
+    def sorted(self) -> Iterator[pa.Table]:
+        """All rows, in a few tables that follow one another. Raises DamagedRunError for a row that came twice."""
+        if self._num_files == 1:
+            yield from (_in_order(self._tables),) if self._tables else ()
+            return
+        for writer in self._writers.values():
+            writer.close()
+        for number in sorted(self._writers):
+            with pa.OSFile(str(self._path(number))) as file:
+                yield _in_order([pa.ipc.open_file(file).read_all()])
+            self._path(number).unlink()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _writer(self, number: int, schema: pa.Schema) -> pa.RecordBatchFileWriter:
+        if not self._writers:
+            made = tempfile.TemporaryDirectory(prefix=".export-", dir=self._folder)
+            self._folder = Path(self._stack.enter_context(made))
+        if number not in self._writers:
+            writer = pa.ipc.new_file(str(self._path(number)), schema)
+            self._writers[number] = self._stack.enter_context(writer)
+        return self._writers[number]
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number}.arrow"
+
+
+def _in_order(tables: Iterable[pa.Table]) -> pa.Table:
+    table = pa.concat_tables(tables).sort_by(ORDER)
+    same = [np.diff(table[name].to_numpy()) == 0 for name, _ in ORDER]
+    twice = np.flatnonzero(np.logical_and(*same))
+    if len(twice):
+        row = {name: table[name][int(twice[0])].as_py() for name in ("row_index", "id")}
+        raise DamagedRunError(f"row {row['row_index']}, id {row['id']!r}, is in two parts")
+    return table

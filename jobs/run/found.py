@@ -1,0 +1,189 @@
+"""Runs as they are found on disk, by whatever version and however far: read without their engine, and left as they are.
+
+`runs=` and `run=` name directories or globs of them.
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from glob import glob
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from runtime.errors import ConfigError, DamagedRunError
+
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
+from .part_files import parse_part, visible
+from .plan_file import read_plan_table
+from .run_dir import RunDirectory
+
+PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
+
+
+class Condition(Enum):
+    """`running`: another process holds its lock. `damaged`: `FoundRun.problem` says what a person must look at."""
+
+    done = "done"
+    running = "running"
+    interrupted = "interrupted"
+    damaged = "damaged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundRun:
+    """A run by its directory and its run.json."""
+
+    directory: RunDirectory
+    manifest: Mapping[str, JsonValue]
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
+    @cached_property
+    def semantic(self) -> Mapping[str, JsonValue]:
+        found = self.manifest.get("semantic")
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def operational(self) -> Mapping[str, JsonValue]:
+        found = self.manifest.get("operational")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The index of this shard, and how many there are; (0, 1) of a run that is none."""
+        index, count = (self.semantic.get(f"shard.{name}") for name in ("index", "count"))
+        return (index, count) if isinstance(index, int) and isinstance(count, int) else (0, 1)
+
+    @cached_property
+    def identity(self) -> Mapping[str, JsonValue]:
+        """What all shards of a run have in common."""
+        own = {"shard.index", "shard.count", "input"}
+        return {key: value for key, value in self.semantic.items() if key not in own}
+
+    @cached_property
+    def plan(self) -> pa.Table | None:
+        """The rows of plan.parquet; None where it is not there. Raises DamagedRunError."""
+        try:
+            return read_plan_table(self.directory.plan, may_lack_digest=True)
+        except FileNotFoundError:
+            return None
+
+    @cached_property
+    def parts(self) -> Mapping[int, Path]:
+        """The files of the committed blocks, by block. Files of other names are not the run's."""
+        with suppress(FileNotFoundError):
+            names = {path: PART_NAME.fullmatch(path.name) for path in visible(self.directory.generations)}
+            return {int(name[1]): path for path, name in names.items() if name is not None}
+        return {}
+
+    @cached_property
+    def num_rows(self) -> int | None:
+        """Rows that the run has to answer; None before its plan is fixed."""
+        return self.plan.num_rows if self.plan is not None else None
+
+    @cached_property
+    def num_done(self) -> int:
+        """Rows of committed parts. Raises DamagedRunError."""
+        return sum(self._rows_of(path) for path in self.parts.values())
+
+    @cached_property
+    def problem(self) -> str | None:
+        """What is wrong with the files, as far as names, footers and the plan say; None where nothing is."""
+        try:
+            recorded = self._recorded
+            gone = sorted(set(recorded) - {path.name for path in self.parts.values()})
+            if gone:
+                return f"{self.directory.success.name} lists {gone[0]}, which is gone"
+            paths = {name: self.directory.generations / name for name in recorded}
+            if wrong := [name for name, path in paths.items() if recorded[name] != self._rows_of(path)]:
+                return f"{wrong[0]} has not the rows that {self.directory.success.name} lists"
+            if self.num_done > (self.num_rows if self.num_rows is not None else self.num_done):
+                return f"{self.num_done} rows are there, {self.num_rows} were planned"
+        except (DamagedRunError, OSError) as error:
+            return str(error)
+        return None
+
+    @cached_property
+    def condition(self) -> Condition:
+        if self.problem is not None:
+            return Condition.damaged
+        if is_locked(self.directory.lock):
+            return Condition.running
+        return Condition.done if self.directory.success.exists() else Condition.interrupted
+
+    def read_part(self, block: int) -> pa.Table:
+        """A part's rows, every value of which is as it was written. Raises DamagedRunError."""
+        path = self.parts[block]
+        try:
+            table = parse_part(path.read_bytes())
+        except PARQUET_PROBLEMS as error:
+            raise DamagedRunError(f"{path} is damaged ({error}): the run's own command makes it again") from error
+        footer = table.schema.metadata or {}
+        owner = {b"millrace.config": self.manifest.get("semantic_digest"), b"millrace.block": str(block)}
+        if any(footer.get(key) != str(value).encode() for key, value in owner.items()):
+            raise DamagedRunError(f"{path} belongs to another run or block: the run's own command moves it aside")
+        return table
+
+    @property
+    def _recorded(self) -> Mapping[str, int]:
+        """Rows by part, as _SUCCESS.json lists them; nothing before the run is finished."""
+        if not self.directory.success.exists():
+            return {}
+        listed = read_json(self.directory.success).get("parts")
+        parts = [part for part in listed if isinstance(part, dict)] if isinstance(listed, list) else []
+        return {str(part.get("file")): rows for part in parts if isinstance(rows := part.get("num_rows"), int)}
+
+    def _rows_of(self, path: Path) -> int:
+        try:
+            return pq.read_metadata(path).num_rows
+        except PARQUET_PROBLEMS as error:
+            raise DamagedRunError(f"{path} is damaged ({error})") from error
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process works in the directory of this lock. A file system without locks says no."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def find_runs(names: Sequence[str], key: str) -> list[FoundRun]:
+    """The runs that `names`, the value of the setting `key`, mean: each a run's directory, or a glob of which those
+    matches count that hold a run.json. Each run comes once. Raises ConfigError, DamagedRunError."""
+    paths: dict[Path, Path] = {}  # by what they are once links are followed
+    for name in names:
+        path = Path(name).expanduser()
+        matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207
+        found = [match for match in matches if RunDirectory(path=match).manifest.is_file()]
+        if not found:
+            raise ConfigError(_nothing_found(key, name, path, matches))
+        paths |= {match.resolve(): match for match in found if match.resolve() not in paths}
+    runs = [RunDirectory(path=path) for path in paths.values()]
+    return [FoundRun(directory=run, manifest=read_json(run.manifest)) for run in runs]
+
+
+def _nothing_found(key: str, name: str, path: Path, matches: Sequence[Path]) -> str:
+    if not matches:
+        return f"{key}={name} does not exist (looked for {path.absolute()}): runs lie in <output_root>/generate"
+    inside = [child for child in sorted(matches[0].glob("*")) if RunDirectory(path=child).manifest.is_file()]
+    hint = f": {len(inside)} runs lie in it, of which {inside[0]} is the first" if inside and len(matches) == 1 else ""
+    return f"{key}={name} is no run: there is no run.json in {matches[0]}{hint}"

@@ -1,0 +1,328 @@
+"""A run's output as one file: every row once, in the order of the input, with what the input brought along."""
+
+import json
+import shutil
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pytest
+from hydra import compose, initialize_config_dir
+
+from jobs.config.settings import load
+from jobs.exporting import export as exporting
+from jobs.exporting.config import ErrorRows, ExportConfig
+from jobs.exporting.export import Exported, describe, export
+from jobs.files.lock import RunLock
+from jobs.files.publishing import write_json
+from jobs.run.manifest import RunManifest
+from jobs.run.output_rows import GenerationRow, infer_column_schema
+from jobs.run.parts import PartStore
+from jobs.run.plan_file import PlannedRequest, fix_plan
+from jobs.run.run_dir import RunDirectory
+from runtime.errors import ConfigError, DamagedRunError, OutputError
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGUN = ROOT / "tests" / "begun_before" / "generate"
+NUM_ROWS, NUM_SHARDS, NUM_BLOCKS = 24, 3, 4
+COLUMNS = [
+    {
+        "tags": ["x", f"y{i}"] if i % 3 else [],
+        "meta": {"at": i, "wörter": "日本\u2028\n\"'"},
+        "mixed": [5, "5", None, [1]][i % 4],
+        "numbers": [i, i / 2],
+        "empty": {},
+        "completion": i,
+    }
+    for i in range(NUM_ROWS)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run of `NUM_SHARDS` shards without a model: two samples of each row, row 5 an error, blocks by length."""
+
+    folder: Path
+    identity: dict[str, object] = field(default_factory=lambda: {"model.name": "tiny", "sampling.n": 2})
+
+    def directory(self, index: int) -> RunDirectory:
+        return RunDirectory(path=self.folder / f"x-{index:05d}-of-{NUM_SHARDS:05d}")
+
+    def store(self, index: int) -> PartStore:
+        directory = self.directory(index)
+        for each in (directory.generations, directory.throughput):
+            each.mkdir(parents=True, exist_ok=True)
+        semantic = {**self.identity, "shard.index": index, "shard.count": NUM_SHARDS, "input": f"of {index}"}
+        manifest = RunManifest(semantic=semantic, operational={}, versions={})  # pyright: ignore[reportArgumentType]
+        write_json(directory.manifest, manifest.to_json(), exclusive=False)
+        plan = planned(index)
+        fix_plan(directory.plan, plan)
+        return PartStore(directory=directory, manifest=manifest, plan=plan, columns=infer_column_schema(COLUMNS))
+
+    def finish(self, *indexes: int) -> "Case":
+        for index in indexes:
+            store = self.store(index)
+            for block, requests in store.blocks.items():
+                store.commit(block, [row_of(request) for request in requests], [])
+            store.finish()
+        return self
+
+    def export(self, name: str, **settings: object) -> Exported:
+        values = {"run": str(self.folder / "x-*"), "out": str(self.folder / name)} | settings
+        return export(ExportConfig(**values))  # pyright: ignore[reportArgumentType]
+
+
+def planned(shard: int) -> list[PlannedRequest]:
+    keys = [(row, sample) for row in range(shard, NUM_ROWS, NUM_SHARDS) for sample in (0, 1)]
+    keys.sort(key=lambda key: (key[0] * 7) % NUM_ROWS)  # blocks take rows by length, not by place
+    return [
+        PlannedRequest(
+            row_id=f"ä{row}", row_index=row, sample_index=sample, block=place * NUM_BLOCKS // len(keys),
+            micro_batch=0, position=place, num_prompt_tokens=9,
+        )
+        for place, (row, sample) in enumerate(keys)
+    ]  # fmt: skip
+
+
+def row_of(request: PlannedRequest) -> GenerationRow:
+    is_bad = request.row_index == 5
+    return GenerationRow(
+        id=request.row_id,
+        sample_index=request.sample_index,
+        status="error" if is_bad else "ok",
+        completion="" if is_bad else f'ünï, "{request.row_index}"\n\u2028',
+        token_ids=[] if is_bad else [request.row_index, 2],
+        finish_reason=None if is_bad else "eos",
+        error="line 5: no JSON" if is_bad else None,
+        columns=COLUMNS[request.row_index],
+        source_file="a.jsonl" if request.row_index < 10 else "b.jsonl",
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(folder=tmp_path_factory.mktemp("runs")).finish(*range(NUM_SHARDS))
+
+
+@pytest.fixture
+def case(whole: Case, tmp_path: Path) -> Case:
+    """A copy to do damage to."""
+    shutil.copytree(whole.folder, tmp_path / "runs", dirs_exist_ok=True)
+    return Case(folder=tmp_path / "runs")
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_bytes().decode().split("\n")[:-1]]
+
+
+def hidden(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_json_lines_have_every_row_in_input_order_with_all_values_as_they_were(whole: Case) -> None:
+    done = whole.export("all.jsonl")
+    rows = lines(done.out)
+    assert [(row["row_index"], row["sample_index"]) for row in rows] == [(i, n) for i in range(24) for n in (0, 1)]
+    for row in rows:
+        i = row["row_index"]
+        assert isinstance(i, int)
+        own = {name: row["row_completion" if name == "completion" else name] for name in COLUMNS[i]}
+        assert own == COLUMNS[i]
+        assert (row["id"], row["source_file"]) == (f"ä{i}", "a.jsonl" if i < 10 else "b.jsonl")
+        assert row["completion"] == ("" if i == 5 else f'ünï, "{i}"\n\u2028')
+        assert (row["status"], row["error"]) == (("error", "line 5: no JSON") if i == 5 else ("ok", None))
+    assert "日本" in done.out.read_text(encoding="utf-8"), "text stays readable"
+    assert (done.num_rows, done.num_errors, done.num_shards) == (48, 2, 3)
+    assert not {"block", "micro_batch"} & set(rows[0])
+
+
+def test_parquet_has_lists_and_objects_as_such_and_text_where_there_is_no_one_type(whole: Case) -> None:
+    done = whole.export("all.parquet")
+    table = pq.read_table(done.out)
+    types = {name: str(table.schema.field(name).type).replace("item:", "element:") for name in COLUMNS[0]}
+    assert types == {
+        "tags": "list<element: string>",
+        "meta": "struct<at: int64, wörter: string>",
+        "numbers": "list<element: double>",
+        "mixed": "string",
+        "empty": "string",  # Parquet has no objects without fields
+        "completion": "string",
+    }
+    assert str(table.schema.field("row_completion").type) == "int64"
+    rows = table.to_pylist()
+    assert [row["row_index"] for row in rows] == [i for i in range(24) for _ in (0, 1)]
+    assert [row["tags"] for row in rows[::2]] == [row["tags"] for row in COLUMNS]
+    assert [row["meta"] for row in rows[::2]] == [row["meta"] for row in COLUMNS]
+    assert [row["mixed"] for row in rows[:8:2]] == ["5", "5", None, "[1]"]
+    assert done.as_text == ["mixed", "empty"]
+
+
+def test_csv_has_a_line_of_names_and_lists_as_json(whole: Case) -> None:
+    done = whole.export("all.csv", columns=["id", "completion", "tags", "meta", "token_ids"])
+    table = pa_csv.read_csv(done.out, parse_options=pa_csv.ParseOptions(newlines_in_values=True))
+    assert table.column_names == ["id", "completion", "tags", "meta", "token_ids"]
+    rows = table.to_pylist()
+    assert len(rows) == 48
+    for i, row in enumerate(rows[::2]):
+        assert row["completion"] == ("" if i == 5 else f'ünï, "{i}"\n\u2028')
+        assert json.loads(row["meta"]) == COLUMNS[i]["meta"]
+        assert json.loads(row["token_ids"]) == ([] if i == 5 else [i, 2])
+
+
+@pytest.mark.parametrize("name", ["all.jsonl", "all.csv", "all.parquet"])
+def test_rows_that_do_not_fit_into_memory_give_the_same_file(
+    whole: Case, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = whole.export(name, out=str(tmp_path / f"at-once-{name}")).out
+    monkeypatch.setattr(exporting, "BYTES_AT_ONCE", 2000)
+    dealt = whole.export(name, out=str(tmp_path / f"dealt-{name}")).out
+    if name.endswith("parquet"):
+        assert pq.ParquetFile(dealt).num_row_groups > 3
+        assert pq.read_table(dealt) == pq.read_table(at_once)
+    else:
+        assert dealt.read_bytes() == at_once.read_bytes()
+    assert hidden(tmp_path) == []
+
+
+def test_error_rows_can_be_left_out(whole: Case) -> None:
+    done = whole.export("ok.jsonl", errors=ErrorRows.drop)
+    assert {row["row_index"] for row in lines(done.out)} == set(range(24)) - {5}
+    assert (done.num_rows, done.num_errors, done.num_dropped) == (46, 0, 2)
+    assert "46 rows of 3 shards; 2 with an error left out" in describe(done)[0]
+
+
+def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_and_refused(case: Case) -> None:
+    unfinish(case, 1)
+    shutil.rmtree(case.directory(2).path)
+    with pytest.raises(ConfigError) as refused:
+        case.export("never.jsonl")
+    message = str(refused.value)
+    assert "shard 2 of 3 is not there" in message
+    assert "(shard 1 of 3) is not finished: 12 of 16 rows are done, missing are rows" in message
+    assert not (case.folder / "never.jsonl").exists()
+
+    done = case.export("all.jsonl", partial=True)
+    rows = {row["row_index"] for row in lines(done.out)}
+    lacking = sorted({i for i in range(24) if i % 3 != 2} - rows)
+    assert f"missing are rows {', '.join(map(str, lacking))}" in message
+    assert len(done.missing.sentences) == 2
+    assert done.num_rows == 28
+
+
+def unfinish(case: Case, index: int) -> None:
+    directory = case.directory(index)
+    directory.success.unlink()
+    directory.generations_part(2).unlink()
+
+
+def test_a_run_that_another_process_works_on_is_said_to_be(case: Case) -> None:
+    unfinish(case, 0)
+    lock = RunLock(case.directory(0).lock)
+    with pytest.raises(ConfigError, match=r"shard 0 of 3\) is being worked on by another process"):
+        case.export("all.jsonl")
+    lock.release()
+
+
+def test_a_damaged_part_is_refused_with_4_and_left_out_only_if_asked(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = case.directory(1).generations_part(0)
+    data = bytearray(path.read_bytes())
+    data[data.index("ünï".encode())] ^= 1
+    path.write_bytes(data)
+    (case.folder / "all.jsonl").write_text("of before")
+    with pytest.raises(DamagedRunError, match=r"part-00000\.parquet is damaged"):
+        case.export("all.jsonl")
+    assert (case.folder / "all.jsonl").read_text() == "of before"
+    assert hidden(case.folder) == []
+    assert case.export("all.jsonl", partial=True).num_rows == 44
+    assert "left out" in caplog.text
+
+
+def test_a_part_of_another_shard_is_damage(case: Case) -> None:
+    shutil.copy(case.directory(0).generations_part(0), case.directory(1).generations_part(0))
+    with pytest.raises(DamagedRunError, match="belongs to another run or block"):
+        case.export("all.jsonl")
+
+
+def test_one_run_is_exported_at_a_time(case: Case, tmp_path: Path) -> None:
+    other = Case(folder=tmp_path / "other", identity={"model.name": "tiny", "sampling.n": 3}).finish(1)
+    with pytest.raises(ConfigError, match=r"is another run than .*, by sampling\.n: one is exported"):
+        case.export("all.jsonl", run=[str(case.directory(0).path), str(other.directory(1).path)])
+    shutil.copytree(case.directory(0).path, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="are both shard 0 of 3"):
+        case.export("all.jsonl", run=[str(case.folder / "x-*"), str(tmp_path / "copy")])
+
+
+def test_a_run_that_is_named_twice_is_exported_once(case: Case) -> None:
+    (case.folder / "link").symlink_to(case.directory(0).path)
+    names = [str(case.folder / "x-*"), str(case.directory(1).path), str(case.folder / "link")]
+    assert case.export("all.jsonl", run=names).num_rows == 48
+
+
+@pytest.mark.parametrize("run", ["waves", "continuous"])
+def test_a_run_begun_before_parts_had_places_is_ordered_by_its_plan(run: str, tmp_path: Path) -> None:
+    settings = {"run": str(BEGUN / run), "out": str(tmp_path / "all.jsonl")}
+    with pytest.raises(ConfigError, match="is not finished: "):
+        export(ExportConfig(**settings))
+    rows = lines(export(ExportConfig(**settings, partial=True)).out)
+    places = [row["row_index"] for row in rows]
+    plan = {row["row_id"]: row["row_index"] for row in pq.read_table(BEGUN / run / "plan.parquet").to_pylist()}
+    assert places == sorted(plan[row["id"]] for row in rows)
+    assert len(rows) == {"waves": 4, "continuous": 6}[run]
+    assert {row["source_file"] for row in rows} == {None}
+
+
+def test_without_a_plan_numbers_are_places_and_other_ids_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(BEGUN / "waves", tmp_path / "waves")
+    (tmp_path / "waves" / "plan.parquet").unlink()
+    done = export(ExportConfig(run=str(tmp_path / "waves"), out=str(tmp_path / "all.jsonl"), partial=True))
+    ids = [str(row["id"]) for row in lines(done.out)]
+    assert ids == sorted(ids, key=int)
+    shutil.copytree(BEGUN / "continuous", tmp_path / "continuous")
+    (tmp_path / "continuous" / "plan.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"plan\.parquet, which does, is gone.*put that file back"):
+        export(ExportConfig(run=str(tmp_path / "continuous"), out=str(tmp_path / "all.jsonl"), partial=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"run": "nowhere"}, "run=nowhere does not exist"),
+        ({"run": None}, "run is not set"),
+        ({"out": None}, "out is not set"),
+        ({"out": "a.txt"}, r"out=a.txt ends in none of \.jsonl, \.csv, \.parquet"),
+        ({"columns": ["id", "nope"]}, "columns=nope is not there: the run has row_index, source_file, id"),
+        ({"columns": ["id", "id"]}, "names a column twice"),
+        ({"columns": []}, "columns is empty"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_in_a_sentence(whole: Case, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        whole.export("all.jsonl", **settings)
+
+
+def test_a_directory_of_runs_is_no_run_and_says_which_are_in_it(whole: Case) -> None:
+    with pytest.raises(ConfigError, match=r"there is no run\.json in .*: 3 runs lie in it"):
+        whole.export("all.jsonl", run=str(whole.folder))
+
+
+def test_the_file_never_lies_among_the_parts(case: Case) -> None:
+    with pytest.raises(ConfigError, match="lies among the parts of the run"):
+        case.export("x", out=str(case.directory(0).generations / "part-00009.parquet"))
+    with pytest.raises(ConfigError, match="is a directory"):
+        case.export("x", out=str(case.folder), format="jsonl")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_output(whole: Case, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError):
+        whole.export("x", out=str(tmp_path / "file" / "all.jsonl"))
+
+
+def test_the_settings_are_those_of_the_yaml() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        composed = compose("export", ["run=[a,b]", "out=c.csv"])
+    assert set(composed) == {each.name for each in fields(ExportConfig)}
+    assert load(ExportConfig, composed) == ExportConfig(run=["a", "b"], out="c.csv")
