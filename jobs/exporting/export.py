@@ -1,4 +1,4 @@
-"""From the parts of a run's shards to one file: rows verified, put in order and published whole."""
+"""The parts of a run's shards as one file: rows verified, put in order and published whole."""
 
 import logging
 from collections.abc import Iterator, Sequence
