@@ -15,7 +15,6 @@ from pathlib import Path
 from .batching.balance import Block
 from .config import RuntimeConfig
 from .errors import BudgetError, ConfigError
-from .plan.placement.defaults import chunk_tokens
 from .plan.placement.memory import SequenceSize
 from .plan.placement.placement import Budgets
 from .plan.planner import RunPlan, find_policy, plan_policy
@@ -28,7 +27,8 @@ from .store.cache_root import cache_root
 
 log = logging.getLogger(__name__)
 
-EDITION = 2  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
+NUM_LOGGED = 3  # sentences of why: the policy, the runner-up, and what binds
+EDITION = 3  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def question(
         Workload.of(sizes).digest,
         f"{budgets.host_bytes:.2g} {budgets.device_bytes or 0:.2g}",
         f"{config.offload} {config.kv} {config.prefetch}",
-        f"{chunk_tokens(config.policy)} {config.policy.admission}",
+        str(replace(config.policy, pin=None)),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -118,8 +118,8 @@ def plan_by_choice(
 
 
 def _log_kept(kept: KeptPolicy, origin: str) -> None:
-    for sentence in kept.why:
-        log.info("policy=hrm (%s): %s", origin, sentence)
+    for sentence in kept.why[:NUM_LOGGED]:
+        log.info("policy (%s): %s", origin, sentence)
 
 
 def _pinned(directory: Path, pin: str) -> KeptPolicy:
@@ -131,7 +131,7 @@ def _pinned(directory: Path, pin: str) -> KeptPolicy:
     known = sorted({each.policy.digest for each in every if each is not None})
     raise ConfigError(
         f"policy.pin={pin} names {len(found) or 'none'} of the {len(known)} choices in {directory}"
-        + (f": {', '.join(known)}" if known else "; run once with policy=hrm and without a pin")
+        + (f": {', '.join(known)}" if known else "; run once without a pin")
     )
 
 

@@ -61,7 +61,7 @@ class Lanes(Enum):
 class PolicyKind(Enum):
     fixed = "fixed"
     auto = "auto"
-    hrm = "hrm"  # searched, for the highest throughput
+    hrm = "hrm"  # searched, however short the run is
 
 
 class Admission(Enum):
@@ -190,16 +190,18 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences; what None comes to,
-    also for `schedule`, says `runtime/plan/placement/defaults.py`.
-    `hrm` chooses both, `schedule` and `attention` itself, or takes the earlier choice that `pin` names."""
+    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences.
+
+    What is None is chosen: with `fixed` by the rules of `runtime/plan/placement/defaults.py`, with `auto` by a search
+    where that pays and by those rules elsewhere, with `hrm` by a search. `pin` names an earlier choice of a search,
+    which is then taken."""
 
     kind: TextField[PolicyKind] = enum_field(PolicyKind.auto)
     micro_batch_size: int | None = None
     num_micro_batches: int | None = None
     admission: TextField[Admission] = enum_field(Admission.wave)
     schedule: TextField[Order | None] = optional_enum_field(Order)
-    attention: TextField[Attention] = enum_field(Attention.device)
+    attention: TextField[Attention | None] = optional_enum_field(Attention)
     prefill_chunk_tokens: int | None = None
     pin: str | None = None
 

@@ -68,8 +68,8 @@ class Planner:
         num_halvings: int = 0,
     ) -> RunPlan:
         """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`: of the run that is
-        resumed; otherwise the policy chooses them. `known`: what a search came to before, which `policy=hrm` goes by as
-        long as it fits. `num_halvings` as for `plan_policy`."""
+        resumed; otherwise the policy chooses them. `known`: what a search came to before, which is gone by as long as
+        it fits. `num_halvings` as for `plan_policy`."""
         reclaim(self.device)
         budgets = self.budgets
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
@@ -77,9 +77,8 @@ class Planner:
             require_slots(walk, first.num_lanes)
         if rates is None and sizes:
             rates = self.measured(first, sizes)
-        is_searched = self.config.policy.kind is PolicyKind.hrm and bool(sizes)
         problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
-        if not is_searched:
+        if self.config.policy.kind is PolicyKind.fixed or not sizes:
             kept = blocks if budgets.has_device else first.blocks
             return plan_policy(problem, blocks=kept, num_halvings=num_halvings)
         machine = f"{self.config.machine.name} {self.host}"
@@ -109,7 +108,7 @@ class Planner:
         assert same.prediction is not None, "rates are given"
         assert found.prediction is not None, "rates are given"
         is_worth_it = found.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
-        return found if is_worth_it else replace(same, searched=plan.searched)
+        return found if is_worth_it and found.searched is not None else replace(same, searched=plan.searched)
 
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")

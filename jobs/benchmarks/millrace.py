@@ -35,19 +35,27 @@ from .task import Result, Task, prompts
 AMPLE = Budgets(host_bytes=1 << 60)
 
 
+def _policy(task: Task) -> PolicyConfig:
+    """The policy that the task says; a search is free in all of it."""
+    kind, admission = PolicyKind(task.policy), task.entry.admission if isinstance(task.entry, Ours) else Admission.wave
+    if kind is PolicyKind.hrm:
+        return PolicyConfig(kind=kind, admission=admission)
+    return PolicyConfig(
+        kind=kind,
+        micro_batch_size=task.micro_batch_size,
+        num_micro_batches=task.num_micro_batches,
+        admission=admission,
+        schedule=Order(task.schedule),
+        attention=Attention(task.attention),
+    )
+
+
 def opened(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tuple[Runtime, list[Request]]:
     """The runtime of a task, with its weights where `offload` says, and the task's requests."""
     config = RuntimeConfig(
         model=ModelConfig(name="bench", path=task.path, dtype=DType.float32),
         offload=offload,
-        policy=PolicyConfig(
-            kind=PolicyKind(task.policy),
-            micro_batch_size=task.micro_batch_size,
-            num_micro_batches=task.num_micro_batches,
-            admission=task.entry.admission if isinstance(task.entry, Ours) else Admission.wave,
-            schedule=Order(task.schedule),
-            attention=Attention(task.attention),
-        ),
+        policy=_policy(task),
         sampling=SamplingConfig(
             max_new_tokens=task.num_new_tokens,
             ignore_eos=task.ignore_eos,

@@ -12,7 +12,7 @@ from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.profile import machine_of
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.planner import RunPlan, find_policy, plan_policy
+from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionWay
@@ -119,9 +119,7 @@ def _run_plan(
     """The plan of a run, by the policy that `policy.pin` names among those that runs of this user have kept."""
 
     problem = Problem(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=machine.rates)
-    if config.policy.kind is not PolicyKind.hrm:
-        return plan_policy(problem)
-    if config.policy.pin is None:
+    if config.policy.kind is PolicyKind.fixed or config.policy.pin is None:
         return find_policy(problem)
     return plan_by_choice(policies_directory(config.offload.cache_dir), None, problem)
 

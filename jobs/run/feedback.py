@@ -1,5 +1,5 @@
-"""What a run of `policy=hrm` learns from its first block: its rates, corrected, and with them perhaps another way for
-the blocks that are left.
+"""What a run whose policy was searched learns from its first block: its rates, corrected, and with them perhaps another
+way for the blocks that are left.
 
 `rates.json` keeps the rates that the run was planned with and the policy that it goes by, and the corrected rates once
 there are any: a run that goes on on the same host, with the same tiers, measures and searches nothing, and goes the way
@@ -50,7 +50,7 @@ class Feedback:
         values = read_json(self.path)
         if any(values.get(key) != value for key, value in self._circumstances().items()):
             log.warning(
-                "policy=hrm: %s was measured on another host or with other settings of offload, kv or prefetch; rates "
+                "%s was measured on another host or with other settings of offload, kv or prefetch; rates "
                 "are measured anew, and the policy is searched anew",
                 self.path,
             )
@@ -84,7 +84,7 @@ class Feedback:
         self._corrected = corrected(self._first, measured, predicted)
         for resource in (each for each in Resource if measured[each] and predicted[each]):
             log.info(
-                "policy=hrm: the first block kept %s busy for %.3g s where %.3g s were predicted",
+                "policy: the first block kept %s busy for %.3g s where %.3g s were predicted",
                 resource.value,
                 measured[resource],
                 predicted[resource],

@@ -143,7 +143,7 @@ class _Run:
                 store = self._seated(asked, plan.blocks)
                 for blocks, way in self._stretches(plan, store, feedback):
                     if (way.policy, way.kv) != (plan.policy, plan.kv):
-                        log.info("policy=hrm: from now on %s", way.searched)
+                        log.info("policy: from now on %s", way.searched)
                         break
                     with self._surroundings(asked, store, way) as around:
                         generate_blocks(session, blocks, around)
@@ -151,9 +151,9 @@ class _Run:
                     return self._finished(asked, store, plan)
 
     def _feedback(self, asked: Asked) -> Feedback | None:
-        """What the run learns from its first block, where the policy is searched."""
+        """What the run learns from its first block, where its policy may be a search's."""
         policy = self._config.policy
-        if policy.kind is not PolicyKind.hrm or policy.pin is not None or policy.admission is not Admission.wave:
+        if policy.kind is PolicyKind.fixed or policy.pin is not None or policy.admission is not Admission.wave:
             return None
         feedback = Feedback(path=self._state.directory.rates, runtime=self._runtime, requests=asked.requests)
         feedback.restore()
@@ -180,6 +180,8 @@ class _Run:
         publish(self._state.directory.schedule, lambda file: write_all(file, text.encode()), exclusive=False)
         remove_committed(self._state.directory, done)
         left, first = [block for block in plan.blocks if block.index not in done], plan.blocks[0]
+        if plan.searched is None:
+            feedback = None
         if feedback is not None and first in left:
             feedback.record(plan)
             yield [first], plan

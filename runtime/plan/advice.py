@@ -5,7 +5,6 @@ known.
 """
 
 from collections.abc import Iterator
-from enum import Enum
 
 from ..config import (
     Admission,
@@ -13,7 +12,6 @@ from ..config import (
     ExpertPaging,
     KVConfig,
     KVTier,
-    PolicyConfig,
     PolicyKind,
     Prefetch,
     PrefetchConfig,
@@ -50,7 +48,7 @@ def ignored_by_plan(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, 
 
 def slow_by_plan(config: RuntimeConfig, plan: RunPlan) -> list[str]:
     """Settings that came to something slow which the user can avoid."""
-    return [*_kv_on_disk(config, plan.placement), *_experts_read_by_lane(config, plan)]
+    return [*_kv_on_disk(config, plan.placement), *_experts_read_by_lane(plan)]
 
 
 def _weights(config: RuntimeConfig, *, has_device: bool) -> Iterator[str]:
@@ -162,16 +160,9 @@ def _admission(config: RuntimeConfig, shape: ModelShape) -> Iterator[str]:
 
 
 def _search(config: RuntimeConfig) -> Iterator[str]:
-    policy, default = config.policy, PolicyConfig()
-    if policy.kind is not PolicyKind.hrm:
-        if policy.pin is not None:
-            yield f"policy.pin={policy.pin} has no effect beside policy={policy.kind.value}; policy=hrm takes it"
-        return
-    for key in ("micro_batch_size", "num_micro_batches", "schedule", "attention"):
-        value = getattr(policy, key)
-        if value != getattr(default, key):
-            text = value.value if isinstance(value, Enum) else value
-            yield f"policy.{key}={text} has no effect beside policy=hrm, which chooses it; policy=fixed takes it"
+    policy = config.policy
+    if policy.kind is PolicyKind.fixed and policy.pin is not None:
+        yield f"policy.pin={policy.pin} has no effect beside policy=fixed; policy=auto takes it"
 
 
 def _kv_on_disk(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
@@ -184,11 +175,10 @@ def _kv_on_disk(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
         )
 
 
-def _experts_read_by_lane(config: RuntimeConfig, plan: RunPlan) -> Iterator[str]:
-    paging, placement = config.offload.expert_paging, plan.placement
-    is_asked_for = paging in (ExpertPaging.hit, ExpertPaging.all) and bool(placement.paged)
-    if is_asked_for and plan.num_lanes > 1 and not placement.decode_walk.routing:
+def _experts_read_by_lane(plan: RunPlan) -> Iterator[str]:
+    placement, is_by_rule = plan.placement, plan.searched is None
+    if placement.paged and plan.num_lanes > 1 and not placement.decode_walk.routing and is_by_rule:
         yield (
-            f"offload.expert_paging={paging.value} reads an expert up to {plan.num_lanes} times in a pass: each of "
+            f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times in a pass: each of "
             f"{plan.num_lanes} micro-batches asks by itself; policy.schedule={BATCHED.value} reads it once"
         )

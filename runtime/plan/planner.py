@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..batching.balance import Block
-from ..config import KVConfig, Order, PolicyConfig, PrefetchConfig, RuntimeConfig
+from ..config import Attention, KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
 from ..errors import BudgetError
 from .cost.predict import Prediction
 from .cost.rates import MachineRates
@@ -26,6 +26,7 @@ from .search.policy import Policy
 from .shape.model import ModelShape
 
 WORTHWHILE = 0.02  # of a run's time, to be won by another size of micro-batches than the rule's
+SEARCH_PAYS_SECONDS = 30.0  # predicted of a run by rule: a search takes a second or two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class RunPlan:
     blocks: tuple[Block, ...]
     budgets: Budgets
     placement: Placement
-    policy: PolicyConfig  # as resolved: hrm has become fixed; tokens of a prefill pass are said
+    policy: PolicyConfig  # as resolved: what was searched has become fixed; attention and prefill chunks are said
     kv: KVConfig  # as resolved with it
     prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
     rates: MachineRates | None
@@ -77,7 +78,7 @@ def plan_run(
 
 
 def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
-    """The plan of the policy that the config says; what it leaves open goes by rule, with `policy=hrm` as with `auto`.
+    """The plan of the policy that the config says; what it leaves open goes by rule.
 
     `blocks` are those of a run that is resumed. `num_halvings`: how often memory has run out with a policy that is
     chosen here; chunks then are as small as they should be.
@@ -99,16 +100,16 @@ def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
 
 
 def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
-    """The plan of the policy with the highest throughput that a search finds, with the search's `choice`. Where
-    `blocks` of a run that is resumed are given, only the way they go is chosen; `num_halvings` as for `plan_policy`.
-    Without rates there is nothing to search by, and without requests nothing to search for: then it is that plan.
+    """The plan of the policy with the highest throughput that a search finds among those that the settings leave open,
+    with the search's `choice`; of `policy=auto` only where `search_pays`. Where `blocks` of a run that is resumed are
+    given, only the way they go is chosen; `num_halvings` as for `plan_policy`.
 
     Raises BudgetError, with the equation, when even the smallest block does not fit.
     """
-    if problem.rates is None or not problem.sizes:
-        return plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
-    usual = None if blocks else _policy_of(plan_policy(replace(problem, rates=None)), problem.shape)
-    found = search(problem, blocks=blocks, usual=usual)
+    usual = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
+    if not search_pays(problem.config.policy.kind, usual):
+        return usual
+    found = search(problem, blocks=blocks, usual=None if blocks else _policy_of(usual, problem.shape))
     best = found.choice.best.policy.halved(num_halvings)
     if num_halvings:
         fixed = problem.of(best)
@@ -118,12 +119,21 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
     return replace(plan, choice=found.choice, searched=best)
 
 
+def search_pays(kind: PolicyKind, usual: RunPlan) -> bool:
+    """Whether another policy than the `usual` one is to be searched: what is open, with `auto`, where that takes so
+    long that a second or two are worth a few per cent of it. Without rates there is nothing to search by, and without
+    requests nothing to search for."""
+    if kind is PolicyKind.fixed or usual.prediction is None or not usual.blocks:
+        return False
+    return kind is PolicyKind.hrm or usual.prediction.seconds >= SEARCH_PAYS_SECONDS
+
+
 def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
     return RunPlan(
         blocks=run.blocks,
         budgets=problem.budgets,
         placement=run.placement,
-        policy=run.config.policy,
+        policy=replace(run.config.policy, attention=run.config.policy.attention or Attention.device),
         kv=run.config.kv,
         prefetch=run.prefetch,
         rates=problem.rates,
@@ -190,7 +200,7 @@ def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
     return Policy(
         micro_batch_size=plan.lane_size,
         num_micro_batches=plan.num_lanes,
-        attention=plan.policy.attention,
+        attention=plan.policy.attention or Attention.device,
         schedule=order,
         resident_layers=sum(stage.index in plan.placement.resident for stage in shape.layers),
         kv_fraction=1 - num_travelling / num_layers if num_layers > 0 else 1.0,

@@ -122,9 +122,12 @@ class Choices:
 
     @staticmethod
     def of(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "Choices":
+        """What `config` says is the only value of its axis; of the number of micro-batches it is the most."""
+        policy = config.policy
+        width, most = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]
         return Choices(
-            micro_batches=_up_to(MICRO_BATCHES, num_requests),
-            counts=_up_to(COUNTS, num_requests),
+            micro_batches=_up_to(MICRO_BATCHES, num_requests) if width is None else [min(width, max(1, num_requests))],
+            counts=_up_to(COUNTS, max(1, min(most, num_requests))),
             resident=_resident_counts(shape, config, has_device=has_device),
             ways=_ways(shape, config, has_device=has_device),
         )
@@ -173,19 +176,30 @@ def _resident_counts(shape: ModelShape, config: RuntimeConfig, *, has_device: bo
 
 
 def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
-    has_experts = shape.has_own_experts
-    orders = [
+    """Those that the settings leave open. Attention on the CPU that cannot be is the device's, see `plan/advice.py`."""
+    policy = config.policy
+    fractions = {each: _kv_fractions(shape, config, each, has_device=has_device) for each in Attention}
+    places = [each for each in Attention if fractions[each]]
+    if policy.attention in places:
+        places = [policy.attention]
+    return [
+        (order, attention, fraction)
+        for attention in places
+        for fraction in fractions[attention]
+        for order in _orders(shape, config, attention)
+    ]
+
+
+def _orders(shape: ModelShape, config: RuntimeConfig, attention: Attention) -> list[Order]:
+    asked = config.policy.schedule
+    if asked is not None:
+        return [asked if attention is Attention.cpu else asked.without_cpu_attention]
+    return [
         order
         for order in Order
         if num_slots_for(config.prefetch, order) >= order.style.num_slots
-        and (has_experts or not order.style.batches_experts)
-    ]
-    return [
-        (order, attention, fraction)
-        for attention in Attention
-        for fraction in _kv_fractions(shape, config, attention, has_device=has_device)
-        for order in orders
-        if attention is Attention.cpu or not order.style.needs_cpu_attention
+        and (shape.has_own_experts or not order.style.batches_experts)
+        and (attention is Attention.cpu or not order.style.needs_cpu_attention)
     ]
 
 
