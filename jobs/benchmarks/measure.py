@@ -71,7 +71,7 @@ def _millrace(task: Task, ours: Ours, folder: str) -> Result:
     """Measures generation; writing a trace counts too, though it happens between passes. What a search chooses is kept
     in `folder`: the next measurement searches anew."""
     trace = Trace() if ours.is_traced else None
-    cache_dir = folder if task.policy == PolicyKind.hrm.value else None
+    cache_dir = folder if task.policy != PolicyKind.fixed.value else None
     runtime, requests = _within_share(task, OffloadConfig(tier=ours.tier, cache_dir=cache_dir), trace)
     if task.is_check:
         sizes = [request.size for request in requests]

@@ -72,7 +72,7 @@ def test_prompts_are_as_many_and_as_long_as_the_data_set_says() -> None:
 
 
 def test_budgets_of_the_config_come_before_those_of_the_machine() -> None:
-    small = plan("model=llama-3.2-1b", "offload.device_memory_gib=2", "offload.host_memory_gib=9").run
+    small = plan("model=llama-3.2-1b", "offload.device_memory_gib=2", "offload.host_memory_gib=9", "policy=fixed").run
     assert [ledger.budget_bytes >> 30 for ledger in small.placement.ledgers] == [2, 9]
 
 
@@ -117,7 +117,7 @@ def test_more_samples_of_a_prompt_are_more_requests() -> None:
 
 
 def test_each_resource_that_works_says_how_busy_it_is_and_one_binds_each_phase() -> None:
-    text = report(plan("model=mixtral", "machine=t4"), num_actions=0)
+    text = report(plan("model=mixtral", "machine=t4", "policy=fixed"), num_actions=0)
     busy = text.partition("\nbusy:")[2].partition("\n\n")[0]
     head, *lines = busy.splitlines()
     assert head.split() == ["prefill", "decode"]
@@ -193,7 +193,7 @@ def test_a_machine_whose_products_lack_rates_is_named_with_what_the_plan_makes_o
         float32=one,
         bfloat16=replace(one, gemm_gflops=[1.0, 8.0, 60.0]),
     )
-    config = replace(config_of("model=gpt2"), machine=MachineConfig(name="mine", rates=rates))
+    config = replace(config_of("model=gpt2", "policy=fixed"), machine=MachineConfig(name="mine", rates=rates))
     text = report(make_plan(config), num_actions=0)
     assert "note: machine.rates.float32.gemm_gflops has 1 of 3 rates, up to M=1: products of more rows, M=8, " in text
     whole = replace(config, model=replace(config.model, dtype=DType.bfloat16))

@@ -49,7 +49,7 @@ def policy(**keys: object) -> RuntimeConfig:
 
 def searched(**keys: object) -> RuntimeConfig:
     sizes: dict[str, object] = {"micro_batch_size": None, "num_micro_batches": None}
-    return policy(kind=PolicyKind.hrm, **(sizes | keys))
+    return policy(kind=PolicyKind.auto, **(sizes | keys))
 
 
 def kv(tier: KVTier, **keys: object) -> RuntimeConfig:
@@ -116,9 +116,8 @@ CASES: dict[str, tuple[RuntimeConfig, ModelShape, Budgets, list[str]]] = {
     "continuous": (policy(admission=Admission.continuous), DENSE, HOST, []),
     "continuous, padded": (policy(admission=Admission.continuous), PADDED, HOST, ["policy.admission=continuous"]),
     "pin": (policy(pin="abc"), DENSE, HOST, ["policy.pin=abc"]),
-    "pin, hrm": (searched(pin="abc"), DENSE, HOST, []),
-    "sizes, hrm": (searched(micro_batch_size=8), DENSE, HOST, ["policy.micro_batch_size=8"]),
-    "way, hrm": (searched(schedule=Order.flexgen), DENSE, HOST, ["policy.schedule=flexgen"]),
+    "pin, auto": (searched(pin="abc"), DENSE, HOST, []),
+    "sizes, auto": (searched(micro_batch_size=8), DENSE, HOST, []),
     "resident": (offload(resident_layers=2), DENSE, HOST, []),
     "resident, offload=none": (offload(Tier.none, resident_layers=2), DENSE, HOST, ["offload.resident_layers=2"]),
     "offload=cpu": (offload(Tier.cpu, resident_layers=None), DENSE, HOST, ["offload=cpu"]),

@@ -112,13 +112,13 @@ def test_without_a_key_nothing_is_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_choice_is_logged_with_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged_with_why_in_three_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         found, _ = ask(tmp_path, Planner()), ask(tmp_path, Planner())
     assert found.choice is not None
-    for sentence in found.choice.why:
-        assert f"(searched): {sentence}" in caplog.text
-        assert f"(of an earlier search): {sentence}" in caplog.text
+    for origin in ("searched", "of an earlier search"):
+        said = [record.message for record in caplog.records if f"({origin}): " in record.message]
+        assert said == [f"policy ({origin}): {sentence}" for sentence in found.choice.why[:3]]
 
 
 def test_another_machine_model_workload_budget_or_setting_is_another_question() -> None:
@@ -131,6 +131,7 @@ def test_another_machine_model_workload_budget_or_setting_is_another_question() 
         question("here", shape, CONFIG, Budgets(host_bytes=2 * GIB), SIZES),
         question("here", shape, CONFIG, Budgets(host_bytes=GIB, device_bytes=GIB), SIZES),
         question("here", shape, replace(CONFIG, prefetch=PrefetchConfig(depth=2)), budgets, SIZES),
+        question("here", shape, replace(CONFIG, policy=replace(CONFIG.policy, micro_batch_size=3)), budgets, SIZES),
     }
-    assert len(others | {base}) == 7
+    assert len(others | {base}) == 8
     assert base == question("here", shape, pinned("abc"), Budgets(host_bytes=GIB + 1000), list(SIZES))

@@ -26,7 +26,7 @@ from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.defaults import in_chunks
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.planner import find_policy, plan_policy, plan_run
+from runtime.plan.planner import SEARCH_PAYS_SECONDS, find_policy, plan_policy, plan_run
 from runtime.plan.search import finalists
 from runtime.plan.search.blocks import of_blocks
 from runtime.plan.search.candidate import PlacedRun, Problem
@@ -53,6 +53,13 @@ RATES = MachineRates(
     cpu_flops_per_second=1e11,
     turn_seconds=1e-5,
     pass_seconds=1e-4,
+)
+SLOW = replace(  # a thousandth of it: a run of seconds takes an hour
+    RATES,
+    disk_bytes_per_second=1e6,
+    gemm_flops_per_second={1: 2e7, 200: 4e9},
+    link_in_bytes_per_second=1e7,
+    link_out_bytes_per_second=1e7,
 )
 SMALL = Moe(
     name="small", num_layers=6, hidden=512, ffn=1024, num_heads=8, num_kv_heads=2, num_experts=8,
@@ -265,6 +272,58 @@ def test_a_slow_disk_binds_until_compute_does() -> None:
 
     assert binding(0.001) is Resource.disk
     assert binding(1000.0) is Resource.compute
+
+
+SET = {
+    "micro_batch_size": 7,
+    "num_micro_batches": 3,
+    "schedule": Order.flexgen,
+    "attention": Attention.cpu,
+    "prefill_chunk_tokens": 96,
+}
+
+
+@pytest.mark.parametrize("key", SET)
+@pytest.mark.parametrize("kind", [PolicyKind.auto, PolicyKind.hrm])
+def test_a_search_keeps_to_what_is_set(kind: PolicyKind, key: str) -> None:
+    asked = replace(config(), policy=replace(PolicyConfig(kind=kind), **{key: SET[key]}))
+    found = find_policy(problem(SHAPES["moe"], replace(WITH_DEVICE, rates=SLOW), asked))
+    assert found.choice is not None
+    for candidate in found.choice.table:
+        value = getattr(candidate.policy, key)
+        assert value <= SET[key] if key.endswith("es") or key == "micro_batch_size" else value == SET[key]
+
+
+def test_cgopipe_where_the_cpu_cannot_attend_is_the_plain_order() -> None:
+    policy = PolicyConfig(kind=PolicyKind.hrm, schedule=Order.cgopipe, attention=Attention.cpu)
+    found = find_policy(problem(SHAPES["padded"], WITH_DEVICE, replace(config(), policy=policy)))
+    assert found.placement.fits
+    assert not found.placement.decode_walk.attending
+
+
+def test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_by_rule() -> None:
+    auto = replace(config(), policy=PolicyConfig())
+    for rates, is_searched in ((RATES, False), (SLOW, True)):
+        asked = problem(SHAPES["moe"], replace(WITH_DEVICE, rates=rates), auto)
+        found, by_rule, searched = find_policy(asked), plan_policy(asked), find_policy(replace(asked, config=config()))
+        assert by_rule.prediction is not None
+        assert found.prediction is not None
+        assert searched.prediction is not None
+        assert (by_rule.prediction.seconds >= SEARCH_PAYS_SECONDS) is is_searched, "else this tests nothing"
+        assert (found.choice is not None) is is_searched
+        if is_searched:
+            assert found.prediction == searched.prediction
+        else:
+            assert found == by_rule
+
+
+def test_the_usual_policy_stays_where_another_is_faster_by_a_hair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(SHAPES["moe"], WITH_DEVICE, config())
+    table = search(asked).choice.table
+    usual = next(each.policy for each in table[1:] if each.policy != table[0].policy)
+    for share, expected in ((1.0, usual), (0.0, table[0].policy)):
+        monkeypatch.setattr(finalists, "NOTABLE", share)
+        assert search(asked, usual=replace(usual, prefill_chunk_tokens=None)).choice.best.policy == expected
 
 
 @pytest.mark.parametrize("num_halvings", range(8))
