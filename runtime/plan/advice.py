@@ -179,6 +179,6 @@ def _experts_read_by_lane(plan: RunPlan) -> Iterator[str]:
     placement, is_by_rule = plan.placement, plan.searched is None
     if placement.paged and plan.num_lanes > 1 and not placement.decode_walk.routing and is_by_rule:
         yield (
-            f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times in a pass: each of "
-            f"{plan.num_lanes} micro-batches asks by itself; policy.schedule={BATCHED.value} reads it once"
+            f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times in a pass: "
+            f"each of {plan.num_lanes} micro-batches asks by itself; policy.schedule={BATCHED.value} reads it once"
         )
