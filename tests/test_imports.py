@@ -46,6 +46,7 @@ JOBS = {
     "pictures": {"files"},
     "run": {"config", "files", "datasets", "pictures"},
     "exporting": {"files", "run"},
+    "reporting": {"config", "files", "pictures", "run"},
     "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},
     "benchmarks": {"config", "files", "datasets", "pictures", "run"},

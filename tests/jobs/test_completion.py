@@ -50,7 +50,9 @@ def test_offered_is_what_can_stand_there(words: str, offered: list[str]) -> None
     assert completions(words.split(" "), COMMANDS) == offered
 
 
-@pytest.mark.parametrize("job", ["generate", "export", "plan", "measure", "bench", "synthesize", "models", "trace"])
+@pytest.mark.parametrize(
+    "job", ["generate", "export", "report", "plan", "measure", "bench", "synthesize", "models", "trace"]
+)
 def test_every_setting_of_a_job_is_offered(job: str) -> None:
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base=None):
         settings = OmegaConf.to_container(compose(job), resolve=False)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pyarrow.csv as pa_csv
@@ -15,101 +15,28 @@ from jobs.exporting import export as exporting
 from jobs.exporting.config import ErrorRows, ExportConfig
 from jobs.exporting.export import Exported, describe, export
 from jobs.files.lock import RunLock
-from jobs.files.publishing import write_json
-from jobs.run.manifest import RunManifest
-from jobs.run.output_rows import GenerationRow, infer_column_schema
-from jobs.run.parts import PartStore
-from jobs.run.plan_file import PlannedRequest, fix_plan
-from jobs.run.run_dir import RunDirectory
 from runtime.errors import ConfigError, DamagedRunError, OutputError
+from tests.jobs.sharded_run import COLUMNS, NUM_SHARDS, ShardedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGUN = ROOT / "tests" / "begun_before" / "generate"
-NUM_ROWS, NUM_SHARDS, NUM_BLOCKS = 24, 3, 4
-COLUMNS = [
-    {
-        "tags": ["x", f"y{i}"] if i % 3 else [],
-        "meta": {"at": i, "wörter": "日本\u2028\n\"'"},
-        "mixed": [5, "5", None, [1]][i % 4],
-        "numbers": [i, i / 2],
-        "empty": {},
-        "completion": i,
-    }
-    for i in range(NUM_ROWS)
-]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A run of `NUM_SHARDS` shards without a model: two samples of each row, row 5 an error, blocks by length."""
-
-    folder: Path
-    identity: dict[str, object] = field(default_factory=lambda: {"model.name": "tiny", "sampling.n": 2})
-
-    def directory(self, index: int) -> RunDirectory:
-        return RunDirectory(path=self.folder / f"x-{index:05d}-of-{NUM_SHARDS:05d}")
-
-    def store(self, index: int) -> PartStore:
-        directory = self.directory(index)
-        for each in (directory.generations, directory.throughput):
-            each.mkdir(parents=True, exist_ok=True)
-        semantic = {**self.identity, "shard.index": index, "shard.count": NUM_SHARDS, "input": f"of {index}"}
-        manifest = RunManifest(semantic=semantic, operational={}, versions={})  # pyright: ignore[reportArgumentType]
-        write_json(directory.manifest, manifest.to_json(), exclusive=False)
-        plan = planned(index)
-        fix_plan(directory.plan, plan)
-        return PartStore(directory=directory, manifest=manifest, plan=plan, columns=infer_column_schema(COLUMNS))
-
-    def finish(self, *indexes: int) -> "Case":
-        for index in indexes:
-            store = self.store(index)
-            for block, requests in store.blocks.items():
-                store.commit(block, [row_of(request) for request in requests], [])
-            store.finish()
-        return self
-
-    def export(self, name: str, **settings: object) -> Exported:
-        values = {"run": str(self.folder / "x-*"), "out": str(self.folder / name)} | settings
-        return export(ExportConfig(**values))  # pyright: ignore[reportArgumentType]
-
-
-def planned(shard: int) -> list[PlannedRequest]:
-    keys = [(row, sample) for row in range(shard, NUM_ROWS, NUM_SHARDS) for sample in (0, 1)]
-    keys.sort(key=lambda key: (key[0] * 7) % NUM_ROWS)  # blocks take rows by length, not by place
-    return [
-        PlannedRequest(
-            row_id=f"ä{row}", row_index=row, sample_index=sample, block=place * NUM_BLOCKS // len(keys),
-            micro_batch=0, position=place, num_prompt_tokens=9,
-        )
-        for place, (row, sample) in enumerate(keys)
-    ]  # fmt: skip
-
-
-def row_of(request: PlannedRequest) -> GenerationRow:
-    is_bad = request.row_index == 5
-    return GenerationRow(
-        id=request.row_id,
-        sample_index=request.sample_index,
-        status="error" if is_bad else "ok",
-        completion="" if is_bad else f'ünï, "{request.row_index}"\n\u2028',
-        token_ids=[] if is_bad else [request.row_index, 2],
-        finish_reason=None if is_bad else "eos",
-        error="line 5: no JSON" if is_bad else None,
-        columns=COLUMNS[request.row_index],
-        source_file="a.jsonl" if request.row_index < 10 else "b.jsonl",
-    )
+def exported(case: ShardedRun, name: str, **settings: object) -> Exported:
+    values = {"run": str(case.folder / "x-*"), "out": str(case.folder / name)} | settings
+    return export(ExportConfig(**values))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(folder=tmp_path_factory.mktemp("runs")).finish(*range(NUM_SHARDS))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ShardedRun:
+    return ShardedRun(folder=tmp_path_factory.mktemp("runs")).finish(*range(NUM_SHARDS))
 
 
 @pytest.fixture
-def case(whole: Case, tmp_path: Path) -> Case:
+def case(whole: ShardedRun, tmp_path: Path) -> ShardedRun:
     """A copy to do damage to."""
     shutil.copytree(whole.folder, tmp_path / "runs", dirs_exist_ok=True)
-    return Case(folder=tmp_path / "runs")
+    return ShardedRun(folder=tmp_path / "runs")
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -120,8 +47,8 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_json_lines_have_every_row_in_input_order_with_all_values_as_they_were(whole: Case) -> None:
-    done = whole.export("all.jsonl")
+def test_json_lines_have_every_row_in_input_order_with_all_values_as_they_were(whole: ShardedRun) -> None:
+    done = exported(whole, "all.jsonl")
     rows = lines(done.out)
     assert [(row["row_index"], row["sample_index"]) for row in rows] == [(i, n) for i in range(24) for n in (0, 1)]
     for row in rows:
@@ -137,8 +64,8 @@ def test_json_lines_have_every_row_in_input_order_with_all_values_as_they_were(w
     assert not {"block", "micro_batch"} & set(rows[0])
 
 
-def test_parquet_has_lists_and_objects_as_such_and_text_where_there_is_no_one_type(whole: Case) -> None:
-    done = whole.export("all.parquet")
+def test_parquet_has_lists_and_objects_as_such_and_text_where_there_is_no_one_type(whole: ShardedRun) -> None:
+    done = exported(whole, "all.parquet")
     table = pq.read_table(done.out)
     types = {name: str(table.schema.field(name).type).replace("item:", "element:") for name in COLUMNS[0]}
     assert types == {
@@ -158,8 +85,8 @@ def test_parquet_has_lists_and_objects_as_such_and_text_where_there_is_no_one_ty
     assert done.as_text == ["mixed", "empty"]
 
 
-def test_csv_has_a_line_of_names_and_lists_as_json(whole: Case) -> None:
-    done = whole.export("all.csv", columns=["id", "completion", "tags", "meta", "token_ids"])
+def test_csv_has_a_line_of_names_and_lists_as_json(whole: ShardedRun) -> None:
+    done = exported(whole, "all.csv", columns=["id", "completion", "tags", "meta", "token_ids"])
     table = pa_csv.read_csv(done.out, parse_options=pa_csv.ParseOptions(newlines_in_values=True))
     assert table.column_names == ["id", "completion", "tags", "meta", "token_ids"]
     rows = table.to_pylist()
@@ -172,11 +99,11 @@ def test_csv_has_a_line_of_names_and_lists_as_json(whole: Case) -> None:
 
 @pytest.mark.parametrize("name", ["all.jsonl", "all.csv", "all.parquet"])
 def test_rows_that_do_not_fit_into_memory_give_the_same_file(
-    whole: Case, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    whole: ShardedRun, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = whole.export(name, out=str(tmp_path / f"at-once-{name}")).out
+    at_once = exported(whole, name, out=str(tmp_path / f"at-once-{name}")).out
     monkeypatch.setattr(exporting, "BYTES_AT_ONCE", 2000)
-    dealt = whole.export(name, out=str(tmp_path / f"dealt-{name}")).out
+    dealt = exported(whole, name, out=str(tmp_path / f"dealt-{name}")).out
     if name.endswith("parquet"):
         assert pq.ParquetFile(dealt).num_row_groups > 3
         assert pq.read_table(dealt) == pq.read_table(at_once)
@@ -185,24 +112,24 @@ def test_rows_that_do_not_fit_into_memory_give_the_same_file(
     assert hidden(tmp_path) == []
 
 
-def test_error_rows_can_be_left_out(whole: Case) -> None:
-    done = whole.export("ok.jsonl", errors=ErrorRows.drop)
+def test_error_rows_can_be_left_out(whole: ShardedRun) -> None:
+    done = exported(whole, "ok.jsonl", errors=ErrorRows.drop)
     assert {row["row_index"] for row in lines(done.out)} == set(range(24)) - {5}
     assert (done.num_rows, done.num_errors, done.num_dropped) == (46, 0, 2)
     assert "46 rows of 3 shards; 2 with an error left out" in describe(done)[0]
 
 
-def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_and_refused(case: Case) -> None:
+def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_and_refused(case: ShardedRun) -> None:
     unfinish(case, 1)
     shutil.rmtree(case.directory(2).path)
     with pytest.raises(ConfigError) as refused:
-        case.export("never.jsonl")
+        exported(case, "never.jsonl")
     message = str(refused.value)
     assert "shard 2 of 3 is not there" in message
     assert "(shard 1 of 3) is not finished: 12 of 16 rows are done, missing are rows" in message
     assert not (case.folder / "never.jsonl").exists()
 
-    done = case.export("all.jsonl", partial=True)
+    done = exported(case, "all.jsonl", partial=True)
     rows = {row["row_index"] for row in lines(done.out)}
     lacking = sorted({i for i in range(24) if i % 3 != 2} - rows)
     assert f"missing are rows {', '.join(map(str, lacking))}" in message
@@ -210,22 +137,22 @@ def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_an
     assert done.num_rows == 28
 
 
-def unfinish(case: Case, index: int) -> None:
+def unfinish(case: ShardedRun, index: int) -> None:
     directory = case.directory(index)
     directory.success.unlink()
     directory.generations_part(2).unlink()
 
 
-def test_a_run_that_another_process_works_on_is_said_to_be(case: Case) -> None:
+def test_a_run_that_another_process_works_on_is_said_to_be(case: ShardedRun) -> None:
     unfinish(case, 0)
     lock = RunLock(case.directory(0).lock)
     with pytest.raises(ConfigError, match=r"shard 0 of 3\) is being worked on by another process"):
-        case.export("all.jsonl")
+        exported(case, "all.jsonl")
     lock.release()
 
 
 def test_a_damaged_part_is_refused_with_4_and_left_out_only_if_asked(
-    case: Case, caplog: pytest.LogCaptureFixture
+    case: ShardedRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = case.directory(1).generations_part(0)
     data = bytearray(path.read_bytes())
@@ -233,32 +160,32 @@ def test_a_damaged_part_is_refused_with_4_and_left_out_only_if_asked(
     path.write_bytes(data)
     (case.folder / "all.jsonl").write_text("of before")
     with pytest.raises(DamagedRunError, match=r"part-00000\.parquet is damaged"):
-        case.export("all.jsonl")
+        exported(case, "all.jsonl")
     assert (case.folder / "all.jsonl").read_text() == "of before"
     assert hidden(case.folder) == []
-    assert case.export("all.jsonl", partial=True).num_rows == 44
+    assert exported(case, "all.jsonl", partial=True).num_rows == 44
     assert "left out" in caplog.text
 
 
-def test_a_part_of_another_shard_is_damage(case: Case) -> None:
+def test_a_part_of_another_shard_is_damage(case: ShardedRun) -> None:
     shutil.copy(case.directory(0).generations_part(0), case.directory(1).generations_part(0))
     with pytest.raises(DamagedRunError, match="belongs to another run or block"):
-        case.export("all.jsonl")
+        exported(case, "all.jsonl")
 
 
-def test_one_run_is_exported_at_a_time(case: Case, tmp_path: Path) -> None:
-    other = Case(folder=tmp_path / "other", identity={"model.name": "tiny", "sampling.n": 3}).finish(1)
+def test_one_run_is_exported_at_a_time(case: ShardedRun, tmp_path: Path) -> None:
+    other = ShardedRun(folder=tmp_path / "other", identity={"model.name": "tiny", "sampling.n": 3}).finish(1)
     with pytest.raises(ConfigError, match=r"is another run than .*, by sampling\.n: one is exported"):
-        case.export("all.jsonl", run=[str(case.directory(0).path), str(other.directory(1).path)])
+        exported(case, "all.jsonl", run=[str(case.directory(0).path), str(other.directory(1).path)])
     shutil.copytree(case.directory(0).path, tmp_path / "copy")
     with pytest.raises(ConfigError, match="are both shard 0 of 3"):
-        case.export("all.jsonl", run=[str(case.folder / "x-*"), str(tmp_path / "copy")])
+        exported(case, "all.jsonl", run=[str(case.folder / "x-*"), str(tmp_path / "copy")])
 
 
-def test_a_run_that_is_named_twice_is_exported_once(case: Case) -> None:
+def test_a_run_that_is_named_twice_is_exported_once(case: ShardedRun) -> None:
     (case.folder / "link").symlink_to(case.directory(0).path)
     names = [str(case.folder / "x-*"), str(case.directory(1).path), str(case.folder / "link")]
-    assert case.export("all.jsonl", run=names).num_rows == 48
+    assert exported(case, "all.jsonl", run=names).num_rows == 48
 
 
 @pytest.mark.parametrize("run", ["waves", "continuous"])
@@ -298,27 +225,29 @@ def test_without_a_plan_numbers_are_places_and_other_ids_are_refused(tmp_path: P
         ({"columns": []}, "columns is empty"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_in_a_sentence(whole: Case, settings: dict[str, object], said: str) -> None:
+def test_what_cannot_be_exported_is_refused_in_a_sentence(
+    whole: ShardedRun, settings: dict[str, object], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        whole.export("all.jsonl", **settings)
+        exported(whole, "all.jsonl", **settings)
 
 
-def test_a_directory_of_runs_is_no_run_and_says_which_are_in_it(whole: Case) -> None:
+def test_a_directory_of_runs_is_no_run_and_says_which_are_in_it(whole: ShardedRun) -> None:
     with pytest.raises(ConfigError, match=r"there is no run\.json in .*: 3 runs lie in it"):
-        whole.export("all.jsonl", run=str(whole.folder))
+        exported(whole, "all.jsonl", run=str(whole.folder))
 
 
-def test_the_file_never_lies_among_the_parts(case: Case) -> None:
+def test_the_file_never_lies_among_the_parts(case: ShardedRun) -> None:
     with pytest.raises(ConfigError, match="lies among the parts of the run"):
-        case.export("x", out=str(case.directory(0).generations / "part-00009.parquet"))
+        exported(case, "x", out=str(case.directory(0).generations / "part-00009.parquet"))
     with pytest.raises(ConfigError, match="is a directory"):
-        case.export("x", out=str(case.folder), format="jsonl")
+        exported(case, "x", out=str(case.folder), format="jsonl")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_of_the_output(whole: Case, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_of_the_output(whole: ShardedRun, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError):
-        whole.export("x", out=str(tmp_path / "file" / "all.jsonl"))
+        exported(whole, "x", out=str(tmp_path / "file" / "all.jsonl"))
 
 
 def test_the_settings_are_those_of_the_yaml() -> None:

@@ -1,0 +1,36 @@
+"""python -m jobs.report: runs side by side as a table, and one run as a page for a browser."""
+
+import logging
+import sys
+from pathlib import Path
+
+import hydra
+
+from jobs.config.cli import as_job, run_job, say
+from jobs.config.settings import Composed, load
+from jobs.reporting.config import ReportConfig
+
+
+@hydra.main(config_path="../conf", config_name="report", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(ReportConfig, composed)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+
+    from jobs.files.publishing import make_directory
+    from jobs.reporting.figures import RunFigures
+    from jobs.reporting.overview import overview
+    from jobs.run.found import find_runs
+
+    runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
+    table = overview(runs)
+    say(table.text())
+    if config.directory is not None:
+        from jobs.reporting.files import write_overview  # matplotlib
+
+        directory = make_directory(Path(config.directory))
+        say(f"\nin {directory}: {', '.join(path.name for path in write_overview(table, directory))}")
+
+
+if __name__ == "__main__":
+    run_job(main, ReportConfig)

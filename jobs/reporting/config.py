@@ -1,0 +1,29 @@
+"""Which runs are reported, and where to; conf/report.yaml mirrors it. It stands alone because a door reads it before it
+loads what takes long."""
+
+from dataclasses import dataclass
+
+from runtime.errors import require
+
+MAX_SAMPLES = 1000  # on one page
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """All settings of `jobs.report`; mirrors conf/report.yaml."""
+
+    runs: str | list[str] | None = None
+    directory: str | None = None
+    samples: int = 12
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.names) and all(self.names),
+            "runs is not set: directories of runs, or a glob, e.g. runs='outputs/generate/*'",
+        )
+        require(self.directory != "", "directory is empty: name one, or null")
+        require(0 <= self.samples <= MAX_SAMPLES, f"samples must be 0 to {MAX_SAMPLES:,} rows, got {self.samples}")
+
+    @property
+    def names(self) -> list[str]:
+        return [self.runs] if isinstance(self.runs, str) else self.runs or []

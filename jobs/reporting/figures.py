@@ -1,0 +1,106 @@
+"""A run in figures, finished or not: from its parts, its plan and what it noted down."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import pyarrow.parquet as pq
+
+from runtime.errors import DamagedRunError
+
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
+from ..run.found import Condition, FoundRun
+from ..run.passes import PassRow
+from ..run.summary import Summary, summarize
+
+log = logging.getLogger(__name__)
+OF_A_PASS = frozenset(field.name for field in fields(PassRow) if not field.name.startswith("stage_"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """What can be read of one run; of a damaged one that is less."""
+
+    run: FoundRun
+
+    @property
+    def name(self) -> str:
+        return self.run.path.name
+
+    @cached_property
+    def passes(self) -> Sequence[PassRow]:
+        """All that are recorded, in the order in which they ran."""
+        rows: list[PassRow] = []
+        for block in sorted(self.run.parts):
+            path = self.run.directory.throughput_part(block)
+            try:
+                with pq.ParquetFile(path) as file:
+                    known = [name for name in file.schema_arrow.names if name in OF_A_PASS]
+                    rows += [PassRow(**row) for row in file.read(known).to_pylist()]
+            except PARQUET_PROBLEMS as error:
+                log.warning("the figures lack the passes of block %d: %s: %s", block, path, error)
+        return rows
+
+    @cached_property
+    def statuses(self) -> Mapping[str, int]:
+        """How many rows of the parts ended how."""
+        counts: Counter[str] = Counter()
+        for path in self.run.parts.values():
+            try:
+                counts.update(pq.read_table(path, columns=["status"])["status"].to_pylist())
+            except PARQUET_PROBLEMS as error:
+                log.warning("the figures lack the rows of %s: %s", path, error)
+        return counts
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarize(self.passes, rows={"ok": self.statuses.get("ok", 0), "error": self.num_errors})
+
+    @property
+    def num_errors(self) -> int:
+        return self.statuses.get("error", 0)
+
+    @property
+    def num_done(self) -> int:
+        return sum(self.statuses.values())
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many were planned; None where the plan is not there or cannot be read."""
+        try:
+            return self.run.num_rows
+        except DamagedRunError:
+            return None
+
+    @property
+    def seconds(self) -> float:
+        """The time of all passes; what lies between starts does not count."""
+        return sum(row.seconds for row in self.passes)
+
+    @property
+    def rows_per_minute(self) -> float | None:
+        return 60 * self.num_done / self.seconds if self.seconds else None
+
+    @cached_property
+    def noted(self) -> Mapping[str, JsonValue]:
+        """What summary.json says, which a run has once it is finished."""
+        try:
+            return read_json(self.run.directory.summary)
+        except (OSError, DamagedRunError):
+            return {}
+
+    @property
+    def settings(self) -> Mapping[str, JsonValue]:
+        return {**self.run.operational, **self.run.semantic}
+
+    @property
+    def state(self) -> str:
+        """The condition, and of a run that is not finished how far it is."""
+        condition, rows = self.run.condition, self.num_rows
+        if condition is Condition.done:
+            return condition.value
+        if condition is Condition.damaged:
+            return f"damaged: {self.run.problem}"
+        return condition.value if rows is None else f"{condition.value}, {self.num_done:,} of {rows:,} rows"

@@ -1,0 +1,195 @@
+"""Runs side by side: the settings in which they differ, and what each came to; shards of one run together."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from runtime.units import format_bytes, format_seconds
+
+from ..config.settings import GenerateConfig
+from ..config.typed import flatten
+from ..files.publishing import JsonValue, canonical_json
+from ..run.found import Condition
+from .figures import RunFigures
+
+SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")
+# They tell nothing of how fast a run is, or follow from others.
+NO_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
+MEASURED = ("state", "rows", "errors", "time", "rows/min", "prefill tok/s", "decode tok/s", "tokens", "peak memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of the table: a run, a shard, or, with `shards`, what they come to together."""
+
+    name: str
+    settings: Mapping[str, str]
+    cells: Sequence[str]  # by MEASURED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """`keys`: the settings that differ."""
+
+    runs: Sequence[RunFigures]
+    keys: Sequence[str]
+
+    @property
+    def lines(self) -> list[Line]:
+        lines: list[Line] = []
+        for name, shards in _by_run(self.runs).items():
+            if len(shards) > 1 or shards[0].run.shard[1] > 1:
+                lines.append(Line(name=name, settings={}, cells=_together(shards)))
+            lines += [Line(name=_own_name(run), settings=self._settings(run), cells=_cells(run)) for run in shards]
+        return lines
+
+    def text(self) -> str:
+        """The table in columns."""
+        head, rows = self._cells()
+        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+        num_left = 2 + len(self.keys)
+        return "\n".join(
+            "  ".join(
+                f"{cell:<{width}}" if i < num_left else f"{cell:>{width}}"
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (head, *rows)
+        )
+
+    def markdown(self) -> str:
+        head, rows = self._cells()
+        num_left = 2 + len(self.keys)
+        rule = ["---" if i < num_left else "---:" for i in range(len(head))]
+        escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, rule, *rows)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in escaped) + "\n"
+
+    def table(self) -> pa.Table:
+        """A row for each run and shard, in plain numbers; settings are text."""
+        return pa.Table.from_pylist([self._values(run) for run in self.runs])
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        state, *figures = MEASURED
+        head = ["run", *(_short(key, self.keys) for key in self.keys), state, *figures]
+        return head, [
+            [line.name, *(line.settings.get(key, "") for key in self.keys), *line.cells] for line in self.lines
+        ]
+
+    def _settings(self, run: RunFigures) -> dict[str, str]:
+        return {key: shown(run.settings.get(key)) if key in run.settings else "" for key in self.keys}
+
+    def _values(self, run: RunFigures) -> dict[str, object]:
+        summary, (index, count) = run.summary, run.run.shard
+        return {
+            "run": str(run.run.path),
+            "shard": index,
+            "num_shards": count,
+            "state": run.run.condition.value,
+            "num_rows": run.num_rows,
+            "num_done": run.num_done,
+            "num_errors": run.num_errors,
+            "seconds": run.seconds,
+            "rows_per_minute": run.rows_per_minute,
+            "prefill_tokens_per_second": summary.measured.prefill,
+            "decode_tokens_per_second": summary.measured.decode_useful,
+            "prompt_tokens": summary.prompt_tokens,
+            "generated_tokens": summary.useful_tokens,
+            "peak_host_bytes": summary.peak.host_bytes,
+            "peak_device_bytes": summary.peak.device_bytes,
+            **self._settings(run),
+        }
+
+
+def overview(runs: Iterable[RunFigures]) -> Overview:
+    known = list(runs)
+    return Overview(runs=known, keys=differing([run.settings for run in known]))
+
+
+def differing(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
+    """The keys whose values differ, in the order of the config; a key that a run was begun without has its default."""
+    defaults = flatten(GenerateConfig())
+    filled = [{**defaults, **each} for each in settings]
+    keys = dict.fromkeys((*defaults, *(key for each in settings for key in each)))
+    return [
+        key for key in keys if key not in NO_SETTINGS and len({canonical_json(each.get(key)) for each in filled}) > 1
+    ]
+
+
+def shown(value: JsonValue) -> str:
+    """A value of a setting as on a command line."""
+    return value if isinstance(value, str) else canonical_json(value)
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """The last word of a key where no other ends in it."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def _by_run(runs: Sequence[RunFigures]) -> dict[str, list[RunFigures]]:
+    groups: dict[tuple[Path, str], list[RunFigures]] = {}
+    for run in runs:
+        is_shard = run.run.shard[1] > 1
+        groups.setdefault((run.run.path.parent, SHARD_NAME.sub("", run.name) if is_shard else run.name), []).append(run)
+    return {name: sorted(shards, key=lambda run: run.run.shard) for (_, name), shards in groups.items()}
+
+
+def _own_name(run: RunFigures) -> str:
+    index, count = run.run.shard
+    return f"  shard {index} of {count}" if count > 1 else run.name
+
+
+def _cells(run: RunFigures) -> list[str]:
+    summary = run.summary
+    return [
+        run.state,
+        _counted(run.num_done, run.num_rows),
+        f"{run.num_errors:,}",
+        format_seconds(run.seconds),
+        _rate(run.rows_per_minute),
+        _rate(summary.measured.prefill),
+        _rate(summary.measured.decode_useful),
+        f"{summary.useful_tokens:,}",
+        _memory(summary.peak.host_bytes, summary.peak.device_bytes),
+    ]
+
+
+def _together(shards: Sequence[RunFigures]) -> list[str]:
+    """Sums, and states by index; rates are those of shards, which may have run at the same time or not."""
+    count = shards[0].run.shard[1]
+    peak = [run.summary.peak for run in shards]
+    return [
+        shard_states(shards, count),
+        _counted(sum(run.num_done for run in shards), None),
+        f"{sum(run.num_errors for run in shards):,}",
+        *[""] * 4,
+        f"{sum(run.summary.useful_tokens for run in shards):,}",
+        _memory(max(use.host_bytes for use in peak), max(use.device_bytes for use in peak)),
+    ]
+
+
+def shard_states(shards: Sequence[RunFigures], count: int) -> str:
+    """How many shards are done, and the others by index."""
+    of = {run.run.shard[0]: run.run.condition for run in shards}
+    done = sum(condition is Condition.done for condition in of.values())
+    others = {
+        condition.value: [str(index) for index, found in sorted(of.items()) if found is condition]
+        for condition in Condition
+        if condition is not Condition.done
+    } | {"not there": [str(index) for index in range(count) if index not in of]}
+    named = [f"{', '.join(indexes)} {name}" for name, indexes in others.items() if indexes]
+    return "; ".join([f"{done} of {count} shards done", *named])
+
+
+def _counted(done: int, rows: int | None) -> str:
+    return f"{done:,}" if rows in (None, done) else f"{done:,} of {rows:,}"
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:,.1f}"
+
+
+def _memory(host_bytes: int, device_bytes: int) -> str:
+    return format_bytes(host_bytes) + (f" + {format_bytes(device_bytes)} device" if device_bytes else "")

@@ -1,0 +1,128 @@
+"""Runs side by side: what differs, what each came to, and how far it is."""
+
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hydra import compose, initialize_config_dir
+
+from jobs.config.settings import load
+from jobs.files.lock import RunLock
+from jobs.reporting.config import ReportConfig
+from jobs.reporting.figures import RunFigures
+from jobs.reporting.files import write_overview
+from jobs.reporting.overview import differing, overview
+from jobs.run.found import find_runs
+from runtime.errors import ConfigError
+from tests.jobs.part_support import PASSES
+from tests.jobs.sharded_run import NUM_SHARDS, ShardedRun
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGUN = ROOT / "tests" / "begun_before" / "generate"
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> ShardedRun:
+    return ShardedRun(folder=tmp_path / "generate").finish(*range(NUM_SHARDS), passes=PASSES)
+
+
+def figures(*names: object) -> list[RunFigures]:
+    return [RunFigures(run=run) for run in find_runs([str(name) for name in names], "runs")]
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """The cells of a text table by the name of the line; columns are two blanks apart."""
+    lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()]
+    return {name: rest for name, *rest in lines}
+
+
+def test_a_line_holds_what_the_passes_come_to(case: ShardedRun) -> None:
+    lines = cells(overview(figures(case.directory(0).path)).text())
+    assert lines["run"] == [
+        "state", "rows", "errors", "time", "rows/min", "prefill tok/s", "decode tok/s", "tokens", "peak memory",
+    ]  # fmt: skip
+    # 16 rows in 4 blocks, each of 2 passes of half a second: 4 prompt tokens in one, 3 useful tokens in the other
+    assert lines["shard 0 of 3"] == ["done", "16", "0", "4 s", "240.0", "8.0", "6.0", "24", "0 B"]
+
+
+def test_shards_stand_under_their_run_with_their_states(case: ShardedRun) -> None:
+    case.directory(1).success.unlink()
+    case.directory(1).generations_part(3).unlink()
+    shutil.rmtree(case.directory(2).path)
+    lock = RunLock(case.directory(0).lock)
+    lines = cells(overview(figures(case.folder / "x-*")).text())
+    assert lines["x"][0] == "0 of 3 shards done; 0 running; 1 interrupted; 2 not there"
+    assert lines["shard 0 of 3"][0] == "running, 16 of 16 rows"
+    assert lines["shard 1 of 3"][:2] == ["interrupted, 12 of 16 rows", "12 of 16"]
+    assert lines["x"][1:3] == ["28", "0"]
+    lock.release()
+    assert cells(overview(figures(case.folder / "x-*")).text())["shard 0 of 3"][0] == "done"
+
+
+def test_a_damaged_run_says_what_is_wrong_and_the_others_are_told_all_the_same(case: ShardedRun) -> None:
+    case.directory(0).generations_part(1).unlink()
+    (case.directory(1).path / "plan.parquet").write_bytes(b"PAR1")
+    lines = cells(overview(figures(case.folder / "x-*")).text())
+    assert lines["shard 0 of 3"][0] == "damaged: _SUCCESS.json lists part-00001.parquet, which is gone"
+    assert lines["shard 1 of 3"][0].startswith("damaged: ")
+    assert lines["shard 2 of 3"][0] == "done"
+
+
+def test_settings_that_differ_are_columns_and_those_that_are_alike_are_none(tmp_path: Path) -> None:
+    common = {"model.name": "tiny", "sampling.n": 2}
+    for name, identity in {
+        "a": common, "b": {**common, "sampling.temperature": 0.7}, "c": {**common, "policy.kind": "fixed|<b>"},
+    }.items():  # fmt: skip
+        ShardedRun(folder=tmp_path / name, identity=identity).finish(0)
+        (tmp_path / name / "x-00000-of-00003").rename(tmp_path / name / name)
+    table = overview(figures(tmp_path / "*" / "[abc]"))
+    assert table.keys == ["policy.kind", "sampling.temperature"]
+    assert table.text().splitlines()[0].split()[:4] == ["run", "kind", "temperature", "state"]
+    assert "| fixed\\|<b> |" in table.markdown()
+    assert table.table()["sampling.temperature"].to_pylist() == ["", "0.7", ""]
+
+
+def test_a_key_that_an_older_run_lacks_has_its_default() -> None:
+    assert differing([{"model.compile": False}, {}]) == []
+    assert differing([{"model.compile": True}, {}]) == ["model.compile"]
+
+
+def test_the_files_of_a_report_hold_plain_numbers_a_table_and_a_picture(case: ShardedRun, tmp_path: Path) -> None:
+    table = overview(figures(case.folder / "x-*"))
+    (tmp_path / "out").mkdir()
+    names = [path.name for path in write_overview(table, tmp_path / "out")]
+    assert names == ["table.md", "table.parquet", "rates.png"]
+    rows = pq.read_table(tmp_path / "out" / "table.parquet").to_pylist()
+    assert [(row["shard"], row["num_done"], row["seconds"]) for row in rows] == [
+        (0, 16, 4.0),
+        (1, 16, 4.0),
+        (2, 16, 4.0),
+    ]
+    assert {row["decode_tokens_per_second"] for row in rows} == {6.0}
+    assert sum(row["num_errors"] for row in rows) == 2
+    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 2 + 1 + 3
+    assert (tmp_path / "out" / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("run", "done"), [("waves", "4 of 12"), ("continuous", "6 of 10")])
+def test_a_run_begun_before_is_told_as_far_as_it_is(run: str, done: str) -> None:
+    line = cells(overview(figures(BEGUN / run)).text())[run]
+    assert line[:2] == [f"interrupted, {done} rows", done]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({}, "runs is not set"), ({"runs": []}, "runs is not set"), ({"runs": "x", "samples": -1}, "samples must be 0")],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ReportConfig(**settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_settings_of_a_report_are_those_of_the_yaml() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        composed = compose("report", ["runs=[a,b]"])
+    assert set(composed) == {each.name for each in fields(ReportConfig)}
+    assert load(ReportConfig, composed) == replace(ReportConfig(runs="x"), runs=["a", "b"])
