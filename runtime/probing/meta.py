@@ -25,13 +25,15 @@ AutoClass = AutoModelForCausalLM | AutoModelForImageTextToText | AutoModelForMul
 _SMALL_NUMEL = 1 << 18
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 _COUNTED = (*_FILLED, torch.arange, torch.linspace, torch.eye)
+_FILL_IN_PLACE = frozenset(("normal_", "uniform_", "kaiming_uniform_", "constant_", "zero_", "fill_"))  # torch's, HF's
 MAX_BUFFER_BYTES = GIB  # of one buffer that is real; the masks of GPT-2 and its like have a few MiB
 
 
 class _WeightsOnMeta(TorchFunctionMode):
     """Inside it, what modules allocate weights with takes no memory: `torch.empty`, and large `zeros`, `ones`, ...
 
-    Everything else (`arange`, `tensor`, small constants) stays real, and so do the buffers computed from it. Raises
+    Everything else (`arange`, `tensor`, small constants) stays real, and so do the buffers computed from it. Weights
+    get no initial values: on the meta device that changes nothing, and takes torch half of the time in here. Raises
     CheckpointError at the first allocation beyond `most_tensors`, or beyond `MAX_BUFFER_BYTES` of real memory: such a
     config cannot be that of the weights.
     """
@@ -48,6 +50,10 @@ class _WeightsOnMeta(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = dict(kwargs or {})
+        if func.__name__ in _FILL_IN_PLACE:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, torch.Tensor) and filled.is_meta:
+                return filled
         if kwargs.get("device") is None:
             if func is torch.empty:
                 self._count()

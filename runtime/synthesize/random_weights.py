@@ -133,11 +133,14 @@ def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
 
 def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, seed: int) -> torch.Tensor:
     """What the model's class gives this parameter at initialisation, in float32; ones for a weight it leaves alone."""
-    replica = copy.deepcopy(model.get_submodule(module_name))
+    shared = {id(config): config for config in (model.config, model.config.get_text_config())}
+    replica = copy.deepcopy(model.get_submodule(module_name), shared)
+    for other in replica.parameters():
+        setattr(other, "_is_hf_initialized", True)  # noqa: B010 - transformers' flag: it is on meta, and passed over
     values = torch.full(replica.get_parameter(leaf).shape, torch.nan)
     setattr(replica, leaf, nn.Parameter(values, requires_grad=False))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every kind of accelerator too
         _owning_model(model, module_name)._init_weights(replica)
     values = replica.get_parameter(leaf).detach()
     return values.nan_to_num(nan=1.0 if leaf == "weight" else 0.0)
