@@ -4,7 +4,7 @@ chosen."""
 import logging
 import sys
 
-from jobs.config.process import start_settled
+from jobs.config.process import start_settled, uncollected
 
 if __name__ == "__main__":
     start_settled()  # before the imports that take long
@@ -31,9 +31,10 @@ def main(composed: Composed) -> int:
     log.debug("config:\n%s", to_yaml(config))
 
     # torch and transformers are loaded only once the config is known to be good
-    from jobs.config.signals import StopFlag
-    from jobs.run.generation import generate
-    from jobs.run.summary_table import format_table
+    with uncollected():
+        from jobs.config.signals import StopFlag
+        from jobs.run.generation import generate
+        from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
         outcome = generate(config, stop)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import hydra
 
 from jobs.config.cli import as_job, run_job, say
+from jobs.config.process import uncollected
 from jobs.config.settings import Composed, load
 from jobs.planning.config import PlanConfig
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 def main(composed: Composed) -> None:
     config = load(PlanConfig, composed)
 
-    from jobs.planning.planning import make_plan
-    from jobs.planning.report import report
+    with uncollected():
+        from jobs.planning.planning import make_plan
+        from jobs.planning.report import report
 
     planned = make_plan(config)
     say(report(planned, config.plan.num_actions))

@@ -1,4 +1,8 @@
-from jobs.config.process import settled
+import gc
+
+import pytest
+
+from jobs.config.process import settled, uncollected
 from runtime.stream.host_memory import HEAP_TUNABLE
 
 
@@ -18,3 +22,17 @@ def test_openmp_waits_passively_where_nothing_is_said() -> None:
 def test_what_is_settled_is_not_settled_again() -> None:
     once = settled({"HOME": "/root"})
     assert settled(once) == once
+
+
+def test_garbage_is_collected_behind_the_imports_if_it_was_before() -> None:
+    with pytest.raises(ImportError), uncollected():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
