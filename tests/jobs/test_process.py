@@ -1,4 +1,5 @@
 import gc
+import importlib
 
 import pytest
 
@@ -25,9 +26,8 @@ def test_what_is_settled_is_not_settled_again() -> None:
 
 
 def test_garbage_is_collected_behind_the_imports_if_it_was_before() -> None:
-    with pytest.raises(ImportError), uncollected():
+    with uncollected():
         assert not gc.isenabled()
-        raise ImportError
     assert gc.isenabled()
     gc.disable()
     try:
@@ -36,3 +36,9 @@ def test_garbage_is_collected_behind_the_imports_if_it_was_before() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_garbage_is_collected_behind_imports_that_fail() -> None:
+    with pytest.raises(ModuleNotFoundError), uncollected():
+        importlib.import_module("jobs.none_such")
+    assert gc.isenabled()
