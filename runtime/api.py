@@ -1,5 +1,7 @@
 """The library's front door: `Runtime(config).generate(prompts)` is the same engine as the job, without Hydra."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -34,7 +36,9 @@ from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import reset_peak, resident_bytes, set_allocator
 from .trace import Trace
-from .units import MIB
+from .units import MIB, format_bytes
+
+log = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -146,9 +150,12 @@ class Runtime:
             trace=self.trace,
         )
         limit = device_limited(self.config.offload, self.device)
+        num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
+        log.info("opening files, and reading %s of weights that stay in memory", format_bytes(num_bytes))
+        begin = time.monotonic()
         with limit, self.reader() as reader, open_streams(setup, reader) as streams:
             engine = Engine(setup, streams, self._sampler(), self._should_stop)
-            yield Session(self.model, engine, plan, plan.policy)
+            yield Session(self.model, engine, plan, plan.policy, opening_seconds=time.monotonic() - begin)
 
     def confirmed_session(
         self,
@@ -173,6 +180,7 @@ class Runtime:
 
         def confirm(plan: RunPlan, session: Session) -> None:
             if may_back_off and plan.blocks:
+                log.info("trying the first pass, whether memory suffices")
                 session.probe(requests)
                 self.require_within_budget(plan)
 

@@ -94,6 +94,7 @@ class Planner:
 
     def measured(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
         """The rates of this machine at the sizes that `plan`'s passes have, in about a second."""
+        log.info("measuring this machine, for the prediction")
         lanes = micro_batches_of(plan.blocks[0], sizes)
         usual = TypicalLoad.of(self.model.shape, lanes, chunk_tokens(plan.policy))
         with self.open_reader() as reader:

@@ -27,10 +27,20 @@ class Session:
     """Valid inside `Runtime.session`; once it has raised, for `snapshot` alone. Not thread-safe.
 
     Requests go by their positions in `requests`, which are those that the plan was made of. `on_pass` is called after
-    each pass, once all completions that ended in it have been taken.
+    each pass, once all completions that ended in it have been taken. `opening_seconds`: what reading the resident
+    weights took, and making room for all else.
     """
 
-    def __init__(self, model: LoadedModel, engine: Engine, plan: RunPlan, policy: PolicyConfig):
+    def __init__(
+        self,
+        model: LoadedModel,
+        engine: Engine,
+        plan: RunPlan,
+        policy: PolicyConfig,
+        *,
+        opening_seconds: float = 0.0,
+    ):
+        self.opening_seconds = opening_seconds
         self._model, self._engine, self._plan, self._policy = model, engine, plan, policy
         self._open: dict[int, Running] = {}
 

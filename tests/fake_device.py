@@ -95,6 +95,9 @@ class FakeDevice(ComputeDevice):
     def peak_reserved_bytes(self) -> int:
         return 0
 
+    def used_bytes(self) -> int:
+        return 0
+
     def peak_bytes(self) -> int:
         return 0
 

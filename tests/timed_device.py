@@ -111,6 +111,9 @@ class TimedDevice(ComputeDevice):
     def free_bytes(self) -> int:
         return GIB
 
+    def used_bytes(self) -> int:
+        return 0
+
     def peak_bytes(self) -> int:
         return 0
 

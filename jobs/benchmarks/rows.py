@@ -15,7 +15,7 @@ from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, SamplingConf
 from runtime.errors import Interrupted
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes
 
-from ..config.settings import GenerateConfig
+from ..config.settings import GenerateConfig, run_directory
 from ..datasets.config import DatasetConfig, DatasetKind
 from .runner import answer
 from .task import Result
@@ -39,7 +39,7 @@ def measured_rows(rows: Rows) -> Result:
 
 def measure(rows: Rows, begun: float) -> Result:
     """Seconds since `begun`, by the monotonic clock, until the first pass that would be kept. Memory counts from 0."""
-    from ..run.generation import generate, run_directory  # torch, whose loading counts
+    from ..run.generation import generate  # torch, whose loading counts
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"

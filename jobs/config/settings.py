@@ -227,6 +227,10 @@ def run_name(config: GenerateConfig) -> str:
     return name if config.shard.count == 1 else f"{name}-{config.shard.index:05d}-of-{config.shard.count:05d}"
 
 
+def run_directory(config: GenerateConfig) -> Path:
+    return Path(config.output_root) / "generate" / run_name(config)
+
+
 def doubtful_settings(config: GenerateConfig) -> list[str]:
     """A sentence for each setting that has no effect beside the others, or another than was surely meant; for the job
     to log as warnings. Those that the model or the plan leaves without effect: `runtime.plan.advice`."""

@@ -47,6 +47,11 @@ class DatasetConfig(DatasetFields):
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
         super().__post_init__()
 
+    @property
+    def place(self) -> str:
+        """What is read, in words."""
+        return self.path or f"dataset={self.kind.value}"
+
 
 def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None) -> list[Row]:
     """All rows of a data set: limited, repeated, with distinct ids, in an order that only the input decides.

@@ -13,10 +13,11 @@ from runtime.config import Admission, PolicyKind
 from runtime.errors import RunMismatchError
 from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
+from runtime.session import Session
 from runtime.trace import Trace
 
 from ..config.mistakes import mistakes_logged
-from ..config.settings import GenerateConfig, run_name
+from ..config.settings import GenerateConfig, run_directory
 from ..datasets import Row, read_rows, shard_rows, with_former_ids
 from ..files.publishing import PRIVATE_FOLDER_MODE, files_made_private, publish, write_all
 from ..pictures.trace_file import tracing
@@ -28,7 +29,9 @@ from .manifest import FORMAT_WITHOUT_FACTS, FORMAT_WITHOUT_SOURCES, RunManifest
 from .open_run import Surroundings, generate_blocks
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore
+from .passes import Start
 from .plan_file import PlannedRequest, fix_plan, read_plan
+from .progress import Progress
 from .requests import Asked, ask, rejected_rows, seat, unseat
 from .run_dir import RunDirectory, RunState, format_begun_with, open_run
 from .running import remove_committed
@@ -51,25 +54,23 @@ class Outcome:
         return 3 if self.summary.rows["error"] else 0
 
 
-def run_directory(config: GenerateConfig) -> Path:
-    return Path(config.output_root) / "generate" / run_name(config)
-
-
-def generate(config: GenerateConfig, should_stop: Callable[[], bool]) -> Outcome:
-    """Runs, or goes on with, the job that `config` describes. Raises the errors of runtime.errors."""
+def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
+    """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. Raises the errors
+    of runtime.errors."""
     privacy = files_made_private() if config.output_private else nullcontext()
-    with privacy, _opened(config, should_stop) as run:
+    with privacy, _opened(config, should_stop, start or Start()) as run:
         return run.outcome_if_finished() or run.finish()
 
 
 @contextmanager
-def _opened(config: GenerateConfig, should_stop: Callable[[], bool]) -> Iterator["_Run"]:
-    """Reads the data set, and begins the run's directory or opens it again; holds its lock."""
+def _opened(config: GenerateConfig, should_stop: Callable[[], bool], start: Start) -> Iterator["_Run"]:
+    """Reads the data set, and begins the run's directory or opens it again; holds its lock. Rows that need no tokenizer
+    come before the model, which may have to be asked for far away."""
     trace = Trace() if config.trace else None
+    read_first = _rows(config, None) if config.dataset.window_tokens is None else None
     runtime = Runtime(config.runtime, should_stop=should_stop, trace=trace)
     require_template(runtime.model.tokenizer, config.dataset)
-    count_tokens = (lambda text: len(runtime.tokenize([text])[0])) if runtime.model.tokenizer is not None else None
-    all_rows = read_rows(config.dataset, count_tokens=count_tokens)
+    all_rows = _rows(config, runtime) if read_first is None else read_first
     begun_with = format_begun_with(run_directory(config))
     fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0, has_source=begun_with > FORMAT_WITHOUT_SOURCES)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
@@ -87,7 +88,15 @@ def _opened(config: GenerateConfig, should_stop: Callable[[], bool]) -> Iterator
         if state.manifest.facts:
             keep_rows(state.directory.row_digests, digests)
         store = partial(PartStore, directory=state.directory, manifest=state.manifest, columns=columns, fixed=fixed)
-        yield _Run(state, runtime, rows, lambda plan: store(plan=plan), config)
+        yield _Run(state, runtime, rows, lambda plan: store(plan=plan), config, start)
+
+
+def _rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
+    """The rows of the data set; `runtime` counts tokens where it has a tokenizer."""
+    log.info("reading %s", config.dataset.place)
+    if runtime is None or runtime.model.tokenizer is None:
+        return read_rows(config.dataset)
+    return read_rows(config.dataset, count_tokens=lambda text: len(runtime.tokenize([text])[0]))
 
 
 def _open(path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequence[Row]) -> RunState:
@@ -116,9 +125,10 @@ class _Run:
         rows: Sequence[Row],
         store_of: Callable[[list[PlannedRequest]], PartStore],
         config: GenerateConfig,
+        start: Start,
     ):
         self._state, self._runtime, self._rows, self._config = state, runtime, rows, config
-        self._store_of = store_of
+        self._store_of, self._start = store_of, start
 
     def outcome_if_finished(self) -> Outcome | None:
         """What a run came to whose every part is there; None where something is left to do. Raises DamagedRunError."""
@@ -141,14 +151,34 @@ class _Run:
                 known=feedback.policy if feedback is not None else None,
             ) as (plan, session):
                 store = self._seated(asked, plan.blocks)
-                for blocks, way in self._stretches(plan, store, feedback):
-                    if (way.policy, way.kv) != (plan.policy, plan.kv):
-                        log.info("policy: from now on %s", way.searched)
-                        break
-                    with self._surroundings(asked, store, way) as around:
-                        generate_blocks(session, blocks, around)
-                else:
-                    return self._finished(asked, store, plan)
+                if self._is_generated(session, plan, store, asked, feedback):
+                    return self._finished(asked, store, plan, session.opening_seconds)
+
+    def _is_generated(
+        self, session: Session, plan: RunPlan, store: PartStore, asked: Asked, feedback: Feedback | None
+    ) -> bool:
+        """Generates what is left as `plan` says. False where the first block has shown that another way is faster."""
+        is_wave = self._config.policy.admission is Admission.wave
+        with (
+            Progress(asked.requests, plan.blocks, is_wave=is_wave) as progress,
+            tracing(self._state.directory.trace, self._runtime.trace) as write_trace,
+        ):
+            for blocks, way in self._stretches(plan, store, feedback, progress):
+                if (way.policy, way.kv) != (plan.policy, plan.kv):
+                    log.info("policy: from now on %s", way.searched)
+                    return False
+                around = Surroundings(
+                    asked=asked,
+                    store=store,
+                    admission=self._config.policy.admission,
+                    checkpoint_seconds=self._config.checkpoint_seconds,
+                    progress=progress,
+                    start=self._start,
+                    after_pass=write_trace,
+                    prediction=way.prediction,
+                )
+                generate_blocks(session, blocks, around)
+        return True
 
     def _feedback(self, asked: Asked) -> Feedback | None:
         """What the run learns from its first block, where its policy may be a search's."""
@@ -169,11 +199,12 @@ class _Run:
         return store
 
     def _stretches(
-        self, plan: RunPlan, store: PartStore, feedback: Feedback | None
+        self, plan: RunPlan, store: PartStore, feedback: Feedback | None, progress: Progress
     ) -> Iterator[tuple[list[Block], RunPlan]]:
         """The blocks that are left, those together that go by one plan, and that plan: where the run learns from its
         first block, that one first. Each stretch is asked for when the one before it is committed."""
         done = store.committed()
+        progress.expect(plan.prediction, done)
         if self._state.is_resumed:
             log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
         text = schedule_text(plan)
@@ -188,30 +219,28 @@ class _Run:
             left.remove(first)
         if feedback is not None and feedback.is_due and left:
             plan = feedback.learn(plan, store.passes([first.index]))
+            progress.expect(plan.prediction, {*done, first.index})
         yield left, plan
 
-    @contextmanager
-    def _surroundings(self, asked: Asked, store: PartStore, plan: RunPlan) -> Iterator[Surroundings]:
-        with tracing(self._state.directory.trace, self._runtime.trace) as write_trace:
-            yield Surroundings(
-                asked=asked,
-                store=store,
-                admission=self._config.policy.admission,
-                checkpoint_seconds=self._config.checkpoint_seconds,
-                after_pass=write_trace,
-                prediction=plan.prediction,
-            )
-
-    def _finished(self, asked: Asked, store: PartStore, plan: RunPlan | None) -> Outcome:
+    def _finished(
+        self, asked: Asked, store: PartStore, plan: RunPlan | None, weights_seconds: float | None = None
+    ) -> Outcome:
         num_blocks = len(plan.blocks) if plan is not None else 0
         if asked.rejected and num_blocks not in store.committed():
             store.commit(num_blocks, rejected_rows(asked), [])
-        outcome = _outcome(store, plan, self._runtime, was_finished=False)
+        outcome = _outcome(store, plan, self._runtime, was_finished=False, weights_seconds=weights_seconds)
         store.finish()
         return outcome
 
 
-def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_finished: bool) -> Outcome:
+def _outcome(
+    store: PartStore,
+    plan: RunPlan | None,
+    runtime: Runtime,
+    *,
+    was_finished: bool,
+    weights_seconds: float | None = None,
+) -> Outcome:
     counts = dict.fromkeys(("ok", "error", "skipped"), 0)
     for part in store.committed().values():
         for status, count in part.rows.items():
@@ -221,6 +250,7 @@ def _outcome(store: PartStore, plan: RunPlan | None, runtime: Runtime, *, was_fi
         rows=counts,
         planned=_planned_memory(plan, runtime) if plan is not None else None,
         plan=runtime.facts(plan) if plan is not None else None,
+        weights_seconds=weights_seconds,
     )
     if not was_finished:
         write_summary(store.directory.summary, summary)

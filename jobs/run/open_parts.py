@@ -36,10 +36,10 @@ class OpenParts:
         if not self._num_missing[block]:
             self._complete.append(block)
 
-    def commit_complete(self) -> int:
-        """Commits the parts that lack no row; returns how many. Raises OutputError."""
-        num_complete = len(self._complete)
-        for block in sorted(self._complete):
+    def commit_complete(self) -> list[int]:
+        """Commits the parts that lack no row; returns their blocks. Raises OutputError."""
+        complete = sorted(self._complete)
+        for block in complete:
             keys = [request.key for request in self._store.blocks[block]]
             if self._store.commit(block, [self.rows[key] for key in keys], self.passes, num_stops=self.num_stops):
                 self.passes = []
@@ -47,4 +47,4 @@ class OpenParts:
                 del self.rows[key]
             del self._num_missing[block]
         self._complete = []
-        return num_complete
+        return complete

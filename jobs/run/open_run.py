@@ -7,7 +7,7 @@ All is recorded between two passes, when every row of the last one is known.
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from runtime.plan.cost.predict import Prediction
 
 from .open_parts import OpenParts
 from .parts import PartStore
-from .passes import pass_row
+from .passes import Start, pass_row
 from .progress import Progress
 from .requests import Asked, completed_row
 from .running import Running, RunningFile
@@ -64,12 +64,15 @@ class BlockSession(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the blocks of one start have in common. `checkpoint_seconds`: None saves nothing, and takes nothing up."""
+    """What the blocks of one start have in common. `checkpoint_seconds`: None saves nothing, and takes nothing up.
+    `start`: when the process was started."""
 
     asked: Asked
     store: PartStore
     admission: Admission
     checkpoint_seconds: float | None
+    progress: Progress
+    start: Start = field(default_factory=Start)
     after_pass: Callable[[], None] = lambda: None
     prediction: Prediction | None = None
 
@@ -77,22 +80,14 @@ class Surroundings:
 def generate_blocks(session: BlockSession, blocks: Sequence[Block], around: Surroundings) -> None:
     """Generates and commits `blocks`, as their rows are admitted. Raises Interrupted or OutputError: what was sampled
     of the blocks that were open is then saved, or, with `checkpoint_seconds` None, lost."""
-    most = sum(_most_tokens(block, around) for block in blocks)
     groups = [[block] for block in blocks] if around.admission is Admission.wave else [blocks]
-    with Progress(most, len(blocks)) as progress:
-        for group in groups:
-            run = OpenRun(session, group, around)
-            progress.know(sum(_most_tokens(block, around) for block in group) - run.num_tokens)
-            run.finish(progress)
-
-
-def _most_tokens(block: Block, around: Surroundings) -> int:
-    return sum(around.asked.requests[i].max_new_tokens for i in block.members)
+    for group in groups:
+        OpenRun(session, group, around).finish()
 
 
 class OpenRun:
     """One start of blocks that are open together: all that are left, or, in waves, one. Reads what an earlier start has
-    saved of them. `num_tokens`: as many at most are still to be generated."""
+    saved of them."""
 
     def __init__(self, session: BlockSession, blocks: Sequence[Block], around: Surroundings):
         self._session, self._around = session, around
@@ -107,28 +102,25 @@ class OpenRun:
         self._num_passes = 1 + max(recorded, default=-1)
         if around.checkpoint_seconds is not None:
             self._restore(self._checkpoint.load(), recorded)
-        num_known = sum(len(unfinished.token_ids) for unfinished in self._unfinished.values())
-        self.num_tokens = sum(around.asked.requests[i].max_new_tokens for i in self._order) - num_known
+        known = {i: len(self._unfinished[i].token_ids) if i in self._unfinished else 0 for i in self._order}
+        around.progress.open(blocks, known)
         self._saved_at = time.monotonic()
 
-    def finish(self, progress: Progress) -> None:
+    def finish(self) -> None:
         """Generates what is open and commits each part as it is complete. Saves the rest every `checkpoint_seconds`,
         and when an error of ours ends the run; what any other exception leaves may be half a pass, and only what was
         saved before it counts. Raises Interrupted or OutputError."""
         requests, unfinished = self._around.asked.requests, dict(self._unfinished)
 
-        def end_pass(record: PassRecord) -> None:
-            self._end_pass(record, progress)
-
         try:
-            for i, completion in self._stream(self._order, requests, unfinished, end_pass):
+            for i, completion in self._stream(self._order, requests, unfinished, self._end_pass):
                 self._parts.add(completed_row(self._around.asked.request_rows[i], completion))
                 self._unfinished.pop(i, None)
-                progress.finish_row(completion)
+                self._around.progress.finish_row(i, completion)
         except MillraceError:
             self._save()
             raise
-        self._commit_complete(progress)
+        self._commit_complete()
         self._checkpoint.remove()
 
     def _restore(self, saved: Running, recorded: frozenset[int]) -> None:
@@ -153,19 +145,19 @@ class OpenRun:
                 sum(len(unfinished.token_ids) for unfinished in self._unfinished.values()),
             )
 
-    def _end_pass(self, record: PassRecord, progress: Progress) -> None:
-        self._parts.passes.append(pass_row(record, self._num_passes, self._around.prediction))
+    def _end_pass(self, record: PassRecord) -> None:
+        row = pass_row(record, self._num_passes, self._around.prediction, self._around.start)
+        self._parts.passes.append(row)
         self._num_passes += 1
-        progress.advance(record)
+        self._around.progress.advance(row)
         self._around.after_pass()
-        self._commit_complete(progress)
+        self._commit_complete()
         seconds = self._around.checkpoint_seconds
         if len(self._parts) and seconds is not None and time.monotonic() - self._saved_at >= seconds:
             self._save()
 
-    def _commit_complete(self, progress: Progress) -> None:
-        for _ in range(self._parts.commit_complete()):
-            progress.finish_block()
+    def _commit_complete(self) -> None:
+        self._around.progress.finish_blocks(self._parts.commit_complete())
 
     def _save(self) -> None:
         """A sequence that waits to go on since an earlier start is not in the session's snapshot."""

@@ -31,7 +31,7 @@ from ..files.row_digest import is_signed, sign
 from .manifest import RunManifest
 from .output_rows import GENERATION_SCHEMA, GenerationRow
 from .part_files import parse_part, visible
-from .passes import THROUGHPUT_SCHEMA, PassRow, Status
+from .passes import THROUGHPUT_SCHEMA, PassRow, Status, with_later_fields
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
 from .success import recorded_parts, tell_of_remade, write_success
@@ -237,6 +237,7 @@ class PartStore:
             raise ValueError(f"it belongs to another run or block: {', '.join(wrong)} differ")
         if not is_signed(table) and not self.manifest.is_old:
             raise ValueError("it lacks the digest of its rows")
+        table = with_later_fields(table) if schema is THROUGHPUT_SCHEMA else table
         if not table.schema.equals(schema):
             names = sorted({str(field) for field in table.schema} ^ {str(field) for field in schema})
             raise OtherColumns(f"its columns are not those of the run: {', '.join(names) or 'their order'}")

@@ -1,6 +1,7 @@
 """What one pass did and cost, as a row of `throughput/`: seconds in lists by stage, and their sums; and the seconds of
 a phase, what each resource worked in them, and how long compute waited, as measured or as predicted."""
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -23,6 +24,8 @@ class PassRow:
     `padded_tokens` is the size of what was computed, padding included: equal to `real_tokens` where nothing is padded.
     `prompt_tokens` are those of the real ones that were prefilled; `pass_index` counts from 0 within a block, and
     within the run where blocks overlap. `predicted_*` are of a pass of this phase on average, None where nobody said.
+    `host_bytes`, `device_bytes`: memory in use at its end. `started_at`: when the process was started that ran it, in
+    Unix seconds, and `since_start_seconds` how long after that it ended. They are None in runs of earlier versions.
     """
 
     pass_index: int
@@ -61,6 +64,10 @@ class PassRow:
     predicted_copy_seconds: float | None = None
     predicted_attention_seconds: float | None = None
     predicted_stall_seconds: float | None = None
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+    started_at: float | None = None
+    since_start_seconds: float | None = None
 
     @property
     def prefill_share(self) -> float:
@@ -90,6 +97,12 @@ PASS_BYTES = (
 )
 PREDICTED_SECONDS = tuple(f"predicted_{name}" for name in PASS_SECONDS)
 STAGE_SECONDS = tuple(f"stage_{name}_seconds" for name in ("read", "copy", "compute", "attention", "stall"))
+LATER_FIELDS = (  # which parts lack that earlier versions wrote
+    pa.field("host_bytes", pa.int64()),
+    pa.field("device_bytes", pa.int64()),
+    pa.field("started_at", pa.float64()),
+    pa.field("since_start_seconds", pa.float64()),
+)
 THROUGHPUT_SCHEMA = pa.schema(
     [
         pa.field("block", pa.int32(), nullable=False),
@@ -101,8 +114,30 @@ THROUGHPUT_SCHEMA = pa.schema(
         *(pa.field(name, pa.list_(pa.float64()), nullable=False) for name in STAGE_SECONDS),
         *(pa.field(name, pa.float64(), nullable=True) for name in PREDICTED_SECONDS),
         pa.field("operational", pa.string(), nullable=False),
+        *LATER_FIELDS,
     ]
 )
+
+
+def with_later_fields(table: pa.Table) -> pa.Table:
+    """A table of passes with the columns that earlier versions did not write, empty."""
+    for each in LATER_FIELDS:
+        if each.name not in table.column_names:
+            table = table.append_column(each, pa.nulls(table.num_rows, each.type))
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """When this process was started: `at` in Unix seconds, `clock` by the monotonic one."""
+
+    at: float = field(default_factory=time.time)
+    clock: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """How long that is ago."""
+        return time.monotonic() - self.clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +191,18 @@ def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
 APART = ("block", "index", "phase", "counts", "times")
 
 
-def pass_row(record: PassRecord, pass_index: int, prediction: Prediction | None = None) -> PassRow:
-    """`prediction` is of the whole run."""
+def pass_row(
+    record: PassRecord, pass_index: int, prediction: Prediction | None = None, start: Start | None = None
+) -> PassRow:
+    """The row of a pass that has just ended. `prediction` is of the whole run."""
     times = record.times
     lists = {f"stage_{name}": list(value) for name, value in vars(times).items() if isinstance(value, tuple)}
     sums = {name: value for name, value in vars(times).items() if isinstance(value, int)}
     row = PassRow(
         pass_index=pass_index,
         phase=record.phase.value,
+        started_at=start.at if start is not None else None,
+        since_start_seconds=start.seconds if start is not None else None,
         load_seconds=sum(times.read_seconds),
         copy_seconds=sum(times.copy_seconds),
         compute_seconds=sum(times.compute_seconds),

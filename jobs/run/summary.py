@@ -10,6 +10,7 @@ the issued tokens of its decode share are its other tokens than those of prompts
 ones are. Tokens that are prefilled a second time, after a resume or where memory ran short, count as prompt tokens.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,10 +48,60 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Busy:
+    """Shares of the time of some passes in which a resource worked. The link's two directions are added up, and so are
+    readers' threads and the CPU's workers: several at once may come to more than 1. `bubble_seconds`: compute did
+    nothing while a pass went on."""
+
+    disk: float
+    link: float
+    compute: float
+    bubble_seconds: float
+
+    @staticmethod
+    def of(times: PhaseTimes) -> "Busy | None":
+        """The shares of these times; None where no time was spent."""
+        if not times.seconds:
+            return None
+        return Busy(
+            disk=times.load_seconds / times.seconds,
+            link=times.copy_seconds / times.seconds,
+            compute=times.compute_seconds / times.seconds,
+            bubble_seconds=max(0.0, times.seconds - times.compute_seconds),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilisation:
+    """How busy resources were; a phase without passes is None."""
+
+    prefill: Busy | None
+    decode: Busy | None
+    run: Busy | None
+
+    @staticmethod
+    def of(times: RunTimes) -> "Utilisation":
+        whole = times.prefill.plus(times.decode)
+        return Utilisation(prefill=Busy.of(times.prefill), decode=Busy.of(times.decode), run=Busy.of(whole))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elapsed:
+    """Time on the wall, over all starts that have left a pass. `first_token_seconds` and `before_passes_seconds` are
+    those of the first start: until a token was there, and until the first pass began."""
+
+    num_starts: int
+    seconds: float
+    first_token_seconds: float | None
+    before_passes_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said: what
     was predicted of each pass before its block ran, over the tokens that it then computed. `plan` is that of the last
-    start."""
+    start, and so is `weights_seconds`, which opening a session took. `mean` is over the time of passes. What passes of
+    earlier versions do not say is None."""
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -76,6 +127,12 @@ class Summary:
     predicted: Rates | None
     predicted_times: RunTimes | None
     peak: MemoryUse
+    mean: MemoryUse | None = None
+    elapsed: Elapsed | None = None
+    rows_per_minute: float | None = None
+    utilisation: Utilisation | None = None
+    predicted_utilisation: Utilisation | None = None
+    weights_seconds: float | None = None
     planned: MemoryUse | None = None
     plan: PlanFacts | None = None
 
@@ -93,11 +150,13 @@ def summarize(
     rows: Mapping[Status, int],
     planned: MemoryUse | None = None,
     plan: PlanFacts | None = None,
+    weights_seconds: float | None = None,
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
     measured = run_times(passes, PASS_SECONDS)
     is_predicted = bool(passes) and all(row.predicted_seconds is not None for row in passes)
     predicted = run_times(passes, PREDICTED_SECONDS) if is_predicted else None
+    seconds = sum(row.seconds for row in passes)
     return Summary(
         rows={"ok": rows.get("ok", 0), "error": rows.get("error", 0), "skipped": rows.get("skipped", 0)},
         num_passes=len(passes),
@@ -126,8 +185,45 @@ def summarize(
             host_bytes=max((row.peak_host_bytes for row in passes), default=0),
             device_bytes=max((row.peak_device_bytes for row in passes), default=0),
         ),
+        mean=mean_memory(passes),
+        elapsed=elapsed(passes),
+        rows_per_minute=60 * sum(rows.values()) / seconds if seconds else None,
+        utilisation=Utilisation.of(measured) if passes else None,
+        predicted_utilisation=Utilisation.of(predicted) if predicted is not None else None,
+        weights_seconds=weights_seconds,
         planned=planned,
         plan=plan,
+    )
+
+
+def elapsed(passes: Sequence[PassRow]) -> Elapsed | None:
+    """The time on the wall of these passes' starts; None where one does not say when it was."""
+    starts: dict[float, list[PassRow]] = defaultdict(list)
+    for row in passes:
+        if row.started_at is None or row.since_start_seconds is None:
+            return None
+        starts[row.started_at].append(row)
+    if not starts:
+        return None
+    ends = {at: [row.since_start_seconds or 0.0 for row in rows] for at, rows in starts.items()}
+    first = starts[min(starts)]
+    tokens = [row.since_start_seconds or 0.0 for row in first if row.issued_tokens]
+    return Elapsed(
+        num_starts=len(starts),
+        seconds=sum(map(max, ends.values())),
+        first_token_seconds=min(tokens, default=None),
+        before_passes_seconds=min((row.since_start_seconds or 0.0) - row.seconds for row in first),
+    )
+
+
+def mean_memory(passes: Sequence[PassRow]) -> MemoryUse | None:
+    """The memory in use, on average over the time of passes; None where one does not say it."""
+    seconds = sum(row.seconds for row in passes)
+    if not seconds or any(row.host_bytes is None for row in passes):
+        return None
+    return MemoryUse(
+        host_bytes=round(sum((row.host_bytes or 0) * row.seconds for row in passes) / seconds),
+        device_bytes=round(sum((row.device_bytes or 0) * row.seconds for row in passes) / seconds),
     )
 
 

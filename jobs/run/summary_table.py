@@ -1,96 +1,147 @@
 """The table a person reads at the end of a run."""
 
-from runtime.units import format_bytes, format_seconds
+from runtime.units import counted, format_bytes, format_seconds
 
 from .passes import PhaseTimes
-from .summary import Rates, Summary
+from .summary import MemoryUse, Rates, Summary, Utilisation
+
+NOTHING = format_seconds(0)
+Line = tuple[str, str, str]  # what it is, measured, and predicted or planned
 
 
 def format_table(summary: Summary) -> str:
-    """Measured, and what was predicted or planned in its own column."""
-    has_claims = summary.predicted is not None or summary.planned is not None
-    head = ["", "measured", "predicted or planned"] if has_claims else ["", "measured", ""]
+    """Measured, and what was predicted or planned in its own column. What is nothing in both is left out."""
+    claims = "predicted" if summary.predicted is not None else "planned" if summary.planned is not None else ""
+    head = ("", "measured" if claims else "", claims)
     groups = (_counts(summary), _throughput(summary), _time(summary), _bytes(summary))
-    lines = [head, *(line for group in groups for line in ([""] * 3, *group))]
+    lines = [line for group in groups if group for line in (("", "", ""), *group)]
+    lines = [*lines[1 : 1 + len(groups[0])], ("", "", ""), head, *lines[2 + len(groups[0]) :]]
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     aligned = (f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in lines)
     return "\n".join(aligned)
 
 
-def _counts(summary: Summary) -> list[list[str]]:
+def _counts(summary: Summary) -> list[Line]:
     prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
+    issued, useful = summary.issued_tokens, summary.useful_tokens
     return [
-        *([f"rows {status}", f"{count:,}", ""] for status, count in summary.rows.items()),
-        ["passes", f"{summary.num_passes:,}", ""],
-        ["prompt tokens", f"{prompt:,}", ""],
-        *([["prompt tokens, padding included", f"{padded:,}", ""]] if padded != prompt else []),
-        ["generated tokens, issued", f"{summary.issued_tokens:,}", ""],
-        ["generated tokens, useful", f"{summary.useful_tokens:,}", ""],
+        *((f"rows {status}", f"{count:,}", "") for status, count in summary.rows.items() if count or status == "ok"),
+        *_elapsed(summary),
+        ("prompt tokens", f"{prompt:,}", ""),
+        *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
+        ("generated tokens", f"{useful:,}", ""),
+        *([("generated tokens, of ended rows too", f"{issued:,}", "")] if issued != useful else []),
     ]
 
 
-def _throughput(summary: Summary) -> list[list[str]]:
+def _elapsed(summary: Summary) -> list[Line]:
+    """The time on the wall, where passes say it, and rows per minute of passes."""
+    lines: list[Line] = []
+    elapsed, rate = summary.elapsed, summary.rows_per_minute
+    if elapsed is not None:
+        starts = f", in {counted(elapsed.num_starts, 'start')}" if elapsed.num_starts > 1 else ""
+        lines.append((f"elapsed{starts}", format_seconds(elapsed.seconds), ""))
+        lines.append(("until the first pass began", format_seconds(elapsed.before_passes_seconds), ""))
+        if elapsed.first_token_seconds is not None:
+            lines.append(("until the first token", format_seconds(elapsed.first_token_seconds), ""))
+    return [*lines, *([("rows per minute of passes", f"{rate:,.3g}", "")] if rate else [])]
+
+
+def _throughput(summary: Summary) -> list[Line]:
     measured, claimed = summary.measured, summary.predicted or Rates()
-    pairs = (
-        ("prefill", measured.prefill, claimed.prefill),
-        ("decode, issued", measured.decode_issued, claimed.decode_issued),
-        ("decode, useful", measured.decode_useful, claimed.decode_useful),
-        ("total, issued", measured.total_issued, claimed.total_issued),
-        ("total, useful", measured.total_useful, claimed.total_useful),
-    )
-    return [[name, _rate_text(rate) or "-", _rate_text(claim)] for name, rate, claim in pairs]
+    return [
+        ("prefill", _rate_text(measured.prefill) or "-", _rate_text(claimed.prefill)),
+        *_rates("decode", (measured.decode_issued, measured.decode_useful), claimed.decode_useful),
+        *_rates("total", (measured.total_issued, measured.total_useful), claimed.total_useful),
+    ]
+
+
+def _rates(name: str, rates: tuple[float | None, float | None], claim: float | None) -> list[Line]:
+    """One line, or, where some rows had ended while others of their micro-batch went on, one for each way to count."""
+    issued, useful = (_rate_text(rate) or "-" for rate in rates)
+    if issued == useful:
+        return [(name, useful, _rate_text(claim))]
+    return [(f"{name}, issued", issued, ""), (f"{name}, useful", useful, _rate_text(claim))]
 
 
 def _rate_text(rate: float | None) -> str:
     return "" if rate is None else f"{rate:,.1f} tok/s"
 
 
-def _time(summary: Summary) -> list[list[str]]:
+def _time(summary: Summary) -> list[Line]:
     rate, measured, claimed = summary.hit_rate, summary.measured_times, summary.predicted_times
-    hits = [["prefetched in time", f"{rate:.1%}", ""]] if rate is not None else []
+    used, use_claimed = summary.utilisation, summary.predicted_utilisation
     return [
         *_phase("prefill", measured.prefill, claimed.prefill if claimed else None),
         *_phase("decode", measured.decode, claimed.decode if claimed else None),
-        *hits,
+        *_busy(used, use_claimed),
+        *([("prefetched in time", f"{rate:.1%}", "")] if rate is not None else []),
+        *_optional("weights opened in", summary.weights_seconds),
     ]
 
 
-def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[list[str]]:
-    """What works side by side, and how long compute waited. Lines of two zeros are left out; attention where the model
-    computes is predicted as part of that."""
+def _phase(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[Line]:
+    """How long the phase took, and how long compute waited in it. Attention where the model computes is predicted as
+    part of that."""
     parts = {
         f"{name} time": "seconds",
-        f"{name}: computing": "compute_seconds",
-        f"{name}: loading (beside compute)": "load_seconds",
-        f"{name}: copying (beside compute)": "copy_seconds",
         f"{name}: attention": "attention_seconds",
         f"{name}: stalled": "stall_seconds",
     }
-    lines = []
+    lines: list[Line] = []
     for label, key in parts.items():
         seconds, claim = getattr(measured, key), getattr(claimed, key) if claimed else None
-        if seconds or claim or key in ("seconds", "stall_seconds"):
-            is_part = key == "attention_seconds" and not claim
-            lines.append([label, format_seconds(seconds), "" if claim is None or is_part else format_seconds(claim)])
-    return lines
+        is_part = key == "attention_seconds" and not claim
+        lines.append((label, format_seconds(seconds), "" if claim is None or is_part else format_seconds(claim)))
+    return [line for line in lines if set(line[1:]) - {NOTHING, ""}]
 
 
-def _bytes(summary: Summary) -> list[list[str]]:
-    peak, planned = summary.peak, summary.planned
+def _busy(measured: Utilisation | None, claimed: Utilisation | None) -> list[Line]:
+    """How busy disk, link and compute were over all passes, and how much of that time compute had nothing to do."""
+    run, claim = measured.run if measured else None, claimed.run if claimed else None
+    if run is None:
+        return []
+    shares: list[Line] = [
+        (f"{name} busy", f"{getattr(run, name):.0%}", "" if claim is None else f"{getattr(claim, name):.0%}")
+        for name in ("disk", "link", "compute")
+        if getattr(run, name) or (claim is not None and getattr(claim, name))
+    ]
+    idle = ("compute idle", f"{1 - run.compute:.0%}", "" if claim is None else f"{1 - claim.compute:.0%}")
+    return [*shares, *([idle] if set(idle[1:]) - {"0%", "-0%", ""} else [])]
+
+
+def _optional(label: str, seconds: float | None) -> list[Line]:
+    return [] if seconds is None else [(label, format_seconds(seconds), "")]
+
+
+def _bytes(summary: Summary) -> list[Line]:
+    moved = {
+        "read from disk": summary.bytes_read_disk,
+        "copied to the device": summary.bytes_copied_device,
+        "copied to the host": summary.bytes_copied_host,
+        "written to disk": summary.bytes_written_disk,
+    }
     return [
-        ["read from disk", format_bytes(summary.bytes_read_disk), ""],
+        *((label, format_bytes(num_bytes), "") for label, num_bytes in moved.items() if num_bytes),
         *_experts(summary),
-        ["copied to the device", format_bytes(summary.bytes_copied_device), ""],
-        *([["copied to the host", format_bytes(back), ""]] if (back := summary.bytes_copied_host) else []),
-        *([["written to disk", format_bytes(kept), ""]] if (kept := summary.bytes_written_disk) else []),
-        ["peak host memory", format_bytes(peak.host_bytes), format_bytes(planned.host_bytes) if planned else ""],
-        ["peak device memory", format_bytes(peak.device_bytes), format_bytes(planned.device_bytes) if planned else ""],
+        *_memory("host", summary.peak, summary.mean, summary.planned),
+        *_memory("device", summary.peak, summary.mean, summary.planned),
     ]
 
 
-def _experts(summary: Summary) -> list[list[str]]:
+def _memory(name: str, peak: MemoryUse, mean: MemoryUse | None, planned: MemoryUse | None) -> list[Line]:
+    def text(use: MemoryUse | None) -> str:
+        return format_bytes(getattr(use, f"{name}_bytes")) if use is not None else ""
+
+    if not getattr(peak, f"{name}_bytes") and not (planned and getattr(planned, f"{name}_bytes")):
+        return []
+    average: list[Line] = [(f"average {name} memory", text(mean), "")] if mean is not None else []
+    return [(f"peak {name} memory", text(peak), text(planned)), *average]
+
+
+def _experts(summary: Summary) -> list[Line]:
     """Where they are read one by one, and of decode passes alone: prompts visit nearly all."""
     use = summary.experts
     if use is None:
         return []
-    return [["experts hit, decode", f"{use.hit:.1%}", ""], ["experts read, decode", f"{use.read:.1%}", ""]]
+    return [("experts hit, decode", f"{use.hit:.1%}", ""), ("experts read, decode", f"{use.read:.1%}", "")]

@@ -15,7 +15,7 @@ from ..plan.placement.kv import KVLayout
 from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
-from ..stream.host_memory import peak_resident_bytes
+from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher
 from .experts import BatchedExperts
 from .lanes.factory import LaneFactory
@@ -108,6 +108,8 @@ class Engine:
             counts=counts,
             seconds=time.monotonic() - begin,
             times=times,
+            host_bytes=resident_bytes(),
+            device_bytes=self._device.used_bytes(),
             peak_host_bytes=peak_resident_bytes(),
             peak_device_bytes=self._device.peak_bytes(),
         )

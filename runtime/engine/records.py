@@ -60,7 +60,8 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """One pass of one block. `seconds` are monotonic; what they were spent on is in `times`."""
+    """One pass of one block. `seconds` are monotonic; what they were spent on is in `times`. Bytes of memory: in use at
+    its end, and the most so far."""
 
     block: int
     index: int
@@ -68,5 +69,7 @@ class PassRecord:
     counts: PassCounts
     seconds: float
     times: StageTimes
+    host_bytes: int
+    device_bytes: int
     peak_host_bytes: int
     peak_device_bytes: int

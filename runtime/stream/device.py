@@ -286,6 +286,10 @@ class ComputeDevice:
         """Most that torch's allocator held since the start of the process, in tensors or not; 0 on a CPU."""
         return torch.accelerator.max_memory_reserved(self.torch_device) if self.is_accelerator else 0
 
+    def used_bytes(self) -> int:
+        """Device memory allocated now; 0 on a CPU."""
+        return torch.accelerator.memory_allocated(self.torch_device) if self.is_accelerator else 0
+
     def peak_bytes(self) -> int:
         """Most device memory allocated since the start of the process; 0 on a CPU, whose peak is the process's own."""
         return torch.accelerator.max_memory_allocated(self.torch_device) if self.is_accelerator else 0

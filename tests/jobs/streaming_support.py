@@ -11,6 +11,7 @@ from jobs.run.open_run import Surroundings, generate_blocks
 from jobs.run.output_rows import generation_schema, infer_column_schema
 from jobs.run.parts import PartStore
 from jobs.run.plan_file import fix_plan
+from jobs.run.progress import Progress
 from jobs.run.requests import Asked, seat
 from jobs.run.run_dir import RunDirectory
 from jobs.run.running import remove_committed
@@ -80,8 +81,7 @@ def start_waves(
     done = store.committed()
     remove_committed(store.directory, done)
     left = [block for block in blocks_of(asked) if block.index not in done]
-    around = Surroundings(asked=asked, store=store, admission=Admission.wave, checkpoint_seconds=checkpoint_seconds)
-    generate_blocks(session, left, around)
+    generate_left(session, left, asked, store, Admission.wave, checkpoint_seconds)
     store.finish()
     return store
 
@@ -93,12 +93,28 @@ def run_at(
     asked = asked or made()
     store = store_at(path, asked)
     left = [block for block in blocks_of(asked) if block.index not in store.committed()]
-    around = Surroundings(
-        asked=asked, store=store, admission=Admission.continuous, checkpoint_seconds=checkpoint_seconds
-    )
-    generate_blocks(session, left, around)
+    generate_left(session, left, asked, store, Admission.continuous, checkpoint_seconds)
     store.finish()
     return store
+
+
+def generate_left(
+    session: "FakeSession",
+    left: Sequence[Block],
+    asked: Asked,
+    store: PartStore,
+    admission: Admission,
+    checkpoint_seconds: float | None,
+) -> None:
+    with Progress(asked.requests, blocks_of(asked), is_wave=admission is Admission.wave) as progress:
+        around = Surroundings(
+            asked=asked,
+            store=store,
+            admission=admission,
+            checkpoint_seconds=checkpoint_seconds,
+            progress=progress,
+        )
+        generate_blocks(session, left, around)
 
 
 @dataclass(kw_only=True)
@@ -254,6 +270,8 @@ def _record(index: int, num_tokens: int, num_prompt: int, num_drawn: int) -> Pas
         ),
         seconds=0.25,
         times=TIMES,
+        host_bytes=0,
+        device_bytes=0,
         peak_host_bytes=0,
         peak_device_bytes=0,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.run.passes import PassRow, Status, mean_pass
-from jobs.run.summary import ExpertUse, MemoryUse, Rates, summarize, write_summary
+from jobs.run.summary import Busy, Elapsed, ExpertUse, MemoryUse, Rates, summarize, write_summary
 from jobs.run.summary_table import format_table
 from runtime.plan.cost.predict import PhaseTime, Prediction
 from runtime.units import GIB, MIB
@@ -113,8 +113,8 @@ def test_each_phase_has_its_predicted_seconds_beside_the_measured_ones() -> None
     lines = [line.split() for line in table.splitlines()]
     assert ["prefill", "time", "2", "s", "3", "s"] in lines
     assert ["prefill:", "stalled", "0.5", "s", "0.2", "s"] in lines
-    assert ["decode:", "loading", "(beside", "compute)", "1", "s", "1.1", "s"] in lines
-    assert "copying" not in table
+    assert ["disk", "busy", "80%", "49%"] in lines  # 2 of 2.5 s, and 2.2 of 4.5 s
+    assert "link busy" not in table
 
 
 def test_a_mixed_pass_divides_all_of_its_seconds() -> None:
@@ -146,6 +146,7 @@ def test_table_shows_units_separators_and_predictions_in_their_own_column() -> N
     lines = {line.split("  ")[0].strip(): line for line in table.splitlines()}
     assert lines["prefill"].split() == ["prefill", "500.0", "tok/s", "12,500.0", "tok/s"]
     assert lines["decode, issued"].split()[2:] == ["8.0", "tok/s"]
+    assert "decode, issued" not in format_table(summarize([replace(DECODE, useful_tokens=4)], rows=ROWS))
     assert lines["decode, useful"].split()[2:] == ["6.0", "tok/s", "2.0", "tok/s"]
     assert lines["peak host memory"].split()[3:] == ["5", "GiB", "6", "GiB"]
     assert lines["prompt tokens"].endswith("1,000")
@@ -204,3 +205,48 @@ def test_experts_of_a_mixed_pass_count_by_what_it_decoded() -> None:
     use = summarize([mixed, decode], rows=ROWS).experts
     assert use is not None
     assert use.read == pytest.approx((120 * 0.25 + 40) / (160 * 1.25))
+
+
+def told(row: PassRow, *, started_at: float, ended: float, host_bytes: int = GIB) -> PassRow:
+    return replace(row, started_at=started_at, since_start_seconds=ended, host_bytes=host_bytes, device_bytes=0)
+
+
+def test_time_on_the_wall_is_that_of_all_starts_and_the_first_token_that_of_the_first() -> None:
+    prompts = replace(PREFILL, issued_tokens=0, useful_tokens=0)
+    passes = [
+        told(DECODE, started_at=500.0, ended=4.0),
+        told(prompts, started_at=100.0, ended=12.0),
+        told(PREFILL, started_at=100.0, ended=14.0),
+        told(DECODE, started_at=100.0, ended=14.5),
+    ]
+    found = summarize(passes, rows=ROWS).elapsed
+    assert found == Elapsed(num_starts=2, seconds=18.5, first_token_seconds=14.0, before_passes_seconds=10.0)
+    table = {line.split("  ")[0]: line for line in format_table(summarize(passes, rows=ROWS)).splitlines()}
+    assert table["elapsed, in 2 starts"].split()[-2:] == ["18.5", "s"]
+    assert table["until the first token"].split()[-2:] == ["14", "s"]
+
+
+def test_passes_of_earlier_versions_say_neither_time_nor_mean_memory() -> None:
+    summary = summarize([PREFILL, told(DECODE, started_at=0.0, ended=1.0)], rows=ROWS)
+    assert (summary.elapsed, summary.mean) == (None, None)
+    assert "elapsed" not in format_table(summary)
+
+
+def test_mean_memory_counts_a_pass_by_its_time() -> None:
+    passes = [told(PREFILL, started_at=0.0, ended=2.0), told(DECODE, started_at=0.0, ended=2.5, host_bytes=6 * GIB)]
+    assert summarize(passes, rows=ROWS).mean == MemoryUse(host_bytes=2 * GIB, device_bytes=0)
+
+
+def test_resources_are_busy_for_a_share_of_each_phase_measured_beside_predicted() -> None:
+    used = summarize([predicted(PREFILL, 2.0), predicted(DECODE, 2.0)], rows=ROWS)
+    assert used.utilisation is not None
+    assert used.predicted_utilisation is not None
+    assert used.utilisation.prefill == Busy(disk=0.5, link=0.0, compute=0.75, bubble_seconds=0.5)
+    assert used.predicted_utilisation.run == Busy(disk=0.55, link=0.0, compute=0.2, bubble_seconds=pytest.approx(3.2))
+
+
+def test_a_run_without_accelerator_or_disk_has_no_lines_of_nothing() -> None:
+    plain = {"load_seconds": 0.0, "stall_seconds": 0.0, "bytes_read_disk": 0, "bytes_copied_device": 0}
+    passes = [replace(row, peak_device_bytes=0, compute_seconds=row.seconds, **plain) for row in (PREFILL, DECODE)]
+    for line in format_table(summarize(passes, rows={"ok": 4})).splitlines():
+        assert not line.endswith((" 0 s", " 0 B", " 0%", " 0")), line
