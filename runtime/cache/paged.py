@@ -75,7 +75,7 @@ class PagedKV(Cache, KVCache):
         self._device = pages.device.torch_device
         self._rows: list[Row] = []
         self._new: list[int] = []
-        self._selected: list[int] = []
+        self._selected: list[int] = []  # of each row, how many of its last tokens
         self._bound: dict[int, torch.Tensor] = {}
         self._last_page: int | None = None
         self._place_of: dict[int, int] = {}
@@ -107,7 +107,7 @@ class PagedKV(Cache, KVCache):
 
     @property
     def num_selected(self) -> int:
-        return len(self._selected)
+        return sum(self._selected)
 
     @property
     def past(self) -> list[int]:
@@ -148,15 +148,16 @@ class PagedKV(Cache, KVCache):
 
     def begin_pass(self, new_tokens: Sequence[int], selected: Sequence[int] | None = None) -> None:
         """Says how many tokens of each row the coming pass carries, in row order; the tokens lie in the same order.
-        `selected`: the rows, in this order, whose last token the head is to see; None: all. It wants to see one at
-        least: if nobody asks, that of the last row in the pass."""
+        `selected`: how many of each row's, the last ones, the head is to see; None: one of each. It wants to see one at
+        least: if nobody asks, the last of the pass."""
         self._new = list(new_tokens)
-        in_pass = [i for i, new in enumerate(self._new) if new]
-        self._selected = list(in_pass if selected is None else selected) or in_pass[-1:]
+        self._selected = [min(1, new) for new in self._new] if selected is None else list(selected)
+        if not any(self._selected):
+            self._selected[max(i for i, new in enumerate(self._new) if new)] = 1
         self._take_pages()
         self._view = self._look(self.past, self._new)
-        ends = list(accumulate(self._new))
-        self.selected_B = upload([ends[i] - 1 for i in self._selected], self._device)
+        ends = zip(accumulate(self._new), self._selected, strict=True)
+        self.selected_B = upload([token for end, count in ends for token in range(end - count, end)], self._device)
         if self._host is not None:
             self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments)
 
@@ -189,8 +190,8 @@ class PagedKV(Cache, KVCache):
     def selected_alone(self) -> Iterator[None]:
         """Within it the pass has the tokens `selected_B` alone, and those before them are cached."""
         whole = self._view
-        last = [past + max(0, new - 1) for past, new in zip(whole.past, whole.new, strict=True)]
-        self._view = self._look(last, [int(row in self._selected) for row in range(len(last))])
+        sizes = zip(whole.past, whole.new, self._selected, strict=True)
+        self._view = self._look([past + new - count for past, new, count in sizes], self._selected)
         try:
             yield
         finally:

@@ -119,6 +119,11 @@ class Sequence:
         """All but the token that was sampled last is cached."""
         return bool(self.generated) and self.num_cached == self.num_known - 1
 
+    def num_selected(self, new: int) -> int:
+        """How many of the next `new` tokens want logits, which are the last of them: the one that ends what is known.
+        `SequenceSize.num_selected` says the same to a plan."""
+        return int(new > 0 and self.num_cached + new == self.num_known)
+
     def fail(self, error: str) -> None:
         self.finish, self.error = FinishReason.error, error
 

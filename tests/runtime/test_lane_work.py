@@ -8,7 +8,7 @@ PACKED, PADDED, BEHIND = toy_shape(), toy_shape(is_packed=False), toy_shape(is_p
 
 def test_pairs_and_positions_are_those_that_are_looked_at() -> None:
     """A prompt of 3 behind 4 cached positions looks at 5 + 6 + 7; a single token at all 10; one is not in the pass."""
-    work = packed_work([Piece(4, 3, True), Piece(9, 1, True), Piece(20, 0, False)])
+    work = packed_work([Piece(4, 3, 1), Piece(9, 1, 1), Piece(20, 0, 0)])
     assert (work.num_tokens, work.num_rows, work.kv_positions, work.prefill_pairs) == (4, 2, 10, 18)
     assert (work.held_pages, work.changed_pages) == (1 + 1 + 2, 2)
     assert work.selected_positions == 7 + 10

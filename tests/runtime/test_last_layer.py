@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from greenlet import GreenletExit, getcurrent
+from transformers import AutoModelForCausalLM
 
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
-from runtime.config import Tier
+from runtime.config import SamplingConfig, Tier
 from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import Sequence as Running
 from runtime.events import LaneRun
@@ -47,6 +48,39 @@ def test_logits_are_those_of_all_tokens_together(
         torch.testing.assert_close(few[name], logits_V, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 512), ("gemma-3", 3)])
+def test_several_tokens_of_a_prompt_may_be_asked_for(
+    family: str, chunk: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever passes they fall in; the logits are the class's own."""
+    ref, found, narrowed = reference(family), dict[str, list[torch.Tensor]](), list[int]()
+    draw, tell, narrow = Sampler.draw, Sampler.tell, PagedKV.selected_alone
+    monkeypatch.setattr(PagedKV, "selected_alone", lambda cache: narrowed.append(max(cache._selected)) or narrow(cache))
+    monkeypatch.setattr(
+        Running, "num_selected", lambda s, new: max(0, s.num_cached + new - max(s.num_cached, s.num_known - 3))
+    )
+
+    def keep(sampler: Sampler, sequences: Sequence[Running], logits_BV: torch.Tensor) -> torch.Tensor:
+        for sequence, logits_V in zip(sequences, logits_BV, strict=False):
+            found.setdefault(sequence.request.id, []).append(logits_V)
+        return draw(sampler, sequences, logits_BV)
+
+    def tell_the_last(sampler: Sampler, sequences: Sequence[Running], drawn: torch.Tensor, step: int) -> None:
+        last = {id(s): row for row, s in enumerate(sequences) if s.num_cached == s.num_known}.values()
+        tell(sampler, [sequences[row] for row in last], drawn[list(last)], step)
+
+    monkeypatch.setattr(Sampler, "draw", keep)
+    monkeypatch.setattr(Sampler, "tell", tell_the_last)
+    one = SamplingConfig(max_new_tokens=1)
+    tokens(opened(config_for(ref, Tier.none, one, prefill_chunk_tokens=chunk)), ref.prompts)
+    assert max(narrowed) > 1
+    model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.float32).eval()
+    for row, prompt in enumerate(ref.prompts):
+        with torch.inference_mode():
+            expected_TV = model(torch.tensor([prompt])).logits[0, -3:]
+        torch.testing.assert_close(torch.stack(found[str(row)]), expected_TV, rtol=1e-4, atol=1e-4)
+
+
 class Layer(torch.nn.Module):
     """Stores what it gets and attends to nothing."""
 
@@ -69,7 +103,7 @@ def cache() -> PagedKV:
     found = PagedKV(KVPages(4, ComputeDevice("cpu")))
     found.add()
     found.add()
-    found.begin_pass([4, 3], [0])
+    found.begin_pass([4, 3], [1, 0])
     return found
 
 
@@ -115,7 +149,7 @@ def test_a_layer_that_stores_nothing_has_all_tokens(cache: PagedKV) -> None:
 def test_rows_that_are_not_in_the_pass_stay_where_they_are(cache: PagedKV) -> None:
     cache.end_pass()
     cache.add()
-    cache.begin_pass([1, 0, 4], [0, 2])
+    cache.begin_pass([1, 0, 4], [1, 0, 1])
     with cache.selected_alone():
         assert cache.decoding is not None
         assert (cache.decoding.rows, cache.decoding.past, cache.segments) == ((0, 2), (4, 3), [])
@@ -141,7 +175,7 @@ def test_a_pass_that_is_given_up_in_the_layer_is_whole_again(cache: PagedKV) -> 
 
 def test_where_most_tokens_are_asked_for_none_is_left_out(cache: PagedKV) -> None:
     layer = Layer()
-    cache.begin_pass([1, 2], [0, 1])
+    cache.begin_pass([1, 2], [1, 1])
     x_1TD = torch.ones(1, 3, WIDTH)
     LaneRun(lambda: forward_selected(layer, (x_1TD, None), {"past_key_values": cache}), cache).switch()
     assert layer.seen == [3]

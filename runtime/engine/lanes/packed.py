@@ -19,6 +19,7 @@ class PackedLane(Lane):
         super().__init__(context, [])
         self._chunk_tokens, self._cache = context.prefill_chunk_tokens, cache
         self._new: list[int] = []
+        self._num_selected: list[int] = []
         self._has_decoded = False
         for sequence in sequences:
             self.enter(sequence)
@@ -58,7 +59,7 @@ class PackedLane(Lane):
         left, and where none is selected, one that is nobody's."""
         marked, counts = marks.flatten().cpu(), self._new
         if len(marked) != sum(counts):
-            counts = [int(row in self._selected) for row in range(len(self.sequences))]
+            counts = self._num_selected
         if not any(counts):
             return [False] * len(counts)
         return [bool(part.any()) for part in marked.split(counts)]
@@ -90,9 +91,9 @@ class PackedLane(Lane):
         places = [place for past, new in pasts for place in range(past, past + new)]
         self._ids_1T = upload([tokens], self._device)
         self._positions_1T = upload([places], self._device)
-        pairs = enumerate(zip(self.sequences, self._new, strict=True))
-        self._selected = [row for row, (s, new) in pairs if new and s.num_cached + new == s.num_known]
-        self._cache.begin_pass(self._new, self._selected)
+        pairs = zip(self.sequences, self._new, strict=True)
+        self._num_selected = [sequence.num_selected(new) for sequence, new in pairs]
+        self._cache.begin_pass(self._new, self._num_selected)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -113,7 +114,8 @@ class PackedLane(Lane):
         self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
 
     def _sampled_sequences(self) -> list[Sequence]:
-        return [self.sequences[row] for row in self._selected]
+        pairs = zip(self.sequences, self._num_selected, strict=True)
+        return [sequence for sequence, count in pairs for _ in range(count)]
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         self._cache.end_pass()

@@ -42,11 +42,11 @@ def is_narrow(num_tokens: int, num_selected: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`new` tokens of a sequence that has `past` positions cached; `asks`: a token comes out of it."""
+    """`new` tokens of a sequence that has `past` positions cached; logits are made of the last `num_selected`."""
 
     past: int
     new: int
-    asks: bool
+    num_selected: int
 
 
 def packed_work(pieces: Iterable[Piece]) -> LaneWork:
@@ -58,8 +58,9 @@ def packed_work(pieces: Iterable[Piece]) -> LaneWork:
         if not piece.new:
             continue
         tokens, last = tokens + piece.new, end
-        rows += piece.asks
-        asked += end if piece.asks else 0
+        selected = piece.num_selected
+        rows += selected
+        asked += selected * end - selected * (selected - 1) // 2
         changed += _pages(end) - piece.past // PAGE_TOKENS
         if piece.new == 1:
             positions += end
@@ -94,7 +95,7 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
     if not rows:
         return None
     if shape.is_packed:
-        return packed_work(Piece(size.num_prompt_tokens + num_done, 1, True) for size in rows)
+        return packed_work(Piece(size.num_prompt_tokens + num_done, 1, 1) for size in rows)
     width = max(size.num_prompt_tokens for size in lane)
     cached = 1 + num_done + (1 if shape.has_encoder else width)
     return LaneWork(
@@ -118,7 +119,7 @@ def _chunks(lane: MicroBatch, chunk_tokens: int) -> Iterator[list[Piece]]:
         left, pieces = chunk_tokens, list[Piece]()
         for row, size in enumerate(lane):
             new = min(left, size.num_prompt_tokens - past[row])
-            pieces.append(Piece(past[row], new, 0 < new == size.num_prompt_tokens - past[row]))
+            pieces.append(Piece(past[row], new, size.num_selected(past[row], new)))
             past[row] += new
             left -= new
         yield pieces

@@ -70,7 +70,8 @@ class _Seats:
         for i, lane in list(self._seats.items()):
             new, past = new_tokens.get(i, 0), self._cached[i]
             asks = new > 0 and past + new == self._known(i)
-            lanes[lane].append(Piece(past, new, asks))
+            selected = int(asks) if self._generated[i] else self._sizes[i].num_selected(past, new)
+            lanes[lane].append(Piece(past, new, selected))
             num_tokens += new
             num_decoded += new if self._generated[i] and past + 1 == self._known(i) else 0
             self._cached[i] += new

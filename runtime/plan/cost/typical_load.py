@@ -47,6 +47,6 @@ class TypicalLoad:
         num_rows = min(self.num_rows, most)
         past = max(1, min(self.num_positions, most // num_rows) - 1)
         return [
-            [Piece(past=past, new=1, asks=True)] * num_rows,
-            [Piece(past=0, new=new, asks=True) for new in prompts],
+            [Piece(past=past, new=1, num_selected=1)] * num_rows,
+            [Piece(past=0, new=new, num_selected=1) for new in prompts],
         ]

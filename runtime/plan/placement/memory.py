@@ -36,6 +36,10 @@ class SequenceSize:
         """KV positions reserved for the sequence."""
         return round_up(self.num_prompt_tokens + self.max_new_tokens, PAGE_TOKENS)
 
+    def num_selected(self, past: int, new: int) -> int:
+        """How many of the `new` tokens of its prompt behind `past` others want logits, which are the last of them."""
+        return int(0 < new == self.num_prompt_tokens - past)
+
     @staticmethod
     @lru_cache(65536)
     def shared(num_prompt_tokens: int, max_new_tokens: int) -> "SequenceSize":
