@@ -35,14 +35,14 @@ from .typed import build, flatten, plain
 T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
-SEMANTIC_GROUPS = frozenset({"model", "dataset", "sampling", "shard", "policy"})
-# Of those groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
+OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine"})
+# Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
 # What model.verify=full finds is among the facts of the manifest.
 FREE_KEYS = frozenset(
     {"policy.schedule", "policy.attention", "dataset.max_row_bytes", "model.self_check", "model.verify"}
 )
 HELP_COLUMNS, HELP_INDENT = 100, 13  # of the text behind a group's name in a job's help
-LATER_KEYS = frozenset({"model.compile"})  # of those groups: came after the first names were given, see `run_name`
+LATER_KEYS = frozenset({"model.compile"})  # of those, too: came after the first names were given, see `run_name`
 
 
 class LogLevel(Enum):
@@ -200,7 +200,9 @@ def operational(config: GenerateConfig) -> dict[str, JsonValue]:
 
 
 def _is_semantic(key: str) -> bool:
-    return key.partition(".")[0] in SEMANTIC_GROUPS and key not in FREE_KEYS
+    """A group that nobody has thought of is: to go on otherwise than begun does more harm than to refuse."""
+    group, _, name = key.partition(".")
+    return bool(name) and group not in OPERATIONAL_GROUPS and key not in FREE_KEYS
 
 
 def _is_unset(key: str, value: JsonValue) -> bool:

@@ -6,6 +6,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
@@ -32,7 +35,7 @@ from .parts import PartStore
 from .passes import Start
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .progress import Progress
-from .requests import Asked, ask, rejected_rows, seat, unseat
+from .requests import Asked, MakeRequest, ask, completion_of, rejected_rows, seat, unseat
 from .run_dir import RunDirectory, RunState, format_begun_with, open_run
 from .running import remove_committed
 from .success import is_finished
@@ -54,16 +57,41 @@ class Outcome:
         return 3 if self.summary.rows["error"] else 0
 
 
+class Columns(Protocol):
+    def __call__(self, *, has_source: bool) -> pa.Schema: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a run does with its rows; all else of a run is the same for every task. `columns`: those of
+    `GenerationRow.values` that every output row has, whatever it brought along, as `generation_schema` makes them."""
+
+    directory: Path
+    columns: Columns
+    request: MakeRequest
+
+
+def generation(config: GenerateConfig) -> Task:
+    """A completion of each prompt."""
+    columns = partial(generation_schema, has_logprobs=config.sampling.logprobs > 0)
+    return Task(directory=run_directory(config), columns=columns, request=completion_of)
+
+
 def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
+    """`perform`, for completions."""
+    return perform(generation(config), config, should_stop, start)
+
+
+def perform(task: Task, config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
     """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. Raises the errors
     of runtime.errors."""
     privacy = files_made_private() if config.output_private else nullcontext()
-    with privacy, _opened(config, should_stop, start or Start()) as run:
+    with privacy, _opened(task, config, should_stop, start or Start()) as run:
         return run.outcome_if_finished() or run.finish()
 
 
 @contextmanager
-def _opened(config: GenerateConfig, should_stop: Callable[[], bool], start: Start) -> Iterator["_Run"]:
+def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool], start: Start) -> Iterator["_Run"]:
     """Reads the data set, and begins the run's directory or opens it again; holds its lock. Rows that need no tokenizer
     come before the model, which may have to be asked for far away."""
     trace = Trace() if config.trace else None
@@ -71,8 +99,8 @@ def _opened(config: GenerateConfig, should_stop: Callable[[], bool], start: Star
     runtime = Runtime(config.runtime, should_stop=should_stop, trace=trace)
     require_template(runtime.model.tokenizer, config.dataset)
     all_rows = _rows(config, runtime) if read_first is None else read_first
-    begun_with = format_begun_with(run_directory(config))
-    fixed = generation_schema(has_logprobs=config.sampling.logprobs > 0, has_source=begun_with > FORMAT_WITHOUT_SOURCES)
+    begun_with = format_begun_with(task.directory)
+    fixed = task.columns(has_source=begun_with > FORMAT_WITHOUT_SOURCES)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
     require_template(runtime.model.tokenizer, config.dataset, rows)
@@ -80,7 +108,7 @@ def _opened(config: GenerateConfig, should_stop: Callable[[], bool], start: Star
         rows = with_former_ids(rows)
     digests = digest_input(rows, columns)
     with (
-        _open(run_directory(config), manifest_of(config, runtime, digests), digests, rows) as state,
+        _open(task.directory, manifest_of(config, runtime, digests), digests, rows) as state,
         mistakes_logged(state.directory.log),
     ):
         if config.output_private:
@@ -88,7 +116,7 @@ def _opened(config: GenerateConfig, should_stop: Callable[[], bool], start: Star
         if state.manifest.facts:
             keep_rows(state.directory.row_digests, digests)
         store = partial(PartStore, directory=state.directory, manifest=state.manifest, columns=columns, fixed=fixed)
-        yield _Run(state, runtime, rows, lambda plan: store(plan=plan), config, start)
+        yield _Run(task, state, runtime, rows, lambda plan: store(plan=plan), config, start)
 
 
 def _rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
@@ -120,6 +148,7 @@ class _Run:
 
     def __init__(
         self,
+        task: Task,
         state: RunState,
         runtime: Runtime,
         rows: Sequence[Row],
@@ -127,7 +156,7 @@ class _Run:
         config: GenerateConfig,
         start: Start,
     ):
-        self._state, self._runtime, self._rows, self._config = state, runtime, rows, config
+        self._task, self._state, self._runtime, self._rows, self._config = task, state, runtime, rows, config
         self._store_of, self._start = store_of, start
 
     def outcome_if_finished(self) -> Outcome | None:
@@ -138,7 +167,7 @@ class _Run:
     def finish(self) -> Outcome:
         """Generates what is left, commits it and sums the run up. Where the first block shows that another way is
         faster, the session ends, and the run goes on as one that is resumed would."""
-        asked = ask(self._runtime, self._rows)
+        asked = ask(self._runtime, self._rows, self._task.request)
         if not asked.requests:
             return self._finished(asked, self._seated(asked, ()), None)
         feedback = self._feedback(asked)

@@ -1,8 +1,9 @@
 """Between rows, requests and blocks: what a row asks of the model, where the plan seats it, and what it comes to."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
@@ -17,6 +18,8 @@ from .chat import ChatRenderer, TemplateRefusal
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest
 
+# What a row, whose prompt has these tokens, asks of the engine, or why nothing.
+MakeRequest: TypeAlias = Callable[[Runtime, Row, Sequence[int]], Request | Rejected]
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
 
 
@@ -31,15 +34,20 @@ class Asked:
     rejected_rows: Sequence[Row]
 
 
-def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
-    """Tokenises every row. A row that cannot be generated from is rejected, never raised. Raises ConfigError for more
-    completions than a run can have."""
+def completion_of(runtime: Runtime, row: Row, prompt_ids: Sequence[int]) -> Request | Rejected:
+    """The request for what comes behind the prompt."""
+    return runtime.request(row.id, prompt_ids, overrides=row.overrides)
+
+
+def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Asked:
+    """Tokenises every row and makes its request. A row that there is none for is rejected, never raised. Raises
+    ConfigError for more completions than a run can have."""
     num_samples = runtime.config.sampling.n
     require(
         len(rows) * num_samples <= MAX_ROWS,
         f"sampling.n={num_samples:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
     )
-    asked = zip(rows, _requests(runtime, rows), strict=True)
+    asked = zip(rows, _requests(runtime, rows, make), strict=True)
     made = [(row, item) for row, request in asked for item in runtime.samples(request)]
     return Asked(
         requests=[item for _, item in made if isinstance(item, Request)],
@@ -49,7 +57,7 @@ def ask(runtime: Runtime, rows: Sequence[Row]) -> Asked:
     )
 
 
-def _requests(runtime: Runtime, rows: Sequence[Row]) -> Iterator[Request | Rejected]:
+def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Iterator[Request | Rejected]:
     pending: list[tuple[Row, str | Rejected]] = []
     num_characters = 0
     with ExitStack() as stack:
@@ -59,12 +67,14 @@ def _requests(runtime: Runtime, rows: Sequence[Row]) -> Iterator[Request | Rejec
             pending.append((row, text))
             num_characters += len(text) if isinstance(text, str) else 0
             if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
-                yield from _tokenised(runtime, pending)
+                yield from _tokenised(runtime, pending, make)
                 pending, num_characters = [], 0
-    yield from _tokenised(runtime, pending)
+    yield from _tokenised(runtime, pending, make)
 
 
-def _tokenised(runtime: Runtime, pending: Sequence[tuple[Row, str | Rejected]]) -> Iterator[Request | Rejected]:
+def _tokenised(
+    runtime: Runtime, pending: Sequence[tuple[Row, str | Rejected]], make: MakeRequest
+) -> Iterator[Request | Rejected]:
     is_rendered = any(row.messages is not None for row, _ in pending)  # then every row is that has a text
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in pending)}
     most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
@@ -74,7 +84,7 @@ def _tokenised(runtime: Runtime, pending: Sequence[tuple[Row, str | Rejected]]) 
         ids = text if isinstance(text, Rejected) else next(found)
         if isinstance(ids, str):
             ids = Rejected(id=row.id, error=ids)
-        yield ids if isinstance(ids, Rejected) else runtime.request(row.id, ids, overrides=row.overrides)
+        yield ids if isinstance(ids, Rejected) else make(runtime, row, ids)
 
 
 def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRenderer | None:

@@ -4,7 +4,7 @@ import pytest
 
 from jobs.datasets import Row
 from jobs.run import requests
-from jobs.run.requests import ask
+from jobs.run.requests import ask, completion_of
 from runtime import Runtime, RuntimeConfig
 from runtime.engine.requests import Rejected
 from runtime.engine.sequence import Request
@@ -24,7 +24,7 @@ def test_rows_ask_what_each_asks_alone_however_many_are_tokenised_at_once(
     monkeypatch.setattr(requests, "ROWS_AT_ONCE", rows_at_once)
     runtime = Runtime(RuntimeConfig())
     rows = [row(index, prompt) for index, prompt in enumerate(PROMPTS)]
-    asked = ask(runtime, rows)
+    asked = ask(runtime, rows, completion_of)
     alone = [runtime.request(each.id, each.prompt) for each in rows if each.error is None]
     assert list(asked.requests) == [each for each in alone if isinstance(each, Request)]
     assert [each.id for each in asked.request_rows] == [each.id for each in asked.requests]

@@ -48,7 +48,7 @@ def test_logits_are_those_of_all_tokens_together(
         torch.testing.assert_close(few[name], logits_V, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "chunk"), [("llama", 512), ("gemma-3", 3)])
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 512), ("gemma-3", 7)])
 def test_several_tokens_of_a_prompt_may_be_asked_for(
     family: str, chunk: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
