@@ -227,3 +227,16 @@ def test_experts_that_an_action_brings_in_are_seen_on_their_roads() -> None:
 def test_resources_have_the_names_of_trace_files_and_are_numbered_as_these_are_drawn() -> None:
     names = ["disk", "host-to-device", "device-to-host", "compute", "CPU attention"]
     assert [(each.number, each.value) for each in Resource] == list(enumerate(names))
+
+
+def test_the_spans_of_compute_last_as_long_as_its_work_and_not_as_long_as_it_waits_for_experts() -> None:
+    reads = ExpertReads(num_experts=4, read_seconds=8.0, copy_seconds=4.0, dense_seconds=1.0, lead_seconds=0.0)
+    walk = Walk(num_stages=2, streamed=(), num_slots=0)
+    durations = Durations(run=lambda *turn: 3.0, expert_reads=lambda action: reads)
+    schedule = make_schedule(walk, 1)
+    [played] = play_passes([(schedule, durations)])
+    spans = [span for span in played.spans if span.resource is Resource.compute]
+    busy = simulate(schedule, 1, durations).busy_seconds[Resource.compute]
+    assert sum(span.end - span.begin for span in spans) == pytest.approx(busy)
+    assert busy == 2 * 3.0 < played.end
+    assert all(before.end <= after.begin for before, after in pairwise(spans))

@@ -110,6 +110,15 @@ class _Timed:
         return busy[:SYNC]
 
 
+def _worked(action: Action, begin: float, end: float, seconds: float, dense_seconds: float) -> list[Span]:
+    """When compute worked at an action that waits inside for what it brings in: as if all that it waited for came
+    between its own weights and the experts, so that the spans last as long as the work."""
+    parts = [(begin, begin + dense_seconds), (end - (seconds - dense_seconds), end)]
+    if end - begin <= seconds:
+        parts = [(begin, end)]
+    return [Span(Resource.compute, action, *part) for part in parts if part[1] > part[0]]
+
+
 class _Clock:
     """Compute's time, when each resource is free, and when each event has happened."""
 
@@ -139,7 +148,10 @@ class _Clock:
                     begin = ends[after]
                 end = free[kind] = ends[event] = begin + seconds
             if spans is not None and kind != SYNC and end > begin:
-                spans.append(Span(_RESOURCES[kind], action, begin, end))
+                if reads is None:
+                    spans.append(Span(_RESOURCES[kind], action, begin, end))
+                else:
+                    spans += _worked(action, begin, end, seconds, reads.dense_seconds)
         self.now, self.stall_seconds = now, stalled
 
     def _with_reads(
