@@ -14,17 +14,23 @@ from runtime.errors import ConfigError
 def main(composed: Composed) -> None:
     config = load(TraceConfig, composed)
 
-    from jobs.pictures.trace_file import read_trace
-    from jobs.pictures.trace_picture import Window, draw
+    from jobs.pictures.trace_file import read_processes
+    from jobs.pictures.trace_picture import Window, draw_panels
 
     assert config.path is not None, "the config class has checked it"
-    spans = read_trace(Path(config.path))
-    last = max((span.end for span in spans), default=0.0)
+    processes = read_processes(Path(config.path))
+    last = max((span.end for spans in processes.values() for span in spans), default=0.0)
     end = last if config.end is None else config.end
     if config.begin >= min(end, last):
         raise ConfigError(f"begin={config.begin:g} s is not before the end of the window: the trace ends at {last:g} s")
     out = Path(config.out) if config.out is not None else Path(config.path).with_suffix(".svg")
-    draw(out, spans, [Window(begin=config.begin, end=end, title=config.path)])
+    draw_panels(
+        out,
+        [
+            (spans, Window(begin=config.begin, end=end, title=f"{config.path}: {name}"))
+            for name, spans in processes.items()
+        ],
+    )
     say(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
 
 

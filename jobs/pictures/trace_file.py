@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from runtime.closing import Closing
 from runtime.errors import ConfigError
@@ -18,7 +19,7 @@ from runtime.resources import Resource
 from runtime.trace import Span, Trace
 
 from ..files.publishing import publish, write_all
-from .trace_events import RUN, Process, TraceEvents
+from .trace_events import PREDICTED, RUN, Process, TraceEvents
 
 log = logging.getLogger(__name__)
 OPEN, BETWEEN, CLOSE = b"[\n", b",\n", b"\n]\n"
@@ -29,7 +30,8 @@ class TraceFile(Closing):
 
     def __init__(self, folder: Path, begin: float):
         """Makes `<folder>/start-00000.json`, or the next number that is free."""
-        self._events = TraceEvents(RUN, begin)
+        self._events, self._predicted = TraceEvents(RUN, begin), TraceEvents(PREDICTED, begin)
+        self._has_predicted = False
         self._end = 0  # of the last event
         self._descriptor = -1
         try:
@@ -39,12 +41,15 @@ class TraceFile(Closing):
         except OSError as error:
             self._give_up(folder, error)
 
-    def write(self, spans: Sequence[Span]) -> None:
-        """Adds them and closes the array. On an error of the disk: logs it, and takes no more from then on."""
-        if self._descriptor < 0 or not spans:
+    def write(self, spans: Sequence[Span], predicted: Sequence[Span] = ()) -> None:
+        """Adds them, what was predicted under a process of its own, and closes the array. On an error of the disk: logs
+        it, and takes no more from then on."""
+        if self._descriptor < 0 or not (spans or predicted):
             return
+        head = self._predicted.head() if predicted and not self._has_predicted else []
+        self._has_predicted |= bool(predicted)
         try:
-            self._append(BETWEEN, self._events.of(spans))
+            self._append(BETWEEN, [*self._events.of(spans), *head, *self._predicted.of(predicted)])
         except OSError as error:
             self._give_up(self.path, error)
 
@@ -71,15 +76,16 @@ class TraceFile(Closing):
 
 
 @contextmanager
-def tracing(folder: Path, trace: Trace | None) -> Iterator[Callable[[], None]]:
-    """Inside it, each call of what it gives writes all that `trace` has collected; the end of it writes the rest, also
-    of a pass that was interrupted. Without a trace nothing is made and nothing happens."""
+def tracing(folder: Path, trace: Trace | None) -> Iterator[Callable[..., None]]:
+    """Inside it, each call of what it gives writes all that `trace` has collected, and the predicted spans that it is
+    given; the end of it writes the rest, also of a pass that was interrupted. Without a trace nothing is made and
+    nothing happens."""
     if trace is None:
-        yield lambda: None
+        yield lambda predicted=(): None
         return
     with TraceFile(folder, trace.begin) as file:
         try:
-            yield lambda: file.write(trace.take())
+            yield lambda predicted=(): file.write(trace.take(), predicted)
         finally:
             file.write(trace.take())
 
@@ -92,17 +98,32 @@ def publish_trace(path: Path, process: Process, spans: Sequence[Span]) -> None:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans in such a file, in seconds since its begin. Raises ConfigError when it is none."""
+    """The spans in such a file, in seconds since its begin, of a run's without what was predicted. Raises ConfigError
+    when it is none."""
+    return next(iter(read_processes(path).values()), [])
+
+
+def read_processes(path: Path) -> dict[str, list[Span]]:
+    """The spans in such a file by the name of their process, what ran before what was predicted. Raises ConfigError
+    when it is none."""
     try:
         events = json.loads(path.read_bytes())
         if not isinstance(events, list):
             raise ValueError("not an array of events")
-        found = [event for event in events if event["ph"] == "X"]
-        return [Span(Resource(e["cat"]), str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in found]
+        return {
+            process.name: [_span(event) for event in events if event["ph"] == "X" and event["pid"] == process.number]
+            for process in (RUN, PREDICTED)
+            if any(event["pid"] == process.number for event in events)
+        }
     except OSError as error:
         raise ConfigError(f"path={path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"path={path} is no trace of ours, or cut short ({error!r})") from error
+
+
+def _span(event: dict[str, Any]) -> Span:
+    begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+    return Span(Resource(event["cat"]), str(event["name"]), begin, begin + seconds)
 
 
 def _lines(events: Sequence[str]) -> bytes:

@@ -85,7 +85,12 @@ class Lane:
 def draw(path: Path, spans: Sequence[Span], windows: Sequence[Window]) -> None:
     """Publishes the picture, a panel for each window, as svg or png by the suffix of `path`; raises OutputError. Rows
     on which nothing ever ran are left out."""
-    panels = [lay_out(spans, window) for window in windows]
+    draw_panels(path, [(spans, window) for window in windows])
+
+
+def draw_panels(path: Path, shown: Sequence[tuple[Sequence[Span], Window]]) -> None:
+    """Draws what `draw` does, of spans and a window for each panel."""
+    panels, windows = [lay_out(spans, window) for spans, window in shown], [window for _, window in shown]
     heights = [TRACK * _num_tracks(lanes) for lanes in panels]
     total = sum(heights) + len(panels) * (HEAD + FOOT)
     with figure(path, total) as made:

@@ -1,6 +1,7 @@
 """A run from rows to parts: fix the plan, generate the blocks that are not committed yet, commit each, sum up."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import pyarrow as pa
 from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.config import Admission, PolicyKind
+from runtime.engine.records import PassRecord
 from runtime.errors import RunMismatchError
 from runtime.plan.listing import schedule_text
 from runtime.plan.planner import RunPlan
-from runtime.session import Session
-from runtime.trace import Trace
+from runtime.session import Session, ignore
+from runtime.trace import Span, Trace
 
 from ..config.mistakes import mistakes_logged
 from ..config.settings import GenerateConfig, run_directory
@@ -34,6 +36,7 @@ from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore
 from .passes import Start
 from .plan_file import PlannedRequest, fix_plan, read_plan
+from .predicted_spans import PredictedSpans
 from .progress import Progress
 from .requests import Asked, MakeRequest, ask, completion_of, rejected_rows, seat, unseat
 from .run_dir import RunDirectory, RunState, format_begun_with, open_run
@@ -203,11 +206,20 @@ class _Run:
                     checkpoint_seconds=self._config.checkpoint_seconds,
                     progress=progress,
                     start=self._start,
-                    after_pass=write_trace,
+                    after_pass=self._tracer(way, asked, write_trace),
                     prediction=way.prediction,
                 )
                 generate_blocks(session, blocks, around)
         return True
+
+    def _tracer(
+        self, plan: RunPlan, asked: Asked, write: Callable[[Sequence[Span]], None]
+    ) -> Callable[[PassRecord], None]:
+        """What writes the spans of a pass that has just ended, and beside them those that the plan predicts of it."""
+        if self._runtime.trace is None:
+            return ignore
+        predicted = PredictedSpans.of(self._runtime.model.shape, plan, [request.size for request in asked.requests])
+        return lambda record: write(predicted.beginning(record.phase, time.monotonic() - record.seconds))
 
     def _feedback(self, asked: Asked) -> Feedback | None:
         """What the run learns from its first block, where its policy may be a search's."""

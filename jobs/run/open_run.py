@@ -17,6 +17,7 @@ from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request, Unfinished
 from runtime.errors import MillraceError
 from runtime.plan.cost.predict import Prediction
+from runtime.session import ignore
 
 from .open_parts import OpenParts
 from .parts import PartStore
@@ -73,7 +74,7 @@ class Surroundings:
     checkpoint_seconds: float | None
     progress: Progress
     start: Start = field(default_factory=Start)
-    after_pass: Callable[[], None] = lambda: None
+    after_pass: Callable[[PassRecord], None] = ignore
     prediction: Prediction | None = None
 
 
@@ -150,7 +151,7 @@ class OpenRun:
         self._parts.passes.append(row)
         self._num_passes += 1
         self._around.progress.advance(row)
-        self._around.after_pass()
+        self._around.after_pass(record)
         self._commit_complete()
         seconds = self._around.checkpoint_seconds
         if len(self._parts) and seconds is not None and time.monotonic() - self._saved_at >= seconds:

@@ -151,9 +151,8 @@ class Progress:
 
     @property
     def _time_left(self) -> str:
-        if self._forecast is None:
-            return ""
-        return time_left(self._forecast.seconds_left, self._now())
+        seconds = self._forecast.seconds_left if self._forecast is not None else 0.0
+        return time_left(seconds, self._now()) if seconds else ""
 
 
 def time_left(seconds: float, now: datetime) -> str:

@@ -15,7 +15,8 @@ from jobs import trace
 from jobs.config.cli import run_job
 from jobs.config.settings import GenerateConfig, TraceConfig
 from jobs.datasets import DatasetConfig
-from jobs.pictures.trace_file import read_trace
+from jobs.pictures.trace_events import PREDICTED, RUN
+from jobs.pictures.trace_file import read_processes, read_trace
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from runtime.config import OffloadConfig, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, SamplingConfig, Tier
@@ -135,3 +136,14 @@ def test_a_wrong_window_or_path_is_refused_in_one_line(
     path = traced.trace / "start-00000.json"
     assert command(monkeypatch, *(argument.format(trace=path) for argument in arguments)) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_what_was_predicted_of_each_pass_stands_beside_what_ran(traced: RunDirectory, spans: list[Span]) -> None:
+    processes = read_processes(traced.trace / "start-00000.json")
+    assert list(processes) == [RUN.name, PREDICTED.name]
+    assert processes[RUN.name] == spans
+    rows, predicted = passes(traced), processes[PREDICTED.name]
+    computed = [span.name for span in predicted if span.resource is Resource.compute]
+    lanes = [2 if row["num_sequences"] == 2 else 1 for row in rows]
+    assert len(computed) == 6 * sum(lanes)
+    assert {span.resource for span in predicted} >= {Resource.disk, Resource.compute}
