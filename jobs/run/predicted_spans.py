@@ -1,4 +1,5 @@
-"""What a plan says would run when in a pass, for the trace of a run: beside what did."""
+"""What a plan says would run when in a pass, for the trace of a run: beside what did. It stands alone as it turns the
+simulator's spans into a trace's, which no run without a trace asks for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
