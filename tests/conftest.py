@@ -3,20 +3,23 @@
 import gc
 import os
 from collections.abc import Callable, Collection, Generator, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from runtime import Runtime, RuntimeConfig, planning
+from runtime.attention.host_attention import prepare_decode_attention
 from runtime.config import ModelConfig
 from runtime.linear import backends, work_items
-from runtime.model import loading
+from runtime.linear.vectors import prepare_vectors
+from runtime.model import loading, traits
 from runtime.model.families import FAMILIES
+from runtime.model.host_ops import prepare_host_ops
 from runtime.model.loading import LoadedModel
-from runtime.model.traits import CacheShape
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.profiles import LinearBackend
@@ -86,13 +89,28 @@ def opened() -> Callable[[RuntimeConfig], Runtime]:
     return get
 
 
+Found = TypeVar("Found")
+
+
+def once_for_each_config(look: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrainedModel], Found]:
+    """`look`, which finds out what a class does with a config, called once for each of them."""
+    found: dict[object, Found] = {}
+
+    def of(model: PreTrainedModel) -> Found:
+        key = type(model), model.config.to_json_string(use_diff=False), model.dtype
+        if key not in found:
+            found[key] = look(model)
+        return found[key]
+
+    return of
+
+
 @pytest.fixture(scope="session", autouse=True)
 def measured_once() -> Iterator[None]:
-    """What the first runtime of a session measures of a model and of this machine holds for the later ones. Whoever
-    tests measuring itself calls it where it is defined."""
+    """What the first runtime of a session finds out of a model and of this machine holds for the later ones. Whoever
+    tests finding out itself calls it where it is defined."""
     rates: dict[object, MachineRates] = {}
-    caches: dict[object, CacheShape] = {}
-    measure_rates, measure_cache = planning.measure_rates, loading.measure_cache
+    measure_rates = planning.measure_rates
 
     def rates_of(
         loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: TypicalLoad, paged: Collection[int]
@@ -102,16 +120,31 @@ def measured_once() -> Iterator[None]:
             rates[key] = measure_rates(loaded, reader, device, usual, paged)
         return rates[key]
 
-    def cache_of(model: PreTrainedModel) -> CacheShape:
-        key = type(model), model.config.to_json_string(use_diff=False), model.dtype
-        if key not in caches:
-            caches[key] = measure_cache(model)
-        return caches[key]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "measure_rates", rates_of)
-        patch.setattr(loading, "measure_cache", cache_of)
+        patch.setattr(loading, "measure_cache", once_for_each_config(loading.measure_cache))
+        patch.setattr(loading, "padded_habits", once_for_each_config(loading.padded_habits))
+        patch.setattr(traits, "why_not_packed", once_for_each_config(traits.why_not_packed))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(shared_home: Path) -> None:
+    """In a fresh clone workers that begin together would each compile the same kernels, in 2 to 4 s each. They begin
+    with different ones, and take from the disk what another one has compiled."""
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not number:
+        return
+    kernels = (
+        partial(prepare_decode_attention, torch.float32),
+        partial(prepare_vectors, [torch.bfloat16]),
+        partial(prepare_vectors, [torch.float32]),
+        partial(prepare_decode_attention, torch.bfloat16),
+        prepare_host_ops,
+    )
+    for turn in range(len(kernels)):
+        place = (turn + int(number)) % len(kernels)
+        made_once(shared_home / "kernels" / str(place), lambda home, place=place: kernels[place]())
 
 
 @pytest.fixture(scope="session", autouse=True)
