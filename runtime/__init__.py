@@ -29,32 +29,40 @@ from .config import (
 
 if TYPE_CHECKING:
     from .api import Runtime
+    from .completions import CompletionStream, Result
     from .engine.requests import Rejected
     from .engine.sequence import Completion, FinishReason, Request
+    from .prompt import Prompt, PromptLike
+    from .settings import Settings
 
     __version__: str
 
 __all__ = [
-    "Admission", "Attention", "Completion", "DType", "ExpertPaging", "FinishReason", "KVConfig", "KVTier", "Lanes",
-    "MachineConfig", "ModelConfig", "OffloadConfig", "Order", "PolicyConfig", "PolicyKind", "Prefetch",
-    "PrefetchConfig", "Rejected", "Request", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides",
-    "SelfCheck", "Tier", "Verify",
+    "Admission", "Attention", "Completion", "CompletionStream", "DType", "ExpertPaging", "FinishReason", "KVConfig",
+    "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order", "PolicyConfig", "PolicyKind",
+    "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig",
+    "SamplingConfig", "SamplingOverrides", "SelfCheck", "Settings", "Tier", "Verify",
 ]  # fmt: skip
+
+LATER = {
+    "Completion": "engine.sequence",
+    "CompletionStream": "completions",
+    "FinishReason": "engine.sequence",
+    "Prompt": "prompt",
+    "PromptLike": "prompt",
+    "Rejected": "engine.requests",
+    "Request": "engine.sequence",
+    "Result": "completions",
+    "Runtime": "api",
+    "Settings": "settings",
+}  # by the module that is imported when the name is first used
 
 
 def __getattr__(name: str) -> object:
-    if name == "Runtime":
-        from .api import Runtime
+    if name in LATER:
+        from importlib import import_module
 
-        return Runtime
-    if name == "Rejected":
-        from .engine.requests import Rejected
-
-        return Rejected
-    if name in ("Completion", "FinishReason", "Request"):
-        from .engine import sequence
-
-        return getattr(sequence, name)
+        return getattr(import_module(f".{LATER[name]}", __name__), name)
     if name == "__version__":
         return _version()
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

@@ -1,24 +1,31 @@
-"""The library's front door: `Runtime(config).generate(prompts)` is the same engine as the job, without Hydra."""
+"""The library's front door: `Runtime(model=...).generate(prompts)` is the same engine as the job, without Hydra."""
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Self, Unpack
 
 import torch
 
 from .batching.balance import Block
 from .budgets import device_limited, require_within
+from .closing import Closing
+from .completions import CompletionStream, Result
 from .config import Attention, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.engine import Engine
 from .engine.requests import Rejected, make_request
 from .engine.sampling.sampler import Sampler, sampler_for
 from .engine.self_check.check import check_lanes, is_due
-from .engine.sequence import Completion, Request
+from .engine.sequence import Request
 from .engine.setup import Setup, prepare_attention, prepare_kernels
 from .engine.streams import open_streams
 from .engine.tokens import tokenize
+from .errors import ClosedError
+from .kept import Kept
 from .measure.machine_cache import Host, find_products
 from .model.attention_way import placed
 from .model.followed import as_the_model_says
@@ -31,7 +38,9 @@ from .plan.placement.placer import kv_tiers
 from .plan.planner import RunPlan
 from .plan.search.policy import Policy
 from .planning import Planner
+from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows
 from .session import Session
+from .settings import Settings, changed
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import reset_peak, resident_bytes, set_allocator
@@ -41,12 +50,19 @@ from .units import MIB, format_bytes
 log = logging.getLogger(__name__)
 
 
-class Runtime:
-    """Opens a model without reading its weights. Weights are held only inside `session`. With `sampling.follow_model`,
-    `config.sampling` has the model's settings from then on.
+class Runtime(Closing):
+    """Opens a model without reading its weights. `with Runtime(...) as runtime:` keeps weights that a call has read,
+    its reader and what it measured for the calls that follow, until the end of the block; outside of one, or of `open`
+    and `close`, each call reads them anew. With `sampling.follow_model`, `config.sampling` has the model's settings
+    from then on.
 
-    `device`: None takes the one that `machine.device` names. `trace` collects what ran when; somebody must take it as
-    the run goes on. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
+    Settings are keywords, by their names in `Settings`, and change `config`, or its defaults. They are one TypedDict
+    rather than parameters, so that a type checker sees each with its type, here and in a caller's own function that
+    passes them on, and a name that does not exist is refused with the nearest one that does.
+
+    `device`: None takes the one that `machine.device` names; a text is one such name. `trace` collects what ran when;
+    somebody must take it as the run goes on. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with
+    what to change.
     """
 
     def __init__(
@@ -55,11 +71,16 @@ class Runtime:
         *,
         should_stop: Callable[[], bool] = lambda: False,
         trace: Trace | None = None,
-        device: ComputeDevice | None = None,
+        device: ComputeDevice | str | None = None,
+        **settings: Unpack[Settings],
     ):
-        self.config = config or RuntimeConfig()
+        self.config = changed(config, settings)
         self._should_stop, self.trace = should_stop, trace
-        self.device = device or ComputeDevice(self.config.machine.device)
+        self._kept: Kept | None = None
+        self._is_closed = False
+        self._latest: weakref.ref[CompletionStream] | None = None
+        name = device if isinstance(device, str) else self.config.machine.device
+        self.device = device if isinstance(device, ComputeDevice) else ComputeDevice(name)
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
@@ -79,6 +100,40 @@ class Runtime:
             prepare_attention(self.model)
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
+
+    def open(self) -> Self:
+        """Keeps from now on what calls read and measure, until `close`: what `with` does at its begin."""
+        self._require_open()
+        if self._kept is None:
+            self._kept = Kept(self.reader)
+        return self
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def close(self) -> None:
+        """Ends a stream that goes on, and frees weights, threads and files. No call is possible afterwards; closing
+        again does nothing."""
+        self._end_latest("the end of its runtime")
+        self._is_closed = True
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+            self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Frees what ended sessions held: an engine refers to itself."""
+        gc.collect()
+        self.device.give_back()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this runtime is closed: make another, or call it inside its `with` block")
+
+    def _end_latest(self, by: str) -> None:
+        stream = self._latest() if self._latest is not None else None
+        if stream is not None:
+            stream.end(by)
 
     def _refuse_early(self) -> None:
         """Refuses what cannot be by the settings and the model alone: before rows are read, not behind them."""
@@ -105,7 +160,10 @@ class Runtime:
 
     @property
     def planner(self) -> Planner:
-        return Planner(model=self.model, config=self.config, device=self.device, open_reader=self.reader)
+        self._require_open()
+        return Planner(
+            model=self.model, config=self.config, device=self.device, open_reader=self.reader, kept=self._kept
+        )
 
     @property
     def host(self) -> Host:
@@ -141,21 +199,40 @@ class Runtime:
 
     @contextmanager
     def session(self, plan: RunPlan) -> Iterator[Session]:
-        """Holds the weights, the slots and the reader threads."""
+        """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last."""
+        self._require_open()
+        kept = self._kept.weights if self._kept is not None else None
         setup = Setup(
             model=self.model,
             config=replace(self.config, policy=plan.policy),
             placement=plan.placement,
             device=self.device,
             trace=self.trace,
+            kept=kept,
         )
-        limit = device_limited(self.config.offload, self.device)
+        limit = device_limited(self.config.offload, self.device, kept)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
-        log.info("opening files, and reading %s of weights that stay in memory", format_bytes(num_bytes))
+        where = ", where they are not there already" if kept is not None and kept.compute_bytes else ""
+        log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), where)
         begin = time.monotonic()
-        with limit, self.reader() as reader, open_streams(setup, reader) as streams:
+        with limit, self._session_reader() as reader, open_streams(setup, reader) as streams:
             engine = Engine(setup, streams, self._sampler(), self._should_stop)
             yield Session(self.model, engine, plan, plan.policy, opening_seconds=time.monotonic() - begin)
+
+    @contextmanager
+    def _session_reader(self) -> Iterator[Reader]:
+        """The reader that is kept, or one of its own. A session that fails may have left reads behind, and ends it."""
+        if self._kept is None:
+            with self.reader() as reader:
+                yield reader
+            return
+        try:
+            yield self._kept.reader()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._kept.close_reader()
+            raise
 
     def confirmed_session(
         self,
@@ -195,16 +272,67 @@ class Runtime:
             reset_peak()
         self._is_checked = True
 
-    def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Completion | Rejected]:
-        """`sampling.n` results per prompt, in order of prompts and then of samples: a completion, or why there is
-        none."""
-        made = [item for n, prompt in enumerate(prompts) for item in self.samples(self.request(str(n), prompt))]
-        requests = [item for item in made if isinstance(item, Request)]
-        results: dict[tuple[str, int], Completion | Rejected] = {i.key: i for i in made if isinstance(i, Rejected)}
-        if requests:
-            with self.confirmed_session(requests) as (_, session):
-                results |= {requests[i].key: completion for i, completion in session.generate(requests)}
-        return [results[item.key] for item in made]
+    def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
+        """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""
+        with self.stream(prompts) as stream:
+            return sorted(stream, key=lambda result: (result.prompt_index, result.sample_index))
+
+    def stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> CompletionStream:
+        """Completions as they finish, `sampling.n` for each prompt; what cannot be generated from comes first, with its
+        `error`. A prompt is a text, token ids, messages of a chat, or a `Prompt`.
+
+        All prompts are read before the first is generated from, since they are planned together. With a `window` they
+        are read, planned and generated so many at a time, from an iterator that need not end; weights are kept from one
+        window to the next. Work begins with the first item that is asked for. One stream goes on at a time: the next
+        call ends it. Raises ConfigError at once where `prompts` is one text; later what `plan` and sessions raise, and
+        the runtime stays usable.
+        """
+        self._require_open()
+        require_prompts(prompts, window)
+        self._end_latest("a later call")
+        stream = CompletionStream(self._results(prompts, window))
+        self._latest = weakref.ref(stream)
+        return stream
+
+    def _results(self, prompts: Iterable[PromptLike], window: int | None) -> Generator[Result]:
+        ids: dict[str, int] = {}
+        with self._kept_between_windows() if window is not None else nullcontext():
+            for part in windows(prompts, window):
+                require_unique_ids(part, ids)
+                try:
+                    yield from self._results_of(part)
+                finally:
+                    if self._kept is not None:
+                        self._reclaim()
+
+    @contextmanager
+    def _kept_between_windows(self) -> Iterator[None]:
+        if self._kept is not None:
+            yield
+            return
+        with Kept(self.reader) as self._kept:
+            try:
+                yield
+            finally:
+                self._kept = None
+
+    def _results_of(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[Result]:
+        """The results of one window: rejected ones, then completions as they finish."""
+        asked = make_requests(self.model, self.config.sampling, prompts)
+        pairs = zip(prompts, asked, strict=True)
+        made = [(index, item) for (index, _), request in pairs for item in self.samples(request)]
+        for index, item in made:
+            if isinstance(item, Rejected):
+                yield replace(item, prompt_index=index)
+        places = [index for index, item in made if isinstance(item, Request)]
+        requests = [item for _, item in made if isinstance(item, Request)]
+        if not requests:
+            return
+        if self._kept is not None:
+            reset_peak()  # of earlier calls, whose budget may have been another
+        with self.confirmed_session(requests) as (_, session), closing(session.generate(requests)) as completions:
+            for place, completion in completions:
+                yield replace(completion, prompt_index=places[place])
 
     def reader(self) -> Reader:
         offload = self.config.offload

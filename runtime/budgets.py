@@ -10,6 +10,7 @@ from .plan.placement.ledger import KERNELS_BYTES
 from .plan.placement.placement import Budgets, Placement
 from .stream.device import ComputeDevice
 from .stream.host_memory import available_bytes, peak_resident_bytes
+from .stream.kept_weights import KeptWeights
 from .units import format_bytes, gib_to_bytes
 
 log = logging.getLogger(__name__)
@@ -25,26 +26,32 @@ def reclaim(device: ComputeDevice) -> None:
         device.give_back()
 
 
-def budgets_of(offload: OffloadConfig, device: ComputeDevice) -> Budgets:
+def budgets_of(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None = None) -> Budgets:
+    """The memory that a run may use. Where that is a share of what is free, `kept` weights count as free: the run's
+    ledgers count those that it holds, and the others are let go of."""
+    in_compute, pinned = (kept.compute_bytes, kept.pinned_bytes) if kept is not None else (0, 0)
+    in_host = pinned + (0 if device.is_accelerator else in_compute)
     host = offload.host_memory_gib
-    host_bytes = gib_to_bytes(host) if host is not None else int(available_bytes() * FREE_SHARE)
+    host_bytes = gib_to_bytes(host) if host is not None else int((available_bytes() + in_host) * FREE_SHARE)
     if not device.is_accelerator:
         return Budgets(host_bytes=host_bytes)
     own = offload.device_memory_gib
-    device_bytes = gib_to_bytes(own) if own is not None else int(device.free_bytes() * FREE_SHARE)
+    device_bytes = gib_to_bytes(own) if own is not None else int((device.free_bytes() + in_compute) * FREE_SHARE)
     return Budgets(host_bytes=host_bytes, device_bytes=device_bytes, library_bytes=device.library_bytes)
 
 
 @contextmanager
-def device_limited(offload: OffloadConfig, device: ComputeDevice) -> Iterator[None]:
+def device_limited(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None = None) -> Iterator[None]:
     """Holds torch's allocator to `offload.device_memory_gib`, if there is one, less what libraries take past it; what
-    is in tensors already is not the run's. Says in the end what the allocator came to."""
+    is in tensors already is not the run's, but for the weights that are kept. Says in the end what the allocator came
+    to."""
     if not device.is_accelerator:
         yield
         return
     own, past = offload.device_memory_gib, min(KERNELS_BYTES, device.library_bytes)
     if own is not None:
-        device.limit(gib_to_bytes(own) - past + device.memory().allocated)
+        kept_bytes = kept.compute_bytes if kept is not None else 0
+        device.limit(gib_to_bytes(own) - past + device.memory().allocated - kept_bytes)
     try:
         yield
     finally:

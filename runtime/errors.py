@@ -18,6 +18,10 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+class ClosedError(MillraceError):
+    """A runtime, or a stream of completions, was used after its end."""
+
+
 class CheckpointError(MillraceError):
     """Weights are missing, truncated, or disagree with their index or with the model's own shapes."""
 

@@ -12,6 +12,7 @@ from .batching.balance import Block
 from .budgets import budgets_of, reclaim
 from .choices import plan_by_choice, policies_directory, question
 from .config import PolicyKind, RuntimeConfig
+from .kept import Kept
 from .measure.calibrate import measure_rates
 from .measure.machine import device_name
 from .measure.machine_cache import Host, this_host
@@ -30,15 +31,18 @@ from .plan.search.candidate import Problem
 from .plan.search.policy import Policy
 from .store.reader import Reader
 from .stream.device import ComputeDevice
+from .units import MIB
 
 log = logging.getLogger(__name__)
 
+MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # that measuring holds at most, beside weights that are kept
 WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it predictions say nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
     """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
+    `kept`: what an open runtime holds between its calls.
 
     The methods raise ConfigError or BudgetError where what is asked for cannot be, before anything is read.
     """
@@ -47,6 +51,7 @@ class Planner:
     config: RuntimeConfig
     device: ComputeDevice
     open_reader: Callable[[], Reader]
+    kept: Kept | None = None
 
     @property
     def host(self) -> Host:
@@ -56,7 +61,7 @@ class Planner:
     @property
     def budgets(self) -> Budgets:
         """The memory that a run may use, as much of it as is free now where the settings say none."""
-        return budgets_of(self.config.offload, self.device)
+        return budgets_of(self.config.offload, self.device, self.kept.weights if self.kept is not None else None)
 
     def plan(
         self,
@@ -93,12 +98,21 @@ class Planner:
         )
 
     def measured(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
-        """The rates of this machine at the sizes that `plan`'s passes have, in about a second."""
-        log.info("measuring this machine, for the prediction")
+        """The rates of this machine at the sizes that `plan`'s passes have, in about a second; where they are kept, of
+        a load that covers it."""
         lanes = micro_batches_of(plan.blocks[0], sizes)
-        usual = TypicalLoad.of(self.model.shape, lanes, chunk_tokens(plan.policy))
+        usual, paged = TypicalLoad.of(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
+        if self.kept is not None:
+            if (known := self.kept.rates(usual, paged)) is not None:
+                return known
+            layer_bytes = max(self.model.shape.sizes.slot_bytes(paged))
+            self.kept.weights.leave_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
+        log.info("measuring this machine, for the prediction")
         with self.open_reader() as reader:
-            return measure_rates(self.model, reader, self.device, usual, plan.placement.paged)
+            rates = measure_rates(self.model, reader, self.device, usual, paged)
+        if self.kept is not None:
+            self.kept.keep_rates(usual, paged, rates)
+        return rates
 
     def revised(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
         """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or

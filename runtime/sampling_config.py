@@ -15,6 +15,7 @@ class SamplingOverrides:
     max_new_tokens: int | None = None
     temperature: float | None = None
     stop: list[str] | None = None
+    seed: int | None = None
 
     @property
     def given(self) -> dict[str, int | float | list[str]]:

@@ -1,6 +1,6 @@
 """A model whose weights are held: blocks of requests go in, completions come out."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from .batching.admission import AdmissionLimits
 from .batching.balance import Block
@@ -59,7 +59,7 @@ class Session:
         with batcher:
             self._engine.step(batcher)
 
-    def generate(self, requests: Sequence[Request], on_pass: OnPass = ignore) -> Iterator[tuple[int, Completion]]:
+    def generate(self, requests: Sequence[Request], on_pass: OnPass = ignore) -> Generator[tuple[int, Completion]]:
         """Generates all blocks of the plan, as its policy admits them, and gives completions as they finish."""
         if self._policy.admission is Admission.continuous:
             order = [i for block in self._plan.blocks for i in block.members]
@@ -80,7 +80,7 @@ class Session:
         requests: Sequence[Request],
         unfinished: Mapping[int, Unfinished],
         on_pass: OnPass = ignore,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion]]:
         """Generates one block, of whose members only those in `left`, and gives them as they finish.
 
         `unfinished`: those that an earlier process has begun, from where they go on. With the same members left and
@@ -100,14 +100,14 @@ class Session:
         requests: Sequence[Request],
         unfinished: Mapping[int, Unfinished],
         on_pass: OnPass = ignore,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion]]:
         """Continuous admission: requests enter in `order` as others finish, and come out as they finish. `unfinished`
         as in `wave`."""
         self._open = {i: self._resumed(requests[i], unfinished.get(i)) for i in order}
         entering = {i: sequence for i, sequence in self._open.items() if sequence.finish is None}
         return self._generate(self._continuous(entering), on_pass)
 
-    def _generate(self, batcher: Batcher, on_pass: OnPass) -> Iterator[tuple[int, Completion]]:
+    def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
         yield from self._take_finished()
         with batcher:
             while (record := self._engine.step(batcher)) is not None:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
+from runtime.engine.chat import ChatRenderer, TemplateRefusal
 from runtime.engine.requests import Rejected
 from runtime.engine.sequence import Completion, Request
 from runtime.engine.tokens import tokenize_each
@@ -14,7 +15,7 @@ from runtime.errors import require
 
 from ..datasets import Row
 from ..datasets.fields import MAX_ROWS
-from .chat import ChatRenderer, TemplateRefusal
+from .chat import renderer_for
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest
 
@@ -91,7 +92,7 @@ def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRe
     if all(row.messages is None for row in rows):
         return None
     assert runtime.model.tokenizer is not None, "require_template has seen to it"
-    return stack.enter_context(ChatRenderer(runtime.model.tokenizer))
+    return stack.enter_context(renderer_for(runtime.model.tokenizer))
 
 
 def _text(renderer: ChatRenderer | None, row: Row) -> str | Rejected:

@@ -6,18 +6,40 @@ from dataclasses import dataclass
 from ..config import SamplingConfig, SamplingOverrides, require
 from ..errors import ConfigError
 from ..model.loading import LoadedModel
-from .sequence import Request
+from .sequence import FinishReason, Request, TokenLogprobs
 from .tokens import tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A prompt that cannot be generated from, and why."""
+    """A prompt that cannot be generated from, and why. It reads like a completion that ended by an error before its
+    first token."""
 
     id: str
     error: str
     num_prompt_tokens: int = 0
     sample_index: int = 0
+    prompt_index: int = 0
+
+    @property
+    def is_ok(self) -> bool:
+        return False
+
+    @property
+    def text(self) -> str:
+        return ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return ()
+
+    @property
+    def finish(self) -> FinishReason:
+        return FinishReason.error
 
     @property
     def key(self) -> tuple[str, int]:
@@ -48,6 +70,7 @@ def make_request(
         max_new_tokens=max(0, min(own.max_new_tokens, room)),
         temperature=own.temperature or 0.0,
         stop=tuple(own.stop or ()),
+        own_seed=overrides.seed,
     )
 
 

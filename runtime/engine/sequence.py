@@ -70,6 +70,7 @@ class Request:
     temperature: float = 0.0
     stop: tuple[str, ...] = ()
     sample_index: int = 0
+    own_seed: int | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -82,9 +83,15 @@ class Request:
 
     def seed(self, run_seed: int) -> int:
         """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is
-        restarted."""
-        text = f"{run_seed}\0{self.id}\0{self.sample_index}".encode("utf-8", "surrogatepass")
-        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+        restarted. A seed of its own is its first sample's as it is."""
+        if self.own_seed is not None:
+            return self.own_seed if not self.sample_index else _digest(f"{self.own_seed}\0{self.sample_index}")
+        return _digest(f"{run_seed}\0{self.id}\0{self.sample_index}")
+
+
+def _digest(text: str) -> int:
+    """63 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
 
 
 @dataclass(kw_only=True)
@@ -155,6 +162,7 @@ class Completion:
     """What a request came to. `error` is set exactly when `finish` is error.
 
     `text` ends before a stop string or EOS; `token_ids` are all that were generated, `logprobs` theirs, or empty.
+    `prompt_index`: the place of its prompt in the input of `Runtime.generate` or `Runtime.stream`.
     """
 
     request: Request
@@ -163,6 +171,23 @@ class Completion:
     finish: FinishReason
     error: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_index: int = 0
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def sample_index(self) -> int:
+        return self.request.sample_index
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
 
 
 @dataclass(frozen=True, kw_only=True)

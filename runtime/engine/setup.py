@@ -11,19 +11,22 @@ from ..model.host_ops import prepare_host_ops
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Placement
 from ..stream.device import ComputeDevice
+from ..stream.kept_weights import KeptWeights
 from ..trace import Trace
 from ..weights.stage_weights import TORCH_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is run, by which settings, what lies where, and on which device. `trace` hears what ran when."""
+    """What is run, by which settings, what lies where, and on which device. `trace` hears what ran when, `kept` are
+    weights that an earlier session has read."""
 
     model: LoadedModel
     config: RuntimeConfig
     placement: Placement
     device: ComputeDevice
     trace: Trace | None
+    kept: KeptWeights | None = None
 
 
 def prepare_attention(model: LoadedModel) -> None:

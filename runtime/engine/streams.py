@@ -11,6 +11,7 @@ from ..store.reader import Reader
 from ..stream.counters import StreamCounters
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
+from ..stream.kept_weights import KeptWeights
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
 from ..units import MIB
@@ -42,8 +43,11 @@ class Streams:
 
 @contextmanager
 def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
-    """Reads the resident weights. Raises CheckpointError, KVFileError."""
+    """Reads the resident weights, of which those that are kept stay where they are. Raises CheckpointError,
+    KVFileError."""
     shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
+    kept = setup.kept or KeptWeights()
+    kept.fit(shape, placement)
     first = shape.layers[0].index
     if placement.host_layers:
         prepare_attention(setup.model)  # a search may have come to it
@@ -53,7 +57,9 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
         if placement.paged:
             slots = placement.num_expert_slots
             paging = placement.paging
-            experts = ExpertStream(shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace)
+            experts = ExpertStream(
+                shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace, held=kept.experts
+            )
         exchange = None
         if placement.host_layers:
             exchange = stack.enter_context(HostExchange(placement.exchange, device, first_stage=first, trace=trace))
@@ -62,7 +68,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             file = stack.enter_context(_kv_file(layout, setup.config)) if layout.tier is KVTier.nvme else None
             pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
         yield Streams(
-            weights=stack.enter_context(WeightStream(shape, placement, device, reader, trace)),
+            weights=stack.enter_context(WeightStream(shape, placement, device, reader, trace, held=kept.stages)),
             experts=None if experts is None else stack.enter_context(experts),
             kv=pages,
             exchange=exchange,

@@ -18,7 +18,8 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice
-from .weights import StageBytes, WeightStream
+from .kept_weights import StageBytes, StreamWeights
+from .weights import WeightStream
 
 MIN_SLOTS = 2  # one is computed while the next one arrives
 
@@ -48,7 +49,9 @@ class ExpertStream:
         paging: ExpertPaging,
         num_slots: int = MIN_SLOTS,
         trace: Trace | None = None,
+        held: StreamWeights | None = None,
     ):
+        """`held` as for `WeightStream`."""
         assert num_slots >= MIN_SLOTS, f"{num_slots} expert slots cannot be computed and filled at the same time"
         assert paging in (ExpertPaging.hit, ExpertPaging.all), f"no experts are paged with {paging}"
         assert not placement.paged & placement.resident, "resident stages keep their experts"
@@ -69,7 +72,7 @@ class ExpertStream:
             exchange=placement.exchange,
         )
         as_shape = self._pages.as_shape(shape)
-        self._stream = WeightStream(as_shape, inner, device, reader, trace, self._pages.name)
+        self._stream = WeightStream(as_shape, inner, device, reader, trace, self._pages.name, held)
         self._asked: set[int] = set()  # stages
         self._hit: set[int] = set()  # pages
         self._num_read = 0

@@ -5,11 +5,9 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
@@ -31,28 +29,12 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
+from .kept_weights import HostPiece, StageBytes, StreamWeights
 from .slots import Slot, Staging, Transfer
 
 NUM_MOVED = 4096  # pieces of stages whose moves are kept
 NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB
 IN_TIME_SECONDS = 50e-6  # between two events of a stream, when what it waits for in between has happened
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """Valid from `WeightStream.acquire` until the stage's `free`; `key` names the place, so that views can be kept."""
-
-    buffer: torch.Tensor
-    tensor_offsets: Mapping[str, int]
-    key: int
-
-
-class HostPiece(NamedTuple):
-    """Bytes [begin, end) of a stage, in pinned memory."""
-
-    begin: int
-    end: int
-    buffer: torch.Tensor
 
 
 class WeightStream:
@@ -66,8 +48,10 @@ class WeightStream:
         reader: Reader,
         trace: Trace | None = None,
         name_of: Callable[[int], str] = str,
+        held: StreamWeights | None = None,
     ):
-        """`name_of` is what the trace calls a stage."""
+        """`name_of` is what the trace calls a stage. `held`: what an earlier stream of these stages has read already,
+        to which is added what this one reads."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
         self._trace, self._name_of = trace, name_of
@@ -77,7 +61,7 @@ class WeightStream:
         self._num_pages = placement.walk.num_pages
         self._present: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
-        self._in_host: dict[int, list[HostPiece]] = {}
+        self._held = held or StreamWeights()
         self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
         self._free_slots = [Slot(device.compute_buffer(size), device) for _ in range(walk.num_slots)]
@@ -126,7 +110,7 @@ class WeightStream:
             self._present[stage].is_fresh = True
         slot, layout = self._present[stage], self._layout(stage)
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
-        pieces = self._in_host[stage] if self._staging is None else _pieces(self._staging.buffer(stage))
+        pieces = self._held.in_host[stage] if self._staging is None else _pieces(self._staging.buffer(stage))
         parts = [
             _part(piece, move, slot.buffer)
             for piece in _cut(pieces, begin, end)
@@ -243,19 +227,21 @@ class WeightStream:
 
     def _load_resident(self) -> None:
         stages = [self._shape.stages[index] for index in sorted(self._placement.resident)]
-        groups = [(group, group_layout(group)) for group in resident_groups(stages)]
-        largest = max((layout.num_bytes for _, layout in groups), default=0)
-        staging = self._device.host_buffer(min(largest, LOADING_BYTES)) if self._device.is_accelerator else None
-        for group, layout in groups:
+        groups = {tuple(stage.index for stage in group): group for group in resident_groups(stages)}
+        missing = {key: group_layout(group) for key, group in groups.items() if key not in self._held.resident}
+        largest = max((layout.num_bytes for layout in missing.values()), default=0)
+        is_staged = self._device.is_accelerator and bool(missing)
+        staging = self._device.host_buffer(min(largest, LOADING_BYTES)) if is_staged else None
+        for key, layout in missing.items():
             buffer = self._device.compute_buffer(layout.num_bytes)
             if staging is None:
                 placed = layout
                 self._reader.submit(layout.extents, buffer.numpy().data).wait()
             else:
-                placed = device_layout(group, layout)
+                placed = device_layout(groups[key], layout)
                 self._load_through(staging, layout, placed, buffer)
-            for stage in group:
-                self._resident[stage.index] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
+            self._held.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
+        self._resident = {stage: self._held.resident[key] for key in groups for stage in key}
 
     def _load_through(
         self, staging: torch.Tensor, layout: SlotLayout, placed: DeviceLayout, buffer: torch.Tensor
@@ -269,6 +255,8 @@ class WeightStream:
 
     def _load_host_tier(self) -> None:
         for stage in self._placement.walk.streamed:
+            if stage in self._held.in_host:
+                continue
             windows = list(self._layout(stage).windows(HOST_PIECE_BYTES))
             buffers = [self._device.host_buffer(window.end - window.begin) for window in windows]
             reads = [
@@ -277,7 +265,7 @@ class WeightStream:
             ]
             for read in reads:
                 read.wait()
-            self._in_host[stage] = [HostPiece(w.begin, w.end, b) for w, b in zip(windows, buffers, strict=True)]
+            self._held.in_host[stage] = [HostPiece(w.begin, w.end, b) for w, b in zip(windows, buffers, strict=True)]
 
 
 def _part(piece: HostPiece, move: Move, target: torch.Tensor) -> Part:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from jobs.run.chat import ChatRenderer, TemplateRefusal
 from runtime.config import ModelConfig
+from runtime.engine.chat import ChatRenderer, TemplateRefusal
 from runtime.engine.tokens import tokenize_each
 from runtime.errors import CheckpointError
 from runtime.model.loading import LoadedModel, load_model

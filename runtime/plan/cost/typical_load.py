@@ -1,7 +1,7 @@
 """What the passes of a run are mostly like: of what a machine is measured for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ..placement.memory import MicroBatch, pass_tokens
 from ..shape.model import ModelShape
@@ -30,6 +30,12 @@ class TypicalLoad:
             num_prompt_tokens=max(1, num_prompt),
             num_positions=max(1, num_prompt + num_new // 2),
         )
+
+    def covers(self, other: "TypicalLoad") -> bool:
+        """Whether what was measured for this load tells of the other: where nothing in it is more than twice as large.
+        Smaller sizes are among those that are measured."""
+        ours, theirs = astuple(self), astuple(other)
+        return all(b <= 2 * a for a, b in zip(ours, theirs, strict=True))
 
     @property
     def product_rows(self) -> list[int]:
