@@ -65,7 +65,7 @@ class Settings(TypedDict, total=False):
     num_micro_batches: int | None
     admission: Admission | str
     schedule: Order | str | None
-    attention: Attention | str
+    attention: Attention | str | None
     prefill_chunk_tokens: int | None
     pin: str | None
     follow_model: bool
