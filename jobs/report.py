@@ -17,7 +17,6 @@ def main(composed: Composed) -> None:
     config = load(ReportConfig, composed)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
 
-    from jobs.files.publishing import make_directory
     from jobs.reporting.figures import RunFigures
     from jobs.reporting.overview import overview
     from jobs.run.found import find_runs
@@ -25,11 +24,15 @@ def main(composed: Composed) -> None:
     runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
     table = overview(runs)
     say(table.text())
-    if config.directory is not None:
+    directory = Path(config.directory) if config.directory is not None else None
+    if directory is not None:
         from jobs.reporting.files import write_overview  # matplotlib
 
-        directory = make_directory(Path(config.directory))
         say(f"\nin {directory}: {', '.join(path.name for path in write_overview(table, directory))}")
+    if len(runs) == 1:
+        from jobs.reporting.page import write_page
+
+        say(f"\npage: {write_page(runs[0], config.samples, directory)}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ which is loaded only to draw."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..files.publishing import publish, write_all, write_parquet
+from ..files.publishing import make_directory, publish, write_all, write_parquet
 from ..pictures.figure import figure
 from .figures import RunFigures
 from .overview import Overview
@@ -16,6 +16,7 @@ COLOURS = {"prefill": "#4c78a8", "decode": "#f58518"}
 def write_overview(overview: Overview, directory: Path) -> list[Path]:
     """Publishes table.md, table.parquet and, where anything was measured, rates.png; older ones are replaced. Raises
     OutputError."""
+    make_directory(directory)
     markdown, table, picture = (directory / name for name in ("table.md", "table.parquet", "rates.png"))
     publish(markdown, lambda file: write_all(file, overview.markdown().encode()), exclusive=False)
     publish(table, lambda file: write_parquet(overview.table(), file), exclusive=False)

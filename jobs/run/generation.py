@@ -292,6 +292,7 @@ def _outcome(
         planned=_planned_memory(plan, runtime) if plan is not None else None,
         plan=runtime.facts(plan) if plan is not None else None,
         weights_seconds=weights_seconds,
+        ledgers=plan.placement.ledgers if plan is not None else (),
     )
     if not was_finished:
         write_summary(store.directory.summary, summary)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from runtime.plan.facts import PlanFacts
+from runtime.plan.placement.ledger import Ledger
 
 from ..files.publishing import JsonValue, write_json
 from .passes import PASS_SECONDS, PREDICTED_SECONDS, PassRow, PhaseTimes, RunTimes, Status
@@ -100,8 +101,8 @@ class Elapsed:
 class Summary:
     """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said: what
     was predicted of each pass before its block ran, over the tokens that it then computed. `plan` is that of the last
-    start, and so is `weights_seconds`, which opening a session took. `mean` is over the time of passes. What passes of
-    earlier versions do not say is None."""
+    start, and so are `ledgers`, what is planned of each memory, term by term, and `weights_seconds`, which opening a
+    session took. `mean` is over the time of passes. What passes of earlier versions do not say is None."""
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -135,6 +136,7 @@ class Summary:
     weights_seconds: float | None = None
     planned: MemoryUse | None = None
     plan: PlanFacts | None = None
+    ledgers: Sequence[Ledger] = ()
 
     @property
     def hit_rate(self) -> float | None:
@@ -151,6 +153,7 @@ def summarize(
     planned: MemoryUse | None = None,
     plan: PlanFacts | None = None,
     weights_seconds: float | None = None,
+    ledgers: Sequence[Ledger] = (),
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
     measured = run_times(passes, PASS_SECONDS)
@@ -193,6 +196,7 @@ def summarize(
         weights_seconds=weights_seconds,
         planned=planned,
         plan=plan,
+        ledgers=ledgers,
     )
 
 

@@ -1,0 +1,280 @@
+"""The page of one run: it needs nothing beside it, what stands in it is text, and it is there however far a run is."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from jobs.files.publishing import write_json
+from jobs.pictures.trace_events import RUN
+from jobs.pictures.trace_file import publish_trace
+from jobs.reporting.charts import NUM_BINS, PHASES, binned, busy_shares, nice_top
+from jobs.reporting.figures import RunFigures
+from jobs.reporting.html import Html, element
+from jobs.reporting.page import NUM_FAILED, write_page
+from jobs.reporting.samples import failed_rows, good_rows
+from jobs.run.found import find_runs
+from jobs.run.output_rows import GenerationRow, infer_column_schema
+from jobs.run.parts import PartStore
+from jobs.run.passes import PassRow
+from jobs.run.plan_file import PlannedRequest, fix_plan
+from jobs.run.run_dir import RunDirectory
+from runtime.resources import Resource
+from runtime.trace import Span
+from tests.jobs.part_support import MANIFEST, PASSES
+from tests.jobs.sharded_run import ShardedRun
+from tests.jobs.test_report import BEGUN
+
+EVIL = '<script>alert(1)</script><img src=https://example.org/x onerror=y> </style> & "q" \u202e\x1b[31m'
+LEADS_SOMEWHERE = {
+    "src",
+    "href",
+    "srcset",
+    "action",
+    "formaction",
+    "data",
+    "poster",
+    "background",
+    "xlink:href",
+    "ping",
+}
+LOADING = {"script", "link", "img", "iframe", "object", "embed", "base", "use", "image", "foreignobject", "form"}
+VOID = {"meta", "br"}
+
+
+class Parsed(HTMLParser):
+    """The tags with their attributes, the texts, and whether every element is closed where it should be."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.styles: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        (self.styles if self.open and self.open[-1] == "style" else self.texts).append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def figures_of(path: Path) -> RunFigures:
+    [run] = find_runs([str(path)], "runs")
+    return RunFigures(run=run)
+
+
+def page(path: Path, tmp_path: Path, *, num_samples: int = 12) -> Parsed:
+    return Parsed(write_page(figures_of(path), num_samples, tmp_path / "page").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> RunDirectory:
+    """A run whose every text would like to be more than that, with 60 rows that failed."""
+    run = RunDirectory(path=tmp_path / "<b>run")
+    for folder in (run.generations, run.throughput):
+        folder.mkdir(parents=True)
+    settings = {**MANIFEST.semantic, "dataset.prompt_field": EVIL, "sampling.stop": [EVIL], "model.name": EVIL}
+    manifest = replace(MANIFEST, semantic=settings, versions={"torch": EVIL})
+    write_json(run.manifest, manifest.to_json(), exclusive=True)
+    plan = [
+        PlannedRequest(
+            row_id=f"{EVIL}{i}",
+            row_index=i,
+            sample_index=0,
+            block=i // 40,
+            micro_batch=0,
+            position=i,
+            num_prompt_tokens=3,
+        )
+        for i in range(80)
+    ]
+    fix_plan(run.plan, plan)
+    store = PartStore(directory=run, manifest=manifest, plan=plan, columns=infer_column_schema([{EVIL: EVIL}]))
+    for block, requests in store.blocks.items():
+        rows = [
+            GenerationRow(id=each.row_id, sample_index=0, status="error", error=EVIL)
+            if each.row_index < 60
+            else GenerationRow(id=each.row_id, sample_index=0, status="ok", completion=EVIL, columns={EVIL: EVIL})
+            for each in requests
+        ]
+        store.commit(block, rows, PASSES)
+    ledger = {
+        "memory": EVIL,
+        "budget_bytes": 9,
+        "budget_key": EVIL,
+        "entries": [{"name": EVIL, "num_bytes": 5, "equation": EVIL}],
+    }
+    write_json(run.summary, {"ledgers": [ledger], "plan": {EVIL: EVIL}}, exclusive=True)
+    return run
+
+
+def outside(parsed: Parsed) -> Iterator[str]:
+    """Everything for which a browser would ask somebody, or which would run."""
+    for tag, attributes in parsed.tags:
+        if tag in (
+            "script",
+            "link",
+            "img",
+            "iframe",
+            "object",
+            "embed",
+            "base",
+            "use",
+            "image",
+            "foreignobject",
+            "form",
+        ):
+            yield f"<{tag}>"
+        for name, value in attributes.items():
+            text = value or ""
+            if name.startswith("on") or (name in LEADS_SOMEWHERE and not text.startswith("#")):
+                yield f"{tag} {name}={text}"
+            if name == "style" and re.search(r"url|image|@|expression", text, re.I):
+                yield f"{tag} style={text}"
+            if name == "http-equiv" and text.lower() == "refresh":
+                yield f"{tag} {name}={text}"
+    for style in parsed.styles:
+        yield from re.findall(r"url\(|@import|@font-face|image-set|expression\(|</", style, re.I)
+
+
+def test_no_request_leaves_the_page_and_nothing_in_it_runs(evil: RunDirectory, tmp_path: Path) -> None:
+    publish_trace_of(evil)
+    parsed = page(evil.path, tmp_path)
+    assert list(outside(parsed)) == []
+    assert parsed.open == [], "every element is closed"
+    policies = [each["content"] for tag, each in parsed.tags if each.get("http-equiv") == "Content-Security-Policy"]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_the_check_sees_what_leads_outside() -> None:
+    for text in (
+        "<img src=x>", "<p onclick=y>", "<a href='//x'>", "<style>@import 'x'</style>", "<p style='background:url(x)'>",
+        "<svg><use href=x></use></svg>", "<meta http-equiv=refresh content=0>", "<link rel=x>",
+    ):  # fmt: skip
+        assert list(outside(Parsed(text))), text
+    assert list(outside(Parsed("<a href='#x'><p style='width:5%'>"))) == []
+
+
+def test_every_text_of_a_run_stays_text(evil: RunDirectory, tmp_path: Path) -> None:
+    text = page(evil.path, tmp_path).text
+    shown = EVIL.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
+    # name of the run, model, stop, version, ledger, ids, errors, prompts and completions
+    assert "<b>run" in text
+    assert text.count(shown) > 2 * NUM_FAILED + 3 * 12 + 5
+    assert "\u202e" not in text
+
+
+def publish_trace_of(run: RunDirectory) -> None:
+    run.trace.mkdir()
+    spans = [Span(Resource.disk, "read 1", 0.0, 1.0), Span(Resource.compute, EVIL, 1.0, 4.0)]
+    publish_trace(run.trace / "start-00000.json", RUN, spans)
+
+
+def test_the_page_has_the_sections_of_what_there_is(evil: RunDirectory, tmp_path: Path) -> None:
+    publish_trace_of(evil)
+    text = page(evil.path, tmp_path).text
+    titles = (
+        "Settings", "Predicted beside measured", "Throughput over time", "What was busy", "Memory as planned",
+        "Rows that failed, the first 50", "Samples",
+    )  # fmt: skip
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    assert re.search(r"disk\s*25%compute\s*75%", text)
+
+
+def test_changed_settings_come_first_with_their_defaults(tmp_path: Path) -> None:
+    case = ShardedRun(folder=tmp_path, identity={"model.name": "tiny", "sampling.temperature": 0.75}).finish(0)
+    text = page(case.directory(0).path, tmp_path).text
+    assert "sampling.temperature0.750.0" in text
+    assert text.index("sampling.temperature") < text.index("as by default") < text.index("model.nametiny")
+
+
+def test_failed_rows_are_the_first_of_the_input_and_samples_come_from_all_blocks(evil: RunDirectory) -> None:
+    figures = figures_of(evil.path)
+    assert [row.row_index for row in failed_rows(figures, 3)] == [0, 1, 2]
+    assert len(failed_rows(figures, NUM_FAILED)) == NUM_FAILED
+    samples = good_rows(figures, 5)
+    assert {row.status for row in samples} == {"ok"}
+    assert [row.prompt for row in samples] == [EVIL] * len(samples)
+
+
+def test_samples_are_spread_over_the_run_and_as_many_as_asked(tmp_path: Path) -> None:
+    case = ShardedRun(folder=tmp_path).finish(0)
+    figures = figures_of(case.directory(0).path)
+    for count in (1, 3, 4, 9, 16, 40):
+        rows = good_rows(figures, count)
+        assert len({(row.row_index, row.completion, id(row)) for row in rows}) == min(count, 16)
+    assert len({row.row_index for row in good_rows(figures, 4)}) > 1
+
+
+@pytest.mark.parametrize("name", ["waves", "continuous"])
+def test_a_run_begun_before_that_is_not_finished_has_a_page(name: str, tmp_path: Path) -> None:
+    parsed = page(BEGUN / name, tmp_path)
+    assert "interrupted" in parsed.text
+    assert "Samples" in parsed.text
+    assert list(outside(parsed)) == []
+
+
+def test_a_damaged_run_and_one_without_a_row_have_a_page(tmp_path: Path) -> None:
+    case = ShardedRun(folder=tmp_path).finish(0, 1)
+    case.directory(0).generations_part(0).write_bytes(b"PAR1")
+    assert "part-00000.parquet is damaged" in page(case.directory(0).path, tmp_path).text
+    shutil.rmtree(case.directory(1).generations)
+    case.directory(1).success.unlink()
+    text = page(case.directory(1).path, tmp_path).text
+    assert "interrupted" in text
+    assert "Throughput over time" not in text
+
+
+def test_the_page_is_in_the_run_where_no_directory_is_named(tmp_path: Path) -> None:
+    case = ShardedRun(folder=tmp_path).finish(0)
+    path = write_page(figures_of(case.directory(0).path), 0, None)
+    assert path == case.directory(0).path / "report.html"
+    assert "Samples" not in path.read_text()
+    assert figures_of(case.directory(0).path).state == "done"
+
+
+def test_text_is_escaped_and_markup_of_ours_is_not() -> None:
+    made = element("p", "<a>", Html("<br>"), None, ["&", element("b", "x")], class_="q", aria_label='"<')
+    assert made == '<p class="q" aria-label="&quot;&lt;">&lt;a&gt;<br>&amp;<b>x</b></p>'
+
+
+def test_bins_share_out_tokens_and_time_as_passes_lasted() -> None:
+    def row(phase: str, seconds: float) -> PassRow:
+        counts = {"num_sequences": 1, "real_tokens": 10, "padded_tokens": 10, "issued_tokens": 10, "useful_tokens": 10}
+        prompt_tokens = 10 if phase == "prefill" else 0
+        return PassRow(pass_index=0, phase=phase, seconds=seconds, prompt_tokens=prompt_tokens, **counts)  # pyright: ignore[reportArgumentType]
+
+    prefill, decode = (binned([row("prefill", 1.0), row("decode", 3.0)], phase) for phase in PHASES)
+    quarter = NUM_BINS // 4
+    assert prefill == pytest.approx([10.0] * quarter + [None] * 3 * quarter)
+    assert decode == pytest.approx([None] * quarter + [10 / 3] * 3 * quarter)
+
+
+def test_a_resource_is_busy_once_however_many_of_its_spans_overlap() -> None:
+    spans = [Span(Resource.disk, "a", 0.0, 1.0), Span(Resource.disk, "b", 0.5, 1.5), Span(Resource.disk, "c", 3.0, 4.0)]
+    assert sum(busy_shares(spans, 4.0)) / NUM_BINS == pytest.approx(2.5 / 4)
+    assert max(busy_shares(spans, 4.0)) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("most", "top"), [(0.0, 0.1), (0.3, 0.5), (1.0, 1.0), (99.0, 100.0), (130.0, 200.0), (2400.0, 2500.0)]
+)
+def test_an_axis_ends_in_a_round_number(most: float, top: float) -> None:
+    assert nice_top(most) == pytest.approx(top)
