@@ -184,10 +184,7 @@ def summarize(
         measured_times=measured,
         predicted=predicted and replace(rates(passes, predicted), decode_issued=None, total_issued=None),
         predicted_times=predicted,
-        peak=MemoryUse(
-            host_bytes=max((row.peak_host_bytes for row in passes), default=0),
-            device_bytes=max((row.peak_device_bytes for row in passes), default=0),
-        ),
+        peak=peak_memory(passes),
         mean=mean_memory(passes),
         elapsed=elapsed(passes),
         rows_per_minute=60 * sum(rows.values()) / seconds if seconds else None,
@@ -217,6 +214,14 @@ def elapsed(passes: Sequence[PassRow]) -> Elapsed | None:
         seconds=sum(map(max, ends.values())),
         first_token_seconds=min(tokens, default=None),
         before_passes_seconds=min((row.since_start_seconds or 0.0) - row.seconds for row in first),
+    )
+
+
+def peak_memory(passes: Sequence[PassRow]) -> MemoryUse:
+    """The most that any of the passes has seen."""
+    return MemoryUse(
+        host_bytes=max((row.peak_host_bytes for row in passes), default=0),
+        device_bytes=max((row.peak_device_bytes for row in passes), default=0),
     )
 
 

@@ -1,0 +1,39 @@
+"""The charts of a page, as numbers: what a bin of time holds, how busy a resource was, where an axis ends."""
+
+import pytest
+
+from jobs.reporting.charts import NUM_BINS, PHASES, binned, busy_shares, nice_top
+from jobs.reporting.html import Html, element
+from jobs.run.passes import PassRow
+from runtime.resources import Resource
+from runtime.trace import Span
+
+
+def test_text_is_escaped_and_markup_of_ours_is_not() -> None:
+    made = element("p", "<a>", Html("<br>"), None, ["&", element("b", "x")], class_="q", aria_label='"<')
+    assert made == '<p class="q" aria-label="&quot;&lt;">&lt;a&gt;<br>&amp;<b>x</b></p>'
+
+
+def test_bins_share_out_tokens_and_time_as_passes_lasted() -> None:
+    def row(phase: str, seconds: float) -> PassRow:
+        counts = {"num_sequences": 1, "real_tokens": 10, "padded_tokens": 10, "issued_tokens": 10, "useful_tokens": 10}
+        prompt_tokens = 10 if phase == "prefill" else 0
+        return PassRow(pass_index=0, phase=phase, seconds=seconds, prompt_tokens=prompt_tokens, **counts)  # pyright: ignore[reportArgumentType]
+
+    prefill, decode = (binned([row("prefill", 1.0), row("decode", 3.0)], phase) for phase in PHASES)
+    quarter = NUM_BINS // 4
+    assert prefill == pytest.approx([10.0] * quarter + [None] * 3 * quarter)
+    assert decode == pytest.approx([None] * quarter + [10 / 3] * 3 * quarter)
+
+
+def test_a_resource_is_busy_once_however_many_of_its_spans_overlap() -> None:
+    spans = [Span(Resource.disk, "a", 0.0, 1.0), Span(Resource.disk, "b", 0.5, 1.5), Span(Resource.disk, "c", 3.0, 4.0)]
+    assert sum(busy_shares(spans, 4.0)) / NUM_BINS == pytest.approx(2.5 / 4)
+    assert max(busy_shares(spans, 4.0)) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("most", "top"), [(0.0, 0.1), (0.3, 0.5), (1.0, 1.0), (99.0, 100.0), (130.0, 200.0), (2400.0, 2500.0)]
+)
+def test_an_axis_ends_in_a_round_number(most: float, top: float) -> None:
+    assert nice_top(most) == pytest.approx(top)
