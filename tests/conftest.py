@@ -47,6 +47,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for most of its time begins first: other workers compute meanwhile, where at the end they would have
+    nothing left to compute."""
+    items.sort(key=lambda item: item.path.stem != "test_slurm_cluster")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The built-in tiny model and converted weights go here, also for subprocesses."""
