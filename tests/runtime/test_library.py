@@ -1,6 +1,7 @@
 """Streams of completions, and what ends them; failing calls; and the end of a runtime."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -138,6 +139,7 @@ def test_a_call_that_fails_leaves_the_runtime_usable(reference: References) -> N
         stops[0] = True
         with pytest.raises(Interrupted):
             runtime.generate(ref.prompts[:1])
+        assert not [each for each in threading.enumerate() if each.name.startswith("reader")], "no read is left behind"
         stops[0] = False
         assert tokens_of(runtime, ref.prompts[:1]) == expected
 
