@@ -17,8 +17,10 @@ from .text_field import TextField, enum_field, group_field, optional_enum_field
 
 
 class Tier(Enum):
-    """Where the weights live while the run goes on."""
+    """Where the weights live while the run goes on. `auto`: as many as fit where compute happens, of the others as many
+    as fit in host memory, and the rest on disk."""
 
+    auto = "auto"
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
@@ -137,7 +139,7 @@ class ModelConfig:
 class OffloadConfig:
     """Where weights live and how much memory the run may use. A null budget means all that is free at the start."""
 
-    tier: TextField[Tier] = enum_field(Tier.none)
+    tier: TextField[Tier] = enum_field(Tier.auto)
     device_memory_gib: float | None = None
     host_memory_gib: float | None = None
     resident_layers: int | None = None  # null: as many as fit beside the block

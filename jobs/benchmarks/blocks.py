@@ -131,7 +131,7 @@ def measured_point(task: Task) -> OperatingPoint:
         name="this machine", host_bytes=budgets.host_bytes, device_bytes=budgets.device_bytes, rates=plan.rates
     )
     work = LayerWork.of(runtime.model.shape)
-    return operating_point(work, machine, Tier.nvme, num_sequences=task.num_prompts, num_rows=plan.lane_size)
+    return operating_point(work, machine, reads=True, num_sequences=task.num_prompts, num_rows=plan.lane_size)
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, float]]:

@@ -106,7 +106,7 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     published. Raises ConfigError, OutputError."""
     kind = config.plan.sweep
     assert kind is not None, "no sweep is asked for"
-    roofs = roofs_of(planned.shape, planned.machine, config.offload.tier, planned.run)
+    roofs = roofs_of(planned.shape, planned.machine, planned.run)
     name = f"{planned.shape.name} on {planned.machine.name}"
     outcomes, rows = list[Outcome](), list[SweepRow]()
     yield HEAD

@@ -19,6 +19,7 @@ class PlanFacts:
     weights: str
     num_stages: int
     num_resident_stages: int
+    num_host_stages: int  # of the others, those that host memory holds, from where they are copied to the device
     prefetch: str
     prefetch_depth: int
     num_slots: int
@@ -45,6 +46,7 @@ class PlanFacts:
             weights=config.offload.tier.value,
             num_stages=len(shape.stages),
             num_resident_stages=len(placement.resident),
+            num_host_stages=len(placement.walk.in_host),
             prefetch=plan.prefetch.kind.value,
             prefetch_depth=_depth(plan),
             num_slots=placement.walk.num_slots,
@@ -81,6 +83,8 @@ class PlanFacts:
         counts = f": {self.num_resident_stages} of {self.num_stages} stages resident"
         if self.num_resident_stages == self.num_stages:
             return counts
+        if self.num_host_stages:
+            counts += f", {self.num_host_stages} in host memory"
         return f"{counts}, {self.num_slots} slots, prefetch={self.prefetch} {self.prefetch_depth} ahead"
 
     @property

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from ..config import Tier
 from .cost.machine import Machine
 from .cost.roofline import Level
 from .cost.work import LayerWork
@@ -60,16 +59,16 @@ class Roofs:
     num_rows: int  # that feed-forward layers take at once
 
 
-def roofs_of(shape: ModelShape, machine: Machine, tier: Tier, plan: RunPlan) -> Roofs:
-    work = LayerWork.of(shape)
+def roofs_of(shape: ModelShape, machine: Machine, plan: RunPlan) -> Roofs:
+    work, reads = LayerWork.of(shape), plan.placement.walk.reads
     num_sequences = max((len(block.members) for block in plan.blocks), default=1)
     is_batched = plan.placement.decode_walk.order.style.batches_experts
     num_rows = num_sequences if is_batched else plan.lane_size
-    point = operating_point(work, machine, tier, num_sequences=num_sequences, num_rows=num_rows)
+    point = operating_point(work, machine, reads=reads, num_sequences=num_sequences, num_rows=num_rows)
     return Roofs(
         roofs=_roofs(work, machine),
-        operations=[_attention(point, machine, plan), _feed_forward(point, work, machine, tier, plan, num_rows)],
-        turning_points=_turning_points(point, machine, tier),
+        operations=[_attention(point, machine, plan), _feed_forward(point, work, machine, reads, plan, num_rows)],
+        turning_points=_turning_points(point, machine, reads),
         needed_sequences=point.needed_sequences,
         num_sequences=num_sequences,
         num_rows=num_rows,
@@ -99,11 +98,11 @@ def _roofs(work: LayerWork, machine: Machine) -> list[Roof]:
     return [roof for roof in roofs if roof.level.bytes_per_second < inf]
 
 
-def _turning_points(point: OperatingPoint, machine: Machine, tier: Tier) -> list[TurningPoint]:
+def _turning_points(point: OperatingPoint, machine: Machine, reads: bool) -> list[TurningPoint]:
     """P1 is about the link, P2 about the whole way of streamed weights."""
     links = {
         "P1": (point.points.p1, machine.rates.link_in_bytes_per_second),
-        "P2": (point.points.p2, link_bytes_per_second(machine, tier)),
+        "P2": (point.points.p2, link_bytes_per_second(machine, reads=reads)),
     }
     return [
         TurningPoint(name=name, intensity=intensity, flops_per_second=rate * intensity)
@@ -118,7 +117,7 @@ def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operat
     if placement.decode_walk.attending:
         where, rate = "on the CPU", rates.cpu_attention_bytes_per_second
     elif placement.decode_walk.travelling:
-        links = (rates.attention_bytes_per_second, link_bytes_per_second(machine, Tier.cpu))
+        links = (rates.attention_bytes_per_second, link_bytes_per_second(machine, reads=False))
         where, rate = "KV comes over", min(links)
     else:
         where, rate = "beside its KV", rates.attention_bytes_per_second
@@ -131,14 +130,14 @@ def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operat
 
 
 def _feed_forward(
-    point: OperatingPoint, work: LayerWork, machine: Machine, tier: Tier, plan: RunPlan, num_rows: int
+    point: OperatingPoint, work: LayerWork, machine: Machine, reads: bool, plan: RunPlan, num_rows: int
 ) -> Operation:
     """Weights that many sequences share. Where all of them stay, no link but that of their own memory."""
     own = num_rows * work.ffn_flops_per_token / work.ffn_bytes / hit_share(work, num_rows)
     attained = float(compute_level(work, machine.rates).attainable(own))
     if not plan.placement.decode_walk.streamed:
         return Operation(name="feed-forward, resident", intensity=own, own_intensity=own, flops_per_second=attained)
-    across = link_bytes_per_second(machine, tier) * point.feed_forward
+    across = link_bytes_per_second(machine, reads=reads) * point.feed_forward
     return Operation(
         name="feed-forward, streamed",
         intensity=point.feed_forward,

@@ -138,8 +138,11 @@ class ExpertStream:
                 self._stream.copy(self._started[self._num_copied])
                 self._num_copied += 1
             elif waiting and len(self._started) - self._num_copied < (self._walk.num_staging_slots or len(pages)):
-                self._started.append(waiting.popleft())
-                (self._stream.read if self._walk.reads else self._stream.copy)(self._started[-1])
+                self._started.append(page := waiting.popleft())
+                if page not in self._walk.in_host:
+                    self._stream.read(page)
+                elif not self._is_staged:
+                    self._stream.copy(page)
             else:
                 return
 

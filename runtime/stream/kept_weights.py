@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..plan.placement.experts import ExpertPages
 from ..plan.placement.placement import Budgets, Placement
 from ..plan.shape.extents import resident_groups
 from ..plan.shape.model import ModelShape
@@ -60,9 +61,12 @@ class KeptWeights:
         wanted = {tuple(stage.index for stage in group) for group in groups}
         for key in self.stages.resident.keys() - wanted:
             del self.stages.resident[key]
-        in_host = set() if placement.walk.reads else {*placement.walk.streamed}
-        for stage in self.stages.in_host.keys() - in_host:
+        for stage in self.stages.in_host.keys() - placement.walk.in_host:
             del self.stages.in_host[stage]
+        if self.experts.in_host:
+            pages = ExpertPages.of(shape, placement.paged)
+            for page in self.experts.in_host.keys() - pages.in_host(placement.walk):
+                del self.experts.in_host[page]
 
     def clear(self) -> None:
         """Lets go of everything."""

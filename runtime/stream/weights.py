@@ -70,8 +70,7 @@ class WeightStream:
 
     def __enter__(self) -> "WeightStream":
         self._load_resident()
-        if not self._placement.walk.reads:
-            self._load_host_tier()
+        self._load_host_tier()
         return self
 
     def __exit__(
@@ -110,7 +109,8 @@ class WeightStream:
             self._present[stage].is_fresh = True
         slot, layout = self._present[stage], self._layout(stage)
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
-        pieces = self._held.in_host[stage] if self._staging is None else _pieces(self._staging.buffer(stage))
+        staging = None if stage in self._placement.walk.in_host else self._staging
+        pieces = self._held.in_host[stage] if staging is None else _pieces(staging.buffer(stage))
         parts = [
             _part(piece, move, slot.buffer)
             for piece in _cut(pieces, begin, end)
@@ -118,10 +118,10 @@ class WeightStream:
         ]
         is_last = page in (None, self._num_pages - 1)
         queue = partial(self._queue, stage, page or 0, slot, parts, is_last)
-        if self._staging is None:
+        if staging is None:
             queue()
         else:
-            slot.reads[page or 0] = self._staging.copy(stage, page or 0, queue, is_last=is_last)
+            slot.reads[page or 0] = staging.copy(stage, page or 0, queue, is_last=is_last)
         self._counters.bytes_copied += sum(part.source.numel() for part in parts)
 
     def acquire(self, stage: int) -> StageBytes:
@@ -254,9 +254,7 @@ class WeightStream:
                 target.copy_(source)
 
     def _load_host_tier(self) -> None:
-        for stage in self._placement.walk.streamed:
-            if stage in self._held.in_host:
-                continue
+        for stage in sorted(self._placement.walk.in_host - self._held.in_host.keys()):
             windows = list(self._layout(stage).windows(HOST_PIECE_BYTES))
             buffers = [self._device.host_buffer(window.end - window.begin) for window in windows]
             reads = [

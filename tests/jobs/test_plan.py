@@ -78,7 +78,7 @@ def test_budgets_of_the_config_come_before_those_of_the_machine() -> None:
 
 def test_a_model_that_does_not_fit_is_refused_with_the_equation() -> None:
     with pytest.raises(BudgetError, match="host memory:"):
-        plan("model=llama-3.1-405b", "machine=t4")
+        plan("model=llama-3.1-405b", "machine=t4", "offload=cpu")
 
 
 def test_prompts_of_which_nothing_is_known_are_asked_for() -> None:

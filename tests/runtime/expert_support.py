@@ -95,7 +95,7 @@ class Player:
     def _weights(self, stage: int) -> Iterator[Mapping[str, torch.Tensor]]:
         walk = self.placement.walk
         is_streamed = stage in walk.streamed
-        if is_streamed and walk.reads:
+        if is_streamed and stage not in walk.in_host:
             self.weights.read(stage)
         if is_streamed and walk.copies:
             self.weights.copy(stage)

@@ -14,7 +14,7 @@ from runtime.plan.schedule.walk import Walk
 PLAIN = Walk(num_stages=3, streamed=(1,), num_slots=1)
 RING = Walk(num_stages=3, streamed=(0, 1, 2), num_slots=2)
 STAGED = Walk(num_stages=2, streamed=(0, 1), num_slots=1, num_staging_slots=1, copies=True)
-LINKED = Walk(num_stages=2, streamed=(0, 1), num_slots=1, reads=False, copies=True)
+LINKED = Walk(num_stages=2, streamed=(0, 1), num_slots=1, in_host=frozenset((0, 1)), copies=True)
 PAGED = Walk(num_stages=1, streamed=(0,), num_slots=1, num_pages=3)
 PAGED_STAGED = Walk(num_stages=1, streamed=(0,), num_slots=1, num_pages=3, num_staging_slots=1, copies=True)
 DECODER = Walk(num_stages=3, first_stage=1, streamed=(), num_slots=0)
@@ -50,7 +50,7 @@ BROKEN = {
     ),
     "page that is none": (PAGED, 1, "read 0#3", "", "'read 0#3': a stage has pages 0 to 2"),
     "resident stage read": (PLAIN, 1, "read 0", "", "'read 0': the stage is resident"),
-    "read without a disk": (LINKED, 1, "read 0", "", "'read 0': the walk reads nothing"),
+    "read without a disk": (LINKED, 1, "read 0", "", "'read 0': read, though its weights are in host memory"),
     "copied without a device": (PLAIN, 1, "read 1, copy 1", "", "'copy 1': the walk copies nothing"),
     "copied before it was read": (STAGED, 1, "", "copy 0", "'copy 0': copied before it was read"),
     "run before read": (PLAIN, 1, "", "run 0.0, run 1.0", "'run 1.0': used before its weights were brought in, 0 of 1"),

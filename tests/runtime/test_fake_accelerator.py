@@ -72,7 +72,7 @@ def looks(
     order = [*placement.walk.streamed, *placement.walk.streamed]
     for turn in range(len(order) + 1):
         if turn < len(order):
-            if placement.walk.reads:
+            if order[turn] not in placement.walk.in_host:
                 stream.read(order[turn])
             stream.copy(order[turn])
         if turn:

@@ -49,7 +49,10 @@ EVERY = Choices(
 
 def roofline(rates: MachineRates = RATES, *, is_moe: bool = False, has_device: bool = True) -> Roofline:
     work = LayerWork.of(MIXTRAL.shape() if is_moe else toy_shape())
-    return Roofline(work=work, rates=rates, workload=WORKLOAD, config=CONFIG, has_device=has_device)
+    return Roofline(
+        work=work, rates=rates, workload=WORKLOAD, config=CONFIG, has_device=has_device,
+        in_host=lambda grid: work.num_layers - grid.resident,
+    )  # fmt: skip
 
 
 def only(order: Order = Order.zigzag, attention: Attention = Attention.device, kv_fraction: float = 1.0) -> PolicyGrid:

@@ -29,7 +29,7 @@ def roofs(*, has_device: bool = True, tier: Tier = Tier.nvme, attention: Attenti
     )
     config = RuntimeConfig(offload=OffloadConfig(tier=tier, resident_layers=0), policy=policy)
     plan = plan_run(SHAPE, config, machine.budgets, sizes_of([40] * 8, max_new_tokens=8), rates=RATES)
-    return roofs_of(SHAPE, machine, tier, plan)
+    return roofs_of(SHAPE, machine, plan)
 
 
 def test_each_memory_and_each_road_is_a_roof() -> None:

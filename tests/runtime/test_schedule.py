@@ -25,7 +25,12 @@ STREAMED = {
 }
 FIRST = {"behind the encoder": 4}  # where a pass begins, if not at stage 0
 SLOTS = {"off": (1, 1), "lookahead 1": (2, 1), "lookahead 3": (4, 1), "block 2": (4, 2), "block 3": (6, 3)}
-ROADS = {"disk": (True, False), "disk, link": (True, True), "link": (False, True)}
+ROADS = {  # whether there is a link, and one of how many stages host memory holds
+    "disk": (False, 0),
+    "disk, link": (True, 0),
+    "link": (True, 1),
+    "link, some from disk": (True, 2),
+}
 STOPS: dict[str, dict[str, tuple[int, ...]]] = {
     "nothing stops": {},
     "attending": {"attending": LAYERS},
@@ -37,15 +42,16 @@ MIN_SLOTS = {Order.flexgen: 2, Order.cgopipe: 2}
 
 
 def walk_of(streamed: str, slots: str, road: str) -> Walk:
-    stages, (num_slots, block), (reads, copies) = STREAMED[streamed], SLOTS[slots], ROADS[road]
+    stages, (num_slots, block), (copies, every) = STREAMED[streamed], SLOTS[slots], ROADS[road]
     block = block if len(stages) > block else 1
-    staging = (2 if block == 1 else block) if reads and copies else 0
+    in_host = frozenset(stages[::every] if every else ())
+    staging = (2 if block == 1 else block) if copies else 0
     return Walk(
         num_stages=NUM_STAGES,
         streamed=stages,
         num_slots=min(num_slots, len(stages)),
-        num_staging_slots=min(staging, len(stages)),
-        reads=reads,
+        num_staging_slots=min(staging, len(stages) - len(in_host)),
+        in_host=in_host,
         copies=copies,
         block=block,
         first_stage=FIRST.get(streamed, 0),
@@ -90,9 +96,9 @@ def test_every_page_takes_every_hop_once_a_pass_and_none_without_need(order: Ord
     for walk, num_lanes in walks(order, "all", streamed):
         cycle = make_schedule(walk, num_lanes).cycle
         pages = [None] if walk.num_pages == 1 else list(range(walk.num_pages))
-        for op, exists in ((Op.read, walk.reads), (Op.copy, walk.copies)):
+        for op, stages in ((Op.read, walk.from_disk), (Op.copy, walk.streamed if walk.copies else ())):
             taken = {(a.stage, a.page) for a in cycle if a.op is op}
-            assert taken == (set(product(walk.streamed, pages)) if exists else set())
+            assert taken == set(product(stages, pages))
             assert len(taken) == sum(a.op is op for a in cycle)
         assert [a.stage for a in cycle if a.op is Op.free] == list(walk.streamed)
 

@@ -69,7 +69,7 @@ class _Bill:
         return stage_works(self.shape, self.placement.paged)
 
     @cached_property
-    def _expert_reads(self) -> dict[tuple[Op, int, int | None], ExpertReads | None]:
+    def _expert_reads(self) -> dict[tuple[Op, int, int | None, bool], ExpertReads | None]:
         return {}
 
     @cached_property
@@ -172,7 +172,7 @@ class _Bill:
         stage = action.its_stage
         if stage not in self.placement.paged or action.op not in (Op.run, Op.post, Op.experts):
             return None
-        key = (action.op, self._like[stage], action.lane)
+        key = (action.op, self._like[stage], action.lane, stage in self.walk.in_host)
         if key not in self._expert_reads:
             self._expert_reads[key] = self._reads_of(action)
         return self._expert_reads[key]
@@ -186,7 +186,7 @@ class _Bill:
         is_all = self.placement.paging is ExpertPaging.all
         count = work.num_experts if is_all else work.hits(tokens)
         walk, rates = self.walk, self.rates
-        read = work.expert_bytes / rates.disk_bytes_per_second if walk.reads else 0.0
+        read = 0.0 if stage in walk.in_host else work.expert_bytes / rates.disk_bytes_per_second
         copy = work.expert_bytes / rates.link_in_bytes_per_second if walk.copies else 0.0
         dense = 0.0 if action.lane is None else self._before_experts(action, work)
         num_ahead = self.placement.num_expert_slots + (NUM_STAGING_SLOTS if walk.reads and walk.copies else 0)

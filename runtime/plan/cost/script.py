@@ -164,7 +164,9 @@ class Script:
 def _staging_before(schedule: Schedule) -> dict[int, int]:
     """Gives for each stage that is read into staging, the one whose copy must have left that memory. Slots are as many
     as are ever in use, and go round as the stages do."""
-    actions = (*schedule.prologue, *schedule.cycle)
+    every = (*schedule.prologue, *schedule.cycle)
+    are_read = {action.stage for action in every if action.op is Op.read}
+    actions = [action for action in every if action.stage in are_read]
     copied_pages = [action.page or 0 for action in actions if action.op is Op.copy]
     if not copied_pages:
         return {}

@@ -101,14 +101,20 @@ class ExpertPages:
         """`shape` with the pages in the place of its stages, so that they can be streamed like stages."""
         return replace(shape, stages=self.pages)
 
+    def in_host(self, outer: Walk) -> frozenset[int]:
+        """The pages of stages that host memory holds."""
+        return frozenset(page for page, each in enumerate(self.pages) if each.index in outer.in_host)
+
     def walk(self, outer: Walk, num_slots: int) -> Walk:
         """How pages travel where stages travel as `outer` says."""
+        in_host = self.in_host(outer)
+        reads = len(in_host) < len(self.pages)
         return Walk(
             num_stages=len(self.pages),
             streamed=tuple(range(len(self.pages))),
             num_slots=num_slots,
-            num_staging_slots=NUM_STAGING_SLOTS if outer.reads and outer.copies else 0,
-            reads=outer.reads,
+            num_staging_slots=NUM_STAGING_SLOTS if reads and outer.copies else 0,
+            in_host=in_host,
             copies=outer.copies,
         )
 
@@ -121,17 +127,28 @@ def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
     )
 
 
-def host_entries(paged: Collection[ExpertSizes], outer: Walk) -> tuple[Entry, ...]:
-    """What experts take in host memory in front of an accelerator: staging slots, or the experts themselves where they
-    live there."""
+def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk) -> tuple[Entry, ...]:
+    """What the experts of `paged` stages take in host memory in front of an accelerator: staging slots for those that
+    are read, and the others themselves, which live there."""
     if not outer.copies:
         return ()
-    if outer.reads:
-        size = pinned_bytes(max(stage.slot_bytes for stage in paged))
-        equation = f"{NUM_STAGING_SLOTS} x {size:,} B, pinned"
-        return (Entry(name="expert staging slots", num_bytes=NUM_STAGING_SLOTS * size, equation=equation),)
-    num_experts = sum(stage.num_experts for stage in paged)
-    num_bytes = sum(stage.pinned_bytes for stage in paged)
+    read = [sizes for stage, sizes in paged.items() if stage not in outer.in_host]
+    held = [sizes for stage, sizes in paged.items() if stage in outer.in_host]
+    return (*_staging_entries(read), *_held_entries(held))
+
+
+def _staging_entries(read: Sequence[ExpertSizes]) -> tuple[Entry, ...]:
+    if not read:
+        return ()
+    size = pinned_bytes(max(stage.slot_bytes for stage in read))
+    equation = f"{NUM_STAGING_SLOTS} x {size:,} B, pinned"
+    return (Entry(name="expert staging slots", num_bytes=NUM_STAGING_SLOTS * size, equation=equation),)
+
+
+def _held_entries(held: Sequence[ExpertSizes]) -> tuple[Entry, ...]:
+    if not held:
+        return ()
+    num_experts, num_bytes = sum(stage.num_experts for stage in held), sum(stage.pinned_bytes for stage in held)
     return (Entry(name="experts", num_bytes=num_bytes, equation=f"{num_experts} experts, pinned"),)
 
 

@@ -1,10 +1,11 @@
 """Searches for the placement that keeps most in compute memory: keys and values before layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...config import ExpertPaging, KVTier, RuntimeConfig, Tier, require
 from ...orders import PLAIN
+from ..shape.extents import pinned_tier_bytes
 from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
 from .exchange import exchange_size
@@ -150,11 +151,41 @@ class _Placer:
         yield frozenset(_kept_layers(self.shape, counts[-1]))
 
     def placement(self, candidate: _Candidate) -> Placement:
+        """The placement of the candidate, with as many of its streamed stages in host memory as the tier says."""
+        streamed = [stage.index for stage in self.shape.stages if stage.index not in candidate.resident]
+        tier, has_device = self.config.offload.tier, self.budgets.has_device
+        if not has_device or tier is Tier.nvme or not streamed:
+            return self._placed(candidate, streamed, frozenset())
+        whole = self._placed(candidate, streamed, frozenset(streamed))
+        if tier is Tier.cpu or whole.fits:
+            return whole
+        none = self._placed(candidate, streamed, frozenset())
+        held = self._held(none, streamed)
+        return self._placed(candidate, streamed, held) if held else none
+
+    def _held(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
+        """As many streamed stages, evenly over the depth, as host memory has room for beside what `placement`, which
+        holds none, takes of it: the disk has their turns to bring the next one."""
+        ledger = placement.ledgers[-1]
+        spare, sizes = ledger.budget_bytes - ledger.total_bytes, self.shape.sizes.slot_bytes(placement.paged)
+        experts = self.shape.sizes.experts
+        taken = {
+            stage: pinned_tier_bytes(sizes[stage]) + (experts[stage].pinned_bytes if stage in placement.paged else 0)
+            for stage in streamed
+        }
+        for num_held in range(len(streamed) - 1, 0, -1):
+            held = [streamed[place] for place in spread(len(streamed), num_held)]
+            if sum(taken[stage] for stage in held) <= spare:
+                return frozenset(held)
+        return frozenset()
+
+    def _placed(self, candidate: _Candidate, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
         resident, paging, kv = candidate.resident, candidate.paging, candidate.needs.kv
-        streamed = tuple(stage.index for stage in self.shape.stages if stage.index not in resident)
         paged = pageable_stages(self.shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
         has_device = self.budgets.has_device
-        walks = make_walks(self.shape, self.config, streamed, kv, len(self.load.lanes), has_device=has_device)
+        walks = make_walks(
+            self.shape, self.config, streamed, kv, len(self.load.lanes), in_host=in_host, has_device=has_device
+        )
         sizes = self.shape.sizes.slot_bytes(paged)
         placement = Placement(
             resident=resident,

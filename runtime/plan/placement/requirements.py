@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...config import RuntimeConfig, Tier
+from ...config import RuntimeConfig
 from ..shape.extents import LOADING_BYTES, pinned_bytes, pinned_tier_bytes
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import ExpertSizes
@@ -94,12 +94,12 @@ class Requirements:
         if placement.resident:
             loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
             entries.append(Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned"))
-        if self.config.offload.tier is Tier.cpu:
+        if walk.in_host:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
-            num_bytes = sum(pinned_tier_bytes(sizes[stage]) for stage in walk.streamed)
-            entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.streamed)} stages, pinned"))
+            num_bytes = sum(pinned_tier_bytes(sizes[stage]) for stage in walk.in_host)
+            entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.in_host)} stages, pinned"))
         if placement.paged:
-            entries += host_entries(self._expert_sizes(placement), walk)
+            entries += host_entries({stage: self.shape.sizes.experts[stage] for stage in placement.paged}, walk)
         entries += self._kv_cost.host
         if placement.host_layers:
             entries.append(pinned_entry(placement.exchange))

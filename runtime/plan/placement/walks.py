@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...config import Attention, Prefetch, PrefetchConfig, RuntimeConfig, Tier
+from ...config import Attention, Prefetch, PrefetchConfig, RuntimeConfig
 from ...orders import PLAIN, Order
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
@@ -44,11 +44,13 @@ def make_walks(
     kv: KVLayout,
     num_lanes: int,
     *,
+    in_host: frozenset[int],
     has_device: bool,
 ) -> Walks:
-    """`streamed` stages pass through slots, in pages where the order wants that."""
+    """`streamed` stages pass through slots, in pages where the order wants that; those `in_host` live in host
+    memory."""
     prefill, decode = (
-        _walk(shape, config, streamed, kv, num_lanes, is_decode=is_decode, has_device=has_device)
+        _walk(shape, config, streamed, kv, num_lanes, in_host=in_host, is_decode=is_decode, has_device=has_device)
         for is_decode in (False, True)
     )
     return Walks(prefill=prefill, decode=decode)
@@ -61,6 +63,7 @@ def _walk(
     kv: KVLayout,
     num_lanes: int,
     *,
+    in_host: frozenset[int],
     is_decode: bool,
     has_device: bool,
 ) -> Walk:
@@ -70,8 +73,8 @@ def _walk(
     passed = tuple(stage for stage in streamed if stage >= first)
     block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(passed) > prefetch.block_layers else 1
     copies = has_device and bool(passed)
-    reads = config.offload.tier is Tier.nvme
-    staging = (2 if block == 1 else block) if copies and reads else 0
+    num_read = sum(stage not in in_host for stage in passed)
+    staging = (2 if block == 1 else block) if copies else 0
     travelling = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
     attends = is_decode and cpu_attends(shape, config, has_device=has_device)
     return Walk(
@@ -79,8 +82,8 @@ def _walk(
         first_stage=first,
         streamed=passed,
         num_slots=min(num_slots_for(prefetch, order), len(passed)),
-        num_staging_slots=min(staging, len(passed)),
-        reads=reads,
+        num_staging_slots=min(staging, num_read),
+        in_host=in_host.intersection(passed),
         copies=copies,
         block=block,
         order=order if is_decode else order.without_cpu_attention,

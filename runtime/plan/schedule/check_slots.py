@@ -32,8 +32,8 @@ class WeightSlots:
                 raise broken(Action(Op.free, stage), "missing: the stage keeps its slot beyond the pass")
 
     def read(self, action: Action) -> None:
-        if not self._walk.reads:
-            raise broken(action, "the walk reads nothing, its weights are in host memory already")
+        if action.stage in self._walk.in_host:
+            raise broken(action, "read, though its weights are in host memory already")
         if self._walk.copies:
             self._bring(action, self._staged, self._walk.num_staging_slots, "staging slot")
         else:
@@ -43,7 +43,7 @@ class WeightSlots:
         if not self._walk.copies:
             raise broken(action, "the walk copies nothing, compute finds its weights where they are read")
         stage = action.its_stage
-        if self._walk.reads and not self._staged.get(stage, set()) >= self._pages(action):
+        if stage not in self._walk.in_host and not self._staged.get(stage, set()) >= self._pages(action):
             raise broken(action, "copied before it was read")
         self._bring(action, self._present, self._walk.num_slots, "device slot")
         if self._present[stage] == self._all_pages:

@@ -105,18 +105,32 @@ def _ring_unit(walk: Walk, visit: int, page: int) -> list[Action]:
     if not walk.copies:
         return [_paged(walk, Op.read, visit, page)]
     copy = [_paged(walk, Op.copy, visit, page)]
-    if not walk.reads:
+    if _stage(walk, visit) in walk.in_host:
         return copy
     if _reads_by_page(walk):
-        return [*copy, _paged(walk, Op.read, visit + walk.num_staging_slots - 1, page)]
+        return [*copy, _paged(walk, Op.read, _read_behind(walk, visit, walk.num_staging_slots - 1), page)]
     is_last = page + 1 == walk.num_pages
-    return copy + (_bring(walk, Op.read, visit + walk.num_staging_slots) if is_last else [])
+    behind = _read_behind(walk, visit, walk.num_staging_slots)
+    return copy + (_bring(walk, Op.read, behind) if is_last else [])
+
+
+def _read_behind(walk: Walk, visit: int, num_reads: int) -> int:
+    """The visit whose stage is read so many reads behind that of `visit`: what host memory holds is passed over."""
+    pass_index, place = divmod(visit, len(walk.streamed))
+    places = _read_places(walk)
+    more_passes, at = divmod(places.index(place) + num_reads, len(places))
+    return (pass_index + more_passes) * len(walk.streamed) + places[at]
+
+
+def _read_places(walk: Walk) -> list[int]:
+    """The places of `walk.streamed` that are read."""
+    return [place for place, stage in enumerate(walk.streamed) if stage not in walk.in_host]
 
 
 def _stock(walk: Walk) -> list[Action]:
     """What lies in staging before the first copy."""
     num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
-    return [action for visit in range(num_ahead) for action in _bring(walk, Op.read, visit)]
+    return [action for visit in _read_places(walk)[:num_ahead] for action in _bring(walk, Op.read, visit)]
 
 
 def _reads_by_page(walk: Walk) -> bool:
@@ -142,12 +156,17 @@ def _hops(walk: Walk) -> list[Op]:
 
 
 def _bring(walk: Walk, op: Op, visit: int) -> list[Action]:
+    if op is Op.read and _stage(walk, visit) in walk.in_host:
+        return []
     return [_paged(walk, op, visit, page) for page in range(walk.num_pages)]
 
 
 def _paged(walk: Walk, op: Op, visit: int, page: int) -> Action:
-    stage = walk.streamed[visit % len(walk.streamed)]
-    return Action(op, stage, page=page if walk.num_pages > 1 else None)
+    return Action(op, _stage(walk, visit), page=page if walk.num_pages > 1 else None)
+
+
+def _stage(walk: Walk, visit: int) -> int:
+    return walk.streamed[visit % len(walk.streamed)]
 
 
 def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:

@@ -16,7 +16,7 @@ class Walk:
     streamed: tuple[int, ...]
     num_slots: int  # where compute finds the weights
     num_staging_slots: int = 0  # host slots in front of device slots; 0 where one memory serves both
-    reads: bool = True  # False: the weights are in host memory already
+    in_host: frozenset[int] = frozenset()  # streamed stages whose weights host memory holds: they are never read
     copies: bool = False
     block: int = 1
     first_stage: int = 0  # where a pass begins
@@ -26,6 +26,15 @@ class Walk:
     routing: tuple[int, ...] = ()  # stages whose experts run once over all lanes
     travelling: tuple[int, ...] = ()  # stages whose KV lives in a tier
     num_kv_slots: int = 0  # each holds one lane's KV of one stage
+
+    @property
+    def from_disk(self) -> tuple[int, ...]:
+        """The streamed stages that are read in each pass."""
+        return tuple(stage for stage in self.streamed if stage not in self.in_host)
+
+    @property
+    def reads(self) -> bool:
+        return bool(self.from_disk)
 
     @property
     def stages(self) -> range:

@@ -21,7 +21,7 @@ from .grid import Choices, PolicyGrid
 from .pass_times import Roofline
 from .policy import Policy
 from .ridge_points import operating_point
-from .room import room
+from .room import layers_in_host, room
 from .workload import Workload
 
 
@@ -65,7 +65,7 @@ def search(
         operating_point=operating_point(
             roofline.work,
             machine,
-            config.offload.tier,
+            reads=finalists[0].run.placement.walk.reads,
             num_sequences=float(only.sequences[0]),
             num_rows=float((only.sequences if best.schedule.style.batches_experts else only.rows)[0]),
         ),
@@ -93,6 +93,7 @@ def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config:
         workload=workload,
         config=config,
         has_device=machine.device_bytes is not None,
+        in_host=lambda grid: layers_in_host(shape, config, workload, grid, machine.budgets),
         is_packed=shape.is_packed,
     )
 

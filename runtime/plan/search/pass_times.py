@@ -4,11 +4,12 @@ What works side by side takes as long as the slowest: T = max(link, CPU, compute
 overlap is added. A schedule's start, its slots and its barriers are the simulator's business.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import ExpertPaging, KVTier, RuntimeConfig, Tier
+from ...config import ExpertPaging, KVTier, RuntimeConfig
 from ...resources import Resource
 from ..cost.rates import MachineRates
 from ..cost.work import LayerWork
@@ -28,13 +29,15 @@ class PassTimes:
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
     """What a grid's times follow from. `ffn_on_cpu`: what if the CPU multiplied with the feed-forward weights that do
-    not stay, where they lie. No engine of ours does; `rates.cpu_flops_per_second` must be known."""
+    not stay, where they lie. No engine of ours does; `rates.cpu_flops_per_second` must be known. `in_host`: of the
+    layers that do not stay, how many are never read."""
 
     work: LayerWork
     rates: MachineRates
     workload: Workload
     config: RuntimeConfig
     has_device: bool
+    in_host: Callable[[PolicyGrid], Floats]
     is_packed: bool = True
     ffn_on_cpu: bool = False
 
@@ -156,10 +159,11 @@ class Roofline:
         link_in: Floats,
         link_out: Floats,
     ) -> PassTimes:
-        """Bytes go over the links that exist: weights from the disk in tier nvme, everything over the link in front of
-        an accelerator, keys and values from and to their tier."""
+        """Bytes go over the links that exist: weights that no memory holds come from the disk, everything goes over the
+        link in front of an accelerator, keys and values from and to their tier."""
         rates, weights = self.rates, self.weight_bytes(grid, tokens)
-        reads = self.config.offload.tier is Tier.nvme
+        layers = self.work.num_layers - grid.resident
+        reads = 1 - self.in_host(grid) / np.maximum(1.0, layers)
         kv_on_disk = not self.has_device or self.config.kv.tier is KVTier.nvme
         disk = (weights * reads + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second
         if self.ffn_on_cpu:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import Tier
 from ..cost.machine import Machine
 from ..cost.rates import MachineRates
 from ..cost.roofline import Level, TurningPoints, first_turning_point, second_turning_point
@@ -24,10 +23,10 @@ class OperatingPoint:
 
 
 def operating_point(
-    work: LayerWork, machine: Machine, tier: Tier, *, num_sequences: float, num_rows: float
+    work: LayerWork, machine: Machine, *, reads: bool, num_sequences: float, num_rows: float
 ) -> OperatingPoint:
     """The operating point of a decode pass over `num_sequences`, whose feed-forward layers take `num_rows` at once."""
-    rates, link = machine.rates, link_bytes_per_second(machine, tier)
+    rates, link = machine.rates, link_bytes_per_second(machine, reads=reads)
     lower = host_level(rates) if machine.device_bytes is not None else None
     per_sequence = work.ffn_flops_per_token / work.ffn_bytes
     upper = compute_level(work, rates)
@@ -50,10 +49,10 @@ def hit_share(work: LayerWork, num_rows: float) -> float:
     return expected_hits(work.num_experts, work.num_experts_per_token, max(1, round(num_rows))) / work.num_experts
 
 
-def link_bytes_per_second(machine: Machine, tier: Tier) -> float:
-    """The slowest hop of streamed weights."""
+def link_bytes_per_second(machine: Machine, *, reads: bool) -> float:
+    """The slowest hop of streamed weights, of which some or all come from disk or, unless it `reads`, none."""
     hops = [machine.rates.link_in_bytes_per_second] if machine.device_bytes is not None else []
-    if tier is Tier.nvme or not hops:
+    if reads or not hops:
         hops.append(machine.rates.disk_bytes_per_second)
     return min(hops)
 

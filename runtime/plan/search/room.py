@@ -45,6 +45,17 @@ def room(
     return Room(compute_bytes=need.compute(), host_bytes=need.host())
 
 
+def layers_in_host(
+    shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, budgets: Budgets
+) -> Floats:
+    """Of the layers that are streamed to a device, how many live in host memory."""
+    streamed = len(shape.layers) - grid.resident
+    if not budgets.has_device or config.offload.tier is not Tier.auto:
+        return streamed * (config.offload.tier is Tier.cpu)
+    need = _Need(shape, config, workload, grid, has_device=True, is_paged=False)
+    return need.in_host(budgets.host_bytes)
+
+
 class _Need:
     def __init__(
         self,
@@ -84,16 +95,26 @@ class _Need:
         layer, expert = (power_of_two(np.asarray(n + ALIGNMENT_BYTES)) for n in (self._layer_bytes, work.expert_bytes))
         expert = expert * self._is_paged
         streamed = work.num_layers - grid.resident
-        living = pinned_tier_bytes(int(self._layer_bytes))
-        living += work.num_experts * self._is_paged * pinned_tier_bytes(int(work.expert_bytes))
-        weights = streamed * living * (self._config.offload.tier is Tier.cpu)
+        weights = streamed * self._living * (self._config.offload.tier is Tier.cpu)
         passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
-        staging = passing * (self._config.offload.tier is Tier.nvme)
+        staging = passing * (self._config.offload.tier in (Tier.nvme, Tier.auto))
         pages = self._positions() * work.kv_bytes
         segments = np.floor(pages / SEGMENT_BYTES) * SEGMENT_BYTES + power_of_two(pages % SEGMENT_BYTES)
         travelling = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)
         kv = work.num_layers * np.where(self._in_host, power_of_two(pages), travelling)
         return weights + staging + self._loading() + kv
+
+    def in_host(self, host_bytes: int) -> Floats:
+        """Streamed layers that `host_bytes` have room for beside all else."""
+        streamed, spare = self._work.num_layers - self._grid.resident, host_bytes - self.host()
+        return np.clip(np.floor(spare / self._living), 0, streamed)
+
+    @property
+    def _living(self) -> float:
+        """The bytes of a layer that lives in host memory."""
+        work = self._work
+        experts = work.num_experts * self._is_paged * pinned_tier_bytes(int(work.expert_bytes))
+        return float(pinned_tier_bytes(int(self._layer_bytes)) + experts)
 
     def _loading(self) -> Floats:
         """What stays passes through it; where no layer does, nothing need."""
