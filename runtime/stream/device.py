@@ -6,7 +6,6 @@ memory, and what they keep is taken in the eyes of the driver and of the system.
 """
 
 import logging
-import mmap
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,12 +13,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..out_of_memory import first_line, is_out_of_memory
+from ..out_of_memory import first_line
 from ..plan.placement.ledger import LIBRARY_BYTES
 from ..plan.shape.extents import ALIGNMENT_BYTES
-from ..units import MIB, format_bytes, round_up
+from ..units import round_up
 from .clock import DeviceClock, Then
 from .device_choice import choose_device
+from .pinned import HUGE_PAGE_BYTES, anonymous, pinned
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +86,6 @@ def _configure(settings: str) -> None:
     (configure or torch.cuda.memory._set_allocator_settings)(settings)
 
 
-def pinned(num_bytes: int) -> torch.Tensor:
-    """uint8. Raises MemoryError, which says that it was pinned memory: the device's own error does not, and a system
-    may pin less than it has (WSL 2: half)."""
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise MemoryError(
-                f"{format_bytes(num_bytes)} of host memory cannot be pinned ({first_line(error)})"
-            ) from error
-        raise
-
-
 class Event(Protocol):
     """A point in a stream's work, as `torch.Event` has it. Streams wait for events of their own device alone."""
 
@@ -122,9 +109,6 @@ class Part(NamedTuple):
 
     source: torch.Tensor
     target: torch.Tensor
-
-
-HUGE_PAGE_BYTES = 2 * MIB
 
 
 class ComputeDevice:
@@ -155,17 +139,15 @@ class ComputeDevice:
         """uint8 host memory that only the device's copies look at: pinned, and not aligned to the disk's blocks."""
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
-        return pinned(num_bytes)
+        return pinned(num_bytes, is_aligned=False)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Page-aligned host memory for weights, uint8, pinned where there is an accelerator. On a CPU in huge pages
         where the kernel has them: a direct read must look up every page that it fills."""
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
         if not self.is_accelerator:
-            return _anonymous(size, huge=size >= HUGE_PAGE_BYTES)
-        buffer = pinned(size + ALIGNMENT_BYTES)
-        start = -buffer.data_ptr() % ALIGNMENT_BYTES
-        return buffer[start : start + size]
+            return anonymous(size, huge=size >= HUGE_PAGE_BYTES)
+        return pinned(size, is_aligned=True)
 
     def compute_buffer(self, num_bytes: int) -> torch.Tensor:
         """uint8 memory where compute finds its weights."""
@@ -176,7 +158,7 @@ class ComputeDevice:
     def zeros(self, num_bytes: int) -> torch.Tensor:
         """uint8 compute memory for what lives long. On a CPU it comes from the kernel, zeroed page by page as it is
         touched, and never from the heap: between activations of the heap it would leave holes of their size."""
-        return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else _anonymous(num_bytes, huge=False)
+        return self.compute_buffer(num_bytes).zero_() if self.is_accelerator else anonymous(num_bytes, huge=False)
 
     def copy_ahead(self, parts: Sequence[Part], *, after: Event, then: Then | None = None) -> None:
         """Queues host -> device on the copy stream, to begin once `after` has happened. Returns at once; `then`
@@ -293,10 +275,3 @@ class ComputeDevice:
     def peak_bytes(self) -> int:
         """Most device memory allocated since the start of the process; 0 on a CPU, whose peak is the process's own."""
         return torch.accelerator.max_memory_allocated(self.torch_device) if self.is_accelerator else 0
-
-
-def _anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
-    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -13,9 +13,7 @@ from ..shape.model import ModelShape
 from .ledger import Entry
 from .memory import PAGE_TOKENS
 
-SEGMENT_BYTES = (
-    16 * MIB
-)  # pinned memory is taken in powers of two: a layer's pages in one piece could take twice theirs
+SEGMENT_BYTES = 16 * MIB  # of pinned memory: attention reads the pages of a lane from few pieces
 
 CHECKSUM_BYTES = 8  # that the file keeps of each page
 

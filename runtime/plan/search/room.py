@@ -17,7 +17,14 @@ from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
 from ..placement.kv import SEGMENT_BYTES
 from ..placement.memory import ALLOCATOR_SLACK_BYTES, SequenceSize, lane_entries, pass_tokens
 from ..placement.placement import Budgets
-from ..shape.extents import ALIGNMENT_BYTES, LOADING_BYTES, pinned_tier_bytes, slot_layout
+from ..shape.extents import (
+    ALIGNMENT_BYTES,
+    LOADING_BYTES,
+    REGISTERED_BYTES,
+    pinned_bytes,
+    pinned_tier_bytes,
+    slot_layout,
+)
 from ..shape.model import ModelShape
 from .grid import Bools, Floats, PolicyGrid
 from .workload import Workload
@@ -87,21 +94,21 @@ class _Need:
         return weights + self._kv() + self._lanes() + batched + self._has_device * self._visits()
 
     def host(self) -> Floats:
-        """Pinned memory is taken in powers of two: the pieces of a layer's weights where those live in host memory, and
-        its pages, where they travel in segments."""
+        """A layer's weights lie in pieces where they live in host memory, and its pages where they travel in
+        segments."""
         work, grid = self._work, self._grid
         if not self._has_device:
             return np.zeros_like(grid.sequences)
-        layer, expert = (power_of_two(np.asarray(n + ALIGNMENT_BYTES)) for n in (self._layer_bytes, work.expert_bytes))
+        layer, expert = (pinned_bytes(int(n)) for n in (self._layer_bytes, work.expert_bytes))
         expert = expert * self._is_paged
         streamed = work.num_layers - grid.resident
         weights = streamed * self._living * (self._config.offload.tier is Tier.cpu)
         passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
         staging = passing * (self._config.offload.tier in (Tier.nvme, Tier.auto))
         pages = self._positions() * work.kv_bytes
-        segments = np.floor(pages / SEGMENT_BYTES) * SEGMENT_BYTES + power_of_two(pages % SEGMENT_BYTES)
+        segments = np.floor(pages / SEGMENT_BYTES) * SEGMENT_BYTES + _pinned(pages % SEGMENT_BYTES)
         travelling = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)
-        kv = work.num_layers * np.where(self._in_host, power_of_two(pages), travelling)
+        kv = work.num_layers * np.where(self._in_host, _pinned(pages), travelling)
         return weights + staging + self._loading() + kv
 
     def in_host(self, host_bytes: int) -> Floats:
@@ -119,7 +126,7 @@ class _Need:
     def _loading(self) -> Floats:
         """What stays passes through it; where no layer does, nothing need."""
         resident = self._work.outer_bytes + self._grid.resident * self._work.num_bytes
-        return (self._grid.resident > 0) * power_of_two(np.minimum(resident, LOADING_BYTES) + ALIGNMENT_BYTES)
+        return (self._grid.resident > 0) * _pinned(np.minimum(resident, LOADING_BYTES))
 
     def _positions(self) -> Floats:
         per_sequence = self._workload.mean_capacity_tokens
@@ -174,6 +181,8 @@ class _Need:
         return np.asarray(numbers, dtype=np.float64)[place]
 
 
-def power_of_two(num_bytes: Floats) -> Floats:
-    """The next one."""
-    return np.where(num_bytes > 0, 2.0 ** np.ceil(np.log2(np.maximum(1.0, num_bytes))), 0.0)
+def _pinned(num_bytes: Floats) -> Floats:
+    """`pinned_bytes` of pieces that are aligned anyway."""
+    small = 2.0 ** np.ceil(np.log2(np.maximum(1.0, num_bytes)))
+    rounded = np.where(num_bytes < REGISTERED_BYTES, small, np.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    return np.where(num_bytes > 0, rounded, 0.0)

@@ -13,10 +13,9 @@ from .moves import DeviceLayout, moved
 from .shapes import Stage, TensorSlice
 
 ALIGNMENT_BYTES = 4096
-LOADING_BYTES = (
-    32 * MIB - ALIGNMENT_BYTES
-)  # pinned, through which resident weights come; a power of two to align by hand
-HOST_PIECE_BYTES = 64 * MIB - ALIGNMENT_BYTES  # pinned, of weights that live in host memory; likewise
+REGISTERED_BYTES = MIB  # pinned memory from this size on is our own, registered with the device's driver
+LOADING_BYTES = 32 * MIB  # pinned, through which resident weights come
+HOST_PIECE_BYTES = 64 * MIB  # pinned, of weights that live in host memory
 MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than another request
 
 
@@ -145,7 +144,10 @@ def _end(group: list[TensorSlice]) -> int:
 
 
 def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
-    """torch's pinned allocator rounds up to a power of two. To align a buffer by hand, a page more is asked for."""
+    """The bytes of a piece of pinned memory: whole pages, see `stream/pinned.py`. A small one is torch's, whose
+    allocator rounds up to a power of two; to align it by hand, a page more is asked for."""
+    if num_bytes >= REGISTERED_BYTES:
+        return round_up(num_bytes, ALIGNMENT_BYTES)
     asked = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
     return 1 << (asked - 1).bit_length() if num_bytes else 0
 

@@ -1,0 +1,94 @@
+"""Pinned host memory, from and to which a device copies by itself.
+
+torch's allocator of pinned memory rounds up to powers of two and keeps what was freed: keys and values of 33.6 GiB take
+64. So large pieces are pages of our own that are registered with the device's driver, and go back to the system with
+the last tensor that looks at them; small ones, which come and go, are torch's.
+"""
+
+import mmap
+from contextlib import suppress
+from typing import Protocol, TypeVar, cast
+
+import torch
+
+from ..out_of_memory import first_line, is_out_of_memory
+from ..plan.shape.extents import ALIGNMENT_BYTES, REGISTERED_BYTES
+from ..units import MIB, format_bytes, round_up
+
+Mapped = TypeVar("Mapped", bound=mmap.mmap)
+HUGE_PAGE_BYTES = 2 * MIB
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+def pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
+    """uint8, at the start of a page where it is to be aligned. Raises MemoryError, which says that it was pinned
+    memory: the device's own error does not, and a system may pin less than it has (WSL 2: half)."""
+    try:
+        if num_bytes >= REGISTERED_BYTES and torch.cuda.is_available():
+            return _registered(round_up(num_bytes, ALIGNMENT_BYTES))[:num_bytes]
+        if not is_aligned:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        buffer = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        if is_out_of_memory(error) or num_bytes >= REGISTERED_BYTES:
+            raise MemoryError(
+                f"{format_bytes(num_bytes)} of host memory cannot be pinned ({first_line(error)})"
+            ) from error
+        raise
+    start = -buffer.data_ptr() % ALIGNMENT_BYTES
+    return buffer[start : start + num_bytes]
+
+
+def anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
+    """uint8 pages from the kernel, zeroed as they are touched, and huge ones where it has them."""
+    return torch.frombuffer(_mapped(mmap.mmap, num_bytes, huge=huge), dtype=torch.uint8)
+
+
+class Driver(Protocol):
+    """What the CUDA runtime offers of locking pages; 0 is success."""
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int: ...
+
+    def cudaHostUnregister(self, address: int) -> int: ...
+
+
+def driver() -> Driver:
+    return cast(Driver, torch.cuda.cudart())
+
+
+class _Registered(mmap.mmap):
+    """Pages that the driver knows of, until nobody looks at them any more."""
+
+    known: tuple[Driver, int] | None = None  # to whom, and at which address
+
+    def __del__(self) -> None:
+        if self.known is not None:
+            registrar, address = self.known
+            registrar.cudaHostUnregister(address)
+
+
+def _registered(num_bytes: int) -> torch.Tensor:
+    """Raises RuntimeError where the driver cannot lock so many bytes."""
+    memory = _mapped(_Registered, num_bytes, huge=num_bytes >= HUGE_PAGE_BYTES)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    registrar, address = driver(), tensor.data_ptr()
+    code = int(registrar.cudaHostRegister(address, num_bytes, PORTABLE))
+    if code:
+        _forget_error()
+        raise RuntimeError("out of memory" if code == OUT_OF_MEMORY else f"the driver's error {code}")
+    memory.known = registrar, address
+    return tensor
+
+
+def _forget_error() -> None:
+    """CUDA tells of a failed call once more at the next launch."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _mapped(kind: type[Mapped], num_bytes: int, *, huge: bool) -> Mapped:
+    memory = kind(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
