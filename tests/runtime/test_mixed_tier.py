@@ -7,7 +7,18 @@ from itertools import product
 import pytest
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
-from runtime.config import Attention, ExpertPaging, Order, PolicyConfig, PolicyKind, Prefetch, PrefetchConfig, Tier
+from runtime.config import (
+    Attention,
+    ExpertPaging,
+    KVConfig,
+    KVTier,
+    Order,
+    PolicyConfig,
+    PolicyKind,
+    Prefetch,
+    PrefetchConfig,
+    Tier,
+)
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.plan.cost.rates import MachineRates
@@ -159,3 +170,19 @@ def test_it_is_predicted_no_slower_than_either_tier_alone_and_faster_between_the
     between = [seconds(Tier.auto, budget * MIB) for budget in (60, 80, 100, 120)]
     assert between == sorted(between, reverse=True)
     assert slow >= between[0] > between[-1] >= fast
+
+
+@pytest.mark.parametrize(("family", "paging"), [("llama", ExpertPaging.off), ("mixtral", ExpertPaging.all)])
+def test_an_open_runtime_keeps_what_each_call_holds(family: str, paging: ExpertPaging, reference: References) -> None:
+    """The calls differ in what they take beside the weights, and so in the stages that host memory has room for."""
+    ref = reference(family)
+    config = config_for(ref, policy=policy_for(Order.zigzag))
+    config = replace(config, kv=KVConfig(tier=KVTier.cpu, device_fraction=0.0))
+    config = halfway(replace(config, offload=replace(config.offload, expert_paging=paging)), ref)
+    with Runtime(config, device=FakeDevice((True, False, True))) as runtime:
+        held = []
+        for count in (len(ref.prompts), 1, len(ref.prompts)):
+            assert tokens_of(runtime, ref.prompts[:count]) == ref.expected[:count]
+            held.append(runtime.plan(requests_of(runtime, ref)[:count]).placement.walk.in_host)
+    assert held[0] == held[2]
+    assert held[0]
