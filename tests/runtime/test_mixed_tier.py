@@ -30,7 +30,7 @@ from runtime.plan.shape.extents import pinned_tier_bytes
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.fake_device import FakeDevice
-from tests.runtime.test_fidelity import config_for
+from tests.runtime.test_fidelity import config_for, tokens_of
 from tests.support import Reference
 from tests.toy import sizes_of, toy_mixture, toy_shape
 
