@@ -164,8 +164,8 @@ class _Placer:
         return self._placed(candidate, streamed, held) if held else none
 
     def _held(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
-        """As many streamed stages, evenly over the depth, as host memory has room for beside what `placement`, which
-        holds none, takes of it: the disk has their turns to bring the next one."""
+        """The streamed stages, as many as host memory has room for beside what `placement`, which holds none, takes of
+        it; evenly over the depth, so that the disk has their turns to bring the next one."""
         ledger = placement.ledgers[-1]
         spare, sizes = ledger.budget_bytes - ledger.total_bytes, self.shape.sizes.slot_bytes(placement.paged)
         experts = self.shape.sizes.experts
