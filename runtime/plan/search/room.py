@@ -55,7 +55,7 @@ def room(
 def layers_in_host(
     shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, budgets: Budgets
 ) -> Floats:
-    """Of the layers that are streamed to a device, how many live in host memory."""
+    """The number of layers, of those that are streamed to a device, that live in host memory."""
     streamed = len(shape.layers) - grid.resident
     if not budgets.has_device or config.offload.tier is not Tier.auto:
         return streamed * (config.offload.tier is Tier.cpu)
