@@ -53,7 +53,7 @@ def binned(passes: Sequence[PassRow], phase: Phase) -> list[float | None]:
 
 def _plot(phase: Phase, rates: Sequence[float | None], seconds: float) -> Html:
     top = nice_top(max((rate for rate in rates if rate is not None), default=0.0))
-    marks = [(share, f"{share * top:,.4g}") for share in (0, 0.5, 1)]
+    marks = [(share, f"{share * top:,.0f}" if top >= 10 else f"{share * top:g}") for share in (0, 0.5, 1)]
     lines = [element("line", x1=0, x2=WIDTH, y1=HEIGHT * share, y2=HEIGHT * share, class_="grid") for share, _ in marks]
     bars = [
         _rect(i * WIDTH / NUM_BINS, HEIGHT * (1 - rate / top), WIDTH / NUM_BINS + 0.3, HEIGHT * rate / top, phase.name)

@@ -9,6 +9,7 @@ from ..run.passes import PhaseTimes
 from .figures import RunFigures
 from .html import Html, element
 
+NOTHING_SECONDS = 1e-9  # what sums round to
 PARTS = {
     "computing": "compute_seconds",
     "reading": "load_seconds",
@@ -100,7 +101,7 @@ def _phase(name: str, times: PhaseTimes, expected: PhaseTimes | None) -> Iterato
     for part, key in PARTS.items():
         seconds, claim = getattr(times, key), getattr(expected, key) if expected else None
         is_within = key == "attention_seconds" and not claim  # predicted as a part of computing
-        if seconds or claim:
+        if max(seconds, claim or 0.0) > NOTHING_SECONDS:
             predicted = None if is_within else claim
             yield Pair(name=part, measured=seconds, predicted=predicted, unit="s", whole=whole, is_part=True)
 

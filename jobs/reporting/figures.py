@@ -80,6 +80,11 @@ class RunFigures:
         return sum(row.seconds for row in self.passes)
 
     @property
+    def elapsed_seconds(self) -> float | None:
+        """The time on the wall of all starts; None of runs of earlier versions, which did not note it down."""
+        return self.summary.elapsed.seconds if self.summary.elapsed is not None else None
+
+    @property
     def rows_per_minute(self) -> float | None:
         return 60 * self.num_done / self.seconds if self.seconds else None
 

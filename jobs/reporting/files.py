@@ -38,7 +38,7 @@ def draw_rates(path: Path, runs: Sequence[RunFigures]) -> None:
         panels = picture.subplots(1, 2, sharey=True)
         for axes, (phase, values) in zip(panels, rates.items(), strict=True):
             bars = axes.barh(range(len(names)), values, color=COLOURS[phase])
-            axes.bar_label(bars, [f"{value:,.4g}" if value else "-" for value in values], padding=4)
+            axes.bar_label(bars, [f"{value:,.1f}" if value else "-" for value in values], padding=4)
             axes.set_xlim(0, 1.18 * max(max(values), 1e-9))
             axes.set_xlabel("tokens/s")
             axes.set_title(phase, loc="left", fontsize=10)

@@ -18,7 +18,10 @@ from .figures import RunFigures
 SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")
 # They tell nothing of how fast a run is, or follow from others.
 NO_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
-MEASURED = ("state", "rows", "errors", "time", "rows/min", "prefill tok/s", "decode tok/s", "tokens", "peak memory")
+MEASURED = (
+    *("state", "rows", "errors", "elapsed", "in passes", "rows/min", "prefill tok/s", "decode tok/s"),
+    *("tokens", "peak memory"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,7 @@ class Overview:
             "num_rows": run.num_rows,
             "num_done": run.num_done,
             "num_errors": run.num_errors,
+            "elapsed_seconds": run.elapsed_seconds,
             "seconds": run.seconds,
             "rows_per_minute": run.rows_per_minute,
             "prefill_tokens_per_second": summary.measured.prefill,
@@ -147,6 +151,7 @@ def _cells(run: RunFigures) -> list[str]:
         run.state,
         _counted(run.num_done, run.num_rows),
         f"{run.num_errors:,}",
+        "-" if run.elapsed_seconds is None else format_seconds(run.elapsed_seconds),
         format_seconds(run.seconds),
         _rate(run.rows_per_minute),
         _rate(summary.measured.prefill),
@@ -164,7 +169,7 @@ def _together(shards: Sequence[RunFigures]) -> list[str]:
         shard_states(shards, count),
         _counted(sum(run.num_done for run in shards), None),
         f"{sum(run.num_errors for run in shards):,}",
-        *[""] * 4,
+        *[""] * 5,
         f"{sum(run.summary.useful_tokens for run in shards):,}",
         _memory(max(use.host_bytes for use in peak), max(use.device_bytes for use in peak)),
     ]

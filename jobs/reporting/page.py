@@ -70,7 +70,12 @@ class Page:
         of = "" if figures.num_rows in (None, figures.num_done) else f" of {figures.num_rows:,}"
         yield "rows", [f"{figures.num_done:,}", element("small", of)]
         yield "failed", element("span", f"{figures.num_errors:,}", class_="bad" if figures.num_errors else None)
+        if summary.elapsed is not None:
+            starts = f" in {counted(summary.elapsed.num_starts, 'start')}" if summary.elapsed.num_starts > 1 else ""
+            yield "elapsed", [format_seconds(summary.elapsed.seconds), element("small", starts)]
         yield "time in passes", format_seconds(figures.seconds)
+        if summary.elapsed is not None and summary.elapsed.first_token_seconds is not None:
+            yield "first token after", format_seconds(summary.elapsed.first_token_seconds)
         yield "rows per minute", _figure(figures.rows_per_minute)
         yield "prefill", [_figure(summary.measured.prefill), element("small", " tokens/s")]
         yield "decode", [_figure(summary.measured.decode_useful), element("small", " tokens/s")]

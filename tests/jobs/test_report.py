@@ -41,10 +41,11 @@ def cells(text: str) -> dict[str, list[str]]:
 def test_a_line_holds_what_the_passes_come_to(case: ShardedRun) -> None:
     lines = cells(overview(figures(case.directory(0).path)).text())
     assert lines["run"] == [
-        "state", "rows", "errors", "time", "rows/min", "prefill tok/s", "decode tok/s", "tokens", "peak memory",
+        "state", "rows", "errors", "elapsed", "in passes", "rows/min", "prefill tok/s", "decode tok/s",
+        "tokens", "peak memory",
     ]  # fmt: skip
     # 16 rows in 4 blocks, each of 2 passes of half a second: 4 prompt tokens in one, 3 useful tokens in the other
-    assert lines["shard 0 of 3"] == ["done", "16", "0", "4 s", "240.0", "8.0", "6.0", "24", "0 B"]
+    assert lines["shard 0 of 3"] == ["done", "16", "0", "-", "4 s", "240.0", "8.0", "6.0", "24", "0 B"]
 
 
 def test_shards_stand_under_their_run_with_their_states(case: ShardedRun) -> None:
@@ -104,6 +105,14 @@ def test_the_files_of_a_report_hold_plain_numbers_a_table_and_a_picture(case: Sh
     assert sum(row["num_errors"] for row in rows) == 2
     assert (tmp_path / "out" / "table.md").read_text().count("\n") == 2 + 1 + 3
     assert (tmp_path / "out" / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_elapsed_is_the_time_on_the_wall_where_passes_say_when_they_were(tmp_path: Path) -> None:
+    begun = [replace(row, started_at=1e9, since_start_seconds=3.0 + i) for i, row in enumerate(PASSES)]
+    case = ShardedRun(folder=tmp_path).finish(0, passes=begun)
+    assert cells(overview(figures(case.directory(0).path)).text())["shard 0 of 3"][3:5] == ["4 s", "4 s"]
+    [row] = overview(figures(case.directory(0).path)).table().to_pylist()
+    assert row["elapsed_seconds"] == 4.0
 
 
 @pytest.mark.parametrize(("run", "done"), [("waves", "4 of 12"), ("continuous", "6 of 10")])
