@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, SynthesizeConfig, load
-from runtime.units import GIB, format_bytes, format_seconds
+from runtime.units import GIB, counted, format_bytes, format_seconds
 
 
 @hydra.main(config_path="../conf", config_name="synthesize", version_base=None)
@@ -43,8 +43,8 @@ def main(composed: Composed) -> None:
             progress=progress,
         )
     say(
-        f"{config.out}: {report.num_parameters:,} parameters, {format_bytes(report.num_bytes)} in {report.num_shards} "
-        f"shards, written in {format_seconds(report.seconds)}"
+        f"{config.out}: {report.num_parameters:,} parameters, {format_bytes(report.num_bytes)} in "
+        f"{counted(report.num_shards, 'shard')}, written in {format_seconds(report.seconds)}"
     )
 
 

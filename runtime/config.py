@@ -212,7 +212,7 @@ class PolicyConfig:
             value = getattr(self, key)
             require(value is None or value >= 1, f"policy.{key} must be 1 or more, got {value}")
         if self.schedule is not None and self.schedule.style.needs_cpu_attention:
-            why = f"policy.schedule={self.schedule.value} is about attention on the CPU: policy.attention=cpu"
+            why = f"policy.schedule={self.schedule.value} has the CPU attend beside compute: set policy.attention=cpu"
             require(self.attention is Attention.cpu, why)
 
 

@@ -104,7 +104,7 @@ def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster
     cluster.ask("scancel", task)
     cluster.wait(task, "CANCELLED", seconds=60)
     log = (folder / f"outputs/slurm-{array}_0.log").read_text()
-    assert "stopped on request" in log or "User defined signal 1" in log
+    assert "interrupted: " in log or "User defined signal 1" in log
     assert "Traceback" not in log
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from difflib import get_close_matches
+from itertools import zip_longest
 from typing import NoReturn, TypeVar
 
 from runtime.errors import InternalError, Interrupted, JobEnded, MillraceError
@@ -66,6 +67,9 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
     neither ours nor Hydra's ends it with 70, its traceback in a file that the line names; Ctrl-C ends it with 75.
     """
+    if (said := _meant(sys.argv[1:], schema)) is not None:
+        report(said)
+        sys.exit(REFUSED)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting by itself
     codes: list[int] = []
     _exit_codes.set(codes)
@@ -75,7 +79,7 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
         report(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        report("interrupted; the same command goes on from here")
+        report(Interrupted("the same command goes on from here"))
         sys.exit(RESUMABLE)
     except Exception as error:
         if _comes_from_hydra(error):
@@ -89,6 +93,16 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
 
 
+def _meant(words: list[str], schema: type) -> str | None:
+    """What a word that looks like an option and is a key was meant to be, or None."""
+    keys = known_keys(schema)
+    for word, after in zip_longest(words, words[1:], fillvalue="VALUE"):
+        name, _, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in keys and name != "run":  # which Hydra has an option for
+            return f"{word} is no option but a setting: write {name}={value or after}"
+    return None
+
+
 def say(text: str = "") -> None:
     """Prints a line on stdout. Where nobody reads it any more, as behind `| head`, this line and all that follow go
     nowhere, and the job ends with its own exit code."""
@@ -99,9 +113,11 @@ def say(text: str = "") -> None:
 
 
 def report(error: Exception | str) -> None:
-    """`error: ...` on stderr. Control characters are shown, not sent: a message may quote text from a data set."""
+    """`error: ...` on stderr, or `interrupted: ...`. Control characters are shown, not sent: a message may quote text
+    from a data set."""
     text = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(error))
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    kind = "interrupted" if isinstance(error, Interrupted) else "error"
+    print(f"{kind}: {text}", file=sys.stderr, flush=True)
 
 
 def explain(error: Exception, known: list[str]) -> str:
@@ -112,7 +128,9 @@ def explain(error: Exception, known: list[str]) -> str:
     if missing is not None and "submitit" in missing:
         return "hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
     if missing is not None and options is not None:
-        group, _, option = missing.rpartition("/")
+        group, _, option = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
+        if group == "model" and "/" in option:
+            return f"model={option} does not exist: a directory or a hub id is model=hf model.path={option}"
         close = get_close_matches(option, options, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         return f"{group}={option} does not exist: {hint}{group} is one of {', '.join(options)}"

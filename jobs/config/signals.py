@@ -16,7 +16,7 @@ from typing import Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # a shell has a background job ignore the one, nohup the other
-BEFORE_THE_START = b"error: stopped on request before anything was begun; start the same command again to go on\n"
+BEFORE_THE_START = b"interrupted: nothing was begun; start the same command again to go on\n"
 EXIT_INTERRUPTED = 75
 END = 0  # no signal has this number
 BURST_SECONDS = 0.5  # `timeout` and Ctrl-C in a pipeline signal the process and its group: one request, sent twice

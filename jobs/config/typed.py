@@ -47,7 +47,7 @@ def unknown_key(key: str, known: list[str]) -> str:
         return f"{key} has no effect in this job: leave it out"
     parent, _, name = key.rpartition(".")
     if f"{parent}.*" in known:
-        return f"unknown key {key}: if {parent} shall have it, write +{key}=<value>"
+        return f"unknown key {key}: to set it for {parent} all the same, write +{key}=<value>"
     elsewhere = [other for other in known if other.rpartition(".")[2] == name]
     siblings = [other for other in known if other.rpartition(".")[0] == parent]
     close = elsewhere or _closest(name, siblings) or _closest(name, known)

@@ -43,7 +43,9 @@ class DatasetConfig(DatasetFields):
         for field in fields(self):
             unused = field.name in _NOT_FOR_ALL - kind.keys
             is_set = getattr(self, field.name) != field.default
-            require(not (unused and is_set), f"dataset.{field.name} has no meaning for {name}")
+            others = ", ".join(each for each, other in KINDS.items() if field.name in other.keys)
+            why = f"dataset.{field.name} has no meaning for {name}: it has for dataset={others}"
+            require(not (unused and is_set), why)
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
         super().__post_init__()
 

@@ -28,7 +28,10 @@ AS_THE_RUN = SamplingOverrides()
 
 
 class BadRecord(ValueError):
-    """Why this one record cannot be used; becomes the error of its row and never leaves this package."""
+    """Why this one record cannot be used; becomes the error of its row and never leaves this package. `missing_field`
+    is not None where it lacks that field."""
+
+    missing_field: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,9 @@ def read_field(fields: Fields, name: str, key: str) -> Json:
     if name in fields:
         return fields[name]
     listed = ", ".join(shorten(field, 30) for field in list(fields)[:NUM_FIELDS_LISTED]) or "none"
-    raise BadRecord(f"there is no field {shorten(name)} (dataset.{key}); its fields: {listed}")
+    error = BadRecord(f"there is no field {shorten(name)} (dataset.{key}); its fields: {listed}")
+    error.missing_field = name
+    raise error
 
 
 def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:

@@ -86,7 +86,8 @@ def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadC
         row_id, former_id = (row_id if id_field is None else read_id(fields, id_field)), None
         return make_row(index, row_id, content_of(fields), passed, config, read_overrides(fields, config))
     except BadRecord as error:
-        return _error_row(index, row_id, former_id, passed, f"{record.place}: {error}")
+        row = _error_row(index, row_id, former_id, passed, f"{record.place}: {error}")
+        return replace(row, missing_field=error.missing_field)
 
 
 def _error_row(index: int, row_id: str, former_id: str | None, columns: Fields, error: str) -> Row:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from runtime.config import SamplingOverrides
 from runtime.errors import DatasetError
+from runtime.units import counted
 
 from .fields import OVERRIDE_FIELDS, BadRowPolicy, DatasetFields, DuplicatePolicy, ShardConfig
 from .records import Json, Message, shorten
@@ -25,7 +26,8 @@ class Row:
     `messages` is not None exactly when the model's chat template is to be applied; the system prompt is already in.
     `error` says why nothing can be generated, and where in the input the row lies; `prompt` is then "".
     `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
-    `former_id`: what older versions called a row whose id cannot be read, after its file and line.
+    `former_id`: what older versions called a row whose id cannot be read, after its file and line. `missing_field`: the
+    field whose absence is the error.
     """
 
     index: int
@@ -36,15 +38,21 @@ class Row:
     error: str | None
     overrides: SamplingOverrides = field(default_factory=SamplingOverrides)
     former_id: str | None = None
+    missing_field: str | None = None
     source_file: str | None = None
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
-    """Raise DatasetError for `fail` when there is a bad row; for `error_row` log how many there are."""
+    """Raise DatasetError for `fail` when there is a bad row, and where all of them lack the same field, which is a
+    mistyped setting; for `error_row` log how many there are."""
     errors = [row.error for row in rows if row.error is not None]
     if not errors:
         return
-    report = f"{len(errors)} of {len(rows)} rows cannot be used; the first: {errors[0]}"
+    missing = rows[0].missing_field
+    if missing is not None and all(row.missing_field == missing for row in rows):
+        what = f"no row has the field {shorten(missing)} ({counted(len(rows), 'row')})"
+        raise DatasetError(f"{what}; the first: {errors[0]}")
+    report = f"{len(errors)} of {counted(len(rows), 'row')} cannot be used; the first: {errors[0]}"
     if policy is BadRowPolicy.fail:
         raise DatasetError(f"{report}. dataset.on_bad_row=error_row turns them into error rows of the output")
     logger.warning("%s", report)
@@ -83,12 +91,14 @@ def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row
         return list(rows)
     num_dropped = len(rows) - len(first_of)
     if policy is DuplicatePolicy.first:
-        logger.warning("%d rows dropped: an earlier row has the same id (dataset.dedupe=first)", num_dropped)
+        dropped = counted(num_dropped, "row")
+        logger.warning("%s dropped: an earlier row has the same id (dataset.dedupe=first)", dropped)
         return list(first_of.values())
     repeated = [(row_id, count) for row_id, count in counts.items() if count > 1]
     listed = ", ".join(f"{shorten(row_id)} x{count}" for row_id, count in repeated[:NUM_DUPLICATES_LISTED])
     raise DatasetError(
-        f"{len(repeated)} ids are used by more than one row ({num_dropped} rows too many): {listed}"
+        f"{counted(len(repeated), 'id')} {'is' if len(repeated) == 1 else 'are'} used by more than one row "
+        f"({counted(num_dropped, 'row')} too many): {listed}"
         f"{' ...' if len(repeated) > NUM_DUPLICATES_LISTED else ''}. "
         "Give dataset.id_field a field that is unique, or keep the first of each with dataset.dedupe=first"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from runtime.errors import DamagedRunError, RunMismatchError
+from runtime.units import counted
 
 from ..files.publishing import JsonValue, canonical_json, json_digest
 
@@ -178,7 +179,8 @@ def _same(one: Values, other: Values, key: str) -> bool:
 def _mismatch(run: Path, lines: list[str]) -> str:
     shown = [f"  {line}" for line in lines[:MAX_DIFF_LINES]]
     more = [f"  and {len(lines) - MAX_DIFF_LINES} more"] if len(lines) > MAX_DIFF_LINES else []
-    head = f"{run} belongs to another run; {len(lines)} settings differ (key: was -> is):"
+    verb = "differs" if len(lines) == 1 else "differ"
+    head = f"{run} belongs to another run; {counted(len(lines), 'value')} {verb} (key: was -> is):"
     tail = "Nothing was written. Put them back as they were, or choose another directory with run="
     return "\n".join([head, *shown, *more, tail])
 

@@ -132,7 +132,7 @@ class Player:
     def _stage(self, action: Action) -> Weights:
         """The weights of the stage that the lane enters; its keys and values are bound, where they travel."""
         if self._context.should_stop():
-            raise Interrupted("stopped on request; start the same command again to go on")
+            raise Interrupted("start the same command again to go on")
         stage, lane = action.turn
         event = self._events[lane]
         if event != NeedStage(stage):

@@ -62,12 +62,13 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None) -> Path:
 
 
 def _three_ways(config: ModelConfig, reason: str) -> str:
+    shape = config.name if config.name != "hf" else "llama-3.2-1b"  # any with a shape: hf has none
     return (
         f"model={config.name}: no weights at model.path={config.path}: {reason}\n"
-        f"three ways on:\n"
+        f"choose one of:\n"
         f"  1. hub: run `hf download {config.path}` where there is network (gated models: `hf auth login` first)\n"
         f"  2. local: model.path=/directory/with/config.json/and/safetensors or model.path=/file.gguf\n"
-        f"  3. random weights: python -m jobs.synthesize model={config.name} out=DIR, then model.path=DIR"
+        f"  3. random weights: python -m jobs.synthesize model={shape} out=DIR, then model.path=DIR"
     )
 
 

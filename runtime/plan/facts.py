@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..config import Attention, KVTier, RuntimeConfig
+from ..units import counted
 from .placement.defaults import chunk_tokens
 from .planner import RunPlan
 from .shape.model import ModelShape
@@ -68,8 +69,7 @@ class PlanFacts:
         return "\n".join(
             [
                 "plan:",
-                f"  blocks    {self.num_blocks} of up to {self.num_lanes} micro-batches of {self.lane_size} sequences, "
-                f"admission={self.admission}, {self.dtype}",
+                f"  blocks    {self._blocks}, admission={self.admission}, {self.dtype}",
                 f"  prompts   up to {self.prefill_chunk_tokens:,} tokens of a micro-batch in one pass",
                 f"  schedule  {self.schedule}, decode attention={self.attention}",
                 f"  weights   {self.weights}{self._streaming}",
@@ -79,10 +79,16 @@ class PlanFacts:
         )
 
     @property
+    def _blocks(self) -> str:
+        each = ", each" if self.num_blocks > 1 else ""
+        lanes = "1 micro-batch" if self.num_lanes == 1 else f"{self.num_lanes} micro-batches"
+        return f"{counted(self.num_blocks, 'block')}{each} of up to {lanes} of {counted(self.lane_size, 'sequence')}"
+
+    @property
     def _streaming(self) -> str:
-        counts = f": {self.num_resident_stages} of {self.num_stages} stages resident"
         if self.num_resident_stages == self.num_stages:
-            return counts
+            return ": all fit in compute memory, and are read once"
+        counts = f": {self.num_resident_stages} of {self.num_stages} stages resident"
         if self.num_host_stages:
             counts += f", {self.num_host_stages} in host memory"
         return f"{counts}, {self.num_slots} slots, prefetch={self.prefetch} {self.prefetch_depth} ahead"

@@ -93,7 +93,7 @@ def _read(file: str, should_stop: Callable[[], bool]) -> str:
             while count := patiently(lambda: handle.readinto(buffer), file, "reading all of it", time.sleep):
                 digest.update(buffer[:count])
                 if should_stop():
-                    raise Interrupted("stopped on request while weights were read for model.verify=full")
+                    raise Interrupted("model.verify=full was reading weights; start the same command again to go on")
     except OSError as error:
         raise read_fault(file, "opening it", error) from error
     return digest.hexdigest()

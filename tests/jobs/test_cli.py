@@ -91,8 +91,8 @@ def test_a_sweep_ends_with_its_worst_code_and_a_stopped_job_stops_it(codes: tupl
         ("rows_failed", 3, []),
         ("too_big", 2, ["error: the plan needs 9 GiB and offload.host_memory_gib is 4"]),
         ("damaged", 4, ["error: part 7 is not ours"]),
-        ("stopped", 75, ["error: stopped at block 3"]),
-        ("ctrl_c", 75, ["error: interrupted; the same command goes on from here"]),
+        ("stopped", 75, ["interrupted: stopped at block 3"]),
+        ("ctrl_c", 75, ["interrupted: the same command goes on from here"]),
     ],
 )
 def test_job_ends_with_its_own_code_and_at_most_one_line(
@@ -237,10 +237,12 @@ def test_control_characters_of_a_message_never_reach_the_terminal(capfd: pytest.
         ("model=hf", "architecture=hf does not exist: architecture is one of bloom, "),
         (
             "architecture.num_layers=2",
-            "unknown key architecture.num_layers: if architecture shall have it, write +arch",
+            "unknown key architecture.num_layers: to set it for architecture all the same, write +arch",
         ),
         ("model.dtype=float16", "model.dtype has no effect in this job: leave it out"),
         ("seed=1", "out is not set"),
+        ("--seed=1", "--seed=1 is no option but a setting: write seed=1"),
+        ("model=/some/dir", "model=/some/dir does not exist: a directory or a hub id is model=hf model.path=/some/dir"),
     ],
 )
 def test_synthesize_refuses_in_one_line(

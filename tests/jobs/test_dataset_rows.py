@@ -150,3 +150,13 @@ def test_columns_are_all_fields_but_the_id_or_none(tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [{"id": 1, "prompt": "p", "tags": ["x", None]}])
     assert read_rows(config_of(path, id_field="id"))[0].columns == {"prompt": "p", "tags": ["x", None]}
     assert read_rows(config_of(path, id_field="id", keep_columns=False))[0].columns == {}
+
+
+def test_a_field_that_no_row_has_is_a_mistyped_setting_and_refused_one_that_some_lack_is_not(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a"}\n{"question": "b"}\n')
+    config = DatasetConfig(kind=DatasetKind.jsonl, path=str(path), prompt_field="prompt")
+    with pytest.raises(DatasetError, match=r"^no row has the field 'prompt' \(2 rows\); .*its fields: 'question'"):
+        read_rows(config)
+    path.write_text('{"question": "a"}\n{"prompt": "b"}\n')
+    assert [row.error is None for row in read_rows(config)] == [False, True]

@@ -99,7 +99,7 @@ def test_keys_that_another_version_of_transformers_knows_newly_are_logged_and_ch
     with open_run(tmp_path, replace(with_facts(new_key=1), versions=later)) as state:
         assert state.manifest.digest == MANIFEST.digest
     assert "config.json new_key: (absent) -> 1" in caplog.text
-    with pytest.raises(RunMismatchError, match="1 settings differ"):
+    with pytest.raises(RunMismatchError, match="1 value differs"):
         open_run(tmp_path, replace(with_facts(new_key=1, hidden_act="relu"), versions=later))
 
 

@@ -74,7 +74,7 @@ def test_another_run_is_refused_with_a_diff_and_nothing_written(
         open_run(tmp_path, manifest)
     message = str(caught.value)
     assert line in message
-    assert (message.count("->"), "1 settings differ" in message, "run=" in message) == (2, True, True)
+    assert (message.count("->"), "1 value differs" in message, "run=" in message) == (2, True, True)
     assert max(map(len, message.splitlines())) < 250
     assert tree(tmp_path) == before
     assert caught.value.exit_code == 2
@@ -82,7 +82,7 @@ def test_another_run_is_refused_with_a_diff_and_nothing_written(
 
 def test_diff_has_at_most_twenty_lines(tmp_path: Path) -> None:
     open_run(tmp_path, MANIFEST).close()
-    with pytest.raises(RunMismatchError, match="30 settings differ") as caught:
+    with pytest.raises(RunMismatchError, match="30 values differ") as caught:
         open_run(tmp_path, changed(**{f"key{index}": index for index in range(30)}))
     lines = str(caught.value).splitlines()
     assert len([line for line in lines if " -> " in line and line.startswith("  ")]) == 20

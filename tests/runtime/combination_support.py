@@ -39,7 +39,7 @@ PREFETCHES = (
     PrefetchConfig(kind=Prefetch.block, block_layers=2),
     PrefetchConfig(kind=Prefetch.cost_aware),
 )
-CGOPIPE = "policy.schedule=cgopipe is about attention on the CPU"
+CGOPIPE = "policy.schedule=cgopipe has the CPU attend beside compute"
 BESIDE = "policy.attention=cpu in front of an accelerator wants keys and values in host memory"
 
 

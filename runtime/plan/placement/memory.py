@@ -152,7 +152,7 @@ def lane_entries(
         Entry(
             name="logits",
             num_bytes=logits + beside,
-            equation=f"{lane_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB beside them",
+            equation=f"{lane_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB to draw from them",
         ),
         Entry(
             name="workspace",

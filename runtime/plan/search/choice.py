@@ -94,6 +94,4 @@ class Choice:
         if self.ffn_on_cpu_seconds is None:
             return []
         ratio = self.best.roofline_seconds / self.ffn_on_cpu_seconds
-        return [
-            f"feed-forward layers on the CPU: {ratio:.2g} times as fast by the roofline; the engine has no such way"
-        ]
+        return [f"feed-forward layers on the CPU: {ratio:.2g} times as fast by the roofline; runs do not do that yet"]
