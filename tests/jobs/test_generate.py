@@ -161,7 +161,11 @@ def test_a_run_keeps_its_schedule_and_what_it_resolved_to(tmp_path: Path, caplog
     lines = directory.schedule.read_text().splitlines()
     actions = [parse_action(line) for line in lines if not line.startswith("#")]
     assert {Op.read, Op.run, Op.free} <= {action.op for action in actions}
-    plan = json.loads(directory.summary.read_text())["plan"]
+    summary = json.loads(directory.summary.read_text())
+    plan = summary["plan"]
+    [host] = summary["ledgers"]
+    assert (host["memory"], host["budget_key"]) == ("host", "offload.host_memory_gib")
+    assert 0 < sum(entry["num_bytes"] for entry in host["entries"]) < summary["planned"]["host_bytes"]
     assert (plan["num_lanes"], plan["weights"], plan["kv"], plan["prefetch"]) == (2, "nvme", "device", "lookahead")
     assert any(record.message.startswith("plan:") for record in caplog.records)
 

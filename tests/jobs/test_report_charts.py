@@ -1,4 +1,4 @@
-"""The charts of a page, as numbers: what a bin of time holds, how busy a resource was, where an axis ends."""
+"""The charts of a page as numbers: what a bin of time holds, how busy a resource was, where an axis ends."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from jobs.reporting.html import Html, element
 from jobs.run.passes import PassRow
 from runtime.resources import Resource
 from runtime.trace import Span
+from tests.jobs.parsed_html import Parsed, outside
 
 
 def test_text_is_escaped_and_markup_of_ours_is_not() -> None:
@@ -37,3 +38,12 @@ def test_a_resource_is_busy_once_however_many_of_its_spans_overlap() -> None:
 )
 def test_an_axis_ends_in_a_round_number(most: float, top: float) -> None:
     assert nice_top(most) == pytest.approx(top)
+
+
+def test_the_check_sees_what_leads_outside() -> None:
+    for text in (
+        "<img src=x>", "<p onclick=y>", "<a href='//x'>", "<style>@import 'x'</style>", "<p style='background:url(x)'>",
+        "<svg><use href=x></use></svg>", "<meta http-equiv=refresh content=0>", "<link rel=x>",
+    ):  # fmt: skip
+        assert list(outside(Parsed(text))), text
+    assert list(outside(Parsed("<a href='#x'><p style='width:5%'>"))) == []

@@ -2,9 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -22,53 +20,12 @@ from jobs.run.plan_file import PlannedRequest, fix_plan
 from jobs.run.run_dir import RunDirectory
 from runtime.resources import Resource
 from runtime.trace import Span
+from tests.jobs.parsed_html import Parsed, outside
 from tests.jobs.part_support import MANIFEST, PASSES
 from tests.jobs.sharded_run import ShardedRun
 from tests.jobs.test_report import BEGUN
 
 EVIL = '<script>alert(1)</script><img src=https://example.org/x onerror=y> </style> & "q" \u202e\x1b[31m'
-LEADS_SOMEWHERE = {
-    "src",
-    "href",
-    "srcset",
-    "action",
-    "formaction",
-    "data",
-    "poster",
-    "background",
-    "xlink:href",
-    "ping",
-}
-LOADING = {"script", "link", "img", "iframe", "object", "embed", "base", "use", "image", "foreignobject", "form"}
-VOID = {"meta", "br"}
-
-
-class Parsed(HTMLParser):
-    """The tags with their attributes, the texts, and whether every element is closed where it should be."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.styles: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        (self.styles if self.open and self.open[-1] == "style" else self.texts).append(data)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
 
 
 def figures_of(path: Path) -> RunFigures:
@@ -121,35 +78,6 @@ def evil(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def outside(parsed: Parsed) -> Iterator[str]:
-    """Everything for which a browser would ask somebody, or which would run."""
-    for tag, attributes in parsed.tags:
-        if tag in (
-            "script",
-            "link",
-            "img",
-            "iframe",
-            "object",
-            "embed",
-            "base",
-            "use",
-            "image",
-            "foreignobject",
-            "form",
-        ):
-            yield f"<{tag}>"
-        for name, value in attributes.items():
-            text = value or ""
-            if name.startswith("on") or (name in LEADS_SOMEWHERE and not text.startswith("#")):
-                yield f"{tag} {name}={text}"
-            if name == "style" and re.search(r"url|image|@|expression", text, re.I):
-                yield f"{tag} style={text}"
-            if name == "http-equiv" and text.lower() == "refresh":
-                yield f"{tag} {name}={text}"
-    for style in parsed.styles:
-        yield from re.findall(r"url\(|@import|@font-face|image-set|expression\(|</", style, re.I)
-
-
 def test_no_request_leaves_the_page_and_nothing_in_it_runs(evil: RunDirectory, tmp_path: Path) -> None:
     publish_trace_of(evil)
     parsed = page(evil.path, tmp_path)
@@ -157,15 +85,6 @@ def test_no_request_leaves_the_page_and_nothing_in_it_runs(evil: RunDirectory, t
     assert parsed.open == [], "every element is closed"
     policies = [each["content"] for tag, each in parsed.tags if each.get("http-equiv") == "Content-Security-Policy"]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
-
-
-def test_the_check_sees_what_leads_outside() -> None:
-    for text in (
-        "<img src=x>", "<p onclick=y>", "<a href='//x'>", "<style>@import 'x'</style>", "<p style='background:url(x)'>",
-        "<svg><use href=x></use></svg>", "<meta http-equiv=refresh content=0>", "<link rel=x>",
-    ):  # fmt: skip
-        assert list(outside(Parsed(text))), text
-    assert list(outside(Parsed("<a href='#x'><p style='width:5%'>"))) == []
 
 
 def test_every_text_of_a_run_stays_text(evil: RunDirectory, tmp_path: Path) -> None:
