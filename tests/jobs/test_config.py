@@ -79,7 +79,7 @@ def test_interpolations_are_resolved() -> None:
         (["sampling.stop=text"], "sampling.stop must be a list, each item text or null, got 'text'"),
         (["sampling.stop=[[1]]"], "sampling.stop[0] must be text, got [1]"),
         (["sampling=3"], "sampling must be a group of keys, got 3"),
-        (["offload.tier=disk"], "offload.tier must be one of none, cpu, nvme, got 'disk'"),
+        (["offload.tier=disk"], "offload.tier must be one of auto, none, cpu, nvme, got 'disk'"),
         (["prefetch.kind=off"], "prefetch.kind must be one of off, lookahead, block, cost_aware, got false"),
         (["model.dtype=bf16"], "model.dtype must be one of auto, float32, bfloat16, float16, got 'bf16'"),
         (["run=${nowhere}"], "run cannot be resolved: Interpolation key 'nowhere' not found"),

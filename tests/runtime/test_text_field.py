@@ -97,7 +97,7 @@ def test_a_config_with_such_fields_is_a_dataclass_like_any_other() -> None:
         assert same == config
         assert hash(same.offload) == hash(config.offload)
     assert "tier=<Tier.nvme: 'nvme'>" in repr(config)
-    assert next(field.default for field in fields(OffloadConfig)) is Tier.none
+    assert next(field.default for field in fields(OffloadConfig)) is OffloadConfig().tier is Tier.auto
     with pytest.raises(AttributeError):
         config.offload.tier = Tier.cpu  # pyright: ignore
     assert config.offload.tier is Tier.nvme
