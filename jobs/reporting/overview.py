@@ -18,6 +18,7 @@ from .figures import RunFigures
 SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")
 # They tell nothing of how fast a run is, or follow from others.
 NO_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
+MAX_CHARS = 40  # of a setting in the table
 MEASURED = (
     *("state", "rows", "errors", "elapsed", "in passes", "rows/min", "prefill tok/s", "decode tok/s"),
     *("tokens", "peak memory"),
@@ -43,10 +44,12 @@ class Overview:
     @property
     def lines(self) -> list[Line]:
         lines: list[Line] = []
-        for name, shards in _by_run(self.runs).items():
+        for name, shards in _by_run(self.runs):
             if len(shards) > 1 or shards[0].run.shard[1] > 1:
                 lines.append(Line(name=name, settings={}, cells=_together(shards)))
-            lines += [Line(name=_own_name(run), settings=self._settings(run), cells=_cells(run)) for run in shards]
+            lines += [
+                Line(name=_own_name(run, name), settings=self._settings(run), cells=_cells(run)) for run in shards
+            ]
         return lines
 
     def text(self) -> str:
@@ -77,11 +80,11 @@ class Overview:
         state, *figures = MEASURED
         head = ["run", *(_short(key, self.keys) for key in self.keys), state, *figures]
         return head, [
-            [line.name, *(line.settings.get(key, "") for key in self.keys), *line.cells] for line in self.lines
+            [line.name, *(_cut(line.settings.get(key, "")) for key in self.keys), *line.cells] for line in self.lines
         ]
 
     def _settings(self, run: RunFigures) -> dict[str, str]:
-        return {key: shown(run.settings.get(key)) if key in run.settings else "" for key in self.keys}
+        return {key: shown(run.settings[key]) if key in run.settings else "" for key in self.keys}
 
     def _values(self, run: RunFigures) -> dict[str, object]:
         summary, (index, count) = run.summary, run.run.shard
@@ -122,8 +125,12 @@ def differing(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
 
 
 def shown(value: JsonValue) -> str:
-    """A value of a setting as on a command line."""
-    return value if isinstance(value, str) else canonical_json(value)
+    """A value of a setting as on a command line; a text of several lines, or with what steers a terminal, as JSON."""
+    return value if isinstance(value, str) and value.isprintable() else canonical_json(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..."
 
 
 def _short(key: str, keys: Sequence[str]) -> str:
@@ -132,17 +139,22 @@ def _short(key: str, keys: Sequence[str]) -> str:
     return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
 
 
-def _by_run(runs: Sequence[RunFigures]) -> dict[str, list[RunFigures]]:
-    groups: dict[tuple[Path, str], list[RunFigures]] = {}
+def _by_run(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
+    """Shards of a run together, under its name; where another run has that name, under its path."""
+    groups: dict[Path, list[RunFigures]] = {}
     for run in runs:
-        is_shard = run.run.shard[1] > 1
-        groups.setdefault((run.run.path.parent, SHARD_NAME.sub("", run.name) if is_shard else run.name), []).append(run)
-    return {name: sorted(shards, key=lambda run: run.run.shard) for (_, name), shards in groups.items()}
+        name = SHARD_NAME.sub("", run.name) if run.run.shard[1] > 1 else run.name
+        groups.setdefault(run.run.path.parent / name, []).append(run)
+    names = [path.name for path in groups]
+    return [
+        (path.name if names.count(path.name) == 1 else str(path), sorted(shards, key=lambda run: run.run.shard))
+        for path, shards in groups.items()
+    ]
 
 
-def _own_name(run: RunFigures) -> str:
+def _own_name(run: RunFigures, name: str) -> str:
     index, count = run.run.shard
-    return f"  shard {index} of {count}" if count > 1 else run.name
+    return f"  shard {index} of {count}" if count > 1 else name
 
 
 def _cells(run: RunFigures) -> list[str]:

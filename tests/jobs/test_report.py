@@ -85,6 +85,16 @@ def test_settings_that_differ_are_columns_and_those_that_are_alike_are_none(tmp_
     assert table.table()["sampling.temperature"].to_pylist() == ["", "0.7", ""]
 
 
+def test_a_setting_of_many_lines_stays_in_its_line(tmp_path: Path) -> None:
+    for name, prompt in (("a", "Be brief.\n\x1b[2J" + "x" * 100), ("b", None)):
+        ShardedRun(folder=tmp_path / name, identity={"dataset.system_prompt": prompt}).finish(0)
+    text = overview(figures(tmp_path / "*" / "x-*")).text()
+    assert text.count("\n") == 4, "a head, and for each of two runs its line and its shard's"
+    assert [line.split()[0] for line in text.splitlines()[1::2]] == [str(tmp_path / name / "x") for name in "ab"]
+    assert "\x1b" not in text
+    assert '"Be brief.\\n\\u001b[2Jxxx' in text
+
+
 def test_a_key_that_an_older_run_lacks_has_its_default() -> None:
     assert differing([{"model.compile": False}, {}]) == []
     assert differing([{"model.compile": True}, {}]) == ["model.compile"]
