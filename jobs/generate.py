@@ -4,6 +4,7 @@ chosen."""
 import logging
 import sys
 import time
+from pathlib import Path
 
 from jobs.config.process import start_settled, uncollected
 
@@ -12,7 +13,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, run_job, say, with_prompt
 from jobs.config.settings import Composed, GenerateConfig, doubtful_settings, load, run_directory, to_yaml
 
 HOW_TO_READ = """
@@ -54,8 +55,19 @@ def main(composed: Composed) -> int:
         say(f"{outcome.directory} is finished: nothing to do")
     say(format_table(outcome.summary))
     say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
+    if config.dataset.prompt is not None:
+        say("\n" + answers(outcome.directory / "generations"))
     return outcome.exit_code
 
 
+def answers(folder: Path) -> str:
+    """The completions of a run of one prompt, or what is wrong with them."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(folder, columns=["completion", "error"]).to_pylist()
+    return "\n\n".join(row["error"] or row["completion"] for row in rows)
+
+
 if __name__ == "__main__":
+    sys.argv[1:] = with_prompt(sys.argv[1:])
     run_job(main, GenerateConfig)

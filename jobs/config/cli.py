@@ -93,6 +93,20 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
 
 
+def with_prompt(words: list[str]) -> list[str]:
+    """`prompt=TEXT` as the settings that it is short for, with all that Hydra would read in the text quoted."""
+    found = []
+    for word in words:
+        name, sign, text = word.partition("=")
+        if (name, sign) != ("prompt", "="):
+            found.append(word)
+            continue
+        quoted = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")
+        quoted += "\\" * (len(quoted) - len(quoted.rstrip("\\")))
+        found += ["dataset=prompt", f'dataset.prompt="{quoted}"']
+    return found
+
+
 def _meant(words: list[str], schema: type) -> str | None:
     """What a word that looks like an option and is a key was meant to be, or None."""
     keys = known_keys(schema)

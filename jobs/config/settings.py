@@ -42,7 +42,9 @@ FREE_KEYS = frozenset(
     {"policy.schedule", "policy.attention", "dataset.max_row_bytes", "model.self_check", "model.verify"}
 )
 HELP_COLUMNS, HELP_INDENT = 100, 13  # of the text behind a group's name in a job's help
-LATER_KEYS = frozenset({"model.compile"})  # of those, too: came after the first names were given, see `run_name`
+LATER_KEYS = frozenset(
+    {"model.compile", "dataset.prompt"}
+)  # of those, too: came after the first names were given, see `run_name`
 
 
 class LogLevel(Enum):

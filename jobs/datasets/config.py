@@ -47,6 +47,7 @@ class DatasetConfig(DatasetFields):
             why = f"dataset.{field.name} has no meaning for {name}: it has for dataset={others}"
             require(not (unused and is_set), why)
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
+        require("prompt" not in kind.keys or bool(self.prompt), f"{name} needs dataset.prompt='TEXT'")
         super().__post_init__()
 
     @property

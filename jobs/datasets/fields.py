@@ -36,6 +36,7 @@ class DatasetFields:
     """Where a data set is, what its records are called, and what is done with its rows; kinds read some of these."""
 
     path: str | None = None  # a file or a directory of files; for hub: a hub id or a local directory
+    prompt: str | None = None  # the only one, of dataset=prompt
 
     prompt_field: str = "prompt"
     messages_field: str | None = None  # instead of prompt_field: a list of {role, content}

@@ -44,7 +44,10 @@ def _elapsed(summary: Summary) -> list[Line]:
         lines.append(("until the first pass began", format_seconds(elapsed.before_passes_seconds), ""))
         if elapsed.first_token_seconds is not None:
             lines.append(("until the first token", format_seconds(elapsed.first_token_seconds), ""))
-    return [*lines, *([("rows per minute of passes", f"{rate:,.3g}", "")] if rate else [])]
+    return [
+        *lines,
+        *([("rows per minute of passes", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", "")] if rate else []),
+    ]
 
 
 def _throughput(summary: Summary) -> list[Line]:

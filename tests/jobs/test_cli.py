@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import hydra
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from jobs.config.cli import as_job, explain, report, run_job, say
+from jobs.config.cli import as_job, explain, report, run_job, say, with_prompt
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded
 
@@ -270,3 +271,19 @@ def test_a_reader_that_has_left_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> 
         say("a first line")
         say("a second one")
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The capital of France is",
+        "Hello, how are you? What's up",
+        'a "b" [c] {d} $HOME ${x} e=f',
+        "back\\slash \\' and at the end \\",
+        "two\nlines: ünïcode",
+    ],
+)
+def test_a_prompt_on_the_command_line_is_taken_as_it_is_typed(text: str) -> None:
+    with initialize_config_dir(config_dir=str(CONF), version_base=None):
+        composed = compose("generate", with_prompt(["model=tiny", f"prompt={text}"]))
+    assert load(GenerateConfig, composed).dataset.prompt == text

@@ -1,11 +1,11 @@
-"""MT-Bench's questions, and the bundled ones in the same schema."""
+"""MT-Bench's questions, the bundled ones in the same schema, and one question that the command line asks."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..fields import DatasetFields
-from ..records import read_first_turn
-from ..row_rules import CountTokens, Kind, ReadRecords, make_rows
+from ..records import Content, check_text, read_first_turn
+from ..row_rules import CountTokens, Kind, ReadRecords, make_row, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl, read_jsonl_path
 
@@ -26,7 +26,13 @@ def _mt_bench(config: DatasetFields, count_tokens: CountTokens | None) -> Iterat
     return _questions(read_jsonl_path, config)
 
 
+def _prompt(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    """The one row that `prompt` is."""
+    yield make_row(0, "0", Content(prompt=check_text(config.prompt, "dataset.prompt")), {}, config)
+
+
 KINDS = {
+    "prompt": Kind(rows=_prompt, keys=frozenset({"prompt"})),
     "sample": Kind(rows=_sample),
     "mtbench": Kind(
         rows=_mt_bench,
