@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from jobs.planning.config import PlanConfig, WorkloadConfig
 from jobs.planning.planning import Planned, plan_on
-from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, SamplingConfig, Tier
+from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
 from runtime.errors import BudgetError
 from tests.published import machine
 
@@ -19,7 +19,7 @@ MACHINES = ("rtx3060", "rtx4090", "t4", "l4", "a100-40")
 MODELS = ("mixtral", "llama-3.3-70b")
 RESIDENT = (("rtx4090", "llama-3.1-8b"), ("a100-40", "llama-3.1-8b"))  # all of it stays on the device
 WORKLOAD = WorkloadConfig(num_requests=256, mean_prompt_tokens=100, max_prompt_tokens=300)
-BEFORE = PolicyConfig(micro_batch_size=64, num_micro_batches=4, prefill_chunk_tokens=512)
+BEFORE = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=64, num_micro_batches=4, prefill_chunk_tokens=512)
 HEADER = (
     "| machine, model, offload | before: lanes, chunk | prefill s | decode tok/s | total s "
     "| lanes, chunk | prefill s | decode tok/s | total s | times as fast |\n|" + "---|" * 10
@@ -59,7 +59,7 @@ def settings() -> Iterator[tuple[str, str, Tier]]:
 
 
 def line(name: str, model: str, tier: Tier) -> str:
-    before, after = (planned(name, model, tier, policy) for policy in (BEFORE, PolicyConfig()))
+    before, after = (planned(name, model, tier, policy) for policy in (BEFORE, PolicyConfig(kind=PolicyKind.fixed)))
     if before is None or after is None:
         return f"| {name}, {model}, {tier.value} | refused |" + " |" * 8
     gain = before.prediction.seconds / after.prediction.seconds

@@ -159,7 +159,7 @@ def published_policy(setting: Setting) -> Policy | None:
 
 
 def predicted(setting: Setting, policy: Policy, rates: MachineRates) -> Prediction:
-    """Of one block. It fitted their host: we count pinned memory in powers of two, so ours is as large as it takes."""
+    """Of one block. It fitted their host, and what we count beside it may be more: ours is as large as it takes."""
     on, block = machine_for(setting), replace(setting.workload, num_requests=policy.num_sequences)
     budgets = replace(on.budgets, host_bytes=8 * on.host_bytes)
     config = policy.applied(CONFIG, has_device=True)

@@ -6,7 +6,9 @@ from runtime.plan.search.grid import Choices
 from runtime.plan.search.hrm import fitting, roofline_of
 from tests.published import CONFIG, Setting, choose, machine_for, settings
 
-MOST_OPTIMISTIC = 3.0  # times what was measured; the paper's own model was at 3.5
+MOST_OPTIMISTIC = (
+    3.45  # times what was measured, by larger blocks than could be pinned; the paper's own model was at 3.5
+)
 LEAST = 0.7  # its host pins less memory for the same weights
 
 
