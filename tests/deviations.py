@@ -19,18 +19,21 @@ from runtime.plan.search.policy import Policy
 from tests.published import Setting, choose, machine_for, predicted, published_policy, settings
 
 LARGE = 1.5
+SMALL_LANE = 164  # sequences
 NOTABLE = 0.03  # change of a ratio that is worth a word
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doubt:
     """What is not as a prediction assumes. `slow_prefill`: prompts take what `implied` finds; `half_link`: weights come
-    in at half the rate; `cgopipe`: the same block in their order; `no_exchange`: devices add up for nothing."""
+    in at half the rate; `cgopipe`: the same block in their order; `no_exchange`: devices add up for nothing;
+    `small_lanes`: as many sequences in micro-batches as small as most of those that were published."""
 
     slow_prefill: bool = False
     half_link: bool = False
     cgopipe: bool = False
     no_exchange: bool = False
+    small_lanes: bool = False
 
     @property
     def name(self) -> str:
@@ -45,8 +48,12 @@ class Doubt:
         return policy.num_sequences * setting.workload.max_new_tokens / (prefill + found.decode_seconds)
 
     def policy(self, policy: Policy) -> Policy:
-        changes = self.cgopipe and policy.attention is Attention.cpu
-        return replace(policy, schedule=Order.cgopipe) if changes else policy
+        if self.cgopipe and policy.attention is Attention.cpu:
+            policy = replace(policy, schedule=Order.cgopipe)
+        if self.small_lanes and policy.micro_batch_size > SMALL_LANE:
+            count = -(-policy.num_sequences // SMALL_LANE)
+            return replace(policy, micro_batch_size=SMALL_LANE, num_micro_batches=count)
+        return policy
 
     def rates(self, rates: MachineRates) -> MachineRates:
         if self.half_link:
