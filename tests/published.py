@@ -159,10 +159,11 @@ def published_policy(setting: Setting) -> Policy | None:
 
 
 def predicted(setting: Setting, policy: Policy, rates: MachineRates) -> Prediction:
-    """Of one block, within the profile's memories."""
+    """Of one block. Theirs fit the profile's memories; what a doubt makes of a block may take more of the host's."""
     on, block = machine_for(setting), replace(setting.workload, num_requests=policy.num_sequences)
+    budgets = replace(on.budgets, host_bytes=8 * on.host_bytes)
     config = policy.applied(CONFIG, has_device=True)
-    found = plan_run(setting.shape, config, on.budgets, block.sizes(), rates=rates).prediction
+    found = plan_run(setting.shape, config, budgets, block.sizes(), rates=rates).prediction
     assert found is not None, "a plan for a machine with rates predicts"
     return found
 

@@ -13,6 +13,8 @@ CUT_TOKENS = 256  # by how many a cut between two segments may change the count:
 def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
     """Token ids of each text, with the tokenizer's own special tokens, which a text out of a chat template has already
     (`is_rendered`). Equal ids are one object, in all of these texts."""
+    if not texts:
+        return []
     if model.tokenizer is None:
         raise CheckpointError(f"{model.checkpoint.path} has no tokenizer; set model.tokenizer, or give token ids")
     if not texts:

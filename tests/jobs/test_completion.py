@@ -28,7 +28,7 @@ PROMPT = b"ready> "
         ("completion f", ["fish"]),
         ("generate mod", ["model=", "model."]),
         ("generate model=mixtral", ["model=mixtral", "model=mixtral-8x22b"]),
-        ("generate offload=", ["offload=cpu", "offload=none", "offload=nvme"]),
+        ("generate offload=", ["offload=auto", "offload=cpu", "offload=none", "offload=nvme"]),
         ("generate prefetch.", ["prefetch.kind=", "prefetch.depth=", "prefetch.block_layers="]),
         ("generate policy.admission=", ["policy.admission=wave", "policy.admission=continuous"]),
         ("generate prefetch=off policy.schedule=n", ["policy.schedule=null"]),

@@ -27,6 +27,7 @@ from runtime.config import (
 
 PROMPTS, NUM_NEW_TOKENS = (1, 2, 0, 4), (3, 1, 2, 2)  # of the reference's; rows leave their lanes one by one
 CHUNK_TOKENS = 16  # the longest prompt is prefilled in pieces
+TIERS = (Tier.none, Tier.cpu, Tier.nvme)  # auto is one of them here, or between: see test_mixed_tier.py
 KVS = (
     KVConfig(),
     KVConfig(tier=KVTier.device),
@@ -139,7 +140,7 @@ class Combination:
 
 
 def combinations(kind: Kind, order: Order, attention: Attention) -> Iterator[Combination]:
-    axes = (Tier, kind.pagings, KVS, kind.prefetches, Admission)
+    axes = (TIERS, kind.pagings, KVS, kind.prefetches, Admission)
     for tier, paging, kv, prefetch, admission in itertools.product(*axes):
         yield Combination(
             order=order,

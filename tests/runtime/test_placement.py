@@ -171,8 +171,9 @@ def test_embeddings_and_head_are_streamed_where_they_do_not_fit_and_resident_lay
     ("tier", "host"),
     [
         (Tier.none, {"staging slots": 0, "loading": 32 * MIB}),
-        (Tier.cpu, {"staging slots": 0, "loading": 32 * MIB, "weights": 8 * 8 * MIB}),
-        (Tier.nvme, {"staging slots": 2 * 8 * MIB, "loading": 32 * MIB}),
+        (Tier.auto, {"staging slots": 0, "loading": 16 * MIB, "weights": 8 * 4 * MIB}),
+        (Tier.cpu, {"staging slots": 0, "loading": 16 * MIB, "weights": 8 * 4 * MIB}),
+        (Tier.nvme, {"staging slots": 2 * 4 * MIB, "loading": 16 * MIB}),
     ],
 )
 def test_an_accelerators_host_memory_holds_what_the_tier_says(tier: Tier, host: dict[str, int]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import Order, PolicyConfig, RuntimeConfig
+from runtime.config import OffloadConfig, Order, PolicyConfig, RuntimeConfig, Tier
 from runtime.errors import BudgetError
 from runtime.plan.placement.defaults import MANY_EXPERTS
 from runtime.plan.placement.ledger import LIBRARY_BYTES
@@ -20,7 +20,12 @@ WITH_DEVICE = Budgets(host_bytes=GIB, device_bytes=GIB)
 
 
 def planned(shape: ModelShape, budgets: Budgets, order: Order | None = None) -> RunPlan:
-    return plan_run(shape, RuntimeConfig(policy=PolicyConfig(schedule=order)), budgets, sizes_of([30] * 256))
+    return plan_run(
+        shape,
+        RuntimeConfig(offload=OffloadConfig(tier=Tier.none), policy=PolicyConfig(schedule=order)),
+        budgets,
+        sizes_of([30] * 256),
+    )
 
 
 @pytest.mark.parametrize(
