@@ -19,7 +19,7 @@ from runtime.plan.search.policy import Policy
 from tests.published import Setting, choose, machine_for, predicted, published_policy, settings
 
 LARGE = 1.5
-SMALL_LANE = 164  # sequences
+SMALL_LANE = 164  # sequences, of most policies that were published
 NOTABLE = 0.03  # change of a ratio that is worth a word
 
 
@@ -27,7 +27,7 @@ NOTABLE = 0.03  # change of a ratio that is worth a word
 class Doubt:
     """What is not as a prediction assumes. `slow_prefill`: prompts take what `implied` finds; `half_link`: weights come
     in at half the rate; `cgopipe`: the same block in their order; `no_exchange`: devices add up for nothing;
-    `small_lanes`: as many sequences in micro-batches as small as most of those that were published."""
+    `small_lanes`: as many sequences in micro-batches of the size that was published for that card and length."""
 
     slow_prefill: bool = False
     half_link: bool = False
@@ -41,18 +41,19 @@ class Doubt:
 
     def tokens_per_second(self, setting: Setting, policy: Policy) -> float:
         """In one block of the policy."""
-        found = predicted(setting, self.policy(policy), self.rates(machine_for(setting).rates))
+        changed = self.policy(policy, _published_lane(setting))
+        found = predicted(setting, changed, self.rates(machine_for(setting).rates))
         prefill = found.prefill_seconds
         if self.slow_prefill:
             prefill = max(prefill, policy.num_sequences * implied_prefill_seconds(setting))
         return policy.num_sequences * setting.workload.max_new_tokens / (prefill + found.decode_seconds)
 
-    def policy(self, policy: Policy) -> Policy:
+    def policy(self, policy: Policy, small_lane: int) -> Policy:
         if self.cgopipe and policy.attention is Attention.cpu:
             policy = replace(policy, schedule=Order.cgopipe)
-        if self.small_lanes and policy.micro_batch_size > SMALL_LANE:
-            count = -(-policy.num_sequences // SMALL_LANE)
-            return replace(policy, micro_batch_size=SMALL_LANE, num_micro_batches=count)
+        if self.small_lanes and policy.micro_batch_size > small_lane:
+            count = -(-policy.num_sequences // small_lane)
+            return replace(policy, micro_batch_size=small_lane, num_micro_batches=count)
         return policy
 
     def rates(self, rates: MachineRates) -> MachineRates:
@@ -61,6 +62,12 @@ class Doubt:
         if self.no_exchange:
             rates = replace(rates, collective_bytes_per_second=UNLIMITED, collective_seconds=0.0)
         return rates
+
+
+def _published_lane(setting: Setting) -> int:
+    """Sequences of a micro-batch of the policy that was published for prompts of any kind."""
+    of_any = (each.policy for each in settings() if (each.machine, each.task) == (setting.machine, setting.task))
+    return next((policy[1] for policy in of_any if policy is not None), SMALL_LANE)
 
 
 NO_DOUBT = Doubt()
