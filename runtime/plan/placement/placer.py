@@ -160,6 +160,8 @@ class _Placer:
         if tier is Tier.cpu or whole.fits:
             return whole
         none = self._placed(candidate, streamed, frozenset())
+        if not none.fits:
+            return none
         held = self._held(none, streamed)
         return self._placed(candidate, streamed, held) if held else none
 

@@ -77,8 +77,8 @@ def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
     """One slot: nothing overlaps. The plain version that every other feed is measured and tested against."""
     times = _Timetable(walk, num_lanes)
     gaps: dict[int, list[Action]] = {}
-    for visit in range(len(walk.streamed)):
-        actions = [action for op in _hops(walk) for action in _bring(walk, op, visit)]
+    for visit, stage in enumerate(walk.streamed):
+        actions = [action for op in _hops(walk) for action in _bring(walk, op, stage)]
         gaps.setdefault(max(0, times.enters(visit)), []).extend(actions)
     return Feed(prologue=[], gaps=gaps)
 
@@ -92,45 +92,38 @@ def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
     """
     times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
     is_spread = walk.order.style.spreads_pages
-    for visit in range(len(walk.streamed)):
+    for visit, stage in enumerate(walk.streamed):
         begin, limit = times.leaves(visit - walk.num_slots), times.enters(visit)
         num_turns = times.leaves(visit + 1 - walk.num_slots) - begin
         for page in range(num_pages):
             gap = min(begin + page * num_turns // num_pages, limit) if is_spread else begin
-            yield _Delivery(gap, _ring_unit(walk, visit, page))
+            yield _Delivery(gap, _ring_unit(walk, stage, page))
 
 
-def _ring_unit(walk: Walk, visit: int, page: int) -> list[Action]:
+def _ring_unit(walk: Walk, stage: int, page: int) -> list[Action]:
     """One page into a compute slot, and into staging what then has room there."""
     if not walk.copies:
-        return [_paged(walk, Op.read, visit, page)]
-    copy = [_paged(walk, Op.copy, visit, page)]
-    if _stage(walk, visit) in walk.in_host:
+        return [_paged(walk, Op.read, stage, page)]
+    copy = [_paged(walk, Op.copy, stage, page)]
+    if stage in walk.in_host:
         return copy
     if _reads_by_page(walk):
-        return [*copy, _paged(walk, Op.read, _read_behind(walk, visit, walk.num_staging_slots - 1), page)]
+        return [*copy, _paged(walk, Op.read, _read_behind(walk, stage, walk.num_staging_slots - 1), page)]
     is_last = page + 1 == walk.num_pages
-    behind = _read_behind(walk, visit, walk.num_staging_slots)
+    behind = _read_behind(walk, stage, walk.num_staging_slots)
     return copy + (_bring(walk, Op.read, behind) if is_last else [])
 
 
-def _read_behind(walk: Walk, visit: int, num_reads: int) -> int:
-    """The visit whose stage is read so many reads behind that of `visit`: what host memory holds is passed over."""
-    pass_index, place = divmod(visit, len(walk.streamed))
-    places = _read_places(walk)
-    more_passes, at = divmod(places.index(place) + num_reads, len(places))
-    return (pass_index + more_passes) * len(walk.streamed) + places[at]
-
-
-def _read_places(walk: Walk) -> list[int]:
-    """The places of `walk.streamed` that are read."""
-    return [place for place, stage in enumerate(walk.streamed) if stage not in walk.in_host]
+def _read_behind(walk: Walk, stage: int, num_reads: int) -> int:
+    """The stage that is read so many reads behind `stage`, in this pass or the next: what host memory holds is passed
+    over."""
+    return walk.from_disk[(walk.from_disk.index(stage) + num_reads) % len(walk.from_disk)]
 
 
 def _stock(walk: Walk) -> list[Action]:
     """What lies in staging before the first copy."""
     num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
-    return [action for visit in _read_places(walk)[:num_ahead] for action in _bring(walk, Op.read, visit)]
+    return [action for stage in walk.from_disk[:num_ahead] for action in _bring(walk, Op.read, stage)]
 
 
 def _reads_by_page(walk: Walk) -> bool:
@@ -144,10 +137,11 @@ def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[_Delivery]:
     times, num_streamed = _Timetable(walk, num_lanes), len(walk.streamed)
     starts = range(0, num_streamed, walk.block)
     for group, start in enumerate(starts):
-        visits = range(start, min(start + walk.block, num_streamed))
+        stages = walk.streamed[start : start + walk.block]
         freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)  # the last visit of the group before that
         yield _Delivery(
-            times.leaves(freed), [action for op in _hops(walk) for v in visits for action in _bring(walk, op, v)]
+            times.leaves(freed),
+            [action for op in _hops(walk) for stage in stages for action in _bring(walk, op, stage)],
         )
 
 
@@ -155,18 +149,14 @@ def _hops(walk: Walk) -> list[Op]:
     return [Op.read] * walk.reads + [Op.copy] * walk.copies
 
 
-def _bring(walk: Walk, op: Op, visit: int) -> list[Action]:
-    if op is Op.read and _stage(walk, visit) in walk.in_host:
+def _bring(walk: Walk, op: Op, stage: int) -> list[Action]:
+    if op is Op.read and stage in walk.in_host:
         return []
-    return [_paged(walk, op, visit, page) for page in range(walk.num_pages)]
+    return [_paged(walk, op, stage, page) for page in range(walk.num_pages)]
 
 
-def _paged(walk: Walk, op: Op, visit: int, page: int) -> Action:
-    return Action(op, _stage(walk, visit), page=page if walk.num_pages > 1 else None)
-
-
-def _stage(walk: Walk, visit: int) -> int:
-    return walk.streamed[visit % len(walk.streamed)]
+def _paged(walk: Walk, op: Op, stage: int, page: int) -> Action:
+    return Action(op, stage, page=page if walk.num_pages > 1 else None)
 
 
 def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:

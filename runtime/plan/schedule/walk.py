@@ -1,6 +1,7 @@
 """What a pass walks over, and through which memory: all that a schedule is made from besides the number of lanes."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...orders import PLAIN, Order
 
@@ -27,7 +28,7 @@ class Walk:
     travelling: tuple[int, ...] = ()  # stages whose KV lives in a tier
     num_kv_slots: int = 0  # each holds one lane's KV of one stage
 
-    @property
+    @cached_property
     def from_disk(self) -> tuple[int, ...]:
         """The streamed stages that are read in each pass."""
         return tuple(stage for stage in self.streamed if stage not in self.in_host)
