@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.errors import DatasetError
+from runtime.store.json_object import is_deeper_than
 
 from ..fields import DatasetFields
 from ..files import bounded_lines, list_files, open_bytes, reading
@@ -58,7 +59,7 @@ def parse_json(text: str) -> Json:
         raise ValueError(f"not JSON: {error.msg}, line {error.lineno} column {error.colno}") from None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    if _is_deeper_than(value, MAX_DEPTH):
+    if is_deeper_than(value, MAX_DEPTH):
         raise ValueError(_TOO_DEEP)
     return value
 
@@ -143,14 +144,3 @@ def _finite_float(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"the number {shorten(text)} is out of range")
     return value
-
-
-def _is_deeper_than(value: Json, limit: int) -> bool:
-    """Level by level, without recursion."""
-    level: list[Json] = [value]
-    for _ in range(limit + 1):
-        containers = [item for item in level if isinstance(item, dict | list)]
-        if not containers:
-            return False
-        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
-    return True
