@@ -15,7 +15,7 @@ from runtime.plan.search.candidate import Problem
 from runtime.plan.search.policy import Policy
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
-from tests.toy import sizes_of, toy_shape
+from tests.toy import sizes_of, toy_mixture, toy_shape
 
 SIZES = sizes_of([100] * 256)
 SLOW = MachineRates(
@@ -113,6 +113,23 @@ def test_what_each_turn_takes_beside_products_makes_chunks_larger_too() -> None:
         for seconds in (1e-3, 1e-6)
     )
     assert slow > fast == CHUNK_TOKENS
+
+
+def test_products_that_are_faster_with_more_rows_make_chunks_larger_too() -> None:
+    """Those of experts by the tokens that one of them sees."""
+    device, flat = replace(DEVICE, device_bytes=2 * GIB), {1: 2e10, 200: 4e12}
+    rising = {**flat, CHUNK_TOKENS: 4e12, 4 * CHUNK_TOKENS: 6e12}
+    mixture = toy_mixture(12, num_experts=8)
+
+    def found(rates: MachineRates, shape: ModelShape) -> int:
+        return chunk(planned(device, rates, shape=shape, resident_layers=None))
+
+    assert found(replace(FAST_ROADS, gemm_flops_per_second=rising), model()) > CHUNK_TOKENS
+    assert found(replace(FAST_ROADS, expert_flops_per_second=rising), model()) == CHUNK_TOKENS
+    by_expert = {rows // 4: rate for rows, rate in rising.items() if rows >= 4}
+    level = {rows // 4: rate for rows, rate in flat.items() if rows >= 4}
+    assert found(replace(FAST_ROADS, expert_flops_per_second=level), mixture) == CHUNK_TOKENS
+    assert found(replace(FAST_ROADS, expert_flops_per_second=by_expert), mixture) > CHUNK_TOKENS
 
 
 def test_a_chunk_that_is_given_stays() -> None:

@@ -3,8 +3,9 @@ bringing the weights.
 
 A pass brings the weights once for the chunks of all its lanes. While bytes are on their way for longer than compute
 works, chunks of twice the size halve what is brought for the same prompts; once compute is busy for longer they only
-take memory, which layers could stay in. So each doubling is placed and timed, decode passes with it, until prefill
-passes take hardly any time but that of their products.
+take memory, which layers could stay in, unless products of twice the rows are faster by the row: an expert sees a few
+of a chunk's tokens. So each doubling is placed and timed, decode passes with it, until prefill passes take hardly any
+time but that of their products, and products are as fast as they get.
 """
 
 from dataclasses import replace
@@ -17,9 +18,10 @@ from ..placement.load import Load
 from ..placement.memory import pass_tokens
 from ..placement.placement import Placement
 from ..placement.placer import place
+from ..shape.model import ModelShape
 from .candidate import PlacedRun, Problem
 
-NOTABLE = 0.05  # share of prefill passes
+NOTABLE = 0.05  # share of prefill passes, or of what a row of a product takes
 WORTHWHILE = 0.02  # of the prefill's time, to be won by a chunk that takes more memory
 ALL_TOKENS = 1 << 40
 
@@ -46,7 +48,9 @@ def _chosen(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
     if last >= most:
         return best
     found = shortest = _timed(problem, first, last, rates)
-    while found is not None and shortest is not None and last < most and _beside_products(first, found, rates):
+    while found is not None and shortest is not None and last < most:
+        if not (_beside_products(first, found, rates) or _speeds_up(problem.shape, last, rates)):
+            break
         last *= 2
         found = _timed(problem, first, last, rates)
         if found is not None and found.seconds < shortest.seconds - WORTHWHILE * shortest.prefill_seconds:
@@ -60,6 +64,13 @@ def _beside_products(run: PlacedRun, prediction: Prediction, rates: MachineRates
     passing = len(run.load.lanes) * len(run.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
     prefill = prediction.prefill
     return prefill.stall_seconds + prefill.num_passes * passing > NOTABLE * prefill.seconds
+
+
+def _speeds_up(shape: ModelShape, num_tokens: int, rates: MachineRates) -> bool:
+    """Whether products of twice so many tokens are notably faster by the token, or an expert's of its share of them."""
+    shares = {stage.num_experts_per_token / stage.num_experts for stage in shape.layers if stage.num_experts}
+    ways = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
+    return any(rate(2 * share * num_tokens) > (1 + NOTABLE) * rate(share * num_tokens) for rate, share in ways)
 
 
 def _timed(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
