@@ -43,7 +43,8 @@ FREE_KEYS = frozenset(
 )
 HELP_COLUMNS, HELP_INDENT = 100, 13  # of the text behind a group's name in a job's help
 LATER_KEYS = frozenset(
-    {"model.compile", "dataset.prompt"}
+    {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}
+    | {"dataset.tools_field", "dataset.chat_template_kwargs"}
 )  # of those, too: came after the first names were given, see `run_name`
 
 

@@ -47,6 +47,14 @@ class DatasetConfig(DatasetFields):
             why = f"dataset.{field.name} has no meaning for {name}: it has for dataset={others}"
             require(not (unused and is_set), why)
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
+        is_chat = kind.has_chats or self.chat_template
+        for key in self.for_chats:
+            require(is_chat, f"dataset.{key} needs dataset.chat_template=true")
+        is_default = (self.num_examples, self.trial) == (DatasetFields.num_examples, DatasetFields.trial)
+        require(
+            "few_shot_path" not in kind.keys or self.few_shot_path is not None or is_default,
+            "dataset.num_examples and dataset.trial choose examples: they need dataset.few_shot_path",
+        )
         require("prompt" not in kind.keys or bool(self.prompt), f"{name} needs dataset.prompt='TEXT'")
         super().__post_init__()
 

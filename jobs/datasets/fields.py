@@ -10,6 +10,11 @@ MAX_ROWS = 50_000_000  # of a run: each is held in memory, in about 1 KiB
 
 OVERRIDE_FIELDS = ("max_new_tokens_field", "temperature_field", "stop_field")  # of what a row may ask for itself
 
+TEMPLATE_KEYWORDS = frozenset(  # of the chat renderer, which no setting and no row may pass
+    {"conversation", "conversations", "messages", "chat_template", "tokenize", "tools"}
+    | {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
+)
+
 
 class DuplicatePolicy(Enum):
     """What two rows with one id mean: `refuse` the input, or keep the `first` of them."""
@@ -40,6 +45,10 @@ class DatasetFields:
 
     prompt_field: str = "prompt"
     messages_field: str | None = None  # instead of prompt_field: a list of {role, content}
+    template: str | None = None  # instead of prompt_field: a text with fields in it, `Question: {question}\nAnswer:`
+    few_shot_path: str | None = None  # examples in front of each prompt: `num_examples` of them, chosen by `trial`
+    few_shot_template: str | None = None  # what an example looks like, its answer included
+    tools_field: str | None = None  # a list of tools, for the chat template
     id_field: str | None = None  # null: the row's number in the input, counted from 0
     max_new_tokens_field: str | None = None  # a row's own sampling.max_new_tokens; where it is null: the run's
     temperature_field: str | None = None  # a row's own sampling.temperature
@@ -60,6 +69,7 @@ class DatasetFields:
     reserve_tokens: int = 64  # kept free for the completion: sampling.max_new_tokens
 
     chat_template: bool = False  # render through the model's own template
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None  # more for the template: enable_thinking
     system_prompt: str | None = None
     keep_columns: bool = True  # pass the row's other fields through to the output
     max_row_bytes: int = 8 * MIB  # of one row as it is stored: a longer one is an error row and is not kept in memory
@@ -72,20 +82,43 @@ class DatasetFields:
         self._check_fields()
         self._check_counts()
 
+    @property
+    def for_chats(self) -> list[str]:
+        """The keys that are set and mean nothing where no chat template is applied."""
+        keys = ("messages_field", "system_prompt", "tools_field", "chat_template_kwargs")
+        return [key for key in keys if getattr(self, key)]
+
     def _check_fields(self) -> None:
         for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
             require(bool(getattr(self, key)), f"dataset.{key} is empty")
         optional = ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path")
-        for key in (*optional, *OVERRIDE_FIELDS):
+        forms = ("template", "few_shot_path", "few_shot_template", "tools_field")
+        for key in (*optional, *forms, *OVERRIDE_FIELDS):
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
-        for key in ("messages_field", "system_prompt"):
-            needs_template = getattr(self, key) is not None
-            require(self.chat_template or not needs_template, f"dataset.{key} needs dataset.chat_template=true")
+        self._check_forms()
         delimiter = self.csv_delimiter
         require(
             len(delimiter) == 1 and delimiter.isascii() and delimiter not in '"\r\n\0',
             f"dataset.csv_delimiter must be one ASCII character, got {delimiter!r}",
         )
+
+    def _check_forms(self) -> None:
+        """Of what a prompt is made; each part of it has its own way, or needs another."""
+        for key in ("template", "few_shot_path"):
+            is_chat = self.messages_field is not None and getattr(self, key) is not None
+            require(not is_chat, f"dataset.{key} makes prompts, dataset.messages_field has chats: set one of them")
+        is_named = self.prompt_field != DatasetFields.prompt_field
+        require(
+            self.template is None or not is_named,
+            f"dataset.prompt_field={self.prompt_field} has no effect beside dataset.template: set one of them",
+        )
+        require(
+            (self.few_shot_path is None) == (self.few_shot_template is None),
+            "dataset.few_shot_path and dataset.few_shot_template need each other: which examples, and how one looks, "
+            "e.g. 'dataset.few_shot_template=\"Question: {question}\\nAnswer: {answer}\"'",
+        )
+        taken = sorted(TEMPLATE_KEYWORDS & (self.chat_template_kwargs or {}).keys())
+        require(not taken, f"dataset.chat_template_kwargs.{''.join(taken[:1])} is set by the run itself")
 
     def _check_counts(self) -> None:
         limit = self.limit

@@ -1,8 +1,11 @@
 """One record of an input: its id, text, columns and own settings are read here, or the reason why it has none."""
 
+import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from string import Formatter
 from typing import Any, TypeAlias
 
 from runtime.config import SamplingOverrides
@@ -12,7 +15,7 @@ from .fields import OVERRIDE_FIELDS, DatasetFields
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Fields: TypeAlias = dict[str, Json]
-Message: TypeAlias = dict[str, str]
+Message: TypeAlias = dict[str, Json]
 
 TYPE_NAMES = {
     type(None): "null",
@@ -23,6 +26,8 @@ TYPE_NAMES = {
     dict: "an object",
 }
 NUM_FIELDS_LISTED = 8
+MAX_INDEX_DIGITS = 9
+STRUCTURED = frozenset({"tool_calls"})  # of a message: what templates take as lists of objects
 
 AS_THE_RUN = SamplingOverrides()
 
@@ -55,11 +60,13 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a record asks: a prompt, or messages with an empty prompt; `reference` is an answer that came with it."""
+    """What a record asks: a prompt, or messages with an empty prompt; `reference` is an answer that came with it,
+    `template_kwargs` what the chat template gets beside the messages."""
 
     prompt: str = ""
     messages: list[Message] | None = None
     reference: str | None = None
+    template_kwargs: Mapping[str, Json] = field(default_factory=dict)
 
 
 ReadContent: TypeAlias = Callable[[Fields], Content]
@@ -84,14 +91,36 @@ def shorten(text: str, limit: int = 60) -> str:
     return ascii(text if len(text) <= limit else f"{text[:limit]}...")
 
 
-def read_field(fields: Fields, name: str, key: str) -> Json:
-    """The value of `name`; BadRecord lists the fields there are and names the config key that chose this one."""
+def value_at(fields: Fields, name: str) -> Json:
+    """The value of the field `name`, or what lies inside others at a dotted one: `body.messages`, `choices.0`. Raises
+    KeyError."""
     if name in fields:
         return fields[name]
-    listed = ", ".join(shorten(field, 30) for field in list(fields)[:NUM_FIELDS_LISTED]) or "none"
-    error = BadRecord(f"there is no field {shorten(name)} (dataset.{key}); its fields: {listed}")
-    error.missing_field = name
-    raise error
+    value: Json = fields
+    for step in name.split("."):
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and _index(step) < len(value):
+            value = value[_index(step)]
+        else:
+            raise KeyError(name)
+    return value
+
+
+def _index(step: str) -> int:
+    is_number = step.isascii() and step.isdigit() and len(step) <= MAX_INDEX_DIGITS
+    return int(step) if is_number else 10**MAX_INDEX_DIGITS
+
+
+def read_field(fields: Fields, name: str, key: str) -> Json:
+    """The value at `name`; BadRecord lists the fields there are and names the config key that chose this one."""
+    try:
+        return value_at(fields, name)
+    except KeyError:
+        listed = ", ".join(shorten(field, 30) for field in list(fields)[:NUM_FIELDS_LISTED]) or "none"
+        error = BadRecord(f"there is no field {shorten(name)} (dataset.{key}); its fields: {listed}")
+        error.missing_field = name
+        raise error from None
 
 
 def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:
@@ -117,29 +146,96 @@ def read_id(fields: Fields, name: str) -> str:
 
 
 def read_messages(fields: Fields, name: str) -> list[Message]:
-    """A chat as templates take it: at least one message, each with a role and a content, both text.
-
-    Further keys must be text too; a null one counts as absent, since tables have every key in every message.
-    """
+    """The chat at the field `name`. Raises BadRecord."""
     value = read_field(fields, name, "messages_field")
     if not isinstance(value, list) or not value:
         raise BadRecord(f"the field {shorten(name)} (dataset.messages_field) is not a list of messages")
-    messages: list[Message] = []
-    for number, message in enumerate(value):
-        what = f"message {number} of {shorten(name)}"
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise BadRecord(f"{what} is not an object with a role and a content")
-        given = {key: text for key, text in message.items() if text is not None or key in ("role", "content")}
-        messages.append({key: check_text(text, f"{shorten(key)} of {what}", True) for key, text in given.items()})
-    return messages
+    return check_messages(value, shorten(name))
 
 
-def read_content(fields: Fields, config: DatasetFields) -> Content:
-    """The prompt or the messages in the fields that the config names."""
-    if config.messages_field is not None:
-        return Content(messages=read_messages(fields, config.messages_field))
-    prompt = read_field(fields, config.prompt_field, "prompt_field")
-    return Content(prompt=check_text(prompt, f"the prompt {shorten(config.prompt_field)}"))
+def check_messages(value: list[Json], where: str) -> list[Message]:
+    """A chat as templates take it: messages with a role and a content each.
+
+    A content is a text, or parts of type text, which become one text with line ends between; beside `tool_calls` it may
+    be absent. Further keys must be text too; a null one counts as absent, since tables have every key in every message.
+    """
+    return [_message(message, f"message {number} of {where}") for number, message in enumerate(value)]
+
+
+def _message(message: Json, what: str) -> Message:
+    if not isinstance(message, dict) or "role" not in message:
+        raise BadRecord(f"{what} is not an object with a role and a content")
+    calls = message.get("tool_calls")
+    if "content" not in message and not calls:
+        raise BadRecord(f"{what} is not an object with a role and a content")
+    made: Message = {}
+    for key, value in message.items():
+        if key == "content":
+            made[key] = "" if value is None and calls else _content_text(value, f"{shorten(key)} of {what}")
+        elif key in STRUCTURED and value is not None:
+            made[key] = _tool_calls(value, f"{key} of {what}")
+        elif value is not None or key == "role":
+            made[key] = check_text(value, f"{shorten(key)} of {what}", True)
+    return made
+
+
+def _content_text(value: Json, what: str) -> str:
+    if not isinstance(value, list):
+        return check_text(value, what, True)
+    return "\n".join(_part_text(part, f"part {number} of {what}") for number, part in enumerate(value))
+
+
+def _part_text(part: Json, what: str) -> str:
+    if not isinstance(part, dict):
+        raise BadRecord(f"{what} is {_type_name(part)}, not an object of type 'text'")
+    if part.get("type") != "text":
+        raise BadRecord(f"{what} is of type {shorten(str(part.get('type')))}: text alone is read")
+    return check_text(part.get("text"), f"the text of {what}", True)
+
+
+def _tool_calls(value: Json, what: str) -> list[Json]:
+    """Calls with their arguments as objects, which templates want, where OpenAI's form has them as JSON."""
+    calls = check_objects(value, what)
+    made: list[Json] = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            try:
+                call = {**call, "function": {**function, "arguments": json.loads(text)}}
+            except (ValueError, RecursionError):
+                raise BadRecord(f"the arguments of {what} are no JSON") from None
+        made.append(call)
+    return made
+
+
+def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
+    """A list of objects, none of whose texts a tokenizer would choke on. Raises BadRecord."""
+    if not isinstance(value, list):
+        raise BadRecord(f"{what} is {_type_name(value)}, not a list of objects")
+    found = [item for item in value if isinstance(item, dict)]
+    if len(found) < len(value):
+        raise BadRecord(f"{what} holds something else than objects")
+    check_text(json.dumps(found, ensure_ascii=False).replace("\\u0000", "\0"), what)
+    return found
+
+
+def _type_name(value: Json) -> str:
+    return "text" if isinstance(value, str) else TYPE_NAMES[type(value)]
+
+
+def read_tools(fields: Fields, name: str | None) -> dict[str, Json]:
+    """`tools` for the chat template, of the field `name`; nothing where it is absent or null. Raises BadRecord."""
+    value = None
+    if name is not None:
+        with suppress(KeyError):
+            value = value_at(fields, name)
+    if value is None:
+        return {}
+    return {"tools": [*check_objects(value, f"the field {shorten(name or '')} (dataset.tools_field)")]}
+
+
+def read_prompt(fields: Fields, name: str) -> str:
+    return check_text(read_field(fields, name, "prompt_field"), f"the prompt {shorten(name)}")
 
 
 def read_first_turn(fields: Fields) -> Content:
@@ -151,28 +247,46 @@ def read_first_turn(fields: Fields) -> Content:
 
 
 def add_chat(content: Content, config: DatasetFields) -> Content:
-    """The content as a chat where there is a chat template: system prompt first, unless the chat has its own."""
-    if not config.chat_template:
-        return content
-    messages = content.messages or [{"role": "user", "content": content.prompt}]
+    """The content as a chat where there is a chat template."""
+    return as_chat(content, config) if config.chat_template else content
+
+
+def as_chat(content: Content, config: DatasetFields) -> Content:
+    """The content as a chat: the system prompt first, unless the chat has its own, and what the run gives a template
+    beside what the record gives."""
+    messages: list[Message] = content.messages or [{"role": "user", "content": content.prompt}]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return Content(prompt=content.prompt, messages=messages, reference=content.reference)
+    given: Mapping[str, Any] = config.chat_template_kwargs or {}
+    return replace(content, messages=messages, template_kwargs={**given, **content.template_kwargs})
 
 
-def named_fields(config: DatasetFields) -> dict[str, str]:
-    """The fields that the config names, by key: text, id and what a row asks otherwise than the run."""
-    text = "prompt_field" if config.messages_field is None else "messages_field"
-    keys = ("id_field", text, *OVERRIDE_FIELDS)
-    return {key: name for key in keys if (name := getattr(config, key)) is not None}
+def named_fields(config: DatasetFields) -> list[tuple[str, str]]:
+    """The fields that the config names, each behind its key: text, id and what a row asks otherwise than the run."""
+    keys = ["id_field", "messages_field", "tools_field", *OVERRIDE_FIELDS]
+    if config.messages_field is None and config.template is None:
+        keys.append("prompt_field")
+    found = [(key, name) for key in keys if (name := getattr(config, key)) is not None]
+    return [*found, *(("template", name) for name in template_fields(config.template or ""))]
+
+
+def template_fields(template: str) -> list[str]:
+    """The fields in a template that can be read, nothing of one that cannot."""
+    with suppress(ValueError):
+        return [name for _, name, _, _ in Formatter().parse(template) if name]
+    return []
+
+
+def has_column(names: Collection[str], name: str) -> bool:
+    return name in names or name.partition(".")[0] in names
 
 
 def check_columns(names: list[str], config: DatasetFields, place: str) -> None:
     """Refuse a table that lacks a column the config names, or has a name twice. Raises DatasetError."""
     if len(set(names)) != len(names):
         raise DatasetError(f"{place} has two columns of the same name: {', '.join(map(shorten, names))}")
-    for key, name in named_fields(config).items():
-        if name not in names:
+    for key, name in named_fields(config):
+        if not has_column(names, name):
             listed = ", ".join(map(shorten, names))
             raise DatasetError(f"{place} has no column {shorten(name)} (dataset.{key}); its columns: {listed}")
 
@@ -187,7 +301,9 @@ def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
     given: dict[str, Any] = {}
     for key, read in zip(OVERRIDE_FIELDS, (_whole_number, _number, _texts), strict=True):
         name: str = getattr(config, key) or ""
-        value = fields.get(name) if name else None
+        value = None
+        with suppress(KeyError):
+            value = value_at(fields, name) if name else None
         if value is not None and value != "":
             given[key.removesuffix("_field")] = read(value, f"the field {shorten(name)} (dataset.{key})")
     return SamplingOverrides(**given) if given else AS_THE_RUN

@@ -4,7 +4,6 @@ wrong with one record becomes the error of its row.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeAlias
 
 from runtime.config import SamplingOverrides
@@ -18,25 +17,31 @@ from .records import (
     ReadContent,
     Record,
     add_chat,
-    read_content,
     read_id,
     read_overrides,
 )
 from .rows import Row
+from .templates import content_reader
 
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
 CountTokens: TypeAlias = Callable[[str], int]
 
-TABLE_KEYS = frozenset({"path", "prompt_field", "id_field", "max_new_tokens_field", "temperature_field", "stop_field"})
+TABLE_KEYS = frozenset(
+    {"path", "prompt_field", "id_field", "max_new_tokens_field", "temperature_field", "stop_field"}
+    | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
+)
+CHAT_KEYS = frozenset({"messages_field", "tools_field"})  # of tables whose values may be lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """How one kind of data set becomes rows. `keys` are those that it knows of the keys which not every kind knows."""
+    """How one kind of data set becomes rows. `keys` are those that it knows of the keys which not every kind knows;
+    `has_chats`: its rows say themselves whether they are chats, whatever `chat_template` says."""
 
     rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]
     keys: frozenset[str] = frozenset()
     needs: str = "dataset.path=<file or directory>"  # what is said where `path` is known and missing
+    has_chats: bool = False
 
 
 def prompts(read: ReadRecords, keys: frozenset[str] = frozenset(), needs: str = Kind.needs) -> Kind:
@@ -44,7 +49,7 @@ def prompts(read: ReadRecords, keys: frozenset[str] = frozenset(), needs: str = 
     itself, in the fields that the config names. `keys`: what it knows beside `TABLE_KEYS`."""
 
     def rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-        return make_rows(enumerate(read(config)), config, partial(read_content, config=config), config.id_field)
+        return make_rows(enumerate(read(config)), config, content_reader(config, read), config.id_field)
 
     return Kind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
 
@@ -70,9 +75,15 @@ def make_row(
     if content.reference is not None and config.keep_columns:
         columns = {**columns, "reference": content.reference}
     return Row(
-        index=index, id=row_id, prompt=chat.prompt, messages=chat.messages, columns=columns, error=None,
+        index=index,
+        id=row_id,
+        prompt=chat.prompt,
+        messages=chat.messages,
+        columns=columns,
+        error=None,
         overrides=overrides,
-    )  # fmt: skip
+        template_kwargs=chat.template_kwargs,
+    )
 
 
 def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadContent, id_field: str | None) -> Row:

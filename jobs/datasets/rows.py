@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from runtime.config import SamplingOverrides
@@ -25,6 +25,7 @@ class Row:
     `index` is the position in the whole input after limit, repeat and dedupe, the same in every shard.
     `messages` is not None exactly when the model's chat template is to be applied; the system prompt is already in.
     `error` says why nothing can be generated, and where in the input the row lies; `prompt` is then "".
+    `template_kwargs` are what the template gets beside them.
     `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
     `former_id`: what older versions called a row whose id cannot be read, after its file and line. `missing_field`: the
     field whose absence is the error.
@@ -40,6 +41,7 @@ class Row:
     former_id: str | None = None
     missing_field: str | None = None
     source_file: str | None = None
+    template_kwargs: Mapping[str, Json] = field(default_factory=dict)
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
@@ -129,4 +131,5 @@ def asked_bytes(row: Row) -> bytes:
     """What `input_digest` is over, of one row."""
     content = [row.id, row.prompt, row.messages, row.error is not None]
     content += [row.overrides.given] if row.overrides.given else []
+    content += [{"template_kwargs": row.template_kwargs}] if row.template_kwargs else []
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"

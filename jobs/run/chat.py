@@ -1,6 +1,6 @@
 """Whether chats that a data set asks for can be spelt by the model's own template, found out before the run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -22,19 +22,19 @@ def require_template(
 ) -> None:
     """Raises ConfigError when chats are asked for and there is no template, none for `dataset.system_prompt`, or one
     that fails in the same way for each of `rows`."""
-    if not config.chat_template:
+    if not (config.chat_template or any(row.messages is not None for row in rows)):
         return
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError("dataset.chat_template=true, but the model's tokenizer has no chat template")
     with renderer_for(tokenizer) as renderer:
         if config.system_prompt is not None and not rows:
-            _require_system_prompt(renderer, config.system_prompt)
-        _require_any(renderer, [row.messages for row in rows if row.error is None and row.messages is not None])
+            _require_system_prompt(renderer, config)
+        _require_any(renderer, [row for row in rows if row.error is None])
 
 
-def _require_system_prompt(renderer: ChatRenderer, text: str) -> None:
+def _require_system_prompt(renderer: ChatRenderer, config: DatasetConfig) -> None:
     try:
-        renderer.render([{"role": "system", "content": text}, QUESTION])
+        renderer.render([{"role": "system", "content": config.system_prompt}, QUESTION], config.chat_template_kwargs)
     except TemplateRefusal as error:
         raise ConfigError(
             f"dataset.system_prompt is set, but the model's chat template takes no system message ({error}): "
@@ -42,12 +42,13 @@ def _require_system_prompt(renderer: ChatRenderer, text: str) -> None:
         ) from error
 
 
-def _require_any(renderer: ChatRenderer, chats: Sequence[Sequence[Mapping[str, str]]]) -> None:
+def _require_any(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
     """One chat may be at fault itself: a plain question beside it tells."""
     first: str | None = None
-    for chat in [*chats, *([[QUESTION]] if len(chats) == 1 else [])]:
+    chats = [(row.messages, row.template_kwargs) for row in rows if row.messages is not None]
+    for messages, given in [*chats, *([([QUESTION], chats[0][1])] if len(chats) == 1 else [])]:
         try:
-            renderer.render(chat)
+            renderer.render(messages, given)
             return
         except TemplateRefusal as error:
             if first is not None and str(error) != first:

@@ -102,7 +102,7 @@ def _text(renderer: ChatRenderer | None, row: Row) -> str | Rejected:
         return row.prompt
     assert renderer is not None, "there are messages"
     try:
-        return renderer.render(row.messages)
+        return renderer.render(row.messages, row.template_kwargs)
     except TemplateRefusal as error:
         return Rejected(id=row.id, error=f"the model's chat template refuses the messages: {error}")
 

@@ -59,12 +59,13 @@ class ChatRenderer(Closing):
             self._process.communicate()
             self._process = None
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The messages and the opening of the answer. Raises TemplateRefusal; ConfigError where the template ends every
-        process that it is given."""
+    def render(self, messages: Sequence[Mapping[str, object]], given: Mapping[str, object] | None = None) -> str:
+        """The messages and the opening of the answer. `given`: what the template gets beside them, such as `tools` or
+        `enable_thinking`; all of it JSON. Raises TemplateRefusal; ConfigError where the template ends every process
+        that it is given."""
         if not messages:
             raise TemplateRefusal("there are no messages")
-        answer = self._ask([dict(message) for message in messages])
+        answer = self._ask({"messages": [dict(message) for message in messages], "given": dict(given or {})})
         if answer is None:
             raise self._death()
         if "text" not in answer:

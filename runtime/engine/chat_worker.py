@@ -25,9 +25,9 @@ def main() -> None:
 
 def _answer(told: dict, line: str) -> dict[str, str]:
     try:
-        made = render_jinja_template(
-            [json.loads(line)], chat_template=told["template"], add_generation_prompt=True, **told["tokens"]
-        )
+        asked = json.loads(line)
+        given = {"chat_template": told["template"], "add_generation_prompt": True, **told["tokens"], **asked["given"]}
+        made = render_jinja_template([asked["messages"]], **given)
         text = made[0][0]
     except TemplateError as error:
         return {"error": str(error).strip() or type(error).__name__}

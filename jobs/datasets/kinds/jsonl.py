@@ -15,7 +15,7 @@ from runtime.store.json_object import is_deeper_than
 from ..fields import DatasetFields
 from ..files import bounded_lines, list_files, open_bytes, reading
 from ..records import Json, Record, shorten, too_long
-from ..row_rules import prompts
+from ..row_rules import CHAT_KEYS, prompts
 
 MAX_DEPTH = 100
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
@@ -46,7 +46,7 @@ def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
     return read_jsonl(config.path or "", config.json_field, max_row_bytes=config.max_row_bytes)
 
 
-KINDS = {"jsonl": prompts(read_jsonl_path, frozenset({"messages_field", "json_field"}))}
+KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"})}
 
 
 def parse_json(text: str) -> Json:

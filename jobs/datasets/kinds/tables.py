@@ -10,7 +10,7 @@ import base64
 import codecs
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, time
 from pathlib import Path
@@ -25,7 +25,7 @@ from runtime.units import MIB
 from ..fields import DatasetFields
 from ..files import list_files, reading
 from ..records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
-from ..row_rules import prompts
+from ..row_rules import CHAT_KEYS, prompts
 
 NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
@@ -38,7 +38,7 @@ def read_parquet(config: DatasetFields) -> Iterator[Record]:
         with _arrow_reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             check_columns(names, config, str(path))
-            columns = None if config.keep_columns else _needed_columns(config)
+            columns = None if config.keep_columns else _needed_columns(config, names)
             batches = file.iter_batches(_rows_at_once(file), columns=columns, use_threads=False)
             yield from _records(_rows_of(batches), path.name, config.max_row_bytes)
 
@@ -71,18 +71,18 @@ def read_hub(config: DatasetFields) -> Iterator[Record]:
         ) from error
     assert isinstance(loaded, datasets.Dataset)
     check_columns(loaded.column_names, config, place)
-    wanted = loaded if config.keep_columns else loaded.select_columns(_needed_columns(config))
+    wanted = loaded if config.keep_columns else loaded.select_columns(_needed_columns(config, loaded.column_names))
     # The arrow format keeps images and audio as stored instead of decoding them.
     batches = wanted.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
     yield from _records(_rows_of(batches), Path(config.path or "").name, config.max_row_bytes)
 
 
 KINDS = {
-    "parquet": prompts(read_parquet, frozenset({"messages_field"})),
+    "parquet": prompts(read_parquet, CHAT_KEYS),
     "csv": prompts(read_csv, frozenset({"csv_delimiter"})),
     "hub": prompts(
         read_hub,
-        frozenset({"messages_field", "hub_config", "hub_split", "hub_revision"}),
+        CHAT_KEYS | {"hub_config", "hub_split", "hub_revision"},
         needs="dataset.path=<hub id or local directory>",
     ),
 }
@@ -103,8 +103,10 @@ def as_json(value: object) -> Json:
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
-def _needed_columns(config: DatasetFields) -> list[str]:
-    return list(dict.fromkeys(named_fields(config).values()))
+def _needed_columns(config: DatasetFields, names: Collection[str]) -> list[str]:
+    """The columns that hold the fields which the config names."""
+    named = (name for _, name in named_fields(config))
+    return list(dict.fromkeys(name if name in names else name.partition(".")[0] for name in named))
 
 
 def _rows_at_once(file: pq.ParquetFile) -> int:

@@ -1,0 +1,131 @@
+"""Prompts made of a record's fields: `Question: {question}` filled in, and examples of the same form in front."""
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from string import Formatter
+from typing import TypeAlias
+
+from runtime.errors import ConfigError, DatasetError
+
+from .fields import DatasetFields
+from .records import (
+    BadRecord,
+    Content,
+    Fields,
+    Json,
+    ReadContent,
+    Record,
+    check_text,
+    read_field,
+    read_messages,
+    read_prompt,
+    read_tools,
+    shorten,
+)
+
+BETWEEN_BLOCKS = "\n\n"  # examples, and the prompt behind them
+
+ReadRecords: TypeAlias = Callable[[DatasetFields], Iterable[Record]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A text with places for fields. `key` is the setting that it comes from; `parts` are literal text, each with the
+    field behind it, or None where none is."""
+
+    key: str
+    parts: tuple[tuple[str, str | None], ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for _, name in self.parts if name is not None]
+
+    def fill(self, fields: Fields) -> str:
+        """The text for one record: texts as they are, anything else as JSON. Raises BadRecord."""
+        values = [text if name is None else text + self._value(fields, name) for text, name in self.parts]
+        return "".join(values)
+
+    def _value(self, fields: Fields, name: str) -> str:
+        value: Json = read_field(fields, name, self.key)
+        if value is None:
+            raise BadRecord(f"the field {shorten(name)} (dataset.{self.key}) is null")
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return check_text(text, f"the field {shorten(name)} (dataset.{self.key})", may_be_empty=True)
+
+
+def read_template(text: str, key: str) -> Template:
+    r"""`{field}` is the field, dotted where it lies inside another, `{{` and `}}` are braces, `\n` is a line's end and
+    `\\n` those two characters. Raises ConfigError naming `key`."""
+    spelt = re.sub(r"\\(\\n|n)", lambda found: "\n" if found[1] == "n" else r"\n", text)
+    try:
+        parsed = list(_parsed(spelt))
+    except ValueError as error:
+        raise ConfigError(
+            f"dataset.{key}: {error}; a brace that is no field's is written twice: {{{{ and }}}}"
+        ) from None
+    for _, name, form, conversion in parsed:
+        if name == "" or form or conversion:
+            raise ConfigError(f"dataset.{key}: between braces stands a field's name alone, got {shorten(name or '')}")
+    found = Template(key=key, parts=tuple((literal, name) for literal, name, _, _ in parsed))
+    if not found.names:
+        raise ConfigError(f"dataset.{key}={shorten(text)} names no field: every row would be the same")
+    return found
+
+
+def _parsed(text: str) -> Iterable[tuple[str, str | None, str | None, str | None]]:
+    return Formatter().parse(text)
+
+
+def content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent:
+    """How a record's content is read: messages, a field, or a template filled in, with examples in front. `read` gives
+    the records of a file, for the examples' too. Raises ConfigError and DatasetError."""
+    if config.messages_field is not None:
+        name = config.messages_field
+        return lambda fields: Content(
+            messages=read_messages(fields, name), template_kwargs=read_tools(fields, config.tools_field)
+        )
+    template = read_template(config.template, "template") if config.template is not None else None
+    front = _examples(config, read)
+
+    def content_of(fields: Fields) -> Content:
+        prompt = template.fill(fields) if template is not None else read_prompt(fields, config.prompt_field)
+        checked = check_text(prompt, "the prompt")
+        return Content(prompt=front + checked, template_kwargs=read_tools(fields, config.tools_field))
+
+    return content_of
+
+
+def _examples(config: DatasetFields, read: ReadRecords) -> str:
+    """The text in front of every prompt, the same for all: examples drawn by `trial` alone, in the file's order, each
+    with a blank line behind it."""
+    if config.few_shot_path is None or config.few_shot_template is None:
+        return ""
+    where, count = f"dataset.few_shot_path={config.few_shot_path}", config.num_examples
+    if not Path(config.few_shot_path).expanduser().exists():
+        raise DatasetError(f"{where} does not exist (looked for {Path(config.few_shot_path).expanduser().absolute()})")
+    records = list(read(_as_examples(config)))
+    if len(records) < count:
+        raise DatasetError(f"{where} has {len(records):,} rows, dataset.num_examples={count} asks for more")
+    template = read_template(config.few_shot_template, "few_shot_template")
+    places = sorted(random.Random(config.trial).sample(range(len(records)), count))
+    return "".join(_filled(template, records[place], where) + BETWEEN_BLOCKS for place in places)
+
+
+def _as_examples(config: DatasetFields) -> DatasetFields:
+    """Where the examples are, in the same form as the rows; of fields they have those of their own template alone."""
+    kept = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
+    same = {key: getattr(config, key) for key in kept}
+    return DatasetFields(path=config.few_shot_path, template=config.few_shot_template, **same)
+
+
+def _filled(template: Template, record: Record, where: str) -> str:
+    if record.fields is None:
+        raise DatasetError(f"{where}: {record.error}")
+    try:
+        return template.fill(record.fields)
+    except BadRecord as error:
+        raise DatasetError(f"{where}: {record.place}: {error}") from error
