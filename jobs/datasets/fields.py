@@ -103,7 +103,7 @@ class DatasetFields:
         )
 
     def _check_forms(self) -> None:
-        """Of what a prompt is made; each part of it has its own way, or needs another."""
+        """What a prompt is made of is said in one way, with all that it needs."""
         for key in ("template", "few_shot_path"):
             is_chat = self.messages_field is not None and getattr(self, key) is not None
             require(not is_chat, f"dataset.{key} makes prompts, dataset.messages_field has chats: set one of them")
