@@ -28,7 +28,7 @@ class Row:
     `template_kwargs` are what the template gets beside them.
     `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
     `former_id`: what older versions called a row whose id cannot be read, after its file and line. `missing_field`: the
-    field whose absence is the error.
+    field whose absence is the error. `prompt_ids`: the prompt as tokens, in place of a text.
     """
 
     index: int
@@ -42,6 +42,7 @@ class Row:
     missing_field: str | None = None
     source_file: str | None = None
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    prompt_ids: tuple[int, ...] | None = None
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
@@ -132,4 +133,5 @@ def asked_bytes(row: Row) -> bytes:
     content = [row.id, row.prompt, row.messages, row.error is not None]
     content += [row.overrides.given] if row.overrides.given else []
     content += [{"template_kwargs": row.template_kwargs}] if row.template_kwargs else []
+    content += [row.prompt_ids] if row.prompt_ids is not None else []
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"

@@ -64,14 +64,24 @@ class Columns(Protocol):
     def __call__(self, *, has_source: bool) -> pa.Schema: ...
 
 
+def dataset_rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
+    """The rows of the data set; `runtime` counts tokens where it has a tokenizer."""
+    log.info("reading %s", config.dataset.place)
+    if runtime is None or runtime.model.tokenizer is None:
+        return read_rows(config.dataset)
+    return read_rows(config.dataset, count_tokens=lambda text: len(runtime.tokenize([text])[0]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What a run does with its rows; all else of a run is the same for every task. `columns`: those of
-    `GenerationRow.values` that every output row has, whatever it brought along, as `generation_schema` makes them."""
+    `GenerationRow.values` that every output row has, whatever it brought along, as `generation_schema` makes them.
+    `rows` are asked for without a runtime first, unless the settings need one to tell them."""
 
     directory: Path
     columns: Columns
     request: MakeRequest
+    rows: Callable[[GenerateConfig, Runtime | None], list[Row]] = dataset_rows
 
 
 def generation(config: GenerateConfig) -> Task:
@@ -98,10 +108,10 @@ def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool],
     """Reads the data set, and begins the run's directory or opens it again; holds its lock. Rows that need no tokenizer
     come before the model, which may have to be asked for far away."""
     trace = Trace() if config.trace else None
-    read_first = _rows(config, None) if config.dataset.window_tokens is None else None
+    read_first = task.rows(config, None) if config.dataset.window_tokens is None else None
     runtime = Runtime(config.runtime, should_stop=should_stop, trace=trace)
     require_template(runtime.model.tokenizer, config.dataset)
-    all_rows = _rows(config, runtime) if read_first is None else read_first
+    all_rows = task.rows(config, runtime) if read_first is None else read_first
     begun_with = format_begun_with(task.directory)
     fixed = task.columns(has_source=begun_with > FORMAT_WITHOUT_SOURCES)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
@@ -120,14 +130,6 @@ def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool],
             keep_rows(state.directory.row_digests, digests)
         store = partial(PartStore, directory=state.directory, manifest=state.manifest, columns=columns, fixed=fixed)
         yield _Run(task, state, runtime, rows, lambda plan: store(plan=plan), config, start)
-
-
-def _rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
-    """The rows of the data set; `runtime` counts tokens where it has a tokenizer."""
-    log.info("reading %s", config.dataset.place)
-    if runtime is None or runtime.model.tokenizer is None:
-        return read_rows(config.dataset)
-    return read_rows(config.dataset, count_tokens=lambda text: len(runtime.tokenize([text])[0]))
 
 
 def _open(path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequence[Row]) -> RunState:

@@ -21,6 +21,7 @@ from .plan_file import PlannedRequest
 
 # What a row, whose prompt has these tokens, asks of the engine, or why nothing.
 MakeRequest: TypeAlias = Callable[[Runtime, Row, Sequence[int]], Request | Rejected]
+Prompt: TypeAlias = str | tuple[int, ...] | Rejected  # a text, its tokens, or why there is neither
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
 
 
@@ -59,7 +60,7 @@ def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Asked:
 
 
 def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Iterator[Request | Rejected]:
-    pending: list[tuple[Row, str | Rejected]] = []
+    pending: list[tuple[Row, Prompt]] = []
     num_characters = 0
     with ExitStack() as stack:
         renderer = _renderer(runtime, rows, stack)
@@ -74,7 +75,7 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Itera
 
 
 def _tokenised(
-    runtime: Runtime, pending: Sequence[tuple[Row, str | Rejected]], make: MakeRequest
+    runtime: Runtime, pending: Sequence[tuple[Row, Prompt]], make: MakeRequest
 ) -> Iterator[Request | Rejected]:
     is_rendered = any(row.messages is not None for row, _ in pending)  # then every row is that has a text
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in pending)}
@@ -82,7 +83,7 @@ def _tokenised(
     texts = [text for _, text in pending if isinstance(text, str)]
     found = iter(tokenize_each(runtime.model, texts, is_rendered=is_rendered, most_tokens=most_tokens))
     for row, text in pending:
-        ids = text if isinstance(text, Rejected) else next(found)
+        ids = next(found) if isinstance(text, str) else text
         if isinstance(ids, str):
             ids = Rejected(id=row.id, error=ids)
         yield ids if isinstance(ids, Rejected) else make(runtime, row, ids)
@@ -95,9 +96,11 @@ def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRe
     return stack.enter_context(renderer_for(runtime.model.tokenizer))
 
 
-def _text(renderer: ChatRenderer | None, row: Row) -> str | Rejected:
+def _text(renderer: ChatRenderer | None, row: Row) -> Prompt:
     if row.error is not None:
         return Rejected(id=row.id, error=row.error)
+    if row.prompt_ids is not None:
+        return row.prompt_ids
     if row.messages is None:
         return row.prompt
     assert renderer is not None, "there are messages"

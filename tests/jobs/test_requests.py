@@ -1,8 +1,10 @@
 """Rows that are tokenised together come to what each comes to alone, in their order."""
 
+from dataclasses import replace
+
 import pytest
 
-from jobs.datasets import Row
+from jobs.datasets import Row, asked_bytes
 from jobs.run import requests
 from jobs.run.requests import ask, completion_of
 from runtime import Runtime, RuntimeConfig
@@ -31,3 +33,13 @@ def test_rows_ask_what_each_asks_alone_however_many_are_tokenised_at_once(
     refused = [Rejected(id="r3", error="somewhere: not JSON"), *(e for e in alone if isinstance(e, Rejected))]
     assert list(asked.rejected) == refused
     assert [each.id for each in asked.rejected_rows] == ["r3", "r4"]
+
+
+def test_a_prompt_that_comes_as_tokens_is_asked_as_it_is_and_is_another_row_than_its_text() -> None:
+    runtime = Runtime(RuntimeConfig())
+    ids = runtime.tokenize(["two words"])[0][1:]
+    given = replace(row(1, ""), error=None, prompt_ids=ids)
+    asked = ask(runtime, [row(0, "one"), given, replace(given, index=2, id="r2", prompt_ids=())], completion_of)
+    assert [each.prompt_ids for each in asked.requests] == [runtime.tokenize(["one"])[0], ids]
+    assert [each.error for each in asked.rejected] == ["the prompt has no tokens"]
+    assert len({asked_bytes(each) for each in (row(1, ""), given, replace(given, prompt_ids=ids[1:]))}) == 3
