@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import NoReturn
 
 DOORS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.stem.startswith("_")}
-COMMANDS = [*DOORS, "completion"]
+COMMANDS = [*DOORS, "help", "completion"]
 USAGE = """usage: millrace JOB [key=value ...], and millrace JOB --help for what a job's settings are
 
 {jobs}
+  help        what a job's settings mean, or those of a group: millrace help policy, millrace help plan sampling
   completion  a script for TAB in bash, zsh or fish: source <(millrace completion bash)"""
 
 
 def main() -> None:
     """Little is imported before a job starts: it sees to stop signals first."""
     match sys.argv[1:]:
+        case ["help", *words] if words:
+            job, *topics = words if words[0] in DOORS else ["generate", *words]
+            sys.argv[1:] = [job, "--help", *topics]
+            main()
         case [job, *words] if job in DOORS:
             sys.argv[1:] = words
             runpy.run_module(f"jobs.{job}", run_name="__main__", alter_sys=True)
@@ -27,7 +32,7 @@ def main() -> None:
 
             text = script_or_answer(words, COMMANDS)
             print(refuse("completion takes the name of a shell: bash, zsh or fish") if text is None else text, end="")
-        case ["--help" | "-h", *_]:
+        case ["--help" | "-h" | "help", *_]:
             print(help_text())
         case ["--version", *_]:
             import runtime

@@ -137,21 +137,6 @@ def test_every_named_model_has_an_architecture() -> None:
     assert set(options("architecture")) == set(options("model")) - {"hf"}
 
 
-@pytest.fixture(scope="module")
-def help_text() -> str:
-    with initialize_config_dir(str(CONF), version_base=None):
-        return compose("generate", return_hydra_config=True).hydra.help.template
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_help_lists_every_option(group: str, help_text: str) -> None:
-    entry = re.search(rf"^  {group} (.*(?:\n {{4,}}.*)*)", help_text, re.MULTILINE)
-    assert entry is not None
-    listed = [name.strip() for name in entry[1].partition(":")[0].split(",")]
-    assert sorted(listed) == options(group)
-    assert f"- {group}: {listed[0]}\n" in (CONF / "generate.yaml").read_text(), "the first option listed is the default"
-
-
 @pytest.mark.parametrize("path", TEXTS, ids=relative)
 def test_texts_name_only_what_is_there(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

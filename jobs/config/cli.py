@@ -4,6 +4,7 @@ Hydra is not imported here (only the job files do that); its exceptions are know
 """
 
 import functools
+import inspect
 import os
 import re
 import sys
@@ -11,10 +12,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from difflib import get_close_matches
 from itertools import zip_longest
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from runtime.errors import InternalError, Interrupted, JobEnded, MillraceError
+import runtime
+from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, MillraceError
 
+from .help import help_text
 from .mistakes import mistakes_logged, told
 from .typed import known_keys, unknown_key
 
@@ -67,9 +71,8 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
     neither ours nor Hydra's ends it with 70, its traceback in a file that the line names; Ctrl-C ends it with 75.
     """
-    if (said := _meant(sys.argv[1:], schema)) is not None:
-        report(said)
-        sys.exit(REFUSED)
+    if (code := _answered(Path(inspect.unwrap(entry).__code__.co_filename).stem, sys.argv[1:], schema)) is not None:
+        sys.exit(code)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting by itself
     codes: list[int] = []
     _exit_codes.set(codes)
@@ -91,6 +94,23 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     finally:
         _exit_codes.set(None)
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
+
+
+def _answered(job: str, words: list[str], schema: type) -> int | None:
+    """The exit code of a command that asks about the job, or that has an option no job has; None for one to run."""
+    try:
+        if "--version" in words:
+            say(f"millrace {runtime.__version__}")
+        elif {"--help", "-h"} & {*words}:
+            say(help_text(job, words))
+        elif (said := _meant(words, schema)) is not None:
+            raise ConfigError(said)
+        else:
+            return None
+    except ConfigError as error:
+        report(error)
+        return REFUSED
+    return 0
 
 
 def with_prompt(words: list[str]) -> list[str]:

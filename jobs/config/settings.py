@@ -3,9 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from enum import Enum
-from importlib.resources import files
 from pathlib import Path, PurePath
-from textwrap import fill
 from typing import TypeAlias, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -41,7 +39,6 @@ OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine"})
 FREE_KEYS = frozenset(
     {"policy.schedule", "policy.attention", "dataset.max_row_bytes", "model.self_check", "model.verify"}
 )
-HELP_COLUMNS, HELP_INDENT = 100, 13  # of the text behind a group's name in a job's help
 LATER_KEYS = frozenset(
     {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}
     | {"dataset.tools_field", "dataset.chat_template_kwargs"}
@@ -161,17 +158,6 @@ class TraceConfig:
         require(self.end is None or self.end > self.begin, f"end must be after begin={self.begin} s, got {self.end}")
         is_known = self.out is None or self.out.endswith((".svg", ".png"))
         require(is_known, f"out must end in .svg or .png, got {self.out}")
-
-
-def listed_options(group: str, default: str) -> str:
-    """What `${options:group,default}` stands for in a help text: the names of a group's files, the default first."""
-    names = (file.name for file in files("conf").joinpath(group).iterdir())
-    others = sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
-    text = ", ".join([default, *(name for name in others if name != default)])
-    return fill(text, HELP_COLUMNS, subsequent_indent=" " * HELP_INDENT, break_on_hyphens=False)
-
-
-OmegaConf.register_new_resolver("options", listed_options, replace=True)
 
 
 def load(cls: type[T], composed: Composed) -> T:

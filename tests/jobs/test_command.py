@@ -54,11 +54,22 @@ def test_its_version_is_the_packages(end_of: Callable[..., End]) -> None:
 def test_help_has_a_line_for_each_job_and_alone_it_is_refused_with_that(end_of: Callable[..., End]) -> None:
     helped, alone = end_of("--help"), end_of()
     lines = [line.split(maxsplit=1) for line in helped.printed if line.startswith("  ")]
-    assert [name for name, _ in lines] == [*JOBS, "completion"]
+    assert [name for name, _ in lines] == [*JOBS, "help", "completion"]
     assert ["generate", "one completion for each prompt of a data set, resumably"] in lines
     assert max(map(len, helped.printed)) <= 120
     assert (helped.code, helped.errors) == (0, [])
     assert (alone.code, alone.printed, alone.errors) == (2, [], helped.printed)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [("help policy", "jobs.generate --help policy"), ("help plan policy", "jobs.plan --help policy")],
+)
+def test_help_is_asked_of_generate_if_no_job_is_named(
+    end_of: Callable[..., End], monkeypatch: pytest.MonkeyPatch, words: str, asked: str
+) -> None:
+    monkeypatch.setattr("runpy.run_module", lambda module, **_: print(module, *sys.argv[1:]))
+    assert end_of(*words.split()) == End(code=0, printed=[asked], errors=[])
 
 
 @pytest.mark.parametrize(
