@@ -62,6 +62,12 @@ class KVFileError(MillraceError):
     exit_code = 75
 
 
+class EvaluationError(MillraceError):
+    """A harness cannot go on: a task of its own fails, or a request has no answer. What is answered stays good."""
+
+    exit_code = 3
+
+
 class DamagedRunError(MillraceError):
     """The run directory holds state that a person must look at."""
 

@@ -26,7 +26,7 @@ from .search.policy import Policy
 from .shape.model import ModelShape
 
 WORTHWHILE = 0.02  # of a run's time, to be won by another size of micro-batches than the rule's
-SEARCH_PAYS_SECONDS = 30.0  # predicted of a run by rule: a search takes a second or two
+SEARCH_PAYS_SECONDS = 4.0  # predicted of a run by rule: a search takes about one, and may halve it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,9 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
 
 
 def search_pays(kind: PolicyKind, usual: RunPlan) -> bool:
-    """Whether another policy than the `usual` one is to be searched: what is open, with `auto`, where that takes so
-    long that a second or two are worth a few per cent of it. Without rates there is nothing to search by, and without
-    requests nothing to search for."""
+    """Whether another policy than the `usual` one is to be searched: what is open, with `auto`, where that takes
+    several times as long as a search, as what goes by rule may take twice as long as it need. Without rates there is
+    nothing to search by, and without requests nothing to search for."""
     if kind is PolicyKind.fixed or usual.prediction is None or not usual.blocks:
         return False
     return kind is PolicyKind.hrm or usual.prediction.seconds >= SEARCH_PAYS_SECONDS

@@ -61,6 +61,9 @@ SLOW = replace(  # a thousandth of it: a run of seconds takes an hour
     link_in_bytes_per_second=1e7,
     link_out_bytes_per_second=1e7,
 )
+FAST = replace(
+    RATES, disk_bytes_per_second=1e11, gemm_flops_per_second={1: 2e12, 200: 4e14}, link_in_bytes_per_second=1e12
+)
 SMALL = Moe(
     name="small", num_layers=6, hidden=512, ffn=1024, num_heads=8, num_kv_heads=2, num_experts=8,
     num_experts_per_token=2, vocab=4096, head_dim=64,
@@ -303,7 +306,7 @@ def test_cgopipe_where_the_cpu_cannot_attend_is_the_plain_order() -> None:
 
 def test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_by_rule() -> None:
     auto = replace(config(), policy=PolicyConfig())
-    for rates, is_searched in ((RATES, False), (SLOW, True)):
+    for rates, is_searched in ((FAST, False), (SLOW, True)):
         asked = problem(SHAPES["moe"], replace(WITH_DEVICE, rates=rates), auto)
         found, by_rule, searched = find_policy(asked), plan_policy(asked), find_policy(replace(asked, config=config()))
         assert by_rule.prediction is not None
