@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .engine.requests import Rejected
     from .engine.sequence import Completion, FinishReason, Request
     from .prompt import Prompt, PromptLike
+    from .scoring import Scored, ScoredDocument, Targets
     from .settings import Settings
 
     __version__: str
@@ -41,7 +42,8 @@ __all__ = [
     "Admission", "Attention", "Completion", "CompletionStream", "DType", "ExpertPaging", "FinishReason", "KVConfig",
     "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order", "PolicyConfig", "PolicyKind",
     "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig",
-    "SamplingConfig", "SamplingOverrides", "SelfCheck", "Settings", "Tier", "Verify",
+    "SamplingConfig", "SamplingOverrides", "Scored", "ScoredDocument", "SelfCheck", "Settings", "Targets", "Tier",
+    "Verify",
 ]  # fmt: skip
 
 LATER = {
@@ -54,7 +56,10 @@ LATER = {
     "Request": "engine.sequence",
     "Result": "completions",
     "Runtime": "api",
+    "Scored": "scoring",
+    "ScoredDocument": "scoring",
     "Settings": "settings",
+    "Targets": "scoring",
 }  # by the module that is imported when the name is first used
 
 

@@ -7,20 +7,21 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Self, Unpack
+from functools import partial
+from typing import Self, TypeVar, Unpack
 
 import torch
 
 from .batching.balance import Block
 from .budgets import device_limited, require_within
 from .closing import Closing
-from .completions import CompletionStream, Result
+from .completions import CompletionStream, Result, ResultStream
 from .config import Attention, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.engine import Engine
 from .engine.requests import Rejected, make_request
 from .engine.sampling.sampler import Sampler, sampler_for
 from .engine.self_check.check import check_lanes, is_due
-from .engine.sequence import Request
+from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_attention, prepare_kernels
 from .engine.streams import open_streams
 from .engine.tokens import tokenize
@@ -29,6 +30,7 @@ from .kept import Kept
 from .measure.machine_cache import Host, find_products
 from .model.attention_way import placed
 from .model.followed import as_the_model_says
+from .model.head import slice_head
 from .model.loading import LoadedModel, load_model
 from .opening import Opening
 from .plan.cost.rates import MachineRates
@@ -38,7 +40,8 @@ from .plan.placement.placer import kv_tiers
 from .plan.planner import RunPlan
 from .plan.search.policy import Policy
 from .planning import Planner
-from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows
+from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
+from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
 from .session import Session
 from .settings import Settings, changed
 from .store.reader import Reader
@@ -48,6 +51,7 @@ from .trace import Trace
 from .units import MIB, format_bytes
 
 log = logging.getLogger(__name__)
+T, V = TypeVar("T"), TypeVar("V")
 
 
 class Runtime(Closing):
@@ -78,7 +82,7 @@ class Runtime(Closing):
         self._should_stop, self.trace = should_stop, trace
         self._kept: Kept | None = None
         self._is_closed = False
-        self._latest: weakref.ref[CompletionStream] | None = None
+        self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
         self.device = device if isinstance(device, ComputeDevice) else ComputeDevice(name)
         if self.config.machine.num_threads is not None:
@@ -246,6 +250,8 @@ class Runtime(Closing):
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
         with blocks of half the size.
         """
+        if any(request.scoring is not None for request in requests):
+            slice_head(self.model.staged)
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
 
@@ -290,20 +296,62 @@ class Runtime(Closing):
         self._require_open()
         require_prompts(prompts, window)
         self._end_latest("a later call")
-        stream = CompletionStream(self._results(prompts, window))
+        ids: dict[str, int] = {}
+        stream = ResultStream(
+            self._by_window(windows_of(prompts, Prompt.of, window), partial(self._results_of, ids), window)
+        )
         self._latest = weakref.ref(stream)
         return stream
 
-    def _results(self, prompts: Iterable[PromptLike], window: int | None) -> Generator[Result]:
-        ids: dict[str, int] = {}
+    def score(self, pairs: Iterable[TargetsLike]) -> list[Scored]:
+        """The log-probability of each target behind its prompt, in order of pairs and then of targets. `pairs` as for
+        `score_stream`."""
+        with self.score_stream(pairs) as stream:
+            return sorted(stream, key=lambda scored: (scored.prompt_index, scored.target_index))
+
+    def score_stream(self, pairs: Iterable[TargetsLike], *, window: int | None = None) -> ResultStream[Scored]:
+        """Scores of targets as their prompts are done; what cannot be scored comes first, with its `error`. A pair is
+        `(prompt, target)`, `(prompt, [target, ...])` or `Targets`, a target a text or token ids. Nothing is generated.
+
+        Targets that differ in their last token alone share one pass over the tokens before it. `window`, and what is
+        raised, as for `stream`; ConfigError where the class's head is not apart from its layers.
+        """
+        self._require_open()
+        require_prompts(pairs, window)
+        self._end_latest("a later call")
+        parts = windows_of(pairs, Targets.of, window)
+        stream = ResultStream(self._by_window(parts, self._scored_of, window))
+        self._latest = weakref.ref(stream)
+        return stream
+
+    def score_documents(
+        self, documents: Iterable[str | Sequence[int]], *, max_tokens: int | None = None
+    ) -> list[ScoredDocument]:
+        """The rolling log-likelihood of each document, a text or token ids, in windows of `max_tokens`; None: of the
+        model's context. Raises what `score` raises."""
+        require_prompts(documents, None)
+        cut = cut_documents(self.model, documents, max_tokens)
+        return cut.scored(self.score(cut.pairs) if cut.pairs else [])
+
+    def _by_window(
+        self,
+        parts: Iterable[list[tuple[int, V]]],
+        results_of: Callable[[list[tuple[int, V]]], Generator[T]],
+        window: int | None,
+    ) -> Generator[T]:
         with self._kept_between_windows() if window is not None else nullcontext():
-            for part in windows(prompts, window):
-                require_unique_ids(part, ids)
+            for part in parts:
                 try:
-                    yield from self._results_of(part)
+                    yield from results_of(part)
                 finally:
                     if self._kept is not None:
                         self._reclaim()
+
+    def _scored_of(self, pairs: Sequence[tuple[int, Targets]]) -> Generator[Scored]:
+        asked = ask_scores(self.model, pairs)
+        yield from asked.rejected
+        for place, completion in self._completions(asked.requests):
+            yield from asked.scored(place, completion)
 
     @contextmanager
     def _kept_between_windows(self) -> Iterator[None]:
@@ -316,8 +364,9 @@ class Runtime(Closing):
             finally:
                 self._kept = None
 
-    def _results_of(self, prompts: Sequence[tuple[int, Prompt]]) -> Generator[Result]:
-        """The results of one window: rejected ones, then completions as they finish."""
+    def _results_of(self, ids: dict[str, int], prompts: Sequence[tuple[int, Prompt]]) -> Generator[Result]:
+        """The results of one window: rejected ones, then completions as they finish. `ids`: of earlier windows."""
+        require_unique_ids(prompts, ids)
         asked = make_requests(self.model, self.config.sampling, prompts)
         pairs = zip(prompts, asked, strict=True)
         made = [(index, item) for (index, _), request in pairs for item in self.samples(request)]
@@ -326,13 +375,17 @@ class Runtime(Closing):
                 yield replace(item, prompt_index=index)
         places = [index for index, item in made if isinstance(item, Request)]
         requests = [item for _, item in made if isinstance(item, Request)]
+        for place, completion in self._completions(requests):
+            yield replace(completion, prompt_index=places[place])
+
+    def _completions(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
+        """What requests come to, as they finish, with their places."""
         if not requests:
             return
         if self._kept is not None:
             reset_peak()  # of earlier calls, whose budget may have been another
         with self.confirmed_session(requests) as (_, session), closing(session.generate(requests)) as completions:
-            for place, completion in completions:
-                yield replace(completion, prompt_index=places[place])
+            yield from completions
 
     def reader(self) -> Reader:
         offload = self.config.offload

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from .closing import Closing
 from .engine.requests import Rejected
@@ -10,21 +10,22 @@ from .engine.sequence import Completion
 from .errors import ClosedError
 
 Result: TypeAlias = Completion | Rejected
+T = TypeVar("T")
 
 
-class CompletionStream(Closing, Iterator[Result]):
+class ResultStream(Closing, Iterator[T], Generic[T]):
     """An iterator. Whoever stops asking ends the work by `close`, by leaving its `with` block, or by letting go of it,
     as a `for` loop does that is left by `break`; memory is free then. Once another call has taken its place, the next
     item raises ClosedError, so that nobody takes half of the results for all.
     """
 
-    def __init__(self, results: Generator[Result, None, None]):
+    def __init__(self, results: Generator[T, None, None]):
         self._results = results
         self._ended_by: str | None = None
 
-    def __next__(self) -> Result:
+    def __next__(self) -> T:
         if self._ended_by is not None:
-            raise ClosedError(f"this stream was ended by {self._ended_by}; its other completions are not made")
+            raise ClosedError(f"this stream was ended by {self._ended_by}; its other results are not made")
         return next(self._results)
 
     def close(self) -> None:
@@ -35,3 +36,6 @@ class CompletionStream(Closing, Iterator[Result]):
         if getgeneratorstate(self._results) != GEN_CLOSED:
             self._ended_by = by
             self._results.close()
+
+
+CompletionStream: TypeAlias = ResultStream[Result]

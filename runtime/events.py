@@ -42,15 +42,30 @@ Event: TypeAlias = NeedStage | NeedAttention | NeedExperts
 Weights = Mapping[str, torch.Tensor]
 
 
+@dataclass(kw_only=True)
+class HeadSlices:
+    """Where the model's head is run over some of a pass's tokens at a time: `selected_N` are their places among all,
+    `begin` and `end` those of `selected_N` that come next. `output` is what the model below the head has returned,
+    `hidden_1ND` its hidden states of the selected tokens; None until it has run."""
+
+    selected_N: torch.Tensor
+    begin: int = 0
+    end: int = 0
+    output: object = None
+    hidden_1ND: torch.Tensor | None = None
+
+
 class LaneRun(greenlet):
     """One forward pass of a lane. The attention function finds the lane's KV cache here, as the pass's own greenlet.
 
     `lengths`, (1, T) or (B, T) on the CPU: of each token, that of its sequence, where rotary embeddings depend on it.
+    `head`: what the model's head is given a slice of at a time; None where it is given all.
     """
 
     def __init__(self, forward: Callable[[], object], cache: object, lengths: torch.Tensor | None = None):
         super().__init__(forward)
         self.cache, self.lengths = cache, lengths
+        self.head: HeadSlices | None = None
 
 
 def need_stage(stage: int) -> Weights:

@@ -1,10 +1,10 @@
 """What a caller of the library asks: a prompt in one of three forms, and what it wants otherwise than the run."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from .config import SamplingConfig, SamplingOverrides
 from .engine.chat import ChatRenderer, TemplateRefusal
@@ -14,6 +14,7 @@ from .engine.tokens import tokenize_each
 from .errors import ConfigError, require
 from .model.loading import LoadedModel
 
+T, V = TypeVar("T"), TypeVar("V")
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 
@@ -91,9 +92,9 @@ def _token_id(value: object) -> int | None:
     return value.__index__()  # pyright: ignore[reportAttributeAccessIssue] - just seen
 
 
-def windows(prompts: Iterable[PromptLike], size: int | None) -> Iterator[list[tuple[int, Prompt]]]:
-    """The prompts with their places in the input, so many at once; None: all of them."""
-    numbered = ((index, Prompt.of(value, index)) for index, value in enumerate(prompts))
+def windows_of(values: Iterable[V], of: Callable[[V, int], T], size: int | None) -> Iterator[list[tuple[int, T]]]:
+    """What `of` makes of each value and its place in the input, with that place, so many at once; None: all of them."""
+    numbered = ((index, of(value, index)) for index, value in enumerate(values))
     while window := list(islice(numbered, size)):
         yield window
 
@@ -103,7 +104,7 @@ def make_requests(
 ) -> list[Request | Rejected]:
     """What each prompt asks of the model, or why it cannot be generated from. Raises ConfigError where chats or stop
     strings are asked for and the model has no template or tokenizer."""
-    texts = _texts(model, [prompt for _, prompt in prompts])
+    texts = texts_of(model, [prompt for _, prompt in prompts])
     limits = {sampling.max_new_tokens, *(prompt.max_new_tokens for _, prompt in prompts)}
     most_tokens = None if 0 in limits else model.shape.context_tokens
     found: dict[int, tuple[int, ...] | str] = {}
@@ -131,7 +132,7 @@ def _is_chat(prompt: tuple[int, Prompt]) -> bool:
     return prompt[1].messages is not None
 
 
-def _texts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequence[int] | TemplateRefusal]:
+def texts_of(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequence[int] | TemplateRefusal]:
     """Texts, chats as the template spells them; token ids as they are."""
     with ExitStack() as stack:
         renderer = None

@@ -181,4 +181,5 @@ class Session:
             finish=sequence.finish,
             error=sequence.error,
             logprobs=tuple(sequence.logprobs),
+            scores=tuple(sequence.scores),
         )

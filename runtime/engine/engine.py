@@ -12,6 +12,7 @@ from ..events import Weights
 from ..plan.placement.defaults import chunk_tokens
 from ..plan.placement.experts import dense_shape
 from ..plan.placement.kv import KVLayout
+from ..plan.placement.memory import head_rows
 from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
@@ -49,6 +50,7 @@ class Engine:
             travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
             prefill_chunk_tokens=chunk_tokens(setup.config.policy),
             has_whole_prompts=loaded.shape.has_whole_prompts,
+            head_rows=head_rows(loaded.shape.vocab_size),
             rope_lengths=loaded.rope_lengths,
         )
         self.lanes = LaneFactory(model=loaded, context=context, pages=pages)

@@ -75,11 +75,17 @@ def make_request(
 
 
 def _problem(model: LoadedModel, ids: tuple[int, ...], *, needs_room: bool) -> str | None:
-    context, vocab_size = model.shape.context_tokens, model.shape.vocab_size
+    context = model.shape.context_tokens
     if not ids:
         return "the prompt has no tokens"
     if needs_room and len(ids) >= context:
         return f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
+    return outside_vocabulary(model, ids)
+
+
+def outside_vocabulary(model: LoadedModel, ids: tuple[int, ...]) -> str | None:
+    """What is wrong with token ids that the model does not have."""
+    vocab_size = model.shape.vocab_size
     if min(ids) >= 0 and max(ids) < vocab_size:
         return None
     outside = next(token for token in ids if not 0 <= token < vocab_size)

@@ -50,6 +50,29 @@ def read_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenScore(TokenLogprobs):
+    """A given token's own log-probability behind those before it, the likeliest tokens in its place where they are asked
+    for, and the likeliest of all."""
+
+    greedy_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Which tokens of a request are given to be scored: those that follow on the last `num_positions` of its prompt,
+    which are the prompt's own, and behind the last one each of `last_ids` in its place. Behind an encoder those of the
+    decoder are all scored: `decoder_ids` follow on its start token."""
+
+    num_positions: int
+    last_ids: tuple[int, ...]
+    decoder_ids: tuple[int, ...] | None = None
+
+    @property
+    def num_scores(self) -> int:
+        return self.num_positions - 1 + len(self.last_ids)
+
+
 class FinishReason(Enum):
     length = "length"
     eos = "eos"
@@ -61,7 +84,8 @@ class FinishReason(Enum):
 class Request:
     """`prompt_ids` must not be empty. `id` and `sample_index` together, the `key`, are unique in a run.
 
-    `temperature` 0 is greedy.
+    `temperature` 0 is greedy. With `scoring` nothing is generated: `max_new_tokens` is 1, as the scores come with the
+    prompt's last pass, where a first token would.
     """
 
     id: str
@@ -71,6 +95,7 @@ class Request:
     stop: tuple[str, ...] = ()
     sample_index: int = 0
     own_seed: int | None = None
+    scoring: Scoring | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -79,7 +104,12 @@ class Request:
     @property
     def size(self) -> SequenceSize:
         """What a plan asks of it."""
-        return SequenceSize.shared(len(self.prompt_ids), self.max_new_tokens)
+        return SequenceSize.shared(len(self.prompt_ids), self.max_new_tokens, self.num_scored)
+
+    @property
+    def num_scored(self) -> int:
+        """Positions whose next tokens are scored."""
+        return self.scoring.num_positions if self.scoring is not None else 0
 
     def seed(self, run_seed: int) -> int:
         """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is
@@ -101,6 +131,7 @@ class Sequence:
     request: Request
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per generated token, where they are asked for
+    scores: list[TokenScore] = field(default_factory=list)  # one per given token, in their order
     num_cached: int = 0
     finish: FinishReason | None = None
     error: str | None = None
@@ -115,7 +146,8 @@ class Sequence:
     @property
     def known_size(self) -> SequenceSize:
         """The size of a request whose prompt is all that is known."""
-        return SequenceSize.shared(self.num_known, self.request.max_new_tokens - len(self.generated))
+        num_left = self.request.max_new_tokens - len(self.generated)
+        return SequenceSize.shared(self.num_known, num_left, self.request.num_scored)
 
     @property
     def known_ids(self) -> list[int]:
@@ -127,9 +159,23 @@ class Sequence:
         return bool(self.generated) and self.num_cached == self.num_known - 1
 
     def num_selected(self, new: int) -> int:
-        """How many of the next `new` tokens want logits, which are the last of them: the one that ends what is known.
-        `SequenceSize.num_selected` says the same to a plan."""
+        """How many of the next `new` tokens want logits, which are the last of them: the one that ends what is known,
+        or those that scored tokens follow on. `SequenceSize.num_selected` says the same to a plan."""
+        return len(self.given(self.num_cached, new)) if self.request.scoring is not None else self._ends_known(new)
+
+    def _ends_known(self, new: int) -> int:
         return int(new > 0 and self.num_cached + new == self.num_known)
+
+    def given(self, past: int, new: int) -> list[tuple[int, ...]]:
+        """What is scored behind each of `new` tokens behind `past` others that a scored token follows on: one token, or
+        several in one place."""
+        scoring = self.request.scoring
+        assert scoring is not None, "asked of a sequence that is generated"
+        ids, end = self.request.prompt_ids, past + new
+        if scoring.decoder_ids is not None:
+            ids = (0, *scoring.decoder_ids)
+        first = max(past, len(ids) - scoring.num_positions)
+        return [(ids[place + 1],) if place + 1 < len(ids) else scoring.last_ids for place in range(first, end)]
 
     def fail(self, error: str) -> None:
         self.finish, self.error = FinishReason.error, error
@@ -162,6 +208,7 @@ class Completion:
     """What a request came to. `error` is set exactly when `finish` is error.
 
     `text` ends before a stop string or EOS; `token_ids` are all that were generated, `logprobs` theirs, or empty.
+    `scores` are those of tokens that were given, if the request has a `scoring`.
     `prompt_index`: the place of its prompt in the input of `Runtime.generate` or `Runtime.stream`.
     """
 
@@ -171,6 +218,7 @@ class Completion:
     finish: FinishReason
     error: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
     prompt_index: int = 0
 
     @property

@@ -3,20 +3,26 @@ engine. Its kinds are `PackedLane`, `PaddedLane` and `Seq2SeqLane`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
 from greenlet import GreenletExit
 from transformers import Cache, PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
+from ...attention.upload import upload
 from ...cache.base import KVCache
 from ...cache.pages import PagePool
 from ...events import Event, LaneRun, NeedStage, Weights
+from ...model.head import sliced_logits
 from ...model.rope_lengths import RopeLengths
 from ...stream.device import ComputeDevice
 from ..records import PassCounts
 from ..sampling.sampler import Sampler
+from ..sampling.scoring import Given, Scores
+from ..sampling.scoring import tell as tell_scores
 from ..sequence import FinishReason, Sequence
 
 
@@ -32,6 +38,7 @@ class LaneContext:
     travels: frozenset[int]
     prefill_chunk_tokens: int
     has_whole_prompts: bool = False  # in padded lanes
+    head_rows: int = 1  # scored tokens whose logits are made at a time
     rope_lengths: RopeLengths | None = None
 
 
@@ -46,6 +53,9 @@ class Lane(ABC):
         self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None
         self._drawing: list[Sequence] = []
+        self._head_rows = context.head_rows
+        self._given: Given | None = None  # what the prepared pass scores; None where it generates
+        self._scores: Scores | None = None
         self._num_passes = 0
 
     @property
@@ -82,6 +92,9 @@ class Lane(ABC):
     def draw(self) -> torch.Tensor:
         """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for
         each sequence that asks."""
+        if self._scores is not None and self._given is not None:
+            self._drawing, numbers, self._scores = list(self._given.sequences), self._scores.numbers, None
+            return numbers
         assert self._logits_BV is not None, "the pass has not ended"
         self._drawing, logits_BV = self._sampled_sequences(), self._logits_BV
         self._logits_BV = None
@@ -117,14 +130,33 @@ class Lane(ABC):
         """Whether the class's own `generate` would compute all of its keys once more, with the token that it was just
         given."""
         lengths = self._rope_lengths
-        if lengths is None or sequence.finish is not None:
+        if lengths is None or sequence.finish is not None or sequence.request.scoring is not None:
             return False
         return lengths.is_restart(num_cached=sequence.num_cached, num_known=sequence.num_known)
 
     def _tell(self, drawn: torch.Tensor) -> int:
-        """Those who asked; returns how many got a token."""
+        """Those who asked; returns how many got a token, or a score."""
+        if self._given is not None:
+            return tell_scores(self._drawing, drawn, self._num_passes)
         self._sampler.tell(self._drawing, drawn, self._num_passes)
         return sum(sequence.finish is not FinishReason.error for sequence in self._drawing)
+
+    def _score(self, given: Given, forward: Callable[[], ModelOutput]) -> None:
+        """Runs the model, and its head over a slice of what is scored at a time."""
+        scores = Scores(given, self._sampler.num_top, self._device)
+        for begin, logits_NV in sliced_logits(forward, upload(given.places, self._device), self._head_rows):
+            scores.add(begin, logits_NV)
+        self._scores = scores
+
+    def _sliced_rows(self, marks: torch.Tensor) -> list[bool] | None:
+        """`rows_with` of what the head is given a slice of; None where it is given no slice."""
+        head = self._run.head if self._run is not None else None
+        if head is None or head.hidden_1ND is None or self._given is None:
+            return None
+        marked = set(torch.nonzero(marks.flatten()).flatten().tolist())
+        pairs = zip(self._given.rows, self._given.sequences, strict=True)
+        found = {id(sequence) for row, sequence in pairs if row - head.begin in marked}
+        return [id(sequence) in found for sequence in self.sequences]
 
     @abstractmethod
     def close(self) -> None:

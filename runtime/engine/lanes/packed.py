@@ -3,11 +3,13 @@
 from collections.abc import Sequence as Rows
 
 import torch
+from transformers.modeling_outputs import CausalLMOutput
 
 from ...attention.upload import upload
 from ...cache.paged import PagedKV
 from ...events import NeedStage
 from ..records import PassCounts
+from ..sampling.scoring import Given
 from ..sequence import Sequence
 from .lane import Lane, LaneContext
 
@@ -57,6 +59,8 @@ class PackedLane(Lane):
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
         """Whether one of its tokens is marked, of each sequence. In the last layer only the selected tokens may be
         left, and where none is selected, one that is nobody's."""
+        if (sliced := self._sliced_rows(marks)) is not None:
+            return sliced
         marked, counts = marks.flatten().cpu(), self._new
         if len(marked) != sum(counts):
             counts = self._num_selected
@@ -94,6 +98,17 @@ class PackedLane(Lane):
         pairs = zip(self.sequences, self._new, strict=True)
         self._num_selected = [sequence.num_selected(new) for sequence, new in pairs]
         self._cache.begin_pass(self._new, self._num_selected)
+        self._given = self._scored() if any(s.request.scoring is not None for s in self.sequences) else None
+
+    def _scored(self) -> Given:
+        """What the pass scores."""
+        parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
+        end = 0
+        for s, past, new in zip(self.sequences, self._cache.past, self._new, strict=True):
+            end += new
+            tokens = s.given(past, new)
+            parts.append((s, end - len(tokens), tokens))
+        return Given.of(parts)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -102,18 +117,25 @@ class PackedLane(Lane):
         return torch.tensor([[n for s, past, new in each for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
-        out = self._model(
-            input_ids=self._ids_1T,
-            position_ids=self._positions_1T,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=self._cache.selected_B,
-        )
+        if self._given is not None and self._given.places:
+            return self._score(self._given, self._called)
+        out = self._called(self._cache.selected_B)
         logits_TV = out.logits[0]
         is_selected_alone = len(logits_TV) == len(self._cache.selected_B)  # some classes make logits of all tokens
         self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
 
+    def _called(self, logits_to_keep: torch.Tensor | int = 0) -> CausalLMOutput:
+        return self._model(
+            input_ids=self._ids_1T,
+            position_ids=self._positions_1T,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+        )
+
     def _sampled_sequences(self) -> list[Sequence]:
+        if self._given is not None:
+            return []
         pairs = zip(self.sequences, self._num_selected, strict=True)
         return [sequence for sequence, count in pairs for _ in range(count)]
 

@@ -14,6 +14,7 @@ from ...cache.rectangle import RectangleKV, rectangle_cache
 from ...plan.placement.memory import chunk_columns
 from ...probing.generating import PassInputs
 from ..records import PassCounts
+from ..sampling.scoring import Given
 from ..sequence import Sequence
 from .lane import LaneContext
 from .rectangle import RectangleLane
@@ -52,6 +53,18 @@ class PaddedLane(RectangleLane):
             self._ids_BT = self._prompts_BS[:, self._done : self._done + self._columns]
         self._end = self._done + self._ids_BT.shape[1]
         self._positions_BT = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)[:, self._done : self._end]
+        self._given = self._scored() if any(s.request.scoring is not None for s in self.sequences) else None
+
+    def _scored(self) -> Given:
+        """What the pass scores: all prompts end in the last column."""
+        parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
+        num_columns = self._ids_BT.shape[1]
+        for row, s in enumerate(self.sequences):
+            num_pads = self._width - self._num_prompt[s.request.key]
+            past, end = max(0, self._done - num_pads), max(0, self._end - num_pads)
+            tokens = s.given(past, end - past)
+            parts.append((s, (row + 1) * num_columns - len(tokens), tokens))
+        return Given.of(parts)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -66,10 +79,14 @@ class PaddedLane(RectangleLane):
             mask_BS=self._mask_BS[:, : self._end],
             is_first=self._done < self._width,
         )
-        out = self._model(**inputs.of(self._model, self._cache))
-        self._logits_BV = out.logits[:, -1]
+        arguments = inputs.of(self._model, self._cache)
+        if self._given is not None and self._given.places:
+            return self._score(self._given, lambda: self._model(**{**arguments, "logits_to_keep": 0}))
+        self._logits_BV = self._model(**arguments).logits[:, -1]
 
     def _sampled_sequences(self) -> list[Sequence]:
+        if self._given is not None:
+            return []
         return self.sequences if self._end >= self._width else []
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:

@@ -49,6 +49,8 @@ class RectangleLane(Lane):
 
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
         """Padding may be whatever it is."""
+        if (sliced := self._sliced_rows(marks)) is not None:
+            return sliced
         real = self._real_tokens(marks.shape[1])
         return (marks if real is None else marks & real.bool()).any(-1).tolist()
 

@@ -130,6 +130,11 @@ class Sampler:
                 self._mark_finished(sequence)
 
     @property
+    def num_top(self) -> int:
+        """How many of the likeliest tokens are wanted beside each."""
+        return self._config.logprobs
+
+    @property
     def _num_numbers(self) -> int:
         """That `draw` gives of a row."""
         num_top = self._config.logprobs

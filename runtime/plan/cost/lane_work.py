@@ -129,11 +129,13 @@ def _columns(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator
     """Columns of the rectangle, whose every row is computed."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
     columns = prompt_columns(shape, rows, width, chunk_tokens)
+    scored = sorted(width - size.num_scored for size in lane)  # where each row's begin
     for start in range(0, width, columns):
         end = min(start + columns, width)
+        num_scored = sum(max(0, end - max(start, first)) for first in scored)
         yield LaneWork(
             num_tokens=rows * (end - start),
-            num_rows=rows,
+            num_rows=num_scored or rows,
             prefill_pairs=rows * (end - start) * end,
             held_pages=rows * _pages(end),
             changed_pages=rows * (_pages(end) - start // PAGE_TOKENS),

@@ -21,30 +21,35 @@ GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours,
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
 # What choosing tokens makes of the few logits that it takes at a time, see engine/sampling/sampler.py.
 SAMPLING_BYTES = 24 * MIB
+HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits that are made at a time where many tokens are scored
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see docs/memory.md
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSize:
-    """The size of one request: `num_prompt_tokens` to prefill and at most `max_new_tokens` to generate."""
+    """The size of one request: `num_prompt_tokens` to prefill and at most `max_new_tokens` to generate. Where the last
+    `num_scored` tokens of the prompt are scored, the one new token is none that is generated: it is given."""
 
     num_prompt_tokens: int
     max_new_tokens: int
+    num_scored: int = 0
 
     @cached_property
     def capacity_tokens(self) -> int:
         """KV positions reserved for the sequence."""
-        return round_up(self.num_prompt_tokens + self.max_new_tokens, PAGE_TOKENS)
+        num_new = 0 if self.num_scored else self.max_new_tokens
+        return round_up(self.num_prompt_tokens + num_new, PAGE_TOKENS)
 
     def num_selected(self, past: int, new: int) -> int:
         """How many of the `new` tokens of its prompt behind `past` others want logits, which are the last of them."""
-        return int(0 < new == self.num_prompt_tokens - past)
+        first = self.num_prompt_tokens - max(1, self.num_scored)
+        return max(0, past + new - max(past, first))
 
     @staticmethod
     @lru_cache(65536)
-    def shared(num_prompt_tokens: int, max_new_tokens: int) -> "SequenceSize":
+    def shared(num_prompt_tokens: int, max_new_tokens: int, num_scored: int = 0) -> "SequenceSize":
         """One object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
-        return SequenceSize(num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens)
+        return SequenceSize(num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens, num_scored=num_scored)
 
 
 MicroBatch = Sequence[SequenceSize]
@@ -112,6 +117,30 @@ def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: in
     return -(-tokens // pass_tokens(shape, lane, prefill_chunk_tokens)) if tokens else 0
 
 
+def head_rows(vocab_size: int) -> int:
+    """Scored tokens whose logits are made at a time."""
+    return max(1, HEAD_SLICE_BYTES // (4 * vocab_size))
+
+
+def _logits_entry(shape: ModelShape, micro_batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Entry:
+    """The logits of a lane, a row of them for each sequence; of scored tokens a slice, and the hidden states that the
+    other slices are made of. `tokens`: of each lane, the most that it carries in a pass."""
+    num_rows = max((len(lane) for lane in micro_batches), default=0)
+    pairs = zip(micro_batches, tokens, strict=True)
+    num_scored = max((min(most, sum(size.num_scored for size in lane)) for lane, most in pairs), default=0)
+    kept = num_scored * shape.hidden_size * shape.compute_dtype_bytes
+    if num_scored:
+        num_rows = min(num_scored, head_rows(shape.vocab_size))
+    logits = num_rows * shape.vocab_size * 4
+    beside = max(logits, min(2 * logits, SAMPLING_BYTES))
+    of_slices = f" + {num_scored:,} hidden states {kept / MIB:.1f} MiB" if num_scored else ""
+    return Entry(
+        name="logits",
+        num_bytes=logits + beside + kept,
+        equation=f"{num_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB to draw from them{of_slices}",
+    )
+
+
 def lane_entries(
     shape: ModelShape,
     micro_batches: Sequence[MicroBatch],
@@ -127,9 +156,6 @@ def lane_entries(
     inner = (2 * min(largest, GATED_ROWS) if shape.has_fused_gates else LANE_INNER * largest) * shape.intermediate_size
     widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice
     numbers = 4 * largest * shape.hidden_size + widest_step
-    lane_rows = max((len(lane) for lane in micro_batches), default=0)
-    logits = lane_rows * shape.vocab_size * 4
-    beside = max(logits, min(2 * logits, SAMPLING_BYTES))
     between = shape.hidden_size + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(shape.hidden_size, heads, shape.intermediate_size)
@@ -149,11 +175,7 @@ def lane_entries(
             num_bytes=numbers * size + attention,
             equation=f"{largest:,} tokens of the largest lane, {numbers:,} x {size} B + attention {attention:,} B",
         ),
-        Entry(
-            name="logits",
-            num_bytes=logits + beside,
-            equation=f"{lane_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB to draw from them",
-        ),
+        _logits_entry(shape, micro_batches, tokens),
         Entry(
             name="workspace",
             num_bytes=products + slack_bytes,

@@ -58,12 +58,13 @@ def _continuous_load(
     """
     chunk = chunk_tokens(config.policy)
     if shape.is_packed:
-        whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
+        whole = [replace(size, num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
         longest = sorted(whole, key=lambda size: -size.capacity_tokens)
     else:
         most = SequenceSize(
             num_prompt_tokens=max((size.num_prompt_tokens for size in sizes), default=0),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
+            num_scored=max((size.num_scored for size in sizes), default=0),
         )
         longest = [most] * len(sizes)
     seats = max((len(block.members) for block in blocks), default=0)

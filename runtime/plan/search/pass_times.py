@@ -96,7 +96,7 @@ class Roofline:
         share = chunk / np.maximum(1e-9, grid.rows * prompts)  # of the block's prompts, in this pass
         pairs = self.workload.mean_squared_tokens if self.is_packed else prompts**2
         attention = layers * grid.sequences * share * pairs / 2 * work.pair_flops
-        compute = self._products(grid, chunk, 1 / np.maximum(1.0, prompts))
+        compute = self._products(grid, chunk, max(1, self.workload.num_scored) / np.maximum(1.0, prompts))
         kv_bytes = layers * grid.lanes * chunk * work.kv_bytes * (1 - grid.kv_fraction)
         zero = np.zeros_like(chunk)
         return self._times(

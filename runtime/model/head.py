@@ -1,0 +1,104 @@
+"""The head over a slice of a pass's tokens at a time, so that logits of many tokens never lie side by side. Any class's
+own head, with whatever it does to its logits: the class's forward runs again, and what the model below its head has
+returned the first time stands in for that model.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from greenlet import getcurrent
+from transformers.utils.generic import ModelOutput
+
+from ..errors import ConfigError
+from ..events import HeadSlices, LaneRun
+from .stages import StagedModel
+
+
+class BelowHead(torch.nn.Module):
+    """Stands in the place of the model below the head. Inside `sliced_logits` it runs that once, and from then on hands
+    out what came of it, of the slice's tokens alone; elsewhere it is as if it were not there."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - a class reads whatever it likes
+        self, name: str
+    ) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        run = getcurrent()
+        slices = run.head if isinstance(run, LaneRun) else None
+        if slices is None:
+            return self.inner(*args, **kwargs)
+        if slices.hidden_1ND is None:
+            slices.output = self.inner(*args, **kwargs)
+            slices.hidden_1ND = _selected(slices.output, slices.selected_N)
+            slices.output = _with_hidden(slices.output, slices.hidden_1ND[:, :0])
+        return _with_hidden(slices.output, slices.hidden_1ND[:, slices.begin : slices.end])
+
+
+def sliced_logits(
+    forward: Callable[[], ModelOutput], selected_N: torch.Tensor, num_rows: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Logits (n, V) of the selected tokens, up to `num_rows` at a time, and where they begin among them. Called inside a
+    lane's run. `forward` runs the model; a hidden state of its is (B, T, D), and `selected_N` numbers its B * T tokens.
+    """
+    run = getcurrent()
+    assert isinstance(run, LaneRun), "asked outside a lane"
+    slices = run.head = HeadSlices(selected_N=selected_N)
+    try:
+        for begin in range(0, len(selected_N), num_rows):
+            slices.begin, slices.end = begin, min(begin + num_rows, len(selected_N))
+            logits = forward().logits
+            yield begin, logits.reshape(-1, logits.shape[-1])
+    finally:
+        run.head = None
+
+
+def slice_head(staged: StagedModel) -> None:
+    """Makes `sliced_logits` possible. Mutates the model; doing so twice changes nothing. Raises ConfigError where the
+    class's head is not apart from what lies below it."""
+    parent, name = _below_head(staged)
+    inner = getattr(parent, name)
+    if not isinstance(inner, BelowHead):
+        setattr(parent, name, BelowHead(inner))
+
+
+def _holds(module: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return any(each is other for each in module.modules())
+
+
+def _below_head(staged: StagedModel) -> tuple[torch.nn.Module, str]:
+    """The place of the largest module that holds the decoder's layers and not the head."""
+    model, head = staged.model, staged.model.get_output_embeddings()
+    last_layer = next(module for module in staged.modules if module.is_last_layer)
+    parent: torch.nn.Module = model
+    while True:
+        inside = [(name, child) for name, child in parent.named_children() if _holds(child, last_layer)]
+        if not inside or isinstance(inside[0][1], torch.nn.ModuleList):
+            raise ConfigError(
+                f"model.path: {type(model).__name__} has no head of its own, so its tokens cannot be scored"
+            )
+        name, child = inside[0]
+        if head is None or not _holds(child, head):
+            return parent, name
+        parent = child
+
+
+def _selected(output: object, selected_N: torch.Tensor) -> torch.Tensor:
+    """(1, N, D) of a base model's hidden states (B, T, D), which come first in what it returns."""
+    hidden = output[0] if isinstance(output, tuple | ModelOutput) else output
+    assert isinstance(hidden, torch.Tensor), f"the model below the head gave {type(hidden).__name__}"
+    return hidden.flatten(0, 1)[selected_N][None]
+
+
+def _with_hidden(output: object, hidden: torch.Tensor) -> object:
+    if isinstance(output, ModelOutput):
+        return replace(output, **{next(iter(output)): hidden})  # pyright: ignore[reportArgumentType] - its subclasses are
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
