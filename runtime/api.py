@@ -51,7 +51,8 @@ from .trace import Trace
 from .units import MIB, format_bytes
 
 log = logging.getLogger(__name__)
-T, V = TypeVar("T"), TypeVar("V")
+T = TypeVar("T")
+V = TypeVar("V")
 
 
 class Runtime(Closing):

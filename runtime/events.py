@@ -45,10 +45,11 @@ Weights = Mapping[str, torch.Tensor]
 @dataclass(kw_only=True)
 class HeadSlices:
     """Where the model's head is run over some of a pass's tokens at a time: `selected_N` are their places among all,
-    `begin` and `end` those of `selected_N` that come next. `output` is what the model below the head has returned,
-    `hidden_1ND` its hidden states of the selected tokens; None until it has run."""
+    `begin` and `end` those of `selected_N` that come next. `owner` is the model below the head, `output` what it has
+    returned, `hidden_1ND` its hidden states of the selected tokens; None until it has run."""
 
     selected_N: torch.Tensor
+    owner: object = None
     begin: int = 0
     end: int = 0
     output: object = None

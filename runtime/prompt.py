@@ -14,7 +14,8 @@ from .engine.tokens import tokenize_each
 from .errors import ConfigError, require
 from .model.loading import LoadedModel
 
-T, V = TypeVar("T"), TypeVar("V")
+T = TypeVar("T")
+V = TypeVar("V")
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 

@@ -4,7 +4,7 @@ to becomes a `Scored` for each target.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from .engine.requests import Rejected
 from .engine.scoring_requests import Joined, join, make_scoring, scores_of
@@ -35,22 +35,25 @@ class Targets:
         if isinstance(value, Targets):
             return value
         if isinstance(value, tuple) and len(value) == 2:
-            prompt, target = value
-            if isinstance(target, str) or _are_ids(target):
-                return Targets(prompt, [target])
-            if isinstance(target, Sequence) and target and all(isinstance(t, str) or _are_ids(t) for t in target):
-                return Targets(prompt, target)
+            prompt, given = value
+            targets = [given] if _is_target(given) else list(given) if isinstance(given, Sequence) else []
+            good = [target for target in targets if _is_target(target)]
+            if good and len(good) == len(targets):
+                return Targets(prompt, good)
         raise ConfigError(
-            f"pair {index} must be (prompt, target), (prompt, [target, ...]) or Targets; a target is a text or a list of "
-            f"token ids; got {value!r:.80}"
+            f"pair {index} must be (prompt, target), (prompt, [target, ...]) or Targets, and a target a text or a list "
+            f"of token ids; got {value!r:.80}"
         )
 
 
 TargetsLike: TypeAlias = tuple[PromptLike, Target] | tuple[PromptLike, Sequence[Target]] | Targets
 
 
-def _are_ids(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(hasattr(i, "__index__") for i in value)
+def _is_target(value: object) -> TypeGuard[Target]:
+    """A text, or whole numbers of any library's kind."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, Sequence) and bool(value) and all(hasattr(token, "__index__") for token in value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +93,9 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredDocument:
-    """The rolling log-likelihood of a document: of each token behind those before it, in windows of the model's context.
-    Words are what white space parts, bytes are of UTF-8; both are 0 of a document that is token ids. A perplexity is
-    `exp(-logprob / n)`. Where `error` is set, `logprob` is NaN."""
+    """The rolling log-likelihood of a document: of each token behind those before it, in windows of the model's
+    context. Words are what white space parts, bytes are of UTF-8; both are 0 of a document that is token ids. A
+    perplexity is `exp(-logprob / n)`. Where `error` is set, `logprob` is NaN."""
 
     prompt_index: int
     token_logprobs: tuple[float, ...] = ()
@@ -138,8 +141,8 @@ class Asked:
                 self.found[i],
                 token_logprobs=tuple(score.own for score in scores),
                 is_greedy=all(score.greedy_id == token for score, token in zip(scores, ids, strict=True)),
-                top_token_ids=tuple(score.top_ids for score in scores),
-                top_logprobs=tuple(score.top for score in scores),
+                top_token_ids=tuple(score.top_ids for score in scores if score.top_ids),
+                top_logprobs=tuple(score.top for score in scores if score.top),
             )
 
 

@@ -69,7 +69,8 @@ def _joined(requests: Rows[Request]) -> Request:
 def scores_of(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
     """The scores of one of the requests whose joined request has come to `completion`: none where it failed."""
     own, whole = member.scoring, completion.request.scoring
-    assert own is not None and whole is not None, "both are scored"
+    assert own is not None, "its tokens are scored"
+    assert whole is not None, "it was joined of scored ones"
     if not completion.is_ok:
         return ()
     num_before = whole.num_positions - 1

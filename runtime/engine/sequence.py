@@ -52,8 +52,8 @@ def read_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScore(TokenLogprobs):
-    """A given token's own log-probability behind those before it, the likeliest tokens in its place where they are asked
-    for, and the likeliest of all."""
+    """A given token's own log-probability behind those before it, the likeliest tokens in its place where they are
+    asked for, and the likeliest of all."""
 
     greedy_id: int
 
@@ -66,7 +66,7 @@ class Scoring:
 
     num_positions: int
     last_ids: tuple[int, ...]
-    decoder_ids: tuple[int, ...] | None = None
+    decoder_ids: tuple[int, ...] | None = None  # None without an encoder
 
     @property
     def num_scores(self) -> int:
@@ -105,6 +105,11 @@ class Request:
     def size(self) -> SequenceSize:
         """What a plan asks of it."""
         return SequenceSize.shared(len(self.prompt_ids), self.max_new_tokens, self.num_scored)
+
+    @property
+    def decoder_ids(self) -> tuple[int, ...]:
+        """What a decoder behind an encoder is given behind its start token."""
+        return (self.scoring.decoder_ids or ()) if self.scoring is not None else ()
 
     @property
     def num_scored(self) -> int:

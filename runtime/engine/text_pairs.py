@@ -2,18 +2,24 @@
 both, so that numbers made here and there are comparable.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..errors import require
 from ..model.loading import LoadedModel
 from .chat import TemplateRefusal
 from .tokens import tokenize_each
 
-Text: TypeAlias = tuple[str, bool]  # the other says that its special tokens are in it, or wanted nowhere
 Target: TypeAlias = str | Rows[int]
+
+
+class Text(NamedTuple):
+    """`is_rendered`: its special tokens are in it already, or it shall have none."""
+
+    text: str
+    is_rendered: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +40,16 @@ class PairIds:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What a target's ids are made of. `whole`: prompt and target in one text, where both are texts."""
+    """What a target's ids are made of. `whole`: prompt and target in one text, whose ids are parted where the prompt's
+    end; None: the target's own."""
 
     prompt: Text | Rows[int]
-    target: Text | Rows[int]
-    whole: Text | None
+    target: Text | Rows[int] = ()
+    whole: Text | None = None
 
     @property
-    def texts(self) -> Iterator[Text]:
-        yield from (text for text in (self.prompt, self.target, self.whole) if _is_text(text))
+    def texts(self) -> list[Text]:
+        return [part for part in (self.prompt, self.target, self.whole) if isinstance(part, Text)]
 
 
 def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds | str]]:
@@ -56,47 +63,39 @@ def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds
     found = _tokenised(
         model, [text for each in wanted for one in each if not isinstance(one, str) for text in one.texts]
     )
-    return [[one if isinstance(one, str) else _ids(model, one, found) for one in each] for each in wanted]
+    return [[one if isinstance(one, str) else _ids(one, found) for one in each] for each in wanted]
 
 
 def _wanted(model: LoadedModel, pair: TextPair, target: Target) -> _Wanted | str:
     prompt, is_rendered = pair.prompt, pair.is_rendered
     if isinstance(prompt, TemplateRefusal):
         return f"the model's chat template refuses the messages: {prompt}"
+    own = Text(target, True) if isinstance(target, str) else target
     if not isinstance(prompt, str) or not isinstance(target, str):
-        return _Wanted(
-            prompt=(prompt, is_rendered) if isinstance(prompt, str) else prompt,
-            target=(target, True) if isinstance(target, str) else target,
-            whole=None,
-        )
+        return _Wanted(prompt=Text(prompt, is_rendered) if isinstance(prompt, str) else prompt, target=own)
     num_kept = len(prompt.rstrip())
-    target = prompt[num_kept:] + target
-    prompt = prompt[:num_kept]
+    kept, moved = prompt[:num_kept], prompt[num_kept:] + target
     if model.start_token_id is not None:
-        return _Wanted(prompt=(prompt, is_rendered), target=(target, True), whole=None)
-    if prompt:
-        return _Wanted(prompt=(prompt, is_rendered), target=(), whole=(prompt + target, is_rendered))
+        return _Wanted(prompt=Text(kept, is_rendered), target=Text(moved, True))
+    if kept:
+        return _Wanted(prompt=Text(kept, is_rendered), whole=Text(kept + moved, is_rendered))
     start = text_start(model)
     if start is None:
         return "the prompt is empty, and the tokenizer has no token that texts begin with"
-    return _Wanted(prompt=(start,), target=(target, True), whole=None)
+    return _Wanted(prompt=(start,), target=Text(moved, True))
 
 
-def _ids(model: LoadedModel, wanted: _Wanted, found: dict[Text, tuple[int, ...] | str]) -> PairIds | str:
-    prompt, target, whole = (
-        found[part] if part is not None and _is_text(part) else part
-        for part in (wanted.prompt, wanted.target, wanted.whole)
-    )
-    for ids in (prompt, target, whole):
-        if isinstance(ids, str):
-            return ids
-    if whole is not None:
-        return PairIds(prompt=whole[: len(prompt)], target=whole[len(prompt) :])
-    return PairIds(prompt=prompt, target=target)
+def _ids(wanted: _Wanted, found: Mapping[Text, tuple[int, ...] | str]) -> PairIds | str:
+    failed = [ids for ids in map(found.__getitem__, wanted.texts) if isinstance(ids, str)]
+    if failed:
+        return failed[0]
+    prompt, target, whole = (_found(part, found) for part in (wanted.prompt, wanted.target, wanted.whole or ()))
+    return PairIds(prompt=prompt, target=whole[len(prompt) :] if whole else target)
 
 
-def _is_text(part: Text | Rows[int] | None) -> bool:
-    return isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str)
+def _found(part: Text | Rows[int], found: Mapping[Text, tuple[int, ...] | str]) -> Rows[int]:
+    ids = found[part] if isinstance(part, Text) else part
+    return () if isinstance(ids, str) else ids
 
 
 def _tokenised(model: LoadedModel, texts: Rows[Text]) -> dict[Text, tuple[int, ...] | str]:
@@ -105,7 +104,7 @@ def _tokenised(model: LoadedModel, texts: Rows[Text]) -> dict[Text, tuple[int, .
     for is_rendered in (False, True):
         each = [text for text, how in dict.fromkeys(texts) if how == is_rendered]
         ids = tokenize_each(model, each, is_rendered=is_rendered, most_tokens=None) if each else []
-        found |= {(text, is_rendered): one for text, one in zip(each, ids, strict=True)}
+        found |= {Text(text, is_rendered): one for text, one in zip(each, ids, strict=True)}
     return found
 
 
@@ -114,14 +113,15 @@ def text_start(model: LoadedModel) -> int | None:
     tokenizer = model.tokenizer
     if tokenizer is None:
         return None
-    return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    known = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return next((token for token in known if isinstance(token, int)), None)
 
 
 def encode_documents(model: LoadedModel, documents: Rows[str | Rows[int]]) -> list[Rows[int] | str]:
     """The ids of each document without special tokens, or what is wrong."""
-    texts = [(document, True) for document in documents if isinstance(document, str)]
+    texts = [Text(document, True) for document in documents if isinstance(document, str)]
     found = _tokenised(model, texts)
-    return [found[document, True] if isinstance(document, str) else document for document in documents]
+    return [found[Text(document, True)] if isinstance(document, str) else document for document in documents]
 
 
 def rolling_windows(tokens: Rows[int], start: int, most_tokens: int) -> list[PairIds]:

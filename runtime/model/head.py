@@ -5,6 +5,7 @@ returned the first time stands in for that model.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from greenlet import getcurrent
@@ -15,9 +16,16 @@ from ..events import HeadSlices, LaneRun
 from .stages import StagedModel
 
 
+class HasLogits(Protocol):
+    """What a class with a head returns."""
+
+    logits: torch.Tensor
+
+
 class BelowHead(torch.nn.Module):
-    """Stands in the place of the model below the head. Inside `sliced_logits` it runs that once, and from then on hands
-    out what came of it, of the slice's tokens alone; elsewhere it is as if it were not there."""
+    """Stands in the place of a module that may be the model below the head. The first of them that a pass calls is it:
+    inside `sliced_logits` it runs once, and from then on what came of it is handed out, of the slice's tokens alone.
+    Elsewhere it is as if it were not there."""
 
     def __init__(self, inner: torch.nn.Module):
         super().__init__()
@@ -34,9 +42,10 @@ class BelowHead(torch.nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         run = getcurrent()
         slices = run.head if isinstance(run, LaneRun) else None
-        if slices is None:
+        if slices is None or slices.owner not in (None, self):
             return self.inner(*args, **kwargs)
         if slices.hidden_1ND is None:
+            slices.owner = self
             slices.output = self.inner(*args, **kwargs)
             slices.hidden_1ND = _selected(slices.output, slices.selected_N)
             slices.output = _with_hidden(slices.output, slices.hidden_1ND[:, :0])
@@ -44,11 +53,10 @@ class BelowHead(torch.nn.Module):
 
 
 def sliced_logits(
-    forward: Callable[[], ModelOutput], selected_N: torch.Tensor, num_rows: int
+    forward: Callable[[], HasLogits], selected_N: torch.Tensor, num_rows: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Logits (n, V) of the selected tokens, up to `num_rows` at a time, and where they begin among them. Called inside a
-    lane's run. `forward` runs the model; a hidden state of its is (B, T, D), and `selected_N` numbers its B * T tokens.
-    """
+    """Logits (n, V) of the selected tokens, up to `num_rows` at a time, and where they begin among them. Called inside
+    a lane's run. `forward` runs the model; its hidden states are (B, T, D), `selected_N` numbers their B * T tokens."""
     run = getcurrent()
     assert isinstance(run, LaneRun), "asked outside a lane"
     slices = run.head = HeadSlices(selected_N=selected_N)
@@ -56,6 +64,7 @@ def sliced_logits(
         for begin in range(0, len(selected_N), num_rows):
             slices.begin, slices.end = begin, min(begin + num_rows, len(selected_N))
             logits = forward().logits
+            assert slices.hidden_1ND is not None, "a class has reached its layers by another way than all its modules"
             yield begin, logits.reshape(-1, logits.shape[-1])
     finally:
         run.head = None
@@ -64,31 +73,33 @@ def sliced_logits(
 def slice_head(staged: StagedModel) -> None:
     """Makes `sliced_logits` possible. Mutates the model; doing so twice changes nothing. Raises ConfigError where the
     class's head is not apart from what lies below it."""
-    parent, name = _below_head(staged)
-    inner = getattr(parent, name)
-    if not isinstance(inner, BelowHead):
-        setattr(parent, name, BelowHead(inner))
+    if any(isinstance(module, BelowHead) for module in staged.model.modules()):
+        return
+    places = _below_head(staged)
+    if not places:
+        name = type(staged.model).__name__
+        raise ConfigError(f"model.path: {name} has its layers and its head in one module, so it can score no tokens")
+    for parent, name in places:
+        setattr(parent, name, BelowHead(getattr(parent, name)))
+
+
+def _below_head(staged: StagedModel) -> list[tuple[torch.nn.Module, str]]:
+    """The places of modules that hold the decoder's layers and not the head, outer ones first: which of them a class
+    calls is its own affair."""
+    last_layer = next(module for module in staged.modules if module.is_last_layer)
+    head = staged.model.get_output_embeddings()
+    parent, places = staged.model, list[tuple[torch.nn.Module, str]]()
+    while True:
+        name, child = next((name, child) for name, child in parent.named_children() if _holds(child, last_layer))
+        if isinstance(child, torch.nn.ModuleList):
+            return places
+        if head is None or not _holds(child, head):
+            places.append((parent, name))
+        parent = child
 
 
 def _holds(module: torch.nn.Module, other: torch.nn.Module) -> bool:
     return any(each is other for each in module.modules())
-
-
-def _below_head(staged: StagedModel) -> tuple[torch.nn.Module, str]:
-    """The place of the largest module that holds the decoder's layers and not the head."""
-    model, head = staged.model, staged.model.get_output_embeddings()
-    last_layer = next(module for module in staged.modules if module.is_last_layer)
-    parent: torch.nn.Module = model
-    while True:
-        inside = [(name, child) for name, child in parent.named_children() if _holds(child, last_layer)]
-        if not inside or isinstance(inside[0][1], torch.nn.ModuleList):
-            raise ConfigError(
-                f"model.path: {type(model).__name__} has no head of its own, so its tokens cannot be scored"
-            )
-        name, child = inside[0]
-        if head is None or not _holds(child, head):
-            return parent, name
-        parent = child
 
 
 def _selected(output: object, selected_N: torch.Tensor) -> torch.Tensor:

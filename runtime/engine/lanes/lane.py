@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import torch
 from greenlet import GreenletExit
 from transformers import Cache, PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from ...attention.upload import upload
 from ...cache.base import KVCache
 from ...cache.pages import PagePool
 from ...events import Event, LaneRun, NeedStage, Weights
-from ...model.head import sliced_logits
+from ...model.head import HasLogits, sliced_logits
 from ...model.rope_lengths import RopeLengths
 from ...stream.device import ComputeDevice
 from ..records import PassCounts
@@ -141,7 +140,7 @@ class Lane(ABC):
         self._sampler.tell(self._drawing, drawn, self._num_passes)
         return sum(sequence.finish is not FinishReason.error for sequence in self._drawing)
 
-    def _score(self, given: Given, forward: Callable[[], ModelOutput]) -> None:
+    def _score(self, given: Given, forward: Callable[[], HasLogits]) -> None:
         """Runs the model, and its head over a slice of what is scored at a time."""
         scores = Scores(given, self._sampler.num_top, self._device)
         for begin, logits_NV in sliced_logits(forward, upload(given.places, self._device), self._head_rows):

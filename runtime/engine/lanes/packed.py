@@ -3,11 +3,11 @@
 from collections.abc import Sequence as Rows
 
 import torch
-from transformers.modeling_outputs import CausalLMOutput
 
 from ...attention.upload import upload
 from ...cache.paged import PagedKV
 from ...events import NeedStage
+from ...model.head import HasLogits
 from ..records import PassCounts
 from ..sampling.scoring import Given
 from ..sequence import Sequence
@@ -118,13 +118,14 @@ class PackedLane(Lane):
 
     def _forward(self) -> None:
         if self._given is not None and self._given.places:
-            return self._score(self._given, self._called)
+            self._score(self._given, self._called)
+            return
         out = self._called(self._cache.selected_B)
         logits_TV = out.logits[0]
         is_selected_alone = len(logits_TV) == len(self._cache.selected_B)  # some classes make logits of all tokens
         self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
 
-    def _called(self, logits_to_keep: torch.Tensor | int = 0) -> CausalLMOutput:
+    def _called(self, logits_to_keep: torch.Tensor | int = 0) -> HasLogits:
         return self._model(
             input_ids=self._ids_1T,
             position_ids=self._positions_1T,

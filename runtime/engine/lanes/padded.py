@@ -81,7 +81,8 @@ class PaddedLane(RectangleLane):
         )
         arguments = inputs.of(self._model, self._cache)
         if self._given is not None and self._given.places:
-            return self._score(self._given, lambda: self._model(**{**arguments, "logits_to_keep": 0}))
+            self._score(self._given, lambda: self._model(**{**arguments, "logits_to_keep": 0}))
+            return
         self._logits_BV = self._model(**arguments).logits[:, -1]
 
     def _sampled_sequences(self) -> list[Sequence]:

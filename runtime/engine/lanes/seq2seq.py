@@ -8,7 +8,9 @@ import torch
 
 from ...attention.upload import upload
 from ...cache.rectangle import RectangleKV, cross_rectangle_cache
+from ...model.head import HasLogits
 from ..records import PassCounts
+from ..sampling.scoring import Given
 from ..sequence import Sequence
 from .lane import LaneContext
 from .rectangle import RectangleLane
@@ -16,11 +18,12 @@ from .rectangle import RectangleLane
 
 class Seq2SeqLane(RectangleLane):
     """A right-padded rectangle of prompts; no padding among generated tokens, as all rows begin together. Rows that go
-    on bring equally many, which the decoder is given in chunks of columns: its head makes logits of each."""
+    on bring equally many, which the decoder is given in chunks of columns: its head makes logits of each. What is
+    scored the decoder is given whole in the first pass, right-padded: no token sees those behind it."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence], start_token_id: int):
         width = max(len(s.request.prompt_ids) for s in sequences)
-        longest = max(s.request.max_new_tokens for s in sequences)
+        longest = max(max(s.request.max_new_tokens, s.request.num_scored) for s in sequences)
         assert len({len(s.generated) for s in sequences}) == 1, "rows that begin together have generated equally much"
         cache = cross_rectangle_cache(
             context.model.get_decoder().config, longest, width, context.device, context.travels
@@ -46,11 +49,29 @@ class Seq2SeqLane(RectangleLane):
 
     def _prepare(self) -> None:
         """The next columns of the start token and all that was generated: nearly always the last one alone."""
+        if any(s.request.scoring is not None for s in self.sequences):
+            self._given = self._prepare_scored()
+            return
         begin, end = max(0, self._done - 1), self._done + self._columns - 1
         start = [] if self._done else [self._start_token_id]
         self._ids_BT = upload([start + s.generated[begin:end] for s in self.sequences], self._device)
 
+    def _prepare_scored(self) -> Given:
+        """The decoder's whole input, and what is scored of it."""
+        rows = [[self._start_token_id, *s.request.decoder_ids] for s in self.sequences]
+        width = max(map(len, rows))
+        self._ids_BT = upload([row + [0] * (width - len(row)) for row in rows], self._device)
+        given = (s.given(0, len(row)) for s, row in zip(self.sequences, rows, strict=True))
+        each = zip(self.sequences, given, strict=True)
+        return Given.of((s, number * width, tokens) for number, (s, tokens) in enumerate(each))
+
     def _forward(self) -> None:
+        if self._given is not None:
+            self._score(self._given, self._called)
+            return
+        self._logits_BV = self._called().logits[:, -1].contiguous()  # the others' memory is given back
+
+    def _called(self) -> HasLogits:
         encoded = self._encoded_BSD
         out = self._model(
             input_ids=self._prompts_BS if encoded is None else None,
@@ -61,9 +82,11 @@ class Seq2SeqLane(RectangleLane):
             use_cache=True,
         )
         self._encoded_BSD = out.encoder_last_hidden_state
-        self._logits_BV = out.logits[:, -1].contiguous()  # the others' memory is given back
+        return out
 
     def _sampled_sequences(self) -> list[Sequence]:
+        if self._given is not None:
+            return []
         end = self._done + self._ids_BT.shape[1] - 1
         return [s for s in self.sequences if len(s.request.prompt_ids) + end == s.num_known]
 
@@ -74,7 +97,10 @@ class Seq2SeqLane(RectangleLane):
         for sequence in self.sequences:
             sequence.num_cached = len(sequence.request.prompt_ids) + self._done - 1
         num_decoder = num_rows * (num_columns - is_first)  # the start token counts as none
-        real = num_decoder + (sum(len(s.request.prompt_ids) for s in self.sequences) if is_first else 0)
+        num_real = num_decoder
+        if self._given is not None:
+            num_real = sum(len(s.request.decoder_ids) for s in self.sequences)
+        real = num_real + (sum(len(s.request.prompt_ids) for s in self.sequences) if is_first else 0)
         counts = PassCounts(
             num_sequences=num_rows,
             real_tokens=real,

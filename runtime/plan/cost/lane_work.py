@@ -143,15 +143,16 @@ def _columns(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator
 
 
 def _encoding(lane: MicroBatch) -> LaneWork:
-    """The prompts through the encoder, and each row's first token through the decoder."""
+    """The prompts through the encoder, and each row's first token through the decoder, or all that is scored."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
+    columns = max(1, *(size.num_scored for size in lane))  # of the decoder
     return LaneWork(
-        num_tokens=rows,
-        num_rows=rows,
-        kv_positions=rows,
-        prefill_pairs=rows * width**2,
-        held_pages=rows,
-        changed_pages=rows,
+        num_tokens=rows * columns,
+        num_rows=max(rows, sum(size.num_scored for size in lane)),
+        kv_positions=rows if columns == 1 else 0,
+        prefill_pairs=rows * width**2 + (rows * columns**2 if columns > 1 else 0),
+        held_pages=rows * _pages(columns),
+        changed_pages=rows * _pages(columns),
         num_encoder_tokens=rows * width,
-        num_cross_positions=rows * width,
+        num_cross_positions=rows * width * columns,
     )

@@ -67,8 +67,9 @@ def _longest(shape: ModelShape, lane: MicroBatch) -> int:
     """KV positions of a lane's longest row."""
     if shape.is_packed:
         return max(size.capacity_tokens for size in lane)
-    num_before = 0 if shape.has_encoder else _prompt_width(lane)
-    return round_up(num_before + max(size.max_new_tokens for size in lane), PAGE_TOKENS)
+    if shape.has_encoder:
+        return round_up(max(max(size.max_new_tokens, size.num_scored) for size in lane), PAGE_TOKENS)
+    return round_up(_prompt_width(lane) + max(size.max_new_tokens for size in lane), PAGE_TOKENS)
 
 
 def _restarts(shape: ModelShape, size: SequenceSize) -> bool:
@@ -107,7 +108,7 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
         return max(len(lane), min(prefill_chunk_tokens, sum(_prefilled(shape, size) for size in lane)))
     width = _longest(shape, lane) if any(_restarts(shape, size) for size in lane) else _prompt_width(lane)
     if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
-        return len(lane) * width
+        return len(lane) * (width + max(size.num_scored for size in lane))
     return len(lane) * prompt_columns(shape, len(lane), width, prefill_chunk_tokens)
 
 
@@ -133,11 +134,11 @@ def _logits_entry(shape: ModelShape, micro_batches: Sequence[MicroBatch], tokens
         num_rows = min(num_scored, head_rows(shape.vocab_size))
     logits = num_rows * shape.vocab_size * 4
     beside = max(logits, min(2 * logits, SAMPLING_BYTES))
-    of_slices = f" + {num_scored:,} hidden states {kept / MIB:.1f} MiB" if num_scored else ""
     return Entry(
         name="logits",
         num_bytes=logits + beside + kept,
-        equation=f"{num_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB to draw from them{of_slices}",
+        equation=f"{num_rows:,} rows x {shape.vocab_size:,} x 4 B + {beside / MIB:.1f} MiB to draw from them"
+        + (f" + {num_scored:,} hidden states {kept / MIB:.1f} MiB" if num_scored else ""),
     )
 
 
