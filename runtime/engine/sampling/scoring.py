@@ -25,7 +25,8 @@ class Given:
 
     @staticmethod
     def of(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "Given":
-        """Of each sequence of a pass: itself, the place of its first such token, and what is scored behind each."""
+        """What `parts` say of each sequence of a pass: itself, its first place, and what is scored behind each of its
+        places."""
         places = list[int]()
         scores = list[tuple[int, int, Sequence]]()
         for sequence, first, each in parts:
