@@ -15,6 +15,9 @@ import hydra
 
 from jobs.config.cli import as_job, run_job, say, with_prompt
 from jobs.config.settings import Composed, GenerateConfig, doubtful_settings, load, run_directory, to_yaml
+from jobs.datasets.config import DatasetKind
+from jobs.datasets.files import require_there
+from runtime.origin.place import local_place
 
 HOW_TO_READ = """
 output: {folder}
@@ -42,7 +45,10 @@ def main(composed: Composed) -> int:
     log.debug("config:\n%s", to_yaml(config))
     log.info("opening %s; results go to %s", config.model.path or f"model={config.model.name}", run_directory(config))
 
-    # torch and transformers are loaded only once the config is known to be good
+    # torch and transformers are loaded only once the config and what it points at are known to be there
+    local_place(config.model)
+    if config.dataset.path is not None and config.dataset.kind is not DatasetKind.hub:
+        require_there(config.dataset.path)
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.run.generation import generate

@@ -13,14 +13,20 @@ from runtime.units import MIB
 CHUNK_BYTES = MIB
 
 
+def require_there(path: str, key: str = "path") -> Path:
+    """The path of a data set; DatasetError where it leads nowhere."""
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DatasetError(f"dataset.{key}={path} does not exist (looked for {root.absolute()})")
+    return root
+
+
 def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[Path]:
     """The file `path`, or the files with one of `suffixes` in the directory `path`, by name.
 
     Files whose names begin with `.` or `_` are skipped, as Parquet readers do. Raises DatasetError.
     """
-    root = Path(path).expanduser()
-    if not root.exists():
-        raise DatasetError(f"dataset.{key}={path} does not exist (looked for {root.absolute()})")
+    root = require_there(path, key)
     if root.is_file():
         return [root]
     if not root.is_dir():

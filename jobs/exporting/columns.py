@@ -114,9 +114,11 @@ def readable(text: str | None) -> str | None:
     return value if isinstance(value, str) else text
 
 
-def chosen(schema: pa.Schema, columns: Sequence[str] | None) -> list[str]:
-    """The names of the columns to write, in their order. Raises ConfigError for one that is not there."""
+def chosen(schema: pa.Schema, columns: Sequence[str] | None, *, has_input: bool) -> list[str]:
+    """The names of the columns to write, in their order. Raises ConfigError for one that is not there. `has_input`: the
+    run kept the columns of its input."""
     unknown = [name for name in columns or () if name not in schema.names]
     if unknown:
-        raise ConfigError(f"columns={unknown[0]} is not there: the run has {', '.join(schema.names)}")
+        why = "" if has_input else "; it was made with dataset.keep_columns=false, without those of its input"
+        raise ConfigError(f"columns={unknown[0]} is not there: the run has {', '.join(schema.names)}{why}")
     return list(columns or schema.names)

@@ -1,10 +1,13 @@
 """The parts of a run's shards as one file: rows verified, put in order and published whole."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
+from glob import escape
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +16,7 @@ import pyarrow.parquet as pq
 from runtime.errors import ConfigError, OutputError
 from runtime.units import MIB, format_bytes
 
-from ..files.publishing import PARQUET_PROBLEMS, make_directory, publish
+from ..files.publishing import PARQUET_PROBLEMS, TEMP_SUFFIX, make_directory, output_error, publish
 from ..run.found import FoundRun, find_runs
 from .columns import JsonTypes, chosen, exported_schema, with_columns
 from .config import ErrorRows, ExportConfig, ExportFormat
@@ -49,7 +52,8 @@ def export(config: ExportConfig) -> Exported:
             "on with it; partial=true exports what is there"
         )
     schema = exported_schema(_schemas(shards))
-    names = chosen(schema, config.columns)
+    kept = shards[0].semantic.get("dataset.keep_columns") is not False
+    names = chosen(schema, config.columns, has_input=kept)
     types, counts = JsonTypes(schema=pa.schema([schema.field(name) for name in names])), _Counts()
     with Sorter(make_directory(out.absolute().parent), _num_places(shards), _num_files(shards)) as sorter:
         for table in _rows(shards, schema, config, counts):
@@ -60,7 +64,8 @@ def export(config: ExportConfig) -> Exported:
         write = WRITERS[config.written_as]
         as_written = types.result() if config.written_as is ExportFormat.parquet else types.schema
         try:
-            publish(out, lambda file: write(tables, as_written, file), exclusive=False)
+            _sweep_left_behind(out)
+            publish(out, lambda file: _write_locked(lambda: write(tables, as_written, file), file), exclusive=False)
         except OutputError as error:
             raise OutputError(f"out={out} cannot be written: {error.__cause__}; an older file is as it was") from error
     return Exported(
@@ -87,6 +92,23 @@ def _require_file(out: Path, shards: Sequence[FoundRun]) -> None:
     own = {folder.resolve() for run in shards for folder in (run.directory.generations, run.directory.throughput)}
     if out.absolute().parent.resolve() in own:
         raise ConfigError(f"out={out} lies among the parts of the run, where readers would take it for one")
+
+
+def _write_locked(write: Callable[[], None], file: BinaryIO) -> None:
+    """Writes under a lock that ends with the process, so that others know a file that is being written."""
+    flock(file, LOCK_EX)
+    write()
+
+
+def _sweep_left_behind(out: Path) -> None:
+    """Removes what exports to `out` left half written when they were killed. Raises OutputError."""
+    try:
+        for left in out.parent.glob(f".{escape(out.name)}.*{TEMP_SUFFIX}"):
+            with left.open("rb") as file, suppress(BlockingIOError):
+                flock(file, LOCK_EX | LOCK_NB)
+                left.unlink(missing_ok=True)
+    except OSError as error:
+        raise output_error(out, error) from error
 
 
 def _schemas(shards: Sequence[FoundRun]) -> list[pa.Schema]:

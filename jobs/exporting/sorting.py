@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -17,13 +18,14 @@ MAX_FILES = 500  # that are open at once
 
 
 class Sorter(Closing):
-    """A context manager; its files are beside the output, hidden, and gone with it."""
+    """A context manager; its files are on the disk of the output and have no name, so that even a kill leaves none."""
 
     def __init__(self, folder: Path, num_places: int, num_files: int):
         """`num_places`: how many rows the input has. With one file the rows stay in memory."""
         self._num_places, self._num_files = max(1, num_places), max(1, min(num_files, MAX_FILES))
         self._stack = ExitStack()
         self._tables: list[pa.Table] = []
+        self._files: dict[int, BinaryIO] = {}
         self._writers: dict[int, pa.RecordBatchFileWriter] = {}
         self._folder = folder
 
@@ -44,24 +46,18 @@ class Sorter(Closing):
         for writer in self._writers.values():
             writer.close()
         for number in sorted(self._writers):
-            with pa.OSFile(str(self._path(number))) as file:
-                yield _in_order([pa.ipc.open_file(file).read_all()])
-            self._path(number).unlink()
+            with self._files.pop(number) as file:
+                yield _in_order([pa.ipc.open_file(pa.PythonFile(file, mode="r")).read_all()])
 
     def close(self) -> None:
         self._stack.close()
 
     def _writer(self, number: int, schema: pa.Schema) -> pa.RecordBatchFileWriter:
-        if not self._writers:
-            made = tempfile.TemporaryDirectory(prefix=".export-", dir=self._folder)
-            self._folder = Path(self._stack.enter_context(made))
         if number not in self._writers:
-            writer = pa.ipc.new_file(str(self._path(number)), schema)
-            self._writers[number] = self._stack.enter_context(writer)
+            file = self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
+            self._files[number] = file
+            self._writers[number] = pa.ipc.new_file(file, schema)
         return self._writers[number]
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number}.arrow"
 
 
 def _in_order(tables: Iterable[pa.Table]) -> pa.Table:

@@ -59,7 +59,7 @@ def _line(name: str, tokens_per_second: float | None, num_tokens: int, seconds: 
 
 
 def _utilisation(predicted: Prediction) -> str:
-    """How busy each resource is that works at all; what binds a phase is marked."""
+    """How busy each resource is that works at all; what limits a phase is marked."""
     phases = predicted.phases
     used = [each for each in Resource if any(phase.busy_seconds[each] for phase in phases.values())]
     lines = [f"  {each.value:<16}{''.join(_share(phase, each) for phase in phases.values())}" for each in used]
@@ -68,7 +68,7 @@ def _utilisation(predicted: Prediction) -> str:
 
 
 def _share(phase: PhaseTime, resource: Resource) -> str:
-    """Bubbles are time in which a resource waits while a pass goes on."""
-    bubbles = format_seconds(phase.bubble_seconds(resource))
-    binds = ", binds" if resource is phase.binding else ""
-    return f"{f'{phase.busy_seconds[resource] / phase.seconds:4.0%}, bubbles {bubbles}{binds}':<34}"
+    """How much of a phase it works, and for how long it waits while a pass goes on: the literature's bubbles."""
+    waits = format_seconds(phase.bubble_seconds(resource))
+    limit = ", the limit" if resource is phase.binding else ""
+    return f"{f'{phase.busy_seconds[resource] / phase.seconds:4.0%}, waits {waits}{limit}':<34}"

@@ -14,6 +14,7 @@ from threading import Lock
 from typing import TypeVar, cast
 
 from numba import config, njit
+from numba.core import event
 from numba.core.caching import InTreeCacheLocator, UserProvidedCacheLocator, UserWideCacheLocator
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,24 @@ Function = TypeVar("Function", bound=Callable[..., object])
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf
 FUSED = {"contract"}  # said, or a caller's permission to reorder would undo the rounding of `exp`
 _LOCK, _PLACES = Lock(), "CACHE_LOCATOR_CLASSES"
+
+
+class _FirstCompilation(event.Listener):
+    """Says that kernels are being compiled, as it begins and once: nothing else happens in that time."""
+
+    def __init__(self) -> None:
+        self._was_said = False
+
+    def on_start(self, event: event.Event) -> None:
+        if not self._was_said:
+            self._was_said = True
+            log.info("compiling kernels for this processor, which takes some 15 s; later starts find them on disk")
+
+    def on_end(self, event: event.Event) -> None:
+        """Nothing is to be said."""
+
+
+event.register("numba:compile", _FirstCompilation())
 
 
 def kept(function: Function) -> Function:

@@ -261,9 +261,11 @@ def _fuse(hollow: _Hollow, config: ModelConfig, device: torch.device) -> None:
     counts = fuse(hollow.model, ops)
     if counts:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        log.info("%s: %s are fused, all else is transformers' own code", hollow.class_name, kinds)
+        log.debug("%s: %s are fused, all else is transformers' own code", hollow.class_name, kinds)
     else:
-        log.info("%s: nothing is fused, as its code between products is that of no class known here", hollow.class_name)
+        log.debug(
+            "%s: nothing is fused, as its code between products is that of no class known here", hollow.class_name
+        )
 
 
 def _identity(fingerprint: str, digests: Mapping[str, str]) -> str:

@@ -28,6 +28,7 @@ from ..synthesize.checkpoints import tiny_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
 from .config_rules import code_keys, require_sound, without_code
 from .net import one_line
+from .place import local_place, no_weights
 from .vetted_files import CONFIG, MAX_SETTINGS_BYTES, vetted_directory
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults w
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 TOKENIZER_KEY = "model.tokenizer"
-FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
 GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
 
 
@@ -49,27 +49,13 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None) -> Path:
         if config.name != "tiny":
             raise ConfigError(f"model={config.name} needs model.path: a local directory, a GGUF file or a hub id")
         return tiny_checkpoint(cache_root(cache_dir) / "tiny")
-    path = Path(config.path).expanduser()
-    if path.is_dir() or is_gguf(path):
-        return path
-    if path.suffix in FILE_SUFFIXES or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise CheckpointError(_three_ways(config, f"{path} is neither a directory nor a GGUF file"))
+    if (place := local_place(config)) is not None:
+        return place
     try:
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=HUB_PATTERNS))
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(_three_ways(config, f"the hub and its cache gave nothing for it: {reason}")) from error
-
-
-def _three_ways(config: ModelConfig, reason: str) -> str:
-    shape = config.name if config.name != "hf" else "llama-3.2-1b"  # any with a shape: hf has none
-    return (
-        f"model={config.name}: no weights at model.path={config.path}: {reason}\n"
-        f"choose one of:\n"
-        f"  1. hub: run `hf download {config.path}` where there is network (gated models: `hf auth login` first)\n"
-        f"  2. local: model.path=/directory/with/config.json/and/safetensors or model.path=/file.gguf\n"
-        f"  3. random weights: python -m jobs.synthesize model={shape} out=DIR, then model.path=DIR"
-    )
+        raise no_weights(config, f"the hub and its cache gave nothing for it: {reason}") from error
 
 
 def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConfig:

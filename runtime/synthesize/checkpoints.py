@@ -104,13 +104,24 @@ def outline_checkpoint(
 def _prepare(
     model: str | PreTrainedConfig, overrides: Mapping[str, object], dtype: torch.dtype, tokenizer_path: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, overrides)
+    own = _inside_vocabulary(overrides)
+    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else config_for(model, own)
     tokenizer = _fitting_tokenizer(config, tokenizer_path)
-    _adopt_token_ids(config, tokenizer, keep=frozenset(overrides))
+    _adopt_token_ids(config, tokenizer, keep=frozenset(own))
     meta_model = _build(config, dtype)
     if overrides.get("tie_word_embeddings") is False:
         untie_head(meta_model)
     return meta_model, tokenizer
+
+
+def _inside_vocabulary(overrides: Mapping[str, object]) -> dict[str, object]:
+    """`overrides` without the token ids that a smaller vocabulary than the published one leaves outside, of which
+    transformers would warn: the tokenizer's take their place."""
+    size = overrides.get("vocab_size")
+    is_outside = {
+        key: isinstance(size, int) and isinstance(i := overrides.get(key), int) and i >= size for key in _TOKEN_KEYS
+    }
+    return {key: value for key, value in overrides.items() if not is_outside.get(key)}
 
 
 def tiny_checkpoint(cache: Path, seed: int = 0) -> Path:

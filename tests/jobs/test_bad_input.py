@@ -51,6 +51,23 @@ def test_missing_checkpoint_names_three_ways_on(tmp_path: Path) -> None:
     assert error.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("model=hf model.path=/nowhere/at/all", "no weights at model.path=/nowhere/at/all"),
+        ("model=mixtral dataset=jsonl dataset.path=nope.jsonl", "dataset.path=nope.jsonl does not exist"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused_before_what_takes_long_is_loaded(words: str, error: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "jobs.generate", *words.split()]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert error in ended.stderr
+    loaded = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
+    assert "hydra" in loaded
+    assert not {"torch", "transformers"} & loaded
+
+
 def test_hub_id_without_network_names_three_ways_on(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"jobs\.synthesize"):
         run(tmp_path, model=model_at("nobody/nothing"))

@@ -2,7 +2,11 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import fields
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 import pyarrow.csv as pa_csv
@@ -110,6 +114,44 @@ def test_rows_that_do_not_fit_into_memory_give_the_same_file(
     else:
         assert dealt.read_bytes() == at_once.read_bytes()
     assert hidden(tmp_path) == []
+
+
+def test_a_killed_export_leaves_no_folder_and_the_next_one_clears_its_half_a_file(
+    whole: ShardedRun, tmp_path: Path
+) -> None:
+    program = f"""
+import os, signal
+from jobs.exporting import export
+from jobs.exporting.config import ExportConfig
+
+def killed(tables, *_):
+    next(iter(tables))
+    assert not [name for name in os.listdir({str(tmp_path)!r}) if os.path.isdir(name)]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+export.BYTES_AT_ONCE, export.WRITERS[export.ExportFormat.jsonl] = 2000, killed
+export.export(ExportConfig(run={str(whole.folder / "x-*")!r}, out={str(tmp_path / "all.jsonl")!r}))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith(".all.jsonl.")
+    (tmp_path / ".other.jsonl.1-ab.tmp").touch()
+    with (tmp_path / ".all.jsonl.1-ab.tmp").open("xb") as file:
+        flock(file, LOCK_EX)
+        exported(whole, "all.jsonl", out=str(tmp_path / "all.jsonl"))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".all.jsonl.1-ab.tmp", ".other.jsonl.1-ab.tmp", "all.jsonl"], "others' stay, and what is written"
+
+
+@pytest.mark.parametrize(("keeps", "says"), [(False, True), (True, False)])
+def test_a_column_of_an_input_that_was_not_kept_is_refused_with_that_reason(
+    tmp_path: Path, keeps: bool, says: bool
+) -> None:
+    case = ShardedRun(folder=tmp_path, identity={"dataset.keep_columns": keeps}).finish(0)
+    with pytest.raises(ConfigError, match="columns=prompt is not there: the run has row_index, ") as refused:
+        exported(case, "all.jsonl", columns=["id", "prompt"], partial=True)
+    assert ("made with dataset.keep_columns=false" in str(refused.value)) == says
 
 
 def test_error_rows_can_be_left_out(whole: ShardedRun) -> None:

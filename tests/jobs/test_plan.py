@@ -56,7 +56,7 @@ def test_a_searched_policy_is_reported_with_its_reasons() -> None:
     text = report(plan("model=llama-3.2-1b", "machine=t4", "policy=hrm", "workload.num_requests=64"), num_actions=0)
     chosen = text.partition("\nchosen:\n")[2].partition("\n\n")[0]
     assert "policy " in chosen
-    assert " binds; by the roofline" in chosen
+    assert " is the limit; by the roofline" in chosen
     assert "turning points" in chosen
 
 
@@ -122,7 +122,7 @@ def test_each_resource_that_works_says_how_busy_it_is_and_one_binds_each_phase()
     head, *lines = busy.splitlines()
     assert head.split() == ["prefill", "decode"]
     assert {line.split()[0] for line in lines} == {"host-to-device", "compute"}
-    assert busy.count("binds") == 2
+    assert busy.count("the limit") == 2
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import importlib
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from numba import config
@@ -61,6 +61,17 @@ def test_a_kernel_is_compiled_anew_when_a_part_in_another_file_has_changed(packa
     (package / "folder" / "part.py").write_text(PART.format(added=2) + "# changed\n")
     assert result(loaded_anew(package)) == (60, True)
     assert result(loaded_anew(package)) == (60, False)
+
+
+def test_the_first_compilation_of_a_process_is_said_and_what_is_kept_is_not(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_said in (1, 0):
+        kernel, said = loaded_anew(package).kernel, list[str]()
+        log = SimpleNamespace(info=lambda text, said=said: said.append(text))
+        monkeypatch.setattr(sys.modules[f"{package.name}.compiled"], "log", log)
+        assert (kernel(4), kernel(0.5)) == (50, 15)
+        assert [text.partition(",")[0] for text in said] == ["compiling kernels for this processor"] * num_said
 
 
 def test_other_functions_are_kept_where_their_owners_say(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,6 @@ def test_a_layer_has_a_fused_gate_where_its_one_feed_forward_is_ours(family: str
 def test_a_line_of_the_log_says_what_is_fused(
     family: str, said: str, reference: Callable[[str], Reference], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         load_model(ModelConfig(path=str(reference(family).directory), dtype=DType.float32), torch.device("cpu"), None)
     assert said in caplog.text

@@ -250,7 +250,7 @@ def test_why_names_policy_runner_up_binding_resource_and_turning_points() -> Non
     assert choice.runner_up is not None
     assert choice.runner_up.policy != choice.best.policy
     assert str(choice.runner_up.policy) in text
-    assert f"{choice.binding.value} binds" in text
+    assert f"{choice.binding.value} is the limit" in text
     assert "P1" in text
     assert choice.roofline_binding is max(choice.busy_seconds, key=lambda resource: choice.busy_seconds[resource])
     assert choice.ffn_on_cpu_seconds is not None
@@ -264,8 +264,8 @@ def test_where_simulator_and_roofline_differ_both_are_named() -> None:
     differing = replace(choice, table=(replace(choice.best, binding=other), *choice.table[1:]))
     assert differing.binding is other
     text = "\n".join(differing.why)
-    assert "device-to-host binds; by the roofline" in text
-    assert f" and {choice.roofline_binding.value} binds" in text
+    assert "device-to-host is the limit; by the roofline" in text
+    assert f", and {choice.roofline_binding.value} is the limit" in text
 
 
 def test_a_slow_disk_binds_until_compute_does() -> None:

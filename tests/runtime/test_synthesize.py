@@ -1,6 +1,7 @@
 """Synthesised checkpoints load in transformers, decode to varied tokens, and never take the memory of the model."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,6 +154,17 @@ def test_token_ids_are_the_tokenizers_unless_overridden(tmp_path: Path) -> None:
         for file in ("config.json", "generation_config.json"):
             ids = json.loads((directory / file).read_text())
             assert (ids["bos_token_id"], ids["eos_token_id"], ids["pad_token_id"]) == (1, eos, 0), file
+
+
+def test_token_ids_outside_a_smaller_vocabulary_become_the_tokenizers_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    published = {**FAMILIES["llama"].overrides, "bos_token_id": 128000, "eos_token_id": 128001}
+    synthesize(replace(FAMILIES["llama"], overrides=published), tmp_path / "a")
+    ids = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (ids["bos_token_id"], ids["eos_token_id"]) == (1, 2)
+    assert [record.message for record in caplog.records if "vocabulary" in record.message] == []
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ class Choice:
 
     def _binding_words(self) -> str:
         parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
-        roofline = "" if self.binding is self.roofline_binding else f" and {self.roofline_binding.value} binds"
-        return f"{self.binding.value} binds; by the roofline a decode pass takes {', '.join(parts)}{roofline}"
+        roofline = "" if self.binding is self.roofline_binding else f", and {self.roofline_binding.value} is the limit"
+        return f"{self.binding.value} is the limit; by the roofline a decode pass takes {', '.join(parts)}{roofline}"
 
     def _turning_words(self) -> str:
         at, points = self.operating_point, self.operating_point.points

@@ -1,0 +1,35 @@
+"""A model's place: a directory or a GGUF file that is here, or an id that only the hub knows. It stands alone because a
+job that has been given a wrong path says so before it loads what takes long."""
+
+from pathlib import Path
+
+from ..config import ModelConfig
+from ..errors import CheckpointError
+from ..store.checkpoint import is_gguf
+
+FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
+
+
+def local_place(config: ModelConfig) -> Path | None:
+    """The directory or file that `model.path` names, or None where that is a hub id or not set. Raises CheckpointError
+    for what can only be a path and leads nowhere."""
+    if config.path is None:
+        return None
+    path = Path(config.path).expanduser()
+    if path.is_dir() or is_gguf(path):
+        return path
+    if path.suffix in FILE_SUFFIXES or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
+        raise no_weights(config, f"{path} is neither a directory nor a GGUF file")
+    return None
+
+
+def no_weights(config: ModelConfig, reason: str) -> CheckpointError:
+    """The error for a model that is nowhere, with the three ways on."""
+    shape = config.name if config.name != "hf" else "llama-3.2-1b"  # any with a shape: hf has none
+    return CheckpointError(
+        f"model={config.name}: no weights at model.path={config.path}: {reason}\n"
+        f"choose one of:\n"
+        f"  1. hub: run `hf download {config.path}` where there is network (gated models: `hf auth login` first)\n"
+        f"  2. local: model.path=/directory/with/config.json/and/safetensors or model.path=/file.gguf\n"
+        f"  3. random weights: python -m jobs.synthesize model={shape} out=DIR, then model.path=DIR"
+    )
