@@ -47,7 +47,7 @@ def main(composed: Composed) -> int:
 
     # torch and transformers are loaded only once the config and what it points at are known to be there
     local_place(config.model)
-    if config.dataset.path is not None and config.dataset.kind is not DatasetKind.hub:
+    if config.dataset.path is not None and config.dataset.kind is not DatasetKind["hub"]:
         require_there(config.dataset.path)
     with uncollected():
         from jobs.config.signals import StopFlag
