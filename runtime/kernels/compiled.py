@@ -37,7 +37,7 @@ class _FirstCompilation(event.Listener):
             log.info("compiling kernels for this processor, which takes some 15 s; later starts find them on disk")
 
     def on_end(self, event: event.Event) -> None:
-        """Nothing is to be said."""
+        """The end of a compilation is seen by what comes next."""
 
 
 event.register("numba:compile", _FirstCompilation())
