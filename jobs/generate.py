@@ -51,6 +51,7 @@ def main(composed: Composed) -> int:
         require_there(config.dataset.path)
     with uncollected():
         from jobs.config.signals import StopFlag
+        from jobs.exporting.export import write_batch_files
         from jobs.run.generation import generate
         from jobs.run.passes import Start
         from jobs.run.summary_table import format_table
@@ -60,6 +61,8 @@ def main(composed: Composed) -> int:
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
     say(format_table(outcome.summary))
+    if config.has_batch_files:
+        say("\n".join(write_batch_files(outcome.directory)))
     say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
     if config.dataset.prompt is not None:
         say("\n" + answers(outcome.directory / "generations"))

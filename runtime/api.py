@@ -154,9 +154,10 @@ class Runtime(Closing):
         """Tokenises a prompt with the tokenizer's own special tokens and fits the answer into the context."""
         return make_request(self.model, self.config.sampling, id, prompt, overrides or SamplingOverrides())
 
-    def samples(self, made: Request | Rejected) -> list[Request | Rejected]:
-        """`sampling.n` times the same, each with its `sample_index`."""
-        return [made, *(replace(made, sample_index=index) for index in range(1, self.config.sampling.n))]
+    def samples(self, made: Request | Rejected, count: int | None = None) -> list[Request | Rejected]:
+        """`count` times the same, each with its `sample_index`; None is `sampling.n` times."""
+        count = self.config.sampling.n if count is None else count
+        return [made, *(replace(made, sample_index=index) for index in range(1, count))]
 
     def tokenize(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
         """Token ids of each text; many at once take half the time. `is_rendered`: they came out of a chat template,

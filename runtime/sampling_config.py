@@ -10,12 +10,16 @@ MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOverrides:
-    """What one request asks otherwise than the run does; None: as the run. `stop` replaces the run's, also with []."""
+    """What one request asks otherwise than the run does; None: as the run. `stop` replaces the run's, also with []. A
+    run keeps as many `logprobs` of each token as the request that asks for the most."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
     stop: list[str] | None = None
     seed: int | None = None
+    top_p: float | None = None
+    n: int | None = None
+    logprobs: int | None = None
 
     @property
     def given(self) -> dict[str, int | float | list[str]]:

@@ -52,6 +52,14 @@ class LogLevel(Enum):
     error = "error"
 
 
+class Output(Enum):
+    """What a finished run leaves beside its parts: `auto` is OpenAI's files where the input was one."""
+
+    auto = "auto"
+    parts = "parts"
+    openai_batch = "openai_batch"
+
+
 class TableFormat(Enum):
     text = "text"
     markdown = "markdown"
@@ -71,6 +79,7 @@ class GenerateConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     run: str | None = None
+    output: Output = Output.auto
     output_root: str = "outputs"
     output_private: bool = False
     checkpoint_seconds: float | None = 60.0
@@ -81,12 +90,27 @@ class GenerateConfig:
         _require_path(self.model)
         _require_output_root(self.output_root)
         require_groups_agree(self.policy, self.prefetch, self.offload)
+        is_batch, keeps = self.dataset.kind.name == Output.openai_batch.name, self.dataset.keep_columns
+        require(
+            self.output is not Output.openai_batch or is_batch,
+            f"output=openai_batch answers requests: it needs dataset=openai_batch, got {self.dataset.kind.value}",
+        )
+        require(
+            keeps or self.output is Output.parts or not is_batch,
+            "output=openai_batch needs dataset.keep_columns=true; output=parts does without",
+        )
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
             f"run must be letters, digits, '.', '_' and '-' (it names a directory below output_root), got {self.run!r}",
         )
+
+    @property
+    def has_batch_files(self) -> bool:
+        """Whether the run ends with OpenAI's files. Those of a shard alone would be half of them."""
+        is_batch = self.dataset.kind.name == Output.openai_batch.name
+        return is_batch and self.output is not Output.parts and self.shard.count == 1
 
     @property
     def runtime(self) -> RuntimeConfig:

@@ -47,6 +47,8 @@ class DatasetConfig(DatasetFields):
             why = f"dataset.{field.name} has no meaning for {name}: it has for dataset={others}"
             require(not (unused and is_set), why)
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
+        why = f"dataset.chat_template has no meaning for {name}: its rows say themselves whether they are chats"
+        require(not (kind.has_chats and self.chat_template), why)
         is_chat = kind.has_chats or self.chat_template
         for key in self.for_chats:
             require(is_chat, f"dataset.{key} needs dataset.chat_template=true")

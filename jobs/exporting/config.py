@@ -11,13 +11,18 @@ class ExportFormat(Enum):
     jsonl = "jsonl"
     csv = "csv"
     parquet = "parquet"
+    openai_batch = "openai_batch"
 
 
 class ErrorRows(Enum):
-    """Whether rows that have an error instead of a completion are exported too."""
+    """Whether rows that have an error instead of a completion are exported too, or nothing else."""
 
     keep = "keep"
     drop = "drop"
+    only = "only"
+
+
+SUFFIXES = ("jsonl", "csv", "parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +40,15 @@ class ExportConfig:
         require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
         require(bool(self.out), "out is not set: the file to write, e.g. out=answers.jsonl")
         suffix = Path(self.out or "").suffix[1:]
-        known = ", ".join(f".{name}" for name in ExportFormat.__members__)
+        known = ", ".join(f".{name}" for name in SUFFIXES)
         require(
-            self.format is not None or suffix in ExportFormat.__members__,
-            f"out={self.out} ends in none of {known}: rename it, or choose format=jsonl|csv|parquet",
+            self.format is not None or suffix in SUFFIXES,
+            f"out={self.out} ends in none of {known}: rename it, or choose format={'|'.join(ExportFormat.__members__)}",
         )
         columns = self.columns
         require(columns is None or bool(columns), "columns is empty: name some, or null for all")
+        is_batch = self.format is ExportFormat.openai_batch
+        require(columns is None or not is_batch, "columns has no meaning for format=openai_batch: its form is OpenAI's")
         require(len(set(columns or [])) == len(columns or []), f"columns={columns} names a column twice")
 
     @property

@@ -18,9 +18,11 @@ from runtime.units import MIB, format_bytes
 
 from ..files.publishing import PARQUET_PROBLEMS, TEMP_SUFFIX, make_directory, output_error, publish
 from ..run.found import FoundRun, find_runs
+from ..run.run_dir import RunDirectory
 from .columns import JsonTypes, chosen, exported_schema, with_columns
 from .config import ErrorRows, ExportConfig, ExportFormat
 from .formats import WRITERS
+from .openai_batch import batch_results
 from .shards import Missing, missing, read_parts, require_one_run
 from .sorting import Sorter
 
@@ -55,28 +57,45 @@ def export(config: ExportConfig) -> Exported:
     kept = shards[0].semantic.get("dataset.keep_columns") is not False
     names = chosen(schema, config.columns, has_input=kept)
     types, counts = JsonTypes(schema=pa.schema([schema.field(name) for name in names])), _Counts()
+    is_parquet, results = config.written_as is ExportFormat.parquet, None
+    if config.written_as is ExportFormat.openai_batch:
+        results = batch_results(shards, schema, config.errors)
     with Sorter(make_directory(out.absolute().parent), _num_places(shards), _num_files(shards)) as sorter:
         for table in _rows(shards, schema, config, counts):
-            if config.written_as is ExportFormat.parquet:
+            if is_parquet:
                 types.see(table)
             sorter.add(table)
         tables = (table.select(names) for table in sorter.sorted())
-        write = WRITERS[config.written_as]
-        as_written = types.result() if config.written_as is ExportFormat.parquet else types.schema
+        write = WRITERS[config.written_as] if results is None else results.write
+        as_written = types.result() if is_parquet else types.schema
         try:
             _sweep_left_behind(out)
             publish(out, lambda file: _write_locked(lambda: write(tables, as_written, file), file), exclusive=False)
         except OutputError as error:
             raise OutputError(f"out={out} cannot be written: {error.__cause__}; an older file is as it was") from error
+    num_rows = counts.num_rows if results is None else results.num_lines
+    num_errors = counts.num_errors if results is None else results.num_errors
     return Exported(
         out=out,
-        num_rows=counts.num_rows,
-        num_errors=counts.num_errors if config.errors is ErrorRows.keep else 0,
-        num_dropped=counts.num_errors if config.errors is ErrorRows.drop else 0,
+        num_rows=num_rows,
+        num_errors=0 if config.errors is ErrorRows.drop else num_errors,
+        num_dropped=num_errors if config.errors is ErrorRows.drop else 0,
         num_shards=len(shards),
         missing=lacking,
-        as_text=types.as_text() if config.written_as is ExportFormat.parquet else [],
+        as_text=types.as_text() if is_parquet else [],
     )
+
+
+def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
+    """Writes the results of an OpenAI batch and, in a file of their own, its errors, beside the parts of its run.
+    Returns what a person reads about them. `partial`: of a run that is not finished, what is there."""
+    run = RunDirectory(path=directory)
+    lines: list[str] = []
+    for out, errors in ((run.batch_output, ErrorRows.drop), (run.batch_errors, ErrorRows.only)):
+        form = ExportFormat.openai_batch
+        asked = ExportConfig(run=str(directory), out=str(out), format=form, errors=errors, partial=partial)
+        lines += describe(export(asked))
+    return lines
 
 
 @dataclass(kw_only=True)
@@ -142,7 +161,9 @@ def _rows(shards: Sequence[FoundRun], schema: pa.Schema, config: ExportConfig, c
             table = with_columns(part, places, schema)
             is_ok = np.array([status == "ok" for status in table["status"].to_pylist()])
             counts.num_errors += int((~is_ok).sum())
-            kept = table.filter(pa.array(is_ok)) if config.errors is ErrorRows.drop else table
+            kept = table
+            if config.errors is not ErrorRows.keep and config.written_as is not ExportFormat.openai_batch:
+                kept = table.filter(pa.array(is_ok if config.errors is ErrorRows.drop else ~is_ok))
             counts.num_rows += kept.num_rows
             yield kept
 

@@ -17,15 +17,24 @@ def renderer_for(tokenizer: PreTrainedTokenizerBase) -> ChatRenderer:
     return ChatRenderer(tokenizer, asked_by="dataset.chat_template=true", otherwise="set dataset.chat_template=false")
 
 
+def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    return tokenizer is not None and bool(tokenizer.chat_template)
+
+
 def require_template(
     tokenizer: PreTrainedTokenizerBase | None, config: DatasetConfig, rows: Sequence[Row] = ()
 ) -> None:
     """Raises ConfigError when chats are asked for and there is no template, none for `dataset.system_prompt`, or one
     that fails in the same way for each of `rows`."""
-    if not (config.chat_template or any(row.messages is not None for row in rows)):
+    asked = [row.messages is not None for row in rows if row.error is None]
+    if not (config.chat_template or any(asked)):
         return
-    if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError("dataset.chat_template=true, but the model's tokenizer has no chat template")
+    if not has_template(tokenizer):
+        if config.chat_template or all(asked):
+            why = "dataset.chat_template=true" if config.chat_template else "the rows are chats"
+            raise ConfigError(f"{why}, but the model's tokenizer has no chat template")
+        return
+    assert tokenizer is not None, "it has a template"
     with renderer_for(tokenizer) as renderer:
         if config.system_prompt is not None and not rows:
             _require_system_prompt(renderer, config)

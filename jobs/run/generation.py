@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
-from runtime.config import Admission, PolicyKind
+from runtime.config import Admission, PolicyKind, RuntimeConfig
 from runtime.engine.records import PassRecord
 from runtime.errors import RunMismatchError
 from runtime.plan.listing import schedule_text
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Columns(Protocol):
-    def __call__(self, *, has_source: bool) -> pa.Schema: ...
+    def __call__(self, *, has_source: bool, has_logprobs: bool) -> pa.Schema: ...
 
 
 def dataset_rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
@@ -86,8 +86,7 @@ class Task:
 
 def generation(config: GenerateConfig) -> Task:
     """A completion of each prompt."""
-    columns = partial(generation_schema, has_logprobs=config.sampling.logprobs > 0)
-    return Task(directory=run_directory(config), columns=columns, request=completion_of)
+    return Task(directory=run_directory(config), columns=generation_schema, request=completion_of)
 
 
 def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
@@ -109,11 +108,12 @@ def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool],
     come before the model, which may have to be asked for far away."""
     trace = Trace() if config.trace else None
     read_first = task.rows(config, None) if config.dataset.window_tokens is None else None
-    runtime = Runtime(config.runtime, should_stop=should_stop, trace=trace)
+    runtime = Runtime(_asked_by_rows(config, read_first or []), should_stop=should_stop, trace=trace)
     require_template(runtime.model.tokenizer, config.dataset)
     all_rows = task.rows(config, runtime) if read_first is None else read_first
     begun_with = format_begun_with(task.directory)
-    fixed = task.columns(has_source=begun_with > FORMAT_WITHOUT_SOURCES)
+    has_logprobs = runtime.config.sampling.logprobs > 0
+    fixed = task.columns(has_source=begun_with > FORMAT_WITHOUT_SOURCES, has_logprobs=has_logprobs)
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
     require_template(runtime.model.tokenizer, config.dataset, rows)
@@ -130,6 +130,13 @@ def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool],
             keep_rows(state.directory.row_digests, digests)
         store = partial(PartStore, directory=state.directory, manifest=state.manifest, columns=columns, fixed=fixed)
         yield _Run(task, state, runtime, rows, lambda plan: store(plan=plan), config, start)
+
+
+def _asked_by_rows(config: GenerateConfig, rows: Sequence[Row]) -> RuntimeConfig:
+    """The run's settings, with as many log-probabilities of each token as any row of the whole input asks for."""
+    most = max((row.overrides.logprobs or 0 for row in rows), default=0)
+    sampling = replace(config.sampling, logprobs=max(config.sampling.logprobs, most))
+    return replace(config.runtime, sampling=sampling)
 
 
 def _open(path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequence[Row]) -> RunState:

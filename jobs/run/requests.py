@@ -15,7 +15,7 @@ from runtime.errors import require
 
 from ..datasets import Row
 from ..datasets.fields import MAX_ROWS
-from .chat import renderer_for
+from .chat import has_template, renderer_for
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest
 
@@ -45,12 +45,14 @@ def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Asked:
     """Tokenises every row and makes its request. A row that there is none for is rejected, never raised. Raises
     ConfigError for more completions than a run can have."""
     num_samples = runtime.config.sampling.n
+    num_asked = sum(num_samples if row.overrides.n is None else row.overrides.n for row in rows)
     require(
-        len(rows) * num_samples <= MAX_ROWS,
-        f"sampling.n={num_samples:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
+        num_asked <= MAX_ROWS,
+        f"sampling.n={num_samples:,} times {len(rows):,} rows, or what rows ask for themselves, is above the "
+        f"{MAX_ROWS:,} that a run can have",
     )
     asked = zip(rows, _requests(runtime, rows, make), strict=True)
-    made = [(row, item) for row, request in asked for item in runtime.samples(request)]
+    made = [(row, item) for row, request in asked for item in runtime.samples(request, row.overrides.n)]
     return Asked(
         requests=[item for _, item in made if isinstance(item, Request)],
         request_rows=[row for row, item in made if isinstance(item, Request)],
@@ -77,22 +79,23 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Itera
 def _tokenised(
     runtime: Runtime, pending: Sequence[tuple[Row, Prompt]], make: MakeRequest
 ) -> Iterator[Request | Rejected]:
-    is_rendered = any(row.messages is not None for row, _ in pending)  # then every row is that has a text
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in pending)}
     most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
-    texts = [text for _, text in pending if isinstance(text, str)]
-    found = iter(tokenize_each(runtime.model, texts, is_rendered=is_rendered, most_tokens=most_tokens))
+    found = {}
+    for is_chat in (False, True):
+        texts = [text for row, text in pending if isinstance(text, str) and (row.messages is not None) == is_chat]
+        found[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, most_tokens=most_tokens))
     for row, text in pending:
-        ids = next(found) if isinstance(text, str) else text
+        ids = next(found[row.messages is not None]) if isinstance(text, str) else text
         if isinstance(ids, str):
             ids = Rejected(id=row.id, error=ids)
         yield ids if isinstance(ids, Rejected) else make(runtime, row, ids)
 
 
 def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRenderer | None:
-    if all(row.messages is None for row in rows):
+    if all(row.messages is None for row in rows) or not has_template(runtime.model.tokenizer):
         return None
-    assert runtime.model.tokenizer is not None, "require_template has seen to it"
+    assert runtime.model.tokenizer is not None, "it has a template"
     return stack.enter_context(renderer_for(runtime.model.tokenizer))
 
 
@@ -103,7 +106,8 @@ def _text(renderer: ChatRenderer | None, row: Row) -> Prompt:
         return row.prompt_ids
     if row.messages is None:
         return row.prompt
-    assert renderer is not None, "there are messages"
+    if renderer is None:
+        return Rejected(id=row.id, error="it is a chat, and the model's tokenizer has no chat template")
     try:
         return renderer.render(row.messages, row.template_kwargs)
     except TemplateRefusal as error:

@@ -76,6 +76,15 @@ class RunDirectory:
         return self.path / "_SUCCESS.json"
 
     @property
+    def batch_output(self) -> Path:
+        """The results of an OpenAI batch, and beside it what failed."""
+        return self.path / "output.jsonl"
+
+    @property
+    def batch_errors(self) -> Path:
+        return self.path / "errors.jsonl"
+
+    @property
     def lock(self) -> Path:
         return self.path / ".lock"
 

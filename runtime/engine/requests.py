@@ -71,6 +71,7 @@ def make_request(
         temperature=own.temperature or 0.0,
         stop=tuple(own.stop or ()),
         own_seed=overrides.seed,
+        top_p=overrides.top_p,
     )
 
 

@@ -84,8 +84,8 @@ class FinishReason(Enum):
 class Request:
     """`prompt_ids` must not be empty. `id` and `sample_index` together, the `key`, are unique in a run.
 
-    `temperature` 0 is greedy. With `scoring` nothing is generated: `max_new_tokens` is 1, as the scores come with the
-    prompt's last pass, where a first token would.
+    `temperature` 0 is greedy. `top_p`: None is the run's. With `scoring` nothing is generated: `max_new_tokens` is 1,
+    as the scores come with the prompt's last pass, where a first token would.
     """
 
     id: str
@@ -96,6 +96,7 @@ class Request:
     sample_index: int = 0
     own_seed: int | None = None
     scoring: Scoring | None = None
+    top_p: float | None = None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -72,20 +72,22 @@ def test_samples_come_prompt_by_prompt_and_each_equals_transformers_with_its_own
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_rows_of_any_temperature_side_by_side_get_what_they_would_get_alone(family: str, reference: References) -> None:
+def test_rows_of_any_temperature_and_top_p_side_by_side_get_what_they_would_get_alone(
+    family: str, reference: References
+) -> None:
     """Three sequences share a lane: greedy, the run's own temperature, and others."""
     ref = reference(family)
     model = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.float32).eval()
     default = SamplingConfig(max_new_tokens=5, temperature=0.8, top_p=0.95, ignore_eos=True)
     runtime = runtime_for(ref, default)
     temperatures = [0.0, 1.3, None, 0.0, 0.8, 2.0, None]
-    requests = [
-        request_of(runtime, str(n), prompt, temperature=temperature)
-        for n, (prompt, temperature) in enumerate(zip(ref.prompts, temperatures, strict=True))
-    ]
+    own = [{"temperature": temperature} for temperature in temperatures]
+    for row, top_p in ((1, 0.2), (2, 0.3), (3, 0.1), (6, 1.0)):
+        own[row]["top_p"] = top_p
+    asked = list(enumerate(zip(ref.prompts, own, strict=True)))
+    requests = [request_of(runtime, str(n), prompt, **given) for n, (prompt, given) in asked]
     expected = [
-        alone(model, prompt, str(n), default.overridden(SamplingOverrides(temperature=temperature)))
-        for n, (prompt, temperature) in enumerate(zip(ref.prompts, temperatures, strict=True))
+        alone(model, prompt, str(n), default.overridden(SamplingOverrides(**given))) for n, (prompt, given) in asked
     ]
     assert [list(completion.token_ids) for completion in complete(runtime, requests)] == expected
 

@@ -176,26 +176,26 @@ def _growing_penalty(config: SamplingConfig, eos: torch.Tensor) -> Iterator[Leng
         )
 
 
-def warpers(config: SamplingConfig, temperature: float) -> LogitsProcessorList:
+def warpers(config: SamplingConfig, temperature: float, top_p: float | None = None) -> LogitsProcessorList:
     """What transformers applies last; to greedy rows nothing but the normalization. None of them looks at the
-    history."""
+    history. `top_p`: None is the run's."""
     made = LogitsProcessorList()
     if temperature != 0:
-        made.extend(_narrowing(config, temperature))
+        made.extend(_narrowing(config, temperature, config.top_p if top_p is None else top_p))
     if config.renormalize_logits:
         made.append(LogitNormalization())
     return made
 
 
-def _narrowing(config: SamplingConfig, temperature: float) -> Iterator[LogitsProcessor]:
+def _narrowing(config: SamplingConfig, temperature: float, top_p: float | None) -> Iterator[LogitsProcessor]:
     if temperature != 1:
         yield TemperatureLogitsWarper(float(temperature))
     if config.top_h is not None:
         yield TopHLogitsWarper(top_h=config.top_h)
     if config.top_k:
         yield TopKLogitsWarper(top_k=config.top_k)
-    if config.top_p is not None and config.top_p < 1:
-        yield TopPLogitsWarper(top_p=float(config.top_p))
+    if top_p is not None and top_p < 1:
+        yield TopPLogitsWarper(top_p=float(top_p))
     if config.min_p:
         yield MinPLogitsWarper(min_p=float(config.min_p))
     if config.typical_p is not None and config.typical_p < 1:

@@ -152,22 +152,25 @@ class Sampler:
         return torch.cat([numbers_B3, written_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
 
     def _choose(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
-        """Rows of one temperature together; each row gets what it would get alone."""
-        rows_of: dict[float, list[int]] = {}
+        """Rows of one temperature and one `top_p` together; each row gets what it would get alone."""
+        rows_of: dict[tuple[float, float | None], list[int]] = {}
         for row, sequence in enumerate(sequences):
-            rows_of.setdefault(sequence.request.temperature, []).append(row)
+            request = sequence.request
+            rows_of.setdefault((request.temperature, request.top_p), []).append(row)
         if len(rows_of) == 1:
-            return self._chosen(sequences, scores_BV, *rows_of)
+            return self._chosen(sequences, scores_BV)
         tokens_B = torch.zeros_like(scores_BV[:, 0], dtype=torch.int64)
-        for temperature, rows in rows_of.items():
+        for rows in rows_of.values():
             rows_R = upload(rows, scores_BV.device)
-            tokens_B[rows_R] = self._chosen([sequences[row] for row in rows], scores_BV[rows_R], temperature)
+            tokens_B[rows_R] = self._chosen([sequences[row] for row in rows], scores_BV[rows_R])
         return tokens_B
 
-    def _chosen(self, sequences: Rows[Sequence], scores_BV: torch.Tensor, temperature: float) -> torch.Tensor:
-        last = warpers(self._config, temperature)
+    def _chosen(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
+        """The tokens of rows that are alike in what `_choose` goes by."""
+        asked = sequences[0].request
+        last = warpers(self._config, asked.temperature, asked.top_p)
         warped_BV = process(last, no_history(scores_BV), self._choosable(scores_BV)) if last else scores_BV
-        if temperature == 0:
+        if asked.temperature == 0:
             return warped_BV.argmax(-1)
         probabilities_BV = torch.softmax(warped_BV, -1).nan_to_num_(1.0)  # error rows get any draw; it is discarded
         return probabilities_BV.div_(self._noise(sequences, probabilities_BV)).argmax(-1)

@@ -34,7 +34,7 @@ def _first(stops: Rows[str], text: str) -> int | None:
     return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
 
 
-def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Rows[int]) -> str:
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Rows[int], *, keeps_special: bool = False) -> str:
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=not keeps_special)
     assert isinstance(text, str), "one list of ids gives one text"
     return text

@@ -1,0 +1,158 @@
+"""The body of a request in OpenAI's form: what it asks, field by field. A field that cannot be honoured is an error of
+its request, so that none is passed over in silence.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from runtime.config import SamplingOverrides
+
+from .fields import TEMPLATE_KEYWORDS
+from .records import BadRecord, Content, Fields, Json, check_messages, check_objects, check_text, shorten
+
+MAX_TOP_LOGPROBS = 20  # as OpenAI's own
+MAX_SEED = 2**63 - 1
+
+CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+LATER_URLS = ("/v1/embeddings", "/v1/score", "/score", "/v1/responses")
+
+ABOUT_THE_CALLER = frozenset(  # say nothing of the answer
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+)
+WITHOUT_EFFECT: Mapping[str, tuple[Json, ...]] = {  # the values that ask for what is done anyway
+    "stream": (False,),
+    "store": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+}
+ADVICE = {  # what does the same for all lines of a run
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "ignore_eos": "sampling.ignore_eos",
+    "min_tokens": "sampling.min_new_tokens",
+    "reasoning_effort": "body.chat_template_kwargs, where the model's template knows it",
+}
+
+Asked: TypeAlias = tuple[Content, SamplingOverrides]
+
+
+def read_chat(body: Fields) -> Asked:
+    """A chat with its tools, and what it asks otherwise than the run. Raises BadRecord naming the field."""
+    known = {"messages", "tools", "chat_template_kwargs", "max_completion_tokens", "top_logprobs"}
+    given = _given(body, known)
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRecord("body.messages is not a list of messages")
+    chat = check_messages(messages, "body.messages")
+    kwargs = _template_kwargs(given.get("chat_template_kwargs"))
+    tools = check_objects(given["tools"], "body.tools") if "tools" in given else []
+    if tools and given.get("tool_choice") != "none":
+        kwargs = {**kwargs, "tools": [*tools]}
+    return Content(messages=chat, template_kwargs=kwargs), _overrides(given, _chat_logprobs(given))
+
+
+def read_completion(body: Fields) -> Asked:
+    """A prompt, and what it asks otherwise than the run. Raises BadRecord naming the field."""
+    given = _given(body, {"prompt"})
+    prompt = given.get("prompt")
+    if isinstance(prompt, list):
+        if len(prompt) != 1 or not isinstance(prompt[0], str):
+            raise BadRecord("body.prompt is a list: one text is read, so give each a line of its own")
+        prompt = prompt[0]
+    logprobs = _whole(given, "logprobs", most=MAX_TOP_LOGPROBS)
+    kept = None if logprobs is None else max(1, logprobs)
+    return Content(prompt=check_text(prompt, "body.prompt")), _overrides(given, kept)
+
+
+ENDPOINTS: Mapping[str, Callable[[Fields], Asked]] = {CHAT_URL: read_chat, COMPLETION_URL: read_completion}
+
+
+def _given(body: Fields, known: set[str]) -> Fields:
+    """The fields that are not null. Raises BadRecord for one that asks for what is not done."""
+    common = {"model", "max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs"}
+    given: Fields = {key: value for key, value in body.items() if value is not None}
+    for key, value in given.items():
+        if key in common | known | ABOUT_THE_CALLER:
+            continue
+        if key not in WITHOUT_EFFECT:
+            hint = f": {ADVICE[key]} does" if key in ADVICE else ""
+            raise BadRecord(f"body.{shorten(key)[1:-1]} cannot be honoured for a single line{hint}")
+        if not any(_is_same(value, allowed) for allowed in WITHOUT_EFFECT[key]):
+            raise BadRecord(f"body.{key}={shorten(str(value))} cannot be honoured: leave it out")
+    check_text(given.get("model"), "body.model")
+    return given
+
+
+def _is_same(one: Json, other: Json) -> bool:
+    """Whether they are equal, where 0 is not false."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _overrides(given: Fields, logprobs: int | None) -> SamplingOverrides:
+    most, newer = _whole(given, "max_tokens"), _whole(given, "max_completion_tokens")
+    if most is not None and newer is not None and most != newer:
+        raise BadRecord(f"body.max_tokens={most} and body.max_completion_tokens={newer} are two limits")
+    stop = given.get("stop")
+    stops = stop if isinstance(stop, list) else [stop]
+    return SamplingOverrides(
+        max_new_tokens=most if newer is None else newer,
+        temperature=_number(given, "temperature", least=0, most=2),
+        top_p=_number(given, "top_p", least=0, most=1),
+        stop=None if stop is None else [check_text(text, "a stop string of body.stop") for text in stops],
+        seed=_whole(given, "seed", most=MAX_SEED),
+        n=_whole(given, "n", least=1),
+        logprobs=logprobs,
+    )
+
+
+def _chat_logprobs(given: Fields) -> int | None:
+    wanted, most = given.get("logprobs", False), _whole(given, "top_logprobs", most=MAX_TOP_LOGPROBS)
+    if not isinstance(wanted, bool):
+        raise BadRecord("body.logprobs is not true or false")
+    if most is not None and not wanted:
+        raise BadRecord("body.top_logprobs needs body.logprobs=true")
+    return max(1, most or 0) if wanted else None
+
+
+def _template_kwargs(value: Json) -> dict[str, Json]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRecord("body.chat_template_kwargs is not an object")
+    taken = sorted(TEMPLATE_KEYWORDS & value.keys())
+    if taken:
+        raise BadRecord(f"body.chat_template_kwargs.{taken[0]} is set by the run itself")
+    return value
+
+
+def _whole(given: Fields, key: str, *, least: int = 0, most: int | None = None) -> int | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadRecord(f"body.{key} is {shorten(str(value))}, not a whole number")
+    if value < least or (most is not None and value > most):
+        raise BadRecord(
+            f"body.{key} must be {f'{least} to {most}' if most is not None else f'{least} or more'}, got {value}"
+        )
+    return value
+
+
+def _number(given: Fields, key: str, *, least: float, most: float) -> float | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadRecord(f"body.{key} is {shorten(str(value))}, not a number")
+    if not least <= value <= most:
+        raise BadRecord(f"body.{key} must be {least} to {most}, got {value}")
+    return float(value)

@@ -1,0 +1,263 @@
+"""OpenAI's batch files: a field is honoured or an error of its line, and one line in is one line out."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from jobs.config.settings import GenerateConfig, Output
+from jobs.datasets import DatasetConfig, DatasetKind, Row, read_rows
+from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
+from jobs.exporting.export import export, write_batch_files
+from jobs.run.generation import generate
+from jobs.run.run_dir import RunDirectory
+from runtime.config import PolicyConfig, PolicyKind, SamplingConfig, SamplingOverrides
+from runtime.errors import ConfigError
+from tests.jobs.kill_support import Kills
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def line(custom_id: str, url: str = TEXT, **body: object) -> dict[str, object]:
+    asked = {"messages": HI} if url == CHAT else {"prompt": f"Say {custom_id}"}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "m", **asked, **body}}
+
+
+def written(path: Path, lines: list) -> str:
+    texts = [text if isinstance(text, str) else json.dumps(text) for text in lines]
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return str(path)
+
+
+def rows_of(folder: Path, *lines: object, **settings: object) -> list[Row]:
+    path = written(folder / "in.jsonl", list(lines))
+    return read_rows(DatasetConfig(kind=DatasetKind["openai_batch"], path=path, **settings))  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "overrides"),
+    [
+        (TEXT, {}, {}),
+        (TEXT, {"max_tokens": 3, "stop": "x", "n": 2}, {"max_new_tokens": 3, "stop": ["x"], "n": 2}),
+        (CHAT, {"max_completion_tokens": 5, "max_tokens": 5}, {"max_new_tokens": 5}),
+        (CHAT, {"temperature": 0.5, "top_p": 0.9, "seed": 4}, {"temperature": 0.5, "top_p": 0.9, "seed": 4}),
+        (CHAT, {"stop": ["a", "b"]}, {"stop": ["a", "b"]}),
+        (CHAT, {"logprobs": True}, {"logprobs": 1}),
+        (CHAT, {"logprobs": True, "top_logprobs": 7}, {"logprobs": 7}),
+        (CHAT, {"logprobs": False}, {}),
+        (TEXT, {"logprobs": 0}, {"logprobs": 1}),
+        (CHAT, {"user": "me", "metadata": {"a": "b"}, "stream": False, "presence_penalty": 0, "top_k": None}, {}),
+        (TEXT, {"echo": False, "best_of": 1, "suffix": None, "logit_bias": {}}, {}),
+    ],
+)  # fmt: skip
+def test_what_a_body_asks_is_what_its_row_asks(
+    url: str, body: dict[str, object], overrides: dict[str, object], tmp_path: Path
+) -> None:
+    (row,) = rows_of(tmp_path, line("a", url, **body))
+    assert row.error is None
+    assert row.overrides == SamplingOverrides(**overrides)  # pyright: ignore
+    assert (row.messages, row.prompt) == ((HI, "") if url == CHAT else (None, "Say a"))
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "why"),
+    [
+        (TEXT, {"top_k": 5}, r"body\.top_k cannot be honoured for a single line: sampling\.top_k does"),
+        (TEXT, {"wings": 2}, r"body\.wings cannot be honoured"),
+        (CHAT, {"best_of": 2}, r"body\.best_of='2' cannot"),
+        (CHAT, {"stream": True}, r"body\.stream='True' cannot"),
+        (CHAT, {"stream": 0}, r"body\.stream='0' cannot"),
+        (CHAT, {"presence_penalty": 0.5}, r"body\.presence_penalty"),
+        (CHAT, {"response_format": {"type": "json_object"}}, r"body\.response_format"),
+        (CHAT, {"tool_choice": "required"}, r"body\.tool_choice"),
+        (CHAT, {"tools": ["x"]}, r"body\.tools holds something else than objects"),
+        (CHAT, {"prompt": "x"}, r"body\.prompt cannot be honoured"),
+        (TEXT, {"messages": HI}, r"body\.messages cannot be honoured"),
+        (CHAT, {"messages": []}, r"body\.messages is not a list of messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type 'input_audio'"),
+        (TEXT, {"prompt": ["a", "b"]}, r"body\.prompt is a list"),
+        (TEXT, {"prompt": [1, 2]}, r"body\.prompt is a list"),
+        (TEXT, {"model": None}, r"body\.model is null"),
+        (TEXT, {"max_tokens": 1.5}, r"body\.max_tokens is '1\.5', not a whole number"),
+        (TEXT, {"max_tokens": True}, r"body\.max_tokens is 'True'"),
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "are two limits"),
+        (TEXT, {"temperature": 2.5}, r"body\.temperature must be 0 to 2, got 2\.5"),
+        (TEXT, {"top_p": "x"}, r"body\.top_p is 'x', not a number"),
+        (TEXT, {"n": 0}, r"body\.n must be 1 or more"),
+        (TEXT, {"seed": -1}, r"body\.seed must be 0 to"),
+        (TEXT, {"stop": [3]}, "stop string"),
+        (CHAT, {"top_logprobs": 2}, r"body\.top_logprobs needs body\.logprobs=true"),
+        (CHAT, {"logprobs": 3}, r"body\.logprobs is not true or false"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, r"body\.top_logprobs must be 0 to 20"),
+        (CHAT, {"chat_template_kwargs": {"messages": 1}}, r"chat_template_kwargs\.messages is set by the run"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_an_error_of_its_line_that_names_it(
+    url: str, body: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    bad, good = rows_of(tmp_path, line("a", url, **body), line("b"))
+    assert (bad.id, good.error) == ("a", None)
+    with pytest.raises(ValueError, match=rf"^in\.jsonl, line 1, byte 0: .*{why}"):
+        raise ValueError(bad.error)
+
+
+BAD_LINES = {
+    "{nonsense": "not JSON",
+    '{"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}': "method must be 'POST', got 'GET'",
+    '{"custom_id": "x", "method": "POST", "url": "/v2", "body": {}}': "url must be one of /v1/chat/completions",
+    '{"custom_id": "x", "method": "POST", "url": "/v1/embeddings", "body": {}}': "is not answered yet",
+    '{"custom_id": "x", "method": "POST", "url": "/v1/completions"}': "body is not an object",
+    '{"custom_id": "x", "method": "POST", "url": ["/v1/completions"], "body": {}}': "url must be one of",
+    '{"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}': "custom_id is a number, not text",
+    '{"method": "POST", "url": "/v1/completions", "body": {}}': "custom_id is null, not text",
+    '{"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {}, "y": 1}': "unknown field 'y'",
+    json.dumps(line("good")): "custom_id 'good' is that of request 0 too",
+    json.dumps(line("bad-row-11", prompt="")): "body.prompt is empty",
+}
+
+
+def test_a_bad_line_costs_that_line_alone(tmp_path: Path) -> None:
+    first, *bad, last = rows_of(
+        tmp_path, line("good"), *(text.replace('"x"', f'"x{n}"') for n, text in enumerate(BAD_LINES)), "[]"
+    )
+    assert (first.id, first.error) == ("good", None)
+    assert [row.error is not None for row in [*bad, last]] == [True] * (len(BAD_LINES) + 1)
+    for row, why in zip(bad, BAD_LINES.values(), strict=True):
+        assert why in (row.error or ""), row.error
+    assert len({row.id for row in [first, *bad, last]}) == len(BAD_LINES) + 2
+
+
+def test_tools_and_keywords_go_to_the_template_and_a_system_prompt_comes_first(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    first, second = rows_of(
+        tmp_path, line("a", CHAT, **asked), line("b", CHAT, tools=tools, tool_choice="none"), system_prompt="Be brief."
+    )
+    assert first.template_kwargs == {"tools": tools, "enable_thinking": False}
+    assert second.template_kwargs == {}
+    assert first.messages == [{"role": "system", "content": "Be brief."}, *HI]
+
+
+def test_settings_that_would_be_ignored_are_refused() -> None:
+    batch = DatasetKind["openai_batch"]
+    with pytest.raises(ConfigError, match=r"needs dataset\.path=requests\.jsonl"):
+        DatasetConfig(kind=batch)
+    with pytest.raises(ConfigError, match=r"dataset\.chat_template has no meaning for dataset\.kind=openai_batch"):
+        DatasetConfig(kind=batch, path="x", chat_template=True)
+    with pytest.raises(ConfigError, match=r"output=openai_batch .* needs dataset=openai_batch, got sample"):
+        GenerateConfig(output=Output.openai_batch)
+    kept = DatasetConfig(kind=batch, path="x", keep_columns=False)
+    with pytest.raises(ConfigError, match=r"output=openai_batch needs dataset\.keep_columns=true"):
+        GenerateConfig(dataset=kept)
+    assert not GenerateConfig(dataset=kept, output=Output.parts).has_batch_files
+
+
+NUM_LINES, NUM_BAD = 1000, 50
+
+
+def thousand_lines() -> list:
+    """Of both urls, every twentieth bad, each in another way."""
+    bad = [*BAD_LINES, json.dumps(line("x", n=2, temperature=0)), json.dumps(line("x", CHAT, top_k=1))]
+    made: list = []
+    for number in range(NUM_LINES):
+        if number % (NUM_LINES // NUM_BAD) == 7:
+            made.append(bad[number // 20 % len(bad)].replace('"x"', f'"x{number}"').replace("good", "r0"))
+        elif number % 3:
+            made.append(line(f"r{number}", TEXT, max_tokens=1, n=1 + number % 2, temperature=1.0, logprobs=number % 2))
+        else:
+            made.append(line(f"r{number}", CHAT, max_tokens=1, logprobs=True, top_logprobs=number % 3))
+    return made
+
+
+def config_of(folder: Path, path: str) -> GenerateConfig:
+    return GenerateConfig(
+        run="batch",
+        output_root=str(folder),
+        dataset=DatasetConfig(kind=DatasetKind["openai_batch"], path=path),
+        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=128, num_micro_batches=2),
+        sampling=SamplingConfig(max_new_tokens=2),
+    )
+
+
+def run_whole(folder: Path, path: str) -> RunDirectory:
+    outcome = generate(config_of(folder, path), lambda: False)
+    assert outcome.exit_code == 3
+    write_batch_files(outcome.directory)
+    return RunDirectory(path=outcome.directory)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunDirectory]:
+    """The path of the thousand lines, and the run that answered them."""
+    folder = tmp_path_factory.mktemp("whole")
+    path = written(folder / "requests.jsonl", thousand_lines())
+    return path, run_whole(folder, path)
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_one_line_in_is_one_line_out_in_order_and_errors_are_apart(whole: tuple[str, RunDirectory]) -> None:
+    asked = {line["custom_id"]: line for line in thousand_lines() if isinstance(line, dict)}
+    done, failed = read(whole[1].batch_output), read(whole[1].batch_errors)
+    assert (len(done), len(failed)) == (NUM_LINES - NUM_BAD, NUM_BAD)
+    assert [line["custom_id"] for line in done] == list(asked)
+    assert len({line["id"] for line in [*done, *failed]}) == NUM_LINES
+    assert {line["response"]["status_code"] for line in failed} == {400}
+    for line in failed:
+        assert line["error"]["message"] == line["response"]["body"]["error"]["message"] != ""
+    together = ExportConfig(
+        run=str(whole[1].path),
+        out=str(whole[1].path / "all.jsonl"),
+        format=ExportFormat.openai_batch,
+        errors=ErrorRows.keep,
+    )
+    assert export(together).num_errors == NUM_BAD
+    assert read(whole[1].path / "all.jsonl")[7] == failed[0]
+    assert sorted(map(str, read(whole[1].path / "all.jsonl"))) == sorted(map(str, [*done, *failed]))
+
+
+def test_results_are_of_openais_own_types(whole: tuple[str, RunDirectory]) -> None:
+    chat_types = pytest.importorskip("openai.types.chat", reason="needs the extra: pip install -e '.[client]'")
+    from openai.types import Completion
+
+    asked = {line["custom_id"]: line for line in thousand_lines() if isinstance(line, dict)}
+    for result in read(whole[1].batch_output):
+        request = asked[result["custom_id"]]
+        body: Mapping = result["response"]["body"]
+        kind = chat_types.ChatCompletion if request["url"] == CHAT else Completion
+        made = kind.model_validate(body, strict=True)
+        assert made.to_dict() == body
+        n = request["body"].get("n", 1)
+        assert [choice.index for choice in made.choices] == list(range(n))
+        assert made.usage is not None
+        assert made.usage.completion_tokens == n
+        if request["url"] == CHAT:
+            (token,) = made.choices[0].logprobs.content
+            assert len(token.top_logprobs) == request["body"]["top_logprobs"]
+            assert token.token == made.choices[0].message.content or made.choices[0].finish_reason == "stop"
+        else:
+            (choice, *_) = made.choices
+            assert len(choice.logprobs.top_logprobs[0]) == request["body"]["logprobs"]
+
+
+@pytest.mark.parametrize("most", [6, 12])
+def test_a_kill_changes_no_byte_of_the_results(
+    most: int, whole: tuple[str, RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = whole
+    run = tmp_path / "first" / "generate" / "batch"
+    run.mkdir(parents=True)
+    kills = Kills(monkeypatch)
+    with kills.copied(run, tmp_path / "killed", most=most) as copies:
+        generate(config_of(tmp_path / "first", path), lambda: False)
+    assert len(copies) == most
+    assert not (copies[-1] / "_SUCCESS.json").exists()
+    shutil.copytree(copies[-1], tmp_path / "again" / "generate" / "batch")
+    found = run_whole(tmp_path / "again", path)
+    assert found.batch_output.read_bytes() == expected.batch_output.read_bytes()
+    assert found.batch_errors.read_bytes() == expected.batch_errors.read_bytes()
