@@ -220,7 +220,7 @@ def test_experts_that_an_action_brings_in_are_seen_on_their_roads() -> None:
     [played] = play_passes([(make_schedule(walk, 1), durations)])
     found = {span.resource: (str(span.action), span.begin, span.end) for span in played.spans}
     assert found[Resource.disk] == ("read 0", 1.0, 9.0)
-    assert found[Resource.host_to_device] == ("copy 0", 3.0, 10.0)
+    assert found[Resource.host_to_device] == ("copy 0", 6.0, 10.0), "4 s of work"
     assert found[Resource.compute][2] == pytest.approx(10.5)
 
 
@@ -229,14 +229,15 @@ def test_resources_have_the_names_of_trace_files_and_are_numbered_as_these_are_d
     assert [(each.number, each.value) for each in Resource] == list(enumerate(names))
 
 
-def test_the_spans_of_compute_last_as_long_as_its_work_and_not_as_long_as_it_waits_for_experts() -> None:
+@pytest.mark.parametrize("resource", [Resource.compute, Resource.host_to_device])
+def test_spans_last_as_long_as_the_work_and_not_as_long_as_it_waits_for_experts(resource: Resource) -> None:
     reads = ExpertReads(num_experts=4, read_seconds=8.0, copy_seconds=4.0, dense_seconds=1.0, lead_seconds=0.0)
     walk = Walk(num_stages=2, streamed=(), num_slots=0)
     durations = Durations(run=lambda *turn: 3.0, expert_reads=lambda action: reads)
     schedule = make_schedule(walk, 1)
     [played] = play_passes([(schedule, durations)])
-    spans = [span for span in played.spans if span.resource is Resource.compute]
-    busy = simulate(schedule, 1, durations).busy_seconds[Resource.compute]
+    spans = [span for span in played.spans if span.resource is resource]
+    busy = simulate(schedule, 1, durations).busy_seconds[resource]
     assert sum(span.end - span.begin for span in spans) == pytest.approx(busy)
-    assert busy == 2 * 3.0 < played.end
+    assert busy == {Resource.compute: 2 * 3.0, Resource.host_to_device: 2 * 4.0}[resource] < played.end
     assert all(before.end <= after.begin for before, after in pairwise(spans))

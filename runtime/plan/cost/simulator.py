@@ -171,6 +171,7 @@ class _Clock:
         if spans is not None and reads.read_seconds:
             spans.append(Span(Resource.disk, Action(Op.read, action.stage), start, free[DISK]))
         if spans is not None and reads.copy_seconds:
-            spans.append(Span(Resource.host_to_device, Action(Op.copy, action.stage), first - copy, last))
+            begun = last - reads.copy_seconds  # as if each expert but the first had waited for its read before them all
+            spans.append(Span(Resource.host_to_device, Action(Op.copy, action.stage), begun, last))
         computing = seconds - reads.dense_seconds
         return max(max(begin + reads.dense_seconds, first) + computing, last + computing / count)
