@@ -8,6 +8,7 @@ from .config import (
     Attention,
     DType,
     ExpertPaging,
+    FeedForward,
     KVConfig,
     KVTier,
     Lanes,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "Admission", "Attention", "Completion", "CompletionStream", "DType", "ExpertPaging", "FinishReason", "KVConfig",
-    "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order", "PolicyConfig", "PolicyKind",
+    "Admission", "Attention", "Completion", "CompletionStream", "DType", "ExpertPaging", "FeedForward", "FinishReason",
+    "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order", "PolicyConfig", "PolicyKind",
     "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig",
     "SamplingConfig", "SamplingOverrides", "Scored", "ScoredDocument", "SelfCheck", "Settings", "Targets", "Tier",
     "Verify",

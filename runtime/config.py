@@ -84,6 +84,14 @@ class Attention(Enum):
     cpu = "cpu"
 
 
+class FeedForward(Enum):
+    """Where experts that lie in host memory are multiplied: all of them where the model computes, or some beside their
+    weights, on the CPU, while the others are brought."""
+
+    device = "device"
+    cpu = "cpu"
+
+
 class DType(Enum):
     """Compute precision. `auto`: float32 on a CPU, on an accelerator the checkpoint's own, or float16 for bfloat16
     where it has no units for that."""
@@ -204,6 +212,7 @@ class PolicyConfig:
     admission: TextField[Admission] = enum_field(Admission.wave)
     schedule: TextField[Order | None] = optional_enum_field(Order)
     attention: TextField[Attention | None] = optional_enum_field(Attention)
+    feedforward: TextField[FeedForward | None] = optional_enum_field(FeedForward)
     prefill_chunk_tokens: int | None = None
     pin: str | None = None
 

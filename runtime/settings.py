@@ -10,6 +10,7 @@ from .config import (
     Attention,
     DType,
     ExpertPaging,
+    FeedForward,
     KVConfig,
     Lanes,
     MachineConfig,
@@ -66,6 +67,7 @@ class Settings(TypedDict, total=False):
     admission: Admission | str
     schedule: Order | str | None
     attention: Attention | str | None
+    feedforward: FeedForward | str | None
     prefill_chunk_tokens: int | None
     pin: str | None
     follow_model: bool

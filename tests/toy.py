@@ -60,7 +60,7 @@ def toy_mixture(num_layers: int = 8, num_experts: int = 8) -> ModelShape:
         return replace(stage, parameters=(stack,), num_experts=num_experts, num_experts_per_token=2)
 
     shape = toy_shape(num_layers)
-    return replace(shape, stages=tuple(map(mixture, shape.stages)))
+    return replace(shape, stages=tuple(map(mixture, shape.stages)), has_bare_experts=True)
 
 
 def sizes_of(num_prompt_tokens: Sequence[int], max_new_tokens: int = 16) -> list[SequenceSize]:

@@ -37,7 +37,14 @@ OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine"})
 # Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
 # What model.verify=full finds is among the facts of the manifest.
 FREE_KEYS = frozenset(
-    {"policy.schedule", "policy.attention", "dataset.max_row_bytes", "model.self_check", "model.verify"}
+    {
+        "policy.schedule",
+        "policy.attention",
+        "policy.feedforward",
+        "dataset.max_row_bytes",
+        "model.self_check",
+        "model.verify",
+    }
 )
 LATER_KEYS = frozenset(
     {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}

@@ -18,6 +18,7 @@ from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher
+from .cpu_experts import CpuExperts
 from .experts import BatchedExperts
 from .lanes.factory import LaneFactory
 from .lanes.lane import LaneContext
@@ -64,7 +65,13 @@ class Engine:
             PassContext(
                 weights=streams.weights,
                 weights_of=self._weights,
-                experts=BatchedExperts(loaded, placement.paged, streams.experts, is_together=device.is_accelerator),
+                experts=BatchedExperts(
+                    loaded,
+                    placement.paged,
+                    streams.experts,
+                    is_together=device.is_accelerator,
+                    cpu=self._cpu_experts(),
+                ),
                 monitor=self._monitor,
                 should_stop=should_stop,
                 workers=streams.workers,
@@ -114,6 +121,20 @@ class Engine:
             device_bytes=self._device.used_bytes(),
             peak_host_bytes=peak_resident_bytes(),
             peak_device_bytes=self._device.peak_bytes(),
+        )
+
+    def _cpu_experts(self) -> CpuExperts | None:
+        share, streams = self._placement.cpu_share, self._streams
+        if share is None or streams.experts is None or streams.trips is None:
+            return None
+        return CpuExperts(
+            loaded=self._loaded,
+            share=share,
+            shared=self._placement.shared,
+            stream=streams.experts,
+            exchange=streams.trips,
+            monitor=self._monitor,
+            first_layer=self._loaded.shape.layers[0].index,
         )
 
     def _weights(self, stage: int) -> Weights:

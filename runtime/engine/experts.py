@@ -1,5 +1,5 @@
 """Experts run once for all lanes that wait at them (MoE-Gen's module batching), with the stage's own weights or with
-experts that are brought in one by one.
+experts that are brought in one by one, of which the CPU may multiply some where they lie.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,18 +9,28 @@ import torch
 
 from ..events import NeedExperts
 from ..model.expert_groups import together
-from ..model.experts import Experts, Matrices, Visits, bound_matrices, is_experts, mixed
+from ..model.experts import Experts, Matrices, Visits, added, bound_matrices, is_experts, mixed, output_of
 from ..model.loading import LoadedModel
 from ..stream.experts import ExpertStream
+from .cpu_experts import CpuExperts, Errand
 
 
 class BatchedExperts:
     """`stream` is open, and None where no stage is paged. `is_together`: experts that are there are run at once, as
-    suits an accelerator. Only the engine calls it."""
+    suits an accelerator. `cpu`: who multiplies some of them there, None: nobody. Only the engine calls it."""
 
-    def __init__(self, loaded: LoadedModel, paged: frozenset[int], stream: ExpertStream | None, *, is_together: bool):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        paged: frozenset[int],
+        stream: ExpertStream | None,
+        *,
+        is_together: bool,
+        cpu: CpuExperts | None = None,
+    ):
         assert not paged or stream is not None, f"nothing brings in the experts of stages {sorted(paged)}"
         self._loaded, self._paged, self._stream, self._is_together = loaded, paged, stream, is_together
+        self._cpu = cpu
         self._names = {
             module: f"{streamed.name}.{path}" if path else streamed.name
             for streamed in loaded.staged.modules
@@ -48,8 +58,24 @@ class BatchedExperts:
         out_TD = together(module, hidden_TD, index_TK, weights_TK) if is_together else None
         if out_TD is None:
             visits = Visits.sorted(index_TK, weights_TK, cast("Experts", module).num_experts)
-            out_TD = mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+            path, cpu = self._names[module], self._cpu
+            errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None else None
+            if cpu is None or errand is None:
+                out_TD = mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+            else:
+                out_TD = self._shared(cpu, errand, hidden_TD, visits)
         return list(out_TD.split([len(each.hidden_TD) for each in asked]))
+
+    def _shared(self, cpu: CpuExperts, errand: Errand, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
+        """The sum over each token's experts where the CPU multiplies those of the errand, in the same order."""
+        stage, module = errand.stage, errand.module
+        brought = [expert for expert in visits.hit if expert not in errand.experts]
+        outputs = {
+            expert: output_of(module, matrices, expert, hidden_TD, visits)
+            for expert, matrices in self._hit(stage, module, brought)
+        }
+        outputs.update(cpu.outputs(errand))
+        return added(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
 
     def _hit(self, stage: int, module: torch.nn.Module, hit: Sequence[int]) -> Iterator[tuple[int, Matrices]]:
         """Matrices that are not paged, of a paged stage too, are those bound to the module."""

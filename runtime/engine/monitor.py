@@ -63,6 +63,14 @@ class PassMonitor:
 
         return timed
 
+    def shown(self, name: str, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which runs on the CPU while an accelerator computes: the trace shows when."""
+        begin = time.monotonic()
+        result = compute()
+        if self._trace is not None:
+            self._trace.span(Resource.cpu_attention, name, begin, time.monotonic())
+        return result
+
     def take(self, streams: Rows[Callable[[], StreamCounters]]) -> StageTimes:
         """The times since the last call, what each of the streams counted included."""
         self._device.clock.resolve()

@@ -1,5 +1,6 @@
 """What the engine and its streams have in common."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from ..linear.backends import prepare_products
 from ..model.host_ops import prepare_host_ops
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Placement
+from ..plan.shape.shapes import Parameter
 from ..stream.device import ComputeDevice
 from ..stream.kept_weights import KeptWeights
 from ..trace import Trace
@@ -39,7 +41,16 @@ def prepare_kernels(model: LoadedModel) -> None:
     """Loads, and at the first time compiles, the kernels that a model on the CPU computes with."""
     prepare_attention(model)
     if model.compute_dtype == torch.float32:
-        slices = [piece for stage in model.shape.stages for p in stage.parameters for piece in p.slices]
-        stored = {piece.dtype for piece in slices if len(piece.shape) >= 2}
         prepare_host_ops()
-        prepare_products([TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())])
+        _prepare_products(parameter for stage in model.shape.stages for parameter in stage.parameters)
+
+
+def prepare_experts(model: LoadedModel) -> None:
+    """Products with experts on the CPU beside an accelerator."""
+    _prepare_products(parameter for stage in model.shape.stages for parameter in stage.stacks)
+
+
+def _prepare_products(parameters: Iterable[Parameter]) -> None:
+    slices = [piece for parameter in parameters for piece in parameter.slices]
+    stored = {piece.dtype for piece in slices if len(piece.shape) >= 2}
+    prepare_products([TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())])

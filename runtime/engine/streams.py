@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from ..config import Attention, KVTier, RuntimeConfig
+from ..plan.placement.feedforward import trip_size
 from ..plan.placement.kv import KVLayout
 from ..store.kv_file import KVFile
 from ..store.reader import Reader
@@ -15,24 +16,25 @@ from ..stream.kept_weights import KeptWeights
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream
 from ..units import MIB
-from .setup import Setup, prepare_attention
+from .setup import Setup, prepare_attention, prepare_experts
 from .workers import AttentionWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
     """`experts` are there where experts are paged, `kv` where keys and values travel, `workers` where the CPU attends,
-    `exchange` where it does so for an accelerator."""
+    `exchange` where it does so for an accelerator, `trips` where it multiplies experts for one."""
 
     weights: WeightStream
     experts: ExpertStream | None
     kv: KVStream | None
     exchange: HostExchange | None
+    trips: HostExchange | None
     workers: AttentionWorkers | None
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:
-        found = [self.weights, self.experts, self.kv, self.exchange]
+        found = [self.weights, self.experts, self.kv, self.exchange, self.trips]
         return [stream.take_counters for stream in found if stream is not None]
 
     def forget(self, pages: Sequence[int]) -> None:
@@ -63,6 +65,13 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
         exchange = None
         if placement.host_layers:
             exchange = stack.enter_context(HostExchange(placement.exchange, device, first_stage=first, trace=trace))
+        trips = None
+        if placement.cpu_share is not None:
+            prepare_experts(setup.model)
+            size = trip_size(shape, placement.cpu_share)
+            trips = stack.enter_context(
+                HostExchange(size, device, first_stage=first, trace=trace, what="tokens of experts")
+            )
         layout, pages = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
             file = stack.enter_context(_kv_file(layout, setup.config)) if layout.tier is KVTier.nvme else None
@@ -72,6 +81,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             experts=None if experts is None else stack.enter_context(experts),
             kv=pages,
             exchange=exchange,
+            trips=trips,
             workers=stack.enter_context(AttentionWorkers()) if setup.config.policy.attention is Attention.cpu else None,
         )
 

@@ -82,12 +82,23 @@ def mixed(
 ) -> torch.Tensor:
     """The sum over each token's experts (T, D), added in the order in which `hit` yields them. Each expert's matrices
     are used before the next one's are taken."""
+    outputs = ((expert, output_of(module, matrices, expert, hidden_TD, visits)) for expert, matrices in hit)
+    return added(hidden_TD, visits, outputs)
+
+
+def output_of(
+    module: torch.nn.Module, matrices: Matrices, expert: int, hidden_TD: torch.Tensor, visits: Visits
+) -> torch.Tensor:
+    """What an expert makes of the tokens that visit it, (V, D) of its visits alone."""
+    return multiplied(module, matrices, expert, hidden_TD[visits.tokens_V[visits.of(expert)]])
+
+
+def added(hidden_TD: torch.Tensor, visits: Visits, outputs: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """The weighted sum over each token's experts (T, D), added in the order in which `outputs` come."""
     out_TD = torch.zeros_like(hidden_TD)
-    for expert, matrices in hit:
+    for expert, result in outputs:
         mine = visits.of(expert)
-        tokens = visits.tokens_V[mine]
-        result = _output(cast("Experts", module), matrices, expert, hidden_TD[tokens])
-        out_TD.index_add_(0, tokens, (result * visits.weights_V[mine, None]).to(out_TD.dtype))
+        out_TD.index_add_(0, visits.tokens_V[mine], (result * visits.weights_V[mine, None]).to(out_TD.dtype))
     return out_TD
 
 
@@ -116,12 +127,28 @@ def matrix_names(module: torch.nn.Module) -> tuple[str, str]:
     return ("gate_up_proj" if cast("Experts", module).has_gate else "up_proj", "down_proj")
 
 
-def _output(experts: Experts, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
-    up, down = matrices
+def multiplied(module: torch.nn.Module, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """What an expert makes of its tokens x (V, D)."""
+    experts, (up, down) = cast("Experts", module), matrices
     inner = _project(experts, matrices, up, expert, x)
     inner = activated(experts, inner)
     out = _project(experts, matrices, down, expert, inner)
     return experts.post_expert_norm(out) if has_norm(experts) else out
+
+
+def multiplied_bare(module: torch.nn.Module, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """The same of an expert that `is_bare`, wherever its matrices are: nothing else that is bound to the module is
+    looked at, and the steps between products are transformers' own."""
+    experts, (up, down) = cast("Experts", module), matrices
+    inner = _product(experts, x, matrices[up])
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    return _product(experts, inner, matrices[down])
+
+
+def is_bare(module: torch.nn.Module) -> bool:
+    """Whether experts have matrices and nothing beside."""
+    experts = cast("Experts", module)
+    return not experts.has_bias and not has_norm(experts)
 
 
 def activated(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
@@ -134,8 +161,14 @@ def activated(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
 
 
 def _project(experts: Experts, matrices: Matrices, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = matrices[name], bias_of(experts, name)
-    return F.linear(x, weight.t() if experts.is_transposed else weight, None if bias is None else bias[expert])
+    bias = bias_of(experts, name)
+    return _product(experts, x, matrices[name], None if bias is None else bias[expert])
+
+
+def _product(
+    experts: Experts, x: torch.Tensor, weight: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    return F.linear(x, weight.t() if experts.is_transposed else weight, bias_N)
 
 
 def bias_of(experts: Experts, name: str) -> torch.Tensor | None:

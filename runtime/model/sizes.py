@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
 from ..probing.decoder_config import decoder_config, head_size, largest, num_attention_heads
-from .experts import is_experts
+from .experts import is_bare, is_experts
 from .fused import FusedGatedMLP
 from .stages import StagedModel
 from .traits import CacheShape, bounded_layers, delta_rule, expanded_width
@@ -51,6 +51,7 @@ def shape_of(
         bounded_layers=frozenset() if is_packed else bounded_layers(model),
         has_fused_gates=not cache.bytes_per_sequence  # beside recurrent mixers, which may be as wide
         and all(has_fused_gate(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),
+        has_bare_experts=_has_bare_experts(model),
         delta_rule=delta_rule(model),
         score_heads=num_heads // num_kv_heads if has_own_scores else 0,
     )
@@ -61,6 +62,11 @@ def has_fused_gate(layer: nn.Module) -> bool:
     ours = [module for module in layer.modules() if isinstance(module, FusedGatedMLP)]
     is_alone = len(ours) == 1 and not any(is_experts(module) for module in layer.modules())
     return is_alone and ours[0].ops.mlp_rows is not None
+
+
+def _has_bare_experts(model: nn.Module) -> bool:
+    found = [module for module in model.modules() if is_experts(module)]
+    return bool(found) and all(map(is_bare, found))
 
 
 def _intermediate_size(parameters: list[Parameter]) -> int:

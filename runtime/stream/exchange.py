@@ -74,10 +74,18 @@ class Trip:
 
 class HostExchange:
     """One per run; a context manager. Its methods are the engine's thread's, but for `lift`. `layer` counts decoder
-    layers from 0; `first_stage` is what counters and spans call that one."""
+    layers from 0; `first_stage` is what counters and spans call that one, and `what` spans call that which goes."""
 
-    def __init__(self, size: ExchangeSize, device: ComputeDevice, *, first_stage: int = 0, trace: Trace | None = None):
-        self._size, self._device = size, device
+    def __init__(
+        self,
+        size: ExchangeSize,
+        device: ComputeDevice,
+        *,
+        first_stage: int = 0,
+        trace: Trace | None = None,
+        what: str = "",
+    ):
+        self._size, self._device, self._what = size, device, what and f" {what}"
         self._first_stage, self._trace = first_stage, trace
         self._down, self._up = device.new_stream(), device.new_stream()
         self._free = [TripMemory(device, size.trip_bytes) for _ in range(size.num_trips)]
@@ -164,4 +172,4 @@ class HostExchange:
         stage = self._first_stage + layer
         self._counters.copies[stage] += end - begin
         if self._trace is not None and end > begin:
-            self._trace.span(row, f"{verb} {stage}", begin, end)
+            self._trace.span(row, f"{verb} {stage}{self._what}", begin, end)

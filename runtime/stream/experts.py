@@ -114,6 +114,13 @@ class ExpertStream:
             finally:
                 self._stream.free(page)
 
+    def in_host(self, stage: int, expert: int) -> ExpertBytes:
+        """An expert that lives in host memory, where it lies: nothing is brought."""
+        page = self._pages.page(stage, expert)
+        self._asked.add(stage)
+        self._hit.add(page)
+        return ExpertBytes(expert, self._pages.pages[page], self._stream.in_host(page))
+
     def take_counters(self) -> StreamCounters:
         """What was carried since the last call, by the stages that the experts belong to."""
         taken = replace(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -21,14 +20,6 @@ class StageBytes:
     key: int
 
 
-class HostPiece(NamedTuple):
-    """Bytes [begin, end) of a stage, in pinned memory."""
-
-    begin: int
-    end: int
-    buffer: torch.Tensor
-
-
 @dataclass(frozen=True)
 class StreamWeights:
     """What one weight stream holds whole: `resident` groups of stages in compute memory, by the indices of the stages
@@ -36,7 +27,7 @@ class StreamWeights:
     bytes are there."""
 
     resident: dict[tuple[int, ...], StageBytes] = field(default_factory=dict)
-    in_host: dict[int, list[HostPiece]] = field(default_factory=dict)
+    in_host: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
         self.resident.clear()
@@ -81,8 +72,7 @@ class KeptWeights:
     @property
     def pinned_bytes(self) -> int:
         """Bytes in host memory in front of an accelerator."""
-        held = [*self.stages.in_host.values(), *self.experts.in_host.values()]
-        return sum(piece.buffer.nbytes for pieces in held for piece in pieces)
+        return sum(held.nbytes for held in (*self.stages.in_host.values(), *self.experts.in_host.values()))
 
     def leave_room(self, num_bytes: int, budgets: Budgets) -> None:
         """Lets go of everything where less than `num_bytes` of a memory is left beside it."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +30,7 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
-from .kept_weights import HostPiece, StageBytes, StreamWeights
+from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging, Transfer
 
 NUM_MOVED = 4096  # pieces of stages whose moves are kept
@@ -110,10 +111,10 @@ class WeightStream:
         slot, layout = self._present[stage], self._layout(stage)
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
         staging = None if stage in self._placement.walk.in_host else self._staging
-        pieces = self._held.in_host[stage] if staging is None else _pieces(staging.buffer(stage))
+        source = self._held.in_host[stage] if staging is None else staging.buffer(stage)
         parts = [
             _part(piece, move, slot.buffer)
-            for piece in _cut(pieces, begin, end)
+            for piece in _cut(_pieces(source), begin, end)
             for move in self._moves(stage, piece.begin, piece.end)
         ]
         is_last = page in (None, self._num_pages - 1)
@@ -134,6 +135,11 @@ class WeightStream:
             self._await(stage, slot)
         placed = self._moved(stage) if self._placement.walk.copies else self._layout(stage)
         return StageBytes(slot.buffer, placed.tensor_offsets, id(slot))
+
+    def in_host(self, stage: int) -> StageBytes:
+        """The bytes of a stage that lives in host memory, where they lie."""
+        buffer = self._held.in_host[stage]
+        return StageBytes(buffer, self._layout(stage).tensor_offsets, id(buffer))
 
     def free(self, stage: int) -> None:
         slot = self._present.pop(stage)
@@ -255,15 +261,18 @@ class WeightStream:
 
     def _load_host_tier(self) -> None:
         for stage in sorted(self._placement.walk.in_host - self._held.in_host.keys()):
-            windows = list(self._layout(stage).windows(HOST_PIECE_BYTES))
-            buffers = [self._device.host_buffer(window.end - window.begin) for window in windows]
-            reads = [
-                self._reader.submit(window.extents, buffer.numpy().data)
-                for window, buffer in zip(windows, buffers, strict=True)
-            ]
-            for read in reads:
-                read.wait()
-            self._held.in_host[stage] = [HostPiece(w.begin, w.end, b) for w, b in zip(windows, buffers, strict=True)]
+            layout = self._layout(stage)
+            buffer = self._device.host_buffer(layout.num_bytes)
+            self._reader.submit(layout.extents, buffer.numpy().data).wait()
+            self._held.in_host[stage] = buffer
+
+
+class HostPiece(NamedTuple):
+    """Bytes [begin, end) of a stage, in pinned memory."""
+
+    begin: int
+    end: int
+    buffer: torch.Tensor
 
 
 def _part(piece: HostPiece, move: Move, target: torch.Tensor) -> Part:

@@ -26,7 +26,7 @@ from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import place
 from runtime.plan.planner import plan_run
-from runtime.plan.shape.extents import pinned_tier_bytes
+from runtime.plan.shape.extents import pinned_bytes
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.fake_device import FakeDevice
@@ -129,7 +129,7 @@ def test_host_memory_holds_as_many_stages_as_it_has_room_for(shape: ModelShape) 
         counts.append(len(held))
         if found.walk.from_disk:
             smallest = min(shape.sizes.slot_bytes(found.paged)[stage] for stage in found.walk.from_disk)
-            assert ledger.total_bytes + pinned_tier_bytes(smallest) > budget, "one more has no room"
+            assert ledger.total_bytes + pinned_bytes(smallest) > budget, "one more has no room"
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, len(everything.walk.streamed))
     assert 0 < counts[2] < counts[-1]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...config import ExpertPaging, KVTier
 from ..schedule.walk import Walk
 from .exchange import ExchangeSize
+from .feedforward import CpuShare
 from .kv import KVLayout
 from .ledger import Ledger
 
@@ -30,7 +31,8 @@ class Budgets:
 class Placement:
     """`resident` stages stay in compute memory; the others follow `walk`, or in decode passes `decode_walk`, through
     slots of `slot_bytes`. Of `paged` stages, all streamed, only the dense part follows the walk; their experts have
-    `num_expert_slots` of their own. `host_layers` keep their KV in host memory, where the CPU attends to it, through
+    `num_expert_slots` of their own; `cpu_share` says which of those in host memory the CPU multiplies, None: none.
+    `host_layers` keep their KV in host memory, where the CPU attends to it, through
     `exchange`."""
 
     resident: frozenset[int]
@@ -43,10 +45,16 @@ class Placement:
     paged: frozenset[int] = frozenset()
     paging: ExpertPaging = ExpertPaging.off
     num_expert_slots: int = 0
+    cpu_share: CpuShare | None = None
 
     @property
     def host_layers(self) -> frozenset[int]:
         return frozenset(self.kv.page_bytes) if self.kv.stays_in_host else frozenset()
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """The stages some of whose experts the CPU multiplies."""
+        return frozenset() if self.cpu_share is None else self.paged & self.walk.in_host
 
     @property
     def stays_whole(self) -> bool:

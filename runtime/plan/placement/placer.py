@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 from ...config import ExpertPaging, KVTier, RuntimeConfig, Tier, require
 from ...orders import PLAIN
-from ..shape.extents import pinned_tier_bytes
+from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
 from .exchange import exchange_size
 from .experts import Phase, choose_paging, pageable_stages
+from .feedforward import CpuShare, cpu_multiplies, host_entries, require_possible
 from .kv import KVLayout, kv_layout, spread, travelling_layers
 from .load import Load
 from .placement import Budgets, Placement
@@ -37,10 +38,11 @@ def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> t
 
 def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
     """The first that fits, of what keeps most in compute memory: keys and values before layers. Where nothing fits, the
-    ledgers of the smallest say why.
+    ledgers of the smallest say why. Raises ConfigError where the CPU is to do what it cannot.
 
     Embeddings and head stay resident where they fit and are streamed like layers where they don't.
     """
+    require_possible(shape, config, has_device=budgets.has_device)
     placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
     candidate = None
     for candidate in placer.candidates():
@@ -107,6 +109,8 @@ class _Placer:
         paging = self.config.offload.expert_paging
         if not pageable_stages(self.shape) or self._keeps_all:
             return [ExpertPaging.off]
+        if cpu_multiplies(self.config):
+            return [ExpertPaging.hit]
         if paging is not ExpertPaging.auto:
             return [paging]
         if_it_fits, if_not = (self._best_paging(layer_fits=layer_fits) for layer_fits in (True, False))
@@ -169,10 +173,12 @@ class _Placer:
         """The streamed stages, as many as host memory has room for beside what `placement`, which holds none, takes of
         it; evenly over the depth, so that the disk has their turns to bring the next one."""
         ledger = placement.ledgers[-1]
-        spare, sizes = ledger.budget_bytes - ledger.total_bytes, self.shape.sizes.slot_bytes(placement.paged)
+        beside = host_entries(self.shape, self._cpu_share) if placement.paged else ()
+        spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in beside)
+        sizes = self.shape.sizes.slot_bytes(placement.paged)
         experts = self.shape.sizes.experts
         taken = {
-            stage: pinned_tier_bytes(sizes[stage]) + (experts[stage].pinned_bytes if stage in placement.paged else 0)
+            stage: pinned_bytes(sizes[stage]) + (experts[stage].pinned_bytes if stage in placement.paged else 0)
             for stage in streamed
         }
         for num_held in range(len(streamed) - 1, 0, -1):
@@ -180,6 +186,14 @@ class _Placer:
             if sum(taken[stage] for stage in held) <= spare:
                 return frozenset(held)
         return frozenset()
+
+    @property
+    def _cpu_share(self) -> CpuShare | None:
+        """The CPU's share of passes that decode: prompts visit every expert with more tokens than it has time for."""
+        if not cpu_multiplies(self.config):
+            return None
+        is_batched = (self.config.policy.schedule or PLAIN).style.batches_experts
+        return CpuShare(most_tokens=sum(map(len, self.load.lanes)) if is_batched else self.load.most_rows)
 
     def _placed(self, candidate: _Candidate, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
         resident, paging, kv = candidate.resident, candidate.paging, candidate.needs.kv
@@ -200,6 +214,7 @@ class _Placer:
             paged=paged,
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
+            cpu_share=self._cpu_share if paged & in_host else None,
         )
         return replace(placement, ledgers=candidate.needs.ledgers(placement))
 

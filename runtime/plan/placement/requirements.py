@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...config import RuntimeConfig
-from ..shape.extents import LOADING_BYTES, pinned_bytes, pinned_tier_bytes
+from ..shape.extents import LOADING_BYTES, pinned_bytes
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import ExpertSizes
+from . import feedforward
 from .exchange import device_entry, pinned_entry
 from .experts import batch_entries, host_entries, slot_entry, visit_entries
 from .kv import KVCost, KVLayout, kv_cost
@@ -76,6 +77,7 @@ class Requirements:
             entries.append(Entry(name="aligned copy", num_bytes=copied, equation="of the stage that is computed"))
         if placement.host_layers:
             entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
+        entries += feedforward.device_entries(self.shape, placement.cpu_share)
         is_batched = bool(placement.walk.routing)
         if is_batched:
             entries += batch_entries(self.shape, self.load.all_tokens)
@@ -96,10 +98,11 @@ class Requirements:
             entries.append(Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned"))
         if walk.in_host:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
-            num_bytes = sum(pinned_tier_bytes(sizes[stage]) for stage in walk.in_host)
+            num_bytes = sum(pinned_bytes(sizes[stage]) for stage in walk.in_host)
             entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.in_host)} stages, pinned"))
         if placement.paged:
             entries += host_entries({stage: self.shape.sizes.experts[stage] for stage in placement.paged}, walk)
+        entries += feedforward.host_entries(self.shape, placement.cpu_share)
         entries += self._kv_cost.host
         if placement.host_layers:
             entries.append(pinned_entry(placement.exchange))

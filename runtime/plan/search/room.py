@@ -22,7 +22,6 @@ from ..shape.extents import (
     LOADING_BYTES,
     REGISTERED_BYTES,
     pinned_bytes,
-    pinned_tier_bytes,
     slot_layout,
 )
 from ..shape.model import ModelShape
@@ -120,8 +119,8 @@ class _Need:
     def _living(self) -> float:
         """The bytes of a layer that lives in host memory."""
         work = self._work
-        experts = work.num_experts * self._is_paged * pinned_tier_bytes(int(work.expert_bytes))
-        return float(pinned_tier_bytes(int(self._layer_bytes)) + experts)
+        experts = work.num_experts * self._is_paged * pinned_bytes(int(work.expert_bytes))
+        return float(pinned_bytes(int(self._layer_bytes)) + experts)
 
     def _loading(self) -> Floats:
         """What stays passes through it; where no layer does, nothing need."""

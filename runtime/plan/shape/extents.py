@@ -15,7 +15,7 @@ from .shapes import Stage, TensorSlice
 ALIGNMENT_BYTES = 4096
 REGISTERED_BYTES = MIB  # pinned memory from this size on is our own, registered with the device's driver
 LOADING_BYTES = 32 * MIB  # pinned, through which resident weights come
-HOST_PIECE_BYTES = 64 * MIB  # pinned, of weights that live in host memory
+HOST_PIECE_BYTES = 64 * MIB  # of weights in host memory that are copied at a time
 MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than another request
 
 
@@ -150,9 +150,3 @@ def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
         return round_up(num_bytes, ALIGNMENT_BYTES)
     asked = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
     return 1 << (asked - 1).bit_length() if num_bytes else 0
-
-
-def pinned_tier_bytes(num_bytes: int) -> int:
-    """The bytes of a stage that lives in pinned memory, in pieces: a layer of 2.7 GiB would take 4 GiB as one."""
-    pieces, rest = divmod(num_bytes, HOST_PIECE_BYTES)
-    return pieces * pinned_bytes(HOST_PIECE_BYTES) + pinned_bytes(rest)

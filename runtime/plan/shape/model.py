@@ -38,6 +38,7 @@ class ModelShape:
     attention_way: AttentionWay = AttentionWay.host  # of packed lanes, where the model computes
     has_fused_gates: bool = False  # feed-forwards take a few tokens at a time and multiply in place
     has_whole_prompts: bool = False  # padded lanes of which no prompt is prefilled in chunks
+    has_bare_experts: bool = False  # that run through our function, and have matrices alone
     delta_rule: DeltaRule | None = None  # of layers with a gated delta net
     weight_bytes: int = field(init=False, default=0)
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .extents import group_layout, pinned_tier_bytes, resident_groups, slot_layout
+from .extents import group_layout, pinned_bytes, resident_groups, slot_layout
 from .moves import misaligned_bytes
 from .shapes import Stage
 
@@ -22,9 +22,7 @@ class ExpertSizes:
     @staticmethod
     def of(stage: Stage) -> "ExpertSizes":
         sizes = [slot_layout(stage.expert(expert)).num_bytes for expert in range(stage.num_experts)]
-        return ExpertSizes(
-            num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_tier_bytes, sizes))
-        )
+        return ExpertSizes(num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_bytes, sizes)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""Experts that the CPU multiplies beside their weights, while the others come over the link: which of a layer's, and
+what it takes in memory.
+
+MoE-Lightning's policy has one place for a layer's feed-forward (Cao et al. 2025), Fiddler chooses it expert by expert
+by what bringing and multiplying take (Kamahori et al. 2024). Link and CPU work side by side, so here the CPU is given
+experts as long as it is done before the link is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...config import ExpertPaging, FeedForward, RuntimeConfig, Tier, require
+from ..shape.extents import pinned_bytes
+from ..shape.model import ModelShape
+from .exchange import PART_ALIGNMENT_BYTES, ExchangeSize
+from .ledger import Entry
+from .memory import KERNEL_SCRATCH_BYTES, LAID_OUT_BYTES
+
+FLOAT32_BYTES = 4
+UNKNOWN_READING, UNKNOWN_MULTIPLYING = 1.0, 0.125  # where no rates are known: the link is as fast as host memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuShare:
+    """Numbers by which a pass of at most `most_tokens` shares out a layer's experts. Where to bring an expert over the
+    link takes 1, the CPU takes `reading` to read it, or `multiplying` for each of its tokens if that is more."""
+
+    most_tokens: int
+    reading: float = UNKNOWN_READING
+    multiplying: float = UNKNOWN_MULTIPLYING
+
+    def of_cpu(self, num_visits: Mapping[int, int], num_tokens: int) -> frozenset[int]:
+        """The experts that the CPU takes, of those that are hit, by their visits: those of fewest visits, as long as it
+        is done with one more before the link has brought all others."""
+        if num_tokens > self.most_tokens:
+            return frozenset()
+        taken, busy = list[int](), 0.0
+        for expert in sorted(num_visits, key=lambda expert: (num_visits[expert], expert)):
+            busy += self.cost(num_visits[expert])
+            if busy >= len(num_visits) - len(taken):
+                break
+            taken.append(expert)
+        return frozenset(taken)
+
+    def cost(self, num_visits: float) -> float:
+        """How long the CPU takes at an expert of so many visits."""
+        return max(self.reading, num_visits * self.multiplying)
+
+
+def cpu_multiplies(config: RuntimeConfig) -> bool:
+    return config.policy.feedforward is FeedForward.cpu
+
+
+def why_not(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> str | None:
+    """What stands in the way of experts on the CPU, with the key that is to be changed; None where nothing does."""
+    tier, paging = config.offload.tier, config.offload.expert_paging
+    if not has_device:
+        return "the CPU is where this model computes anyway: leave policy.feedforward null"
+    if shape.has_encoder:
+        return "models with an encoder cannot do that: policy.feedforward=device"
+    if not shape.has_bare_experts:
+        why = "experts of this model have more than matrices" if shape.has_own_experts else "no experts of this model"
+        why += "" if shape.has_own_experts else " run through our function"
+        return f"{why}: policy.feedforward=device"
+    if not any(stage.experts for stage in shape.stages) or any(len(s.experts) < len(s.stacks) for s in shape.stages):
+        return "this checkpoint's experts share bytes or scales, so none lies by itself: policy.feedforward=device"
+    if tier in (Tier.nvme, Tier.none):
+        return f"offload={tier.value} keeps no experts in host memory, where it multiplies them: offload=auto or cpu"
+    if paging in (ExpertPaging.off, ExpertPaging.all):
+        return f"offload.expert_paging={paging.value} brings all experts of a layer: offload.expert_paging=auto or hit"
+    return None
+
+
+def require_possible(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> None:
+    """Raises ConfigError where the CPU is to multiply experts and cannot."""
+    if cpu_multiplies(config):
+        reason = why_not(shape, config, has_device=has_device)
+        require(reason is None, f"policy.feedforward=cpu has the CPU multiply experts beside an accelerator: {reason}")
+
+
+def most_visits(shape: ModelShape, share: CpuShare) -> int:
+    return share.most_tokens * max((stage.num_experts_per_token for stage in shape.stages), default=0)
+
+
+def trip_size(shape: ModelShape, share: CpuShare) -> ExchangeSize:
+    """One trip: the tokens of the visits down, what became of them up."""
+    each = shape.hidden_size * shape.compute_dtype_bytes
+    return ExchangeSize(num_trips=1, trip_bytes=2 * (most_visits(shape, share) * each + PART_ALIGNMENT_BYTES))
+
+
+def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]:
+    """What the CPU's share takes of host memory beside the weights: what goes down and comes back; and in float32, of
+    one expert that all tokens visit, input and output, gate and up and their product twice, inputs as kernels have
+    them, and what their threads need."""
+    if share is None:
+        return ()
+    trip = pinned_bytes(trip_size(shape, share).trip_bytes, is_aligned=False)
+    numbers = 2 * shape.hidden_size + 4 * shape.intermediate_size
+    products = FLOAT32_BYTES * share.most_tokens * numbers + LAID_OUT_BYTES + KERNEL_SCRATCH_BYTES
+    equation = f"{share.most_tokens:,} tokens x {numbers:,} numbers in float32, and what kernels need"
+    return (
+        Entry(name="experts on the CPU", num_bytes=trip, equation=f"a trip of {trip:,} B, pinned"),
+        Entry(name="products on the CPU", num_bytes=products, equation=equation),
+    )
+
+
+def device_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]:
+    """The outputs of all visits lie side by side until they are added, and those of the CPU's beside their inputs."""
+    if share is None:
+        return ()
+    visits, each = most_visits(shape, share), shape.hidden_size * shape.compute_dtype_bytes
+    equation = f"2 x {visits:,} visits x {each:,} B"
+    return (Entry(name="experts on the CPU", num_bytes=2 * visits * each, equation=equation),)

@@ -1,0 +1,225 @@
+"""`policy.feedforward=cpu`: some experts are multiplied beside their weights, the others where the model computes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from runtime import OffloadConfig, Runtime, RuntimeConfig
+from runtime.config import ExpertPaging, FeedForward, Order, Tier
+from runtime.engine.cpu_experts import CpuExperts, Errand
+from runtime.engine.experts import BatchedExperts
+from runtime.engine.monitor import PassMonitor
+from runtime.engine.records import PassRecord, Phase
+from runtime.errors import ConfigError
+from runtime.events import NeedExperts
+from runtime.model.loading import LoadedModel
+from runtime.plan.placement.feedforward import CpuShare, trip_size
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.placement import Budgets, Placement
+from runtime.plan.placement.placer import place
+from runtime.plan.planner import RunPlan
+from runtime.plan.shape.model import ModelShape
+from runtime.resources import Resource
+from runtime.stream.exchange import HostExchange
+from runtime.stream.experts import ExpertStream
+from runtime.trace import Trace
+from runtime.units import GIB
+from tests.fake_device import FakeDevice
+from tests.overlap import virtual_time
+from tests.runtime.test_fidelity import config_for
+from tests.runtime.test_mixed_tier import policy_for, requests_of
+from tests.support import Reference
+from tests.timed_device import TimedDevice, TimedReader
+from tests.toy import sizes_of, toy_mixture, toy_shape
+from tests.virtual_time import VirtualTime
+
+References = Callable[[str], Reference]
+
+
+def shared(config: RuntimeConfig) -> RuntimeConfig:
+    return replace(config, policy=replace(config.policy, feedforward=FeedForward.cpu))
+
+
+def most_held(config: RuntimeConfig, ref: Reference) -> RuntimeConfig:
+    """Host memory has room for six tenths of what would be held with more."""
+    runtime = Runtime(replace(config, offload=replace(config.offload, tier=Tier.cpu)), device=FakeDevice())
+    ledger = runtime.plan(requests_of(runtime, ref)).placement.ledgers[-1]
+    held = sum(entry.num_bytes for entry in ledger.entries if entry.name in ("weights", "experts"))
+    return replace(config, offload=replace(config.offload, host_memory_gib=(ledger.total_bytes - 0.4 * held) / GIB))
+
+
+CASES = [
+    ("mixtral", Order.zigzag, Tier.cpu),
+    ("mixtral", Order.cgopipe, Tier.cpu),
+    ("mixtral", Order.module_batched, Tier.auto),
+    ("qwen2-moe", Order.zigzag, Tier.auto),
+    ("qwen2-moe", Order.module_batched, Tier.cpu),
+    ("deepseek-v3", Order.flexgen, Tier.cpu),
+]
+
+
+def generated(
+    runtime: Runtime, ref: Reference, share: CpuShare | None = None
+) -> tuple[list[list[int]], RunPlan, list[PassRecord]]:
+    """`share`: instead of the plan's."""
+    requests, passes = requests_of(runtime, ref), list[PassRecord]()
+    plan = runtime.plan(requests)
+    if share is not None:
+        plan = replace(plan, placement=replace(plan.placement, cpu_share=share))
+    with runtime.session(plan) as session:
+        found = {i: list(each.token_ids) for i, each in session.generate(requests, passes.append)}
+    return [found[i] for i in range(len(requests))], plan, passes
+
+
+def num_experts(passes: Sequence[PassRecord], phase: Phase) -> tuple[int, int]:
+    """Those that were hit, and those that were brought."""
+    times = [record.times for record in passes if record.phase is phase]
+    return sum(each.experts_hit for each in times), sum(each.experts_read for each in times)
+
+
+@pytest.mark.parametrize(("family", "order", "tier"), CASES, ids=lambda value: getattr(value, "value", value))
+def test_tokens_equal_transformers_wherever_experts_are_multiplied(
+    family: str, order: Order, tier: Tier, reference: References
+) -> None:
+    ref = reference(family)
+    config = shared(config_for(ref, tier=tier, policy=policy_for(order)))
+    if tier is Tier.auto:
+        config = most_held(config, ref)
+    tokens, plan, passes = generated(Runtime(config, device=FakeDevice((True, False, True))), ref)
+    assert tokens == ref.expected
+    assert plan.placement.shared, "else this tests nothing"
+    assert bool(plan.placement.walk.from_disk) is (tier is Tier.auto)
+    num_hit, num_brought = num_experts(passes, Phase.decode)
+    assert 0 < num_brought < num_hit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_the_same_whatever_the_streams_of_the_device_do(seed: int, reference: References) -> None:
+    ref = reference("mixtral")
+    config = shared(config_for(ref, tier=Tier.cpu, policy=policy_for(Order.cgopipe)))
+    assert generated(Runtime(config, device=FakeDevice(seed=seed)), ref)[0] == ref.expected
+
+
+def test_the_cpu_may_take_all_experts_of_a_pass_and_the_trace_shows_it_at_them(reference: References) -> None:
+    """The trip is then as full as its memory is counted for."""
+    ref, trace = reference("qwen2-moe"), Trace()
+    config = shared(config_for(ref, tier=Tier.cpu, policy=policy_for(Order.module_batched)))
+    runtime = Runtime(config, device=FakeDevice(), trace=trace)
+    tokens, _, passes = generated(runtime, ref, CpuShare(most_tokens=4, reading=0.0, multiplying=0.0))
+    assert tokens == ref.expected
+    assert num_experts(passes, Phase.decode)[1] == 0
+    assert num_experts(passes, Phase.prefill)[1] > 0, "prompts have more tokens"
+    spans = [span for span in trace.take() if span.resource is Resource.cpu_attention]
+    assert spans
+    assert all(" experts " in span.name for span in spans)
+
+
+def test_the_cpu_takes_the_experts_of_fewest_visits_as_long_as_it_is_done_before_the_link() -> None:
+    share = CpuShare(most_tokens=100, reading=0.5, multiplying=0.25)
+    visits = {0: 9, 1: 1, 3: 2, 4: 40, 7: 1, 8: 3}
+    taken = share.of_cpu(visits, 56)
+    assert taken == {1, 7, 3, 8}
+    busy = sum(share.cost(visits[expert]) for expert in taken)
+    assert busy <= len(visits) - len(taken) + 1
+    assert busy + share.cost(9) >= len(visits) - len(taken), "with one more it would be later than the link with it"
+    assert share.of_cpu(visits, 101) == frozenset()
+    assert CpuShare(most_tokens=9, reading=7.0).of_cpu(visits, 9) == frozenset(), "each takes longer than all others"
+
+
+IMPOSSIBLE = {
+    "offload=auto or cpu": (toy_mixture(), OffloadConfig(tier=Tier.nvme), True),
+    "offload.expert_paging=auto or hit": (toy_mixture(), OffloadConfig(expert_paging=ExpertPaging.all), True),
+    "leave policy.feedforward null": (toy_mixture(), OffloadConfig(), False),
+    "no experts of this model": (toy_shape(), OffloadConfig(), True),
+    "more than matrices": (replace(toy_mixture(), has_bare_experts=False), OffloadConfig(), True),
+    "models with an encoder": (toy_shape(num_encoder_layers=2), OffloadConfig(), True),
+}
+
+
+@pytest.mark.parametrize("text", IMPOSSIBLE)
+def test_what_cannot_be_is_refused_with_the_key_to_change(text: str) -> None:
+    shape, offload, has_device = IMPOSSIBLE[text]
+    with pytest.raises(ConfigError, match=r"^policy\.feedforward=cpu .*" + text):
+        placed(shape, offload, device_bytes=GIB if has_device else None)
+
+
+def placed(shape: ModelShape, offload: OffloadConfig, *, device_bytes: int | None = GIB) -> Placement:
+    config = shared(RuntimeConfig(offload=offload, policy=policy_for(Order.zigzag)))
+    budgets = Budgets(host_bytes=GIB, device_bytes=device_bytes)
+    return place(shape, config, budgets, Load.of(shape, [sizes_of([30, 20]), sizes_of([25])], 512))
+
+
+def test_ledgers_count_what_goes_to_the_cpu_and_back_and_what_is_made_there() -> None:
+    offload = OffloadConfig(tier=Tier.cpu, resident_layers=0)
+    placement = placed(toy_mixture(), offload)
+    assert placement.cpu_share is not None
+    assert placement.cpu_share.most_tokens == 2
+    names = [{entry.name: entry.num_bytes for entry in ledger.entries} for ledger in placement.ledgers]
+    visits, token_bytes = 2 * 2, 256 * 4
+    assert names[0]["experts on the CPU"] == 2 * visits * token_bytes
+    assert names[1]["experts on the CPU"] >= trip_size(toy_mixture(), placement.cpu_share).trip_bytes
+    assert trip_size(toy_mixture(), placement.cpu_share).trip_bytes >= 2 * visits * token_bytes
+    assert names[1]["products on the CPU"] > 0
+
+
+NUM_EXPERTS = 64
+SHAPE = toy_mixture(num_layers=1, num_experts=NUM_EXPERTS)
+[LAYER] = SHAPE.layers
+
+
+class Router(torch.nn.Module):
+    """An experts module whose products take no time but the clock's."""
+
+    has_gate, num_experts = True, NUM_EXPERTS
+
+
+def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: float, patch: pytest.MonkeyPatch) -> float:
+    """A layer whose experts have one visit each; `link` and `cpu`: seconds of an expert."""
+    device, module = TimedDevice(clock, link * NUM_EXPERTS / LAYER.num_bytes), Router()
+    placement = placed(SHAPE, OffloadConfig(tier=Tier.cpu, resident_layers=0))
+    streamed = SimpleNamespace(name="layer", inner=module)
+    loaded = cast(
+        LoadedModel, SimpleNamespace(staged=SimpleNamespace(modules=(streamed,)), weights_of=lambda *args: {})
+    )
+
+    def multiply(self: CpuExperts, errand: Errand, x_VD: torch.Tensor) -> torch.Tensor:
+        clock.sleep(cpu * len(errand.experts))
+        return x_VD
+
+    patch.setattr(CpuExperts, "_multiplied", multiply)
+    patch.setattr("runtime.engine.experts.bound_matrices", lambda *args, **kwargs: {})
+    patch.setattr("runtime.engine.experts.output_of", lambda *args: torch.zeros(1, 4))
+    with (
+        TimedReader(clock, 1e-12, chunk_bytes=1 << 20) as reader,
+        ExpertStream(SHAPE, placement, device, reader, paging=ExpertPaging.hit) as stream,
+        HostExchange(trip_size(SHAPE, share), device) as trips,
+    ):
+        beside = CpuExperts(
+            loaded=loaded,
+            share=share,
+            shared=frozenset({LAYER.index}),
+            stream=stream,
+            exchange=trips,
+            monitor=PassMonitor(len(SHAPE.stages), device),
+            first_layer=LAYER.index,
+        )
+        experts = BatchedExperts(loaded, frozenset({LAYER.index}), stream, is_together=True, cpu=beside)
+        index_TK = torch.arange(NUM_EXPERTS).view(-1, 2)
+        asked = NeedExperts(module, torch.zeros(len(index_TK), 4), index_TK, torch.ones(len(index_TK), 2))
+        begin = clock.now
+        experts.run(LAYER.index, [asked])
+        device.finish()
+        return clock.now - begin
+
+
+@pytest.mark.parametrize("ratio", [0.25, 1.0, 3.0])
+def test_the_cpu_multiplies_while_the_link_brings_the_others(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each does its share in the time of the other: 1 / (1 + 1 / ratio) of what the link takes alone."""
+    with virtual_time() as clock:
+        share = CpuShare(most_tokens=NUM_EXPERTS, reading=ratio)
+        found = clock.run(lambda: seconds_of_layer(clock, share, 1.0, ratio, monkeypatch))
+    assert found <= 1.05 * NUM_EXPERTS * ratio / (1 + ratio) + 1.0
