@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "Admission", "Attention", "Completion", "CompletionStream", "DType", "ExpertPaging", "FeedForward", "FinishReason",
-    "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order", "PolicyConfig", "PolicyKind",
-    "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig",
-    "SamplingConfig", "SamplingOverrides", "Scored", "ScoredDocument", "SelfCheck", "Settings", "Targets", "Tier",
-    "Verify",
+    "Admission", "Attention", "Completion", "CompletionStream", "DType", "ExpertPaging", "FeedForward",
+    "FinishReason", "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order",
+    "PolicyConfig", "PolicyKind", "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request",
+    "Result", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides", "Scored", "ScoredDocument",
+    "SelfCheck", "Settings", "Targets", "Tier", "Verify",
 ]  # fmt: skip
 
 LATER = {

@@ -28,7 +28,7 @@ from .store.cache_root import cache_root
 log = logging.getLogger(__name__)
 
 NUM_LOGGED = 3  # sentences of why: the policy, the runner-up, and what binds
-EDITION = 3  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
+EDITION = 4  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..config import Attention, KVTier, RuntimeConfig
+from ..config import Attention, FeedForward, KVTier, RuntimeConfig
 from ..units import counted
 from .placement.defaults import chunk_tokens
 from .planner import RunPlan
@@ -26,6 +26,7 @@ class PlanFacts:
     num_slots: int
     expert_paging: str
     num_paged_stages: int
+    feedforward: str  # cpu: of experts that lie in host memory the CPU multiplies some
     kv: str
     num_kv_layers: int
     num_travelling_layers: int  # of those, with keys and values elsewhere than compute
@@ -53,6 +54,7 @@ class PlanFacts:
             num_slots=placement.walk.num_slots,
             expert_paging=placement.paging.value,
             num_paged_stages=len(placement.paged),
+            feedforward=(FeedForward.cpu if placement.shared else FeedForward.device).value,
             kv=kv.value,
             num_kv_layers=sum(1 for size in shape.kv_layer_bytes if size),
             num_travelling_layers=len(placement.kv.page_bytes),
@@ -95,7 +97,10 @@ class PlanFacts:
 
     @property
     def _paging(self) -> str:
-        return f" in {self.num_paged_stages} stages" if self.num_paged_stages else ""
+        if not self.num_paged_stages:
+            return ""
+        beside = ", multiplied on the CPU too" if self.feedforward == FeedForward.cpu.value else ""
+        return f" in {self.num_paged_stages} stages{beside}"
 
     @property
     def _travelling(self) -> str:

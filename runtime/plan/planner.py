@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..batching.balance import Block
-from ..config import Attention, KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
+from ..config import Attention, FeedForward, KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
 from ..errors import BudgetError
 from .cost.predict import Prediction
 from .cost.rates import MachineRates
@@ -133,12 +133,18 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
         blocks=run.blocks,
         budgets=problem.budgets,
         placement=run.placement,
-        policy=replace(run.config.policy, attention=run.config.policy.attention or Attention.device),
+        policy=_said(run.config.policy),
         kv=run.config.kv,
         prefetch=run.prefetch,
         rates=problem.rates,
         prediction=prediction,
     )
+
+
+def _said(policy: PolicyConfig) -> PolicyConfig:
+    """The policy with what else is open said: where attention and experts run."""
+    feedforward = policy.feedforward or FeedForward.device
+    return replace(policy, attention=policy.attention or Attention.device, feedforward=feedforward)
 
 
 def _is_better(plan: RunPlan, usual: RunPlan) -> bool:
@@ -201,6 +207,7 @@ def _policy_of(plan: RunPlan, shape: ModelShape) -> Policy:
         micro_batch_size=plan.lane_size,
         num_micro_batches=plan.num_lanes,
         attention=plan.policy.attention or Attention.device,
+        feedforward=plan.policy.feedforward or FeedForward.device,
         schedule=order,
         resident_layers=sum(stage.index in plan.placement.resident for stage in shape.layers),
         kv_fraction=1 - num_travelling / num_layers if num_layers > 0 else 1.0,

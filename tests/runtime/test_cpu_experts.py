@@ -63,13 +63,14 @@ CASES = [
 
 
 def generated(
-    runtime: Runtime, ref: Reference, share: CpuShare | None = None
+    runtime: Runtime, ref: Reference, reading: float = 1.0, multiplying: float = 0.125
 ) -> tuple[list[list[int]], RunPlan, list[PassRecord]]:
-    """`share`: instead of the plan's."""
+    """With these numbers in the place of those that would follow from the rates of a double."""
     requests, passes = requests_of(runtime, ref), list[PassRecord]()
     plan = runtime.plan(requests)
-    if share is not None:
-        plan = replace(plan, placement=replace(plan.placement, cpu_share=share))
+    assert plan.placement.cpu_share is not None, "else this tests nothing"
+    share = replace(plan.placement.cpu_share, reading=reading, multiplying=multiplying)
+    plan = replace(plan, placement=replace(plan.placement, cpu_share=share))
     with runtime.session(plan) as session:
         found = {i: list(each.token_ids) for i, each in session.generate(requests, passes.append)}
     return [found[i] for i in range(len(requests))], plan, passes
@@ -91,7 +92,6 @@ def test_tokens_equal_transformers_wherever_experts_are_multiplied(
         config = most_held(config, ref)
     tokens, plan, passes = generated(Runtime(config, device=FakeDevice((True, False, True))), ref)
     assert tokens == ref.expected
-    assert plan.placement.shared, "else this tests nothing"
     assert bool(plan.placement.walk.from_disk) is (tier is Tier.auto)
     num_hit, num_brought = num_experts(passes, Phase.decode)
     assert 0 < num_brought < num_hit
@@ -109,7 +109,7 @@ def test_the_cpu_may_take_all_experts_of_a_pass_and_the_trace_shows_it_at_them(r
     ref, trace = reference("qwen2-moe"), Trace()
     config = shared(config_for(ref, tier=Tier.cpu, policy=policy_for(Order.module_batched)))
     runtime = Runtime(config, device=FakeDevice(), trace=trace)
-    tokens, _, passes = generated(runtime, ref, CpuShare(most_tokens=4, reading=0.0, multiplying=0.0))
+    tokens, _, passes = generated(runtime, ref, reading=0.0, multiplying=0.0)
     assert tokens == ref.expected
     assert num_experts(passes, Phase.decode)[1] == 0
     assert num_experts(passes, Phase.prefill)[1] > 0, "prompts have more tokens"

@@ -253,8 +253,6 @@ def test_why_names_policy_runner_up_binding_resource_and_turning_points() -> Non
     assert f"{choice.binding.value} is the limit" in text
     assert "P1" in text
     assert choice.roofline_binding is max(choice.busy_seconds, key=lambda resource: choice.busy_seconds[resource])
-    assert choice.ffn_on_cpu_seconds is not None
-    assert "runs do not do that yet" in text
 
 
 def test_where_simulator_and_roofline_differ_both_are_named() -> None:

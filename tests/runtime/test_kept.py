@@ -15,7 +15,7 @@ from runtime.plan.cost.typical_load import TypicalLoad
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.shape.extents import group_layout
 from runtime.stream.device import ComputeDevice
-from runtime.stream.kept_weights import HostPiece, KeptWeights, StageBytes
+from runtime.stream.kept_weights import KeptWeights, StageBytes
 from runtime.units import GIB
 from tests.fake_device import FakeDevice
 from tests.runtime.library_support import (
@@ -112,7 +112,7 @@ def test_a_batch_that_takes_more_memory_keeps_fewer_weights_within_the_same_budg
 def test_weights_that_are_kept_are_free_for_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptWeights()
     kept.stages.resident[(0,)] = StageBytes(torch.empty(3 * 1024, dtype=torch.uint8), {}, 0)
-    kept.experts.in_host[0] = [HostPiece(0, 512, torch.empty(512, dtype=torch.uint8))]
+    kept.experts.in_host[0] = torch.empty(512, dtype=torch.uint8)
     monkeypatch.setattr(budgets, "available_bytes", lambda: GIB)
     monkeypatch.setattr(budgets, "FREE_SHARE", 1)
     on_cpu = budgets.budgets_of(OffloadConfig(), ComputeDevice("cpu"), kept)
@@ -136,7 +136,7 @@ def test_weights_that_are_kept_are_free_for_the_next_plan(monkeypatch: pytest.Mo
 def test_measuring_again_has_room_beside_what_is_kept(num_bytes: int, of: Budgets, are_held: bool) -> None:
     kept = KeptWeights()
     kept.stages.resident[(0,)] = StageBytes(torch.empty(3072, dtype=torch.uint8), {}, 0)
-    kept.experts.in_host[0] = [HostPiece(0, 512, torch.empty(512, dtype=torch.uint8))]
+    kept.experts.in_host[0] = torch.empty(512, dtype=torch.uint8)
     kept.leave_room(num_bytes, of)
     assert (kept.compute_bytes + kept.pinned_bytes > 0) is are_held
 

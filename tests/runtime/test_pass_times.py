@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from jobs.planning.named import named_shapes
-from runtime.config import Attention, DType, KVConfig, KVTier, OffloadConfig, Order, PolicyConfig, RuntimeConfig, Tier
+from runtime.config import (
+    Attention,
+    DType,
+    FeedForward,
+    KVConfig,
+    KVTier,
+    OffloadConfig,
+    Order,
+    PolicyConfig,
+    RuntimeConfig,
+    Tier,
+)
 from runtime.model.families import FAMILIES
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.cost.work import LayerWork, stage_works
@@ -153,14 +164,15 @@ def test_every_policy_of_a_grid_has_the_times_that_it_has_alone(is_moe: bool, ha
 
 
 @pytest.mark.parametrize("key", [key for key, value in vars(RATES).items() if isinstance(value, float)])
-@pytest.mark.parametrize("ffn_on_cpu", [False, True])
-def test_no_policy_is_slower_on_a_faster_machine(key: str, ffn_on_cpu: bool) -> None:
+@pytest.mark.parametrize("feedforward", FeedForward)
+def test_no_policy_is_slower_on_a_faster_machine(key: str, feedforward: FeedForward) -> None:
+    """The CPU's share of experts goes by the link alone: in front of an accelerator, which is faster than both."""
+    products = {1: 1e12, 100: 1e14} if feedforward is FeedForward.cpu else RATES.gemm_flops_per_second
+    rates = replace(RATES, gemm_flops_per_second=products)
     factor = 0.5 if key.endswith("_seconds") and "per" not in key else 2.0
-    faster = replace(RATES, **{key: factor * getattr(RATES, key)})
-    grid = EVERY.grid(100)
-    before, after = (
-        replace(roofline(rates, is_moe=True), ffn_on_cpu=ffn_on_cpu).seconds(grid) for rates in (RATES, faster)
-    )
+    faster = replace(rates, **{key: factor * getattr(rates, key)})
+    grid = replace(EVERY, feedforwards=[feedforward]).grid(100)
+    before, after = (roofline(rates, is_moe=True).seconds(grid) for rates in (rates, faster))
     assert (after <= before * (1 + 1e-12)).all()
 
 
@@ -192,3 +204,21 @@ def test_rates_of_many_rows_are_those_of_each() -> None:
     for rates in (RATES, by_expert):
         assert list(rates.gemm_rate(rows)) == pytest.approx([rates.gemm_rate(float(each)) for each in rows])
         assert list(rates.expert_rate(rows)) == pytest.approx([rates.expert_rate(float(each)) for each in rows])
+
+
+def test_the_cpu_takes_off_the_link_what_it_multiplies_itself() -> None:
+    """Two of eight layers stay; of a lane's 25 rows each expert has 25 x 2 / 8 visits, nearly. The CPU takes as many
+    experts as it is done with when the link is."""
+    grid = replace(EVERY, feedforwards=[FeedForward.cpu], micro_batches=[25], counts=[2], resident=[2]).grid(100)
+    rates = replace(RATES, cpu_flops_per_second=1e15)
+    alone, shared = (
+        roofline(rates, is_moe=True).decode_pass(each).busy
+        for each in (replace(grid, shares=np.zeros_like(grid.shares)), grid)
+    )
+    work = LayerWork.of(MIXTRAL.shape())
+    experts = 30 * work.hits(25) * work.expert_bytes * 2 / 1e10  # of two lanes, where they are not batched
+    zigzag = grid.order == list(Order).index(Order.zigzag)
+    saved = (alone[Resource.host_to_device] - shared[Resource.host_to_device])[zigzag]
+    assert saved == pytest.approx(experts / 2), "host memory is twice as fast as the link, which reads there too"
+    added = (shared[Resource.cpu_attention] - alone[Resource.cpu_attention])[zigzag]
+    assert added == pytest.approx(experts / 2)

@@ -14,6 +14,7 @@ from ..schedule.actions import Action, Op
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from ..shape.shapes import StageKind
+from .cpu_share import num_of_cpu
 from .lane_work import LaneWork
 from .rates import MachineRates
 from .script import Durations, ExpertReads, Links
@@ -66,7 +67,7 @@ class _Bill:
 
     @cached_property
     def works(self) -> list[StageWork]:
-        return stage_works(self.shape, self.placement.paged)
+        return stage_works(self.shape, self.placement.paged, self.placement.shared)
 
     @cached_property
     def _expert_reads(self) -> dict[tuple[Op, int, int | None, bool], ExpertReads | None]:
@@ -184,7 +185,8 @@ class _Bill:
         if not tokens:
             return None
         is_all = self.placement.paging is ExpertPaging.all
-        count = work.num_experts if is_all else work.hits(tokens)
+        num_beside = self._num_of_cpu(work, tokens)
+        count = work.num_experts if is_all else max(0.0, work.hits(tokens) - num_beside)
         walk, rates = self.walk, self.rates
         read = 0.0 if stage in walk.in_host else work.expert_bytes / rates.disk_bytes_per_second
         copy = work.expert_bytes / rates.link_in_bytes_per_second if walk.copies else 0.0
@@ -196,7 +198,24 @@ class _Bill:
             copy_seconds=count * copy,
             dense_seconds=dense,
             lead_seconds=min(dense, num_ahead * max(read, copy)) if is_all else 0.0,
+            cpu_seconds=self._cpu_seconds(work, tokens, num_beside),
         )
+
+    def _num_of_cpu(self, work: StageWork, num_tokens: float) -> int:
+        return num_of_cpu(self.placement.cpu_share, work, num_tokens)
+
+    def _cpu_seconds(self, work: StageWork, num_tokens: float, num_experts: int) -> float:
+        """The seconds of so many experts on the CPU, what goes down and comes up included. The host launches the
+        others before it begins."""
+        share, rates = self.placement.cpu_share, self.rates
+        if share is None or not num_experts:
+            return 0.0
+        num_hit = work.hits(num_tokens)
+        each = num_tokens * work.num_experts_per_token / num_hit
+        products = num_experts * share.cost(each) * work.expert_bytes / rates.link_in_bytes_per_second
+        vectors = num_experts * each * self.shape.hidden_size * self.shape.compute_dtype_bytes
+        trip = vectors / rates.link_out_bytes_per_second + vectors / rates.link_in_bytes_per_second
+        return products + trip + max(0.0, num_hit - num_experts) * rates.hit_seconds
 
     def _before_experts(self, action: Action, work: StageWork) -> float:
         _, lane = action.turn
@@ -249,10 +268,15 @@ class _Bill:
         return seconds + 2 * self.rates.all_reduce_seconds(vectors)
 
     def _experts(self, work: StageWork, num_tokens: float) -> float:
-        """Each that is hit multiplies its share of the visits."""
+        """Each that is hit multiplies its share of the visits; those that the CPU multiplies are left out."""
         if not work.num_experts or not work.expert_weights or not num_tokens:
             return 0.0
         hits, visits = work.hits(num_tokens), num_tokens * work.num_experts_per_token
+        num_beside = min(hits, self._num_of_cpu(work, num_tokens))
+        if num_beside:
+            hits, visits = hits - num_beside, visits * (1 - num_beside / hits)
+        if not hits:
+            return 0.0
         seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
         seconds += work.is_paged * hits * self.rates.hit_seconds
         return seconds if self.rates.has_expert_rates else seconds + self._streamed(visits * work.visit_bytes)

@@ -19,7 +19,8 @@ class ExpertReads:
     """What an action brings in by itself: experts one by one, `num_experts` of them, each computed as it arrives.
 
     `read_seconds` and `copy_seconds` are of all of them; of the action's own seconds `dense_seconds` come before the
-    first expert is needed, and reading begins `lead_seconds` before that.
+    first expert is needed, and reading begins `lead_seconds` before that. Beside them the CPU multiplies others for
+    `cpu_seconds`.
     """
 
     num_experts: int
@@ -27,6 +28,7 @@ class ExpertReads:
     copy_seconds: float
     dense_seconds: float
     lead_seconds: float
+    cpu_seconds: float = 0.0
 
 
 def _of_stage(stage: int) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...resources import Resource
 from ..schedule.actions import Action, Op
 from ..schedule.schedule import Schedule
-from .script import COMPUTE, DISK, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
+from .script import COMPUTE, CPU, DISK, LINK_IN, SYNC, Durations, Events, ExpertReads, Lines, Script
 
 _RESOURCES = tuple(Resource)  # by their numbers
 
@@ -107,6 +107,7 @@ class _Timed:
         for reads in filter(None, self.reads):
             busy[DISK] += reads.read_seconds
             busy[LINK_IN] += reads.copy_seconds
+            busy[CPU] += reads.cpu_seconds
         return busy[:SYNC]
 
 
@@ -155,6 +156,20 @@ class _Clock:
         self.now, self.stall_seconds = now, stalled
 
     def _with_reads(
+        self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[Span] | None
+    ) -> float:
+        """When all experts are done: those that are brought, and those that the CPU multiplies meanwhile."""
+        asked, free = begin + reads.dense_seconds, self._free
+        end = self._with_brought(begin, seconds, reads, action, spans) if reads.num_experts else begin + seconds
+        if not reads.cpu_seconds:
+            return end
+        start = max(free[CPU], asked)
+        free[CPU] = start + reads.cpu_seconds
+        if spans is not None:
+            spans.append(Span(Resource.cpu_attention, Action(Op.experts, action.stage), start, free[CPU]))
+        return max(end, free[CPU])
+
+    def _with_brought(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[Span] | None
     ) -> float:
         """Experts arrive one behind the other, and each is computed when it has arrived and the one before it is done:

@@ -2,7 +2,7 @@
 and write. Simulator and roofline read the same text: what a token asks of each stage, and of the average layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..placement.experts import expected_hits, pageable_stages
 from ..shape.model import ModelShape
@@ -38,6 +38,7 @@ class StageWork:
     token_bytes: float  # that a token's operators read and write, those of experts excluded
     visit_bytes: float  # and those of one of its experts
     is_paged: bool  # its experts are read one by one
+    is_shared: bool  # the CPU may multiply some of them
     is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/last_layer.py`)
 
     def hits(self, num_tokens: Numbers) -> Numbers:
@@ -45,9 +46,10 @@ class StageWork:
         return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
 
 
-def stage_works(shape: ModelShape, paged: frozenset[int]) -> list[StageWork]:
+def stage_works(shape: ModelShape, paged: frozenset[int], shared: frozenset[int] = frozenset()) -> list[StageWork]:
     first = shape.layers[0].index if shape.layers else 0
-    return [_of(shape, stage, stage.index in paged, stage.index - first) for stage in shape.stages]
+    works = [_of(shape, stage, stage.index in paged, stage.index - first) for stage in shape.stages]
+    return [replace(work, is_shared=True) if stage in shared else work for stage, work in enumerate(works)]
 
 
 def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWork:
@@ -70,6 +72,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         kv_bytes=shape.kv_layer_bytes[layer] if stage.kind is StageKind.layer else 0,
         token_bytes=float(size * (token if stage.kind.is_layer else 2 * shape.hidden_size)),
         is_paged=is_paged,
+        is_shared=False,
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
         visit_bytes=float(size * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size)),
     )

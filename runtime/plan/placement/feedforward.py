@@ -8,6 +8,7 @@ experts as long as it is done before the link is.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from ...config import ExpertPaging, FeedForward, RuntimeConfig, Tier, require
 from ..shape.extents import pinned_bytes
@@ -41,6 +42,11 @@ class CpuShare:
                 break
             taken.append(expert)
         return frozenset(taken)
+
+    def num_even(self, num_hit: int, num_visits: float) -> int:
+        """How many `of_cpu` takes of so many experts, each of so many visits."""
+        cost = self.cost(num_visits)
+        return min(num_hit, max(0, ceil((num_hit + 1) / (1 + cost)) - 1))
 
     def cost(self, num_visits: float) -> float:
         """How long the CPU takes at an expert of so many visits."""

@@ -11,7 +11,7 @@ from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, lane_entries, pass_token
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """`num_kv_pages` are shared by the lanes; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
-    block may have more pages, rows or tokens than any of `lanes`: `most_...` and `all_tokens` are the most of any."""
+    block may have more pages, rows or tokens than any of `lanes`: `most_...` and `all_...` are the most of any."""
 
     shape: ModelShape
     lanes: Sequence[MicroBatch]
@@ -21,6 +21,7 @@ class Load:
     most_rows: int  # sequences of a lane
     most_tokens: int  # of a lane in one pass
     most_positions: int  # that one sequence caches
+    all_rows: int  # sequences of all lanes of a block
     all_tokens: int  # of all lanes of a block in one pass
     num_prefill_passes: float  # of the whole run or of one block: what counts is how they compare
     num_decode_passes: float
@@ -39,6 +40,7 @@ class Load:
             most_rows=max(map(len, lanes), default=0),
             most_tokens=max(tokens, default=0),
             most_positions=max((size.capacity_tokens for lane in lanes for size in lane), default=0),
+            all_rows=sum(map(len, lanes)),
             all_tokens=sum(tokens),
             num_prefill_passes=max((prefill_passes(shape, lane, chunk_tokens) for lane in lanes), default=0),
             num_decode_passes=max((size.max_new_tokens - 1 for lane in lanes for size in lane), default=0),
@@ -57,6 +59,7 @@ class Load:
             most_rows=max(load.most_rows for load in loads),
             most_tokens=max(load.most_tokens for load in loads),
             most_positions=max(load.most_positions for load in loads),
+            all_rows=max(load.all_rows for load in loads),
             all_tokens=max(load.all_tokens for load in loads),
         )
 

@@ -193,7 +193,7 @@ class _Placer:
         if not cpu_multiplies(self.config):
             return None
         is_batched = (self.config.policy.schedule or PLAIN).style.batches_experts
-        return CpuShare(most_tokens=sum(map(len, self.load.lanes)) if is_batched else self.load.most_rows)
+        return CpuShare(most_tokens=self.load.all_rows if is_batched else self.load.most_rows)
 
     def _placed(self, candidate: _Candidate, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
         resident, paging, kv = candidate.resident, candidate.paging, candidate.needs.kv

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from ...batching.balance import Block, plan_blocks
 from ...config import Prefetch, PrefetchConfig, RuntimeConfig
+from ..cost.cpu_share import with_share
 from ..cost.predict import Prediction, decode_pass_seconds, predict
 from ..cost.rates import MachineRates
 from ..placement.defaults import chunk_tokens, in_chunks
@@ -66,10 +67,10 @@ class Problem:
         shape, budgets, config = self.shape, self.budgets, in_chunks(self.config, num_tokens)
         load = run_load(shape, config, budgets, blocks, self.sizes)
         if config.prefetch.kind is Prefetch.cost_aware and self.rates is not None:
-            prefetch, placement = _cost_aware(shape, config, budgets, load, self.rates)
+            prefetch, placement = self._cost_aware(config, load, self.rates)
         else:
             prefetch = bare(config).prefetch
-            placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
+            placement = self.place(replace(config, prefetch=prefetch), load)
         return PlacedRun(blocks=blocks, config=config, load=load, prefetch=prefetch, placement=placement)
 
     def predicted(self, run: PlacedRun) -> Prediction | None:
@@ -79,17 +80,18 @@ class Problem:
         admission = run.config.policy.admission
         return predict(self.shape, run.placement, run.blocks, self.sizes, run.chunk_tokens, self.rates, admission)
 
+    def place(self, config: RuntimeConfig, load: Load) -> Placement:
+        """The placement of a load, with what of it follows from the rates."""
+        return with_share(self.shape, place(self.shape, config, self.budgets, load), self.rates)
 
-def _cost_aware(
-    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load, rates: MachineRates
-) -> tuple[PrefetchConfig, Placement]:
-    """The depth, with as many resident layers as then fit, whose simulated decode pass is the shortest."""
-    best: tuple[float, PrefetchConfig, Placement] | None = None
-    for depth in range(1, MAX_DEPTH + 1):
-        prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
-        placement = place(shape, replace(config, prefetch=prefetch), budgets, load)
-        seconds = decode_pass_seconds(shape, placement, load.lanes, rates)
-        if best is None or (placement.fits and seconds < 0.99 * best[0]):
-            best = (seconds, prefetch, placement)
-    assert best is not None
-    return best[1], best[2]
+    def _cost_aware(self, config: RuntimeConfig, load: Load, rates: MachineRates) -> tuple[PrefetchConfig, Placement]:
+        """The depth, with as many resident layers as then fit, whose simulated decode pass is the shortest."""
+        best: tuple[float, PrefetchConfig, Placement] | None = None
+        for depth in range(1, MAX_DEPTH + 1):
+            prefetch = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
+            placement = self.place(replace(config, prefetch=prefetch), load)
+            seconds = decode_pass_seconds(self.shape, placement, load.lanes, rates)
+            if best is None or (placement.fits and seconds < 0.99 * best[0]):
+                best = (seconds, prefetch, placement)
+        assert best is not None
+        return best[1], best[2]

@@ -24,16 +24,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`table` is sorted, the fastest first. `busy_seconds` are those of a decode pass of the best, by the roofline.
-
-    `ffn_on_cpu_seconds`: of the workload, by the roofline, if the CPU multiplied with the feed-forward weights that do
-    not stay; None where how fast it does is not known. It is never chosen: the engine cannot do it.
-    """
+    """`table` is sorted, the fastest first. `busy_seconds` are those of a decode pass of the best, by the roofline."""
 
     table: tuple[Candidate, ...]
     busy_seconds: Mapping[Resource, float]
     operating_point: OperatingPoint
-    ffn_on_cpu_seconds: float | None
 
     @property
     def best(self) -> Candidate:
@@ -63,7 +58,6 @@ class Choice:
             self._turning_words(),
             f"{best.full_memory} memory is {best.full_share:.0%} full",
             *self._attention_words(),
-            *self._ffn_words(),
         )
 
     def _binding_words(self) -> str:
@@ -89,9 +83,3 @@ class Choice:
             f"attention has {self.operating_point.attention:.3g} FLOPs per byte of KV, below P1: it belongs beside "
             "the KV"
         ]
-
-    def _ffn_words(self) -> list[str]:
-        if self.ffn_on_cpu_seconds is None:
-            return []
-        ratio = self.best.roofline_seconds / self.ffn_on_cpu_seconds
-        return [f"feed-forward layers on the CPU: {ratio:.2g} times as fast by the roofline; runs do not do that yet"]

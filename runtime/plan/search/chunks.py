@@ -17,7 +17,6 @@ from ..placement.defaults import in_chunks
 from ..placement.load import Load
 from ..placement.memory import pass_tokens
 from ..placement.placement import Placement
-from ..placement.placer import place
 from ..shape.model import ModelShape
 from .candidate import PlacedRun, Problem
 
@@ -95,4 +94,4 @@ def _placement(problem: Problem, first: PlacedRun, num_tokens: int) -> Placement
         num_prefill_passes=load.num_prefill_passes,
     )
     config = replace(in_chunks(problem.config, num_tokens), prefetch=first.prefetch)
-    return place(problem.shape, config, problem.budgets, load)
+    return problem.place(config, load)

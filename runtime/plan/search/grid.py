@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config import Attention, KVTier, PrefetchConfig, RuntimeConfig, Tier
+from ...config import Attention, FeedForward, KVTier, PrefetchConfig, RuntimeConfig, Tier
 from ...orders import PLAIN, Order
+from ..placement.feedforward import why_not
 from ..placement.placer import KV_FRACTIONS
 from ..placement.walks import cpu_attends, num_slots_for
 from ..shape.model import ModelShape
@@ -21,7 +22,8 @@ NUM_RESIDENT_STEPS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGrid:
-    """`ORDERS` and `ATTENTIONS` say what `order` and `attention` number. `num_requests` make blocks that are alike."""
+    """`ORDERS` and `ATTENTIONS` say what `order` and `attention` number; `shares` is whether experts in host memory are
+    multiplied on the CPU too. `num_requests` make blocks that are alike."""
 
     micro_batch: Floats
     count: Floats  # micro-batches of a block
@@ -29,6 +31,7 @@ class PolicyGrid:
     kv_fraction: Floats
     order: NDArray[np.int64]
     attention: NDArray[np.int64]
+    shares: Bools
     num_requests: int
 
     @property
@@ -81,6 +84,7 @@ class PolicyGrid:
             schedule=ORDERS[self.order[at]],
             resident_layers=int(self.resident[at]),
             kv_fraction=float(self.kv_fraction[at]),
+            feedforward=FeedForward.cpu if self.shares[at] else FeedForward.device,
         )
 
     def only(self, policy: Policy) -> "PolicyGrid":
@@ -92,6 +96,7 @@ class PolicyGrid:
             kv_fraction=np.array([policy.kv_fraction]),
             order=np.array([ORDERS.index(policy.schedule)]),
             attention=np.array([ATTENTIONS.index(policy.attention)]),
+            shares=np.array([policy.feedforward is FeedForward.cpu]),
             num_requests=self.num_requests,
         )
 
@@ -103,6 +108,7 @@ class PolicyGrid:
             kv_fraction=self.kv_fraction[which],
             order=self.order[which],
             attention=self.attention[which],
+            shares=self.shares[which],
             num_requests=self.num_requests,
         )
 
@@ -119,6 +125,7 @@ class Choices:
     counts: Sequence[int]
     resident: Sequence[int]
     ways: Sequence[tuple[Order, Attention, float]]
+    feedforwards: Sequence[FeedForward] = (FeedForward.device,)
 
     @staticmethod
     def of(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "Choices":
@@ -130,6 +137,7 @@ class Choices:
             counts=_up_to(COUNTS, max(1, min(most, num_requests))),
             resident=_resident_counts(shape, config, has_device=has_device),
             ways=_ways(shape, config, has_device=has_device),
+            feedforwards=_feedforwards(shape, config, has_device=has_device),
         )
 
     def of_blocks(self, lanes: Sequence[Sequence[int]]) -> "Choices":
@@ -144,7 +152,9 @@ class Choices:
         """Their product, without blocks that are a whole micro-batch larger than the workload."""
         axes = [np.asarray(axis, dtype=np.float64) for axis in (self.micro_batches, self.counts, self.resident)]
         ways = np.arange(len(self.ways), dtype=np.float64)
-        micro, count, resident, way = (axis.ravel() for axis in np.meshgrid(*axes, ways, indexing="ij"))
+        shares = [float(each is FeedForward.cpu) for each in self.feedforwards]
+        product = np.meshgrid(*axes, ways, shares, indexing="ij")
+        micro, count, resident, way, shared = (axis.ravel() for axis in product)
         is_needed = micro * (count - 1) < max(1, num_requests)
         orders = np.asarray([ORDERS.index(order) for order, _, _ in self.ways])
         attentions = np.asarray([ATTENTIONS.index(attention) for _, attention, _ in self.ways])
@@ -157,6 +167,7 @@ class Choices:
             kv_fraction=fractions[way],
             order=orders[way],
             attention=attentions[way],
+            shares=shared[is_needed] > 0,
             num_requests=num_requests,
         )
 
@@ -187,6 +198,17 @@ def _ways(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list
         for attention in places
         for fraction in fractions[attention]
         for order in _orders(shape, config, attention)
+    ]
+
+
+def _feedforwards(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[FeedForward]:
+    asked = config.policy.feedforward
+    if asked is not None:
+        return [asked]
+    return [
+        each
+        for each in FeedForward
+        if each is FeedForward.device or why_not(shape, config, has_device=has_device) is None
     ]
 
 

@@ -5,7 +5,7 @@ plans in the chunks that are best for each, with the ledger's word on whether th
 they take.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -69,7 +69,6 @@ def search(
             num_sequences=float(only.sequences[0]),
             num_rows=float((only.sequences if best.schedule.style.batches_experts else only.rows)[0]),
         ),
-        ffn_on_cpu_seconds=_ffn_on_cpu(roofline, within),
     )
     return Found(choice=choice, best=finalists[0])
 
@@ -109,10 +108,3 @@ def fitting(
         return grid.taken(fits)
     size = grid.micro_batch * grid.count * (1 + grid.resident)
     return grid.taken(size == size.min())
-
-
-def _ffn_on_cpu(roofline: Roofline, grid: PolicyGrid) -> float | None:
-    """Seconds of the fastest policy of that kind, for the analysis alone."""
-    if not roofline.has_device or roofline.rates.cpu_flops_per_second is None:
-        return None
-    return float(np.min(replace(roofline, ffn_on_cpu=True).seconds(grid)))

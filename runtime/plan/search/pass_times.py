@@ -11,6 +11,7 @@ import numpy as np
 
 from ...config import ExpertPaging, KVTier, RuntimeConfig
 from ...resources import Resource
+from ..cost.cpu_share import share_of
 from ..cost.rates import MachineRates
 from ..cost.work import LayerWork
 from ..placement.defaults import chunk_tokens
@@ -28,9 +29,7 @@ class PassTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What a grid's times follow from. `ffn_on_cpu`: what if the CPU multiplied with the feed-forward weights that do
-    not stay, where they lie. No engine of ours does; `rates.cpu_flops_per_second` must be known. `in_host`: of the
-    layers that do not stay, how many are never read."""
+    """What a grid's times follow from. `in_host`: of the layers that do not stay, how many are never read."""
 
     work: LayerWork
     rates: MachineRates
@@ -39,7 +38,6 @@ class Roofline:
     has_device: bool
     in_host: Callable[[PolicyGrid], Floats]
     is_packed: bool = True
-    ffn_on_cpu: bool = False
 
     def seconds(self, grid: PolicyGrid) -> Floats:
         """The seconds of the whole workload, by blocks alike."""
@@ -117,9 +115,7 @@ class Roofline:
         dense, at_once = work.dense_weights, np.where(grid.batches_experts, lanes * tokens, tokens)
         turns = np.where(grid.batches_experts, 1.0, lanes)
         experts = turns * self._expert_seconds(at_once)
-        if self.ffn_on_cpu:
-            dense = dense - self._streamed(grid) * work.ffn_weights
-            experts = experts * (1 - self._streamed(grid))
+        experts = experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens))
         added = self.rates.all_reduce_seconds(tokens * work.hidden_bytes)
         layer = lanes * (self.rates.gemm_seconds(tokens, dense) + self.rates.turn_seconds + 2 * added) + experts
         head = lanes * self.rates.gemm_seconds(tokens * head_share, work.head_weights)
@@ -166,11 +162,8 @@ class Roofline:
         reads = 1 - self.in_host(grid) / np.maximum(1.0, layers)
         kv_on_disk = not self.has_device or self.config.kv.tier is KVTier.nvme
         disk = (weights * reads + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second
-        if self.ffn_on_cpu:
-            weights = weights * (1 - self.work.ffn_bytes / self.work.num_bytes)
-            attend = attend + self._ffn_seconds(grid, tokens)
-            link_in = link_in + self.work.num_layers * grid.lanes * tokens * self.work.hidden_bytes
-            link_out = link_out + self.work.num_layers * grid.lanes * tokens * self.work.hidden_bytes
+        on_cpu, cpu_seconds = self._experts_on_cpu(grid, tokens)
+        weights, attend = weights - on_cpu, attend + cpu_seconds
         came = (weights + kv_in + link_in) / rates.link_in_bytes_per_second if self.has_device else 0 * weights
         left = (kv_out + link_out) / rates.link_out_bytes_per_second if self.has_device else 0 * weights
         busy = {
@@ -193,13 +186,31 @@ class Roofline:
         links = np.maximum.reduce([busy[Resource.disk], busy[Resource.host_to_device], busy[Resource.device_to_host]])
         return np.maximum(links, together)
 
-    def _ffn_seconds(self, grid: PolicyGrid, tokens: Floats) -> Floats:
-        """The seconds of feed-forward layers on the CPU, a micro-batch at a time: min(peak, memory x intensity) of the
-        weights that do not stay."""
-        work, rates = self.work, self.rates
-        assert rates.cpu_flops_per_second is not None, "how fast the CPU multiplies is not known"
-        share = work.hits(tokens) / work.num_experts if work.num_experts else np.ones_like(tokens)
-        flops = tokens * work.ffn_flops_per_token
-        intensity = flops / (share * work.ffn_bytes)
-        rate = np.minimum(rates.cpu_flops_per_second, rates.cpu_attention_bytes_per_second * intensity)
-        return work.num_layers * self._streamed(grid) * grid.lanes * flops / rate
+    def _cpu_share(self, grid: PolicyGrid, tokens: Floats) -> Floats:
+        """The CPU's share of the experts that are hit in layers that do not stay, each of about as many visits: as many
+        as it multiplies while the link brings the others. Prompts have too many tokens."""
+        work = self.work
+        if not grid.shares.any() or not work.num_experts:
+            return np.zeros_like(tokens)
+        at_once = np.where(grid.batches_experts, grid.lanes * tokens, tokens)
+        cost = self._cpu_cost(at_once * work.num_experts_per_token / work.hits(at_once))
+        decodes = at_once <= np.where(grid.batches_experts, grid.sequences, grid.rows) + 1
+        in_host = self.in_host(grid) / np.maximum(1.0, work.num_layers - grid.resident)
+        return (grid.shares & decodes) * in_host / (1 + cost)
+
+    def _cpu_cost(self, visits: Floats) -> Floats:
+        """How long the CPU takes at an expert of so many visits, where the link takes 1."""
+        work = self.work
+        share = share_of(work.expert_bytes, work.expert_weights, self.rates, 0)
+        return np.maximum(share.reading, visits * share.multiplying)
+
+    def _experts_on_cpu(self, grid: PolicyGrid, tokens: Floats) -> tuple[Floats, Floats]:
+        """The bytes of experts that the CPU multiplies in a pass, and for how long it does."""
+        work, share = self.work, self._cpu_share(grid, tokens)
+        if not share.any():
+            return share, share
+        at_once = np.where(grid.batches_experts, grid.lanes * tokens, tokens)
+        hits = np.where(grid.batches_experts, 1.0, grid.lanes) * work.hits(at_once)
+        num_bytes = share * work.num_layers * self._streamed(grid) * hits * work.expert_bytes
+        cost = self._cpu_cost(at_once * work.num_experts_per_token / work.hits(at_once))
+        return num_bytes, num_bytes * cost / self.rates.link_in_bytes_per_second

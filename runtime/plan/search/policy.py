@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
-from ...config import Attention, KVConfig, KVTier, PolicyKind, RuntimeConfig
+from ...config import Attention, FeedForward, KVConfig, KVTier, PolicyKind, RuntimeConfig
 from ...orders import Order
 from ...units import counted
 
@@ -16,7 +16,7 @@ class Policy:
     """MoE-Lightning's policy: a block of N = `num_sequences` in micro-batches of mu, where attention runs, how many
     layers stay (r_w), which share of layers has its KV in compute memory (r_c); and the order of computing.
 
-    Feed-forward layers always run where the model computes: the engine has no other place for them.
+    Experts alone may be multiplied elsewhere than where the model computes, a share of those that lie in host memory.
     """
 
     micro_batch_size: int
@@ -25,6 +25,7 @@ class Policy:
     schedule: Order
     resident_layers: int
     kv_fraction: float
+    feedforward: FeedForward = FeedForward.device
     prefill_chunk_tokens: int | None = None  # of a micro-batch in one pass; None: left to the plan
 
     @property
@@ -32,9 +33,9 @@ class Policy:
         return self.micro_batch_size * self.num_micro_batches
 
     @property
-    def way(self) -> tuple[Order, Attention, float]:
+    def way(self) -> tuple[Order, Attention, float, FeedForward]:
         """All but the sizes."""
-        return self.schedule, self.attention, self.kv_fraction
+        return self.schedule, self.attention, self.kv_fraction, self.feedforward
 
     @property
     def digest(self) -> str:
@@ -43,17 +44,24 @@ class Policy:
     def __str__(self) -> str:
         return (
             f"{self.num_micro_batches} x {self.micro_batch_size} sequences, {self.schedule.value}, "
-            f"attention on {self.attention.value}, {counted(self.resident_layers, 'resident layer')}, "
+            f"attention on {self.attention.value}, {self._experts}{counted(self.resident_layers, 'resident layer')}, "
             f"KV of {self.kv_fraction:.0%} of the layers in compute memory{self._chunks}"
         )
+
+    @property
+    def _experts(self) -> str:
+        return "" if self.feedforward is FeedForward.device else "experts on the CPU too, "
 
     @property
     def _chunks(self) -> str:
         return "" if self.prefill_chunk_tokens is None else f", prompts by {self.prefill_chunk_tokens:,} tokens"
 
     def to_plain(self) -> dict[str, object]:
-        """What is left to the plan is not said, so that policies from before it could be chosen keep their names."""
+        """What is left to the plan, or to the device, is not said, so that policies from before it could be chosen keep
+        their names."""
         values = {key: value.value if isinstance(value, Enum) else value for key, value in asdict(self).items()}
+        if self.feedforward is FeedForward.device:
+            del values["feedforward"]
         return {key: value for key, value in values.items() if value is not None}
 
     @staticmethod
@@ -66,6 +74,7 @@ class Policy:
             schedule=Order(values["schedule"]),
             resident_layers=int(str(values["resident_layers"])),
             kv_fraction=float(str(values["kv_fraction"])),
+            feedforward=FeedForward(values.get("feedforward", FeedForward.device.value)),
             prefill_chunk_tokens=int(str(chunk)) if (chunk := values.get("prefill_chunk_tokens")) is not None else None,
         )
 
@@ -79,6 +88,7 @@ class Policy:
             num_micro_batches=self.num_micro_batches,
             attention=self.attention,
             schedule=self.schedule,
+            feedforward=config.policy.feedforward or self.feedforward,
             prefill_chunk_tokens=config.policy.prefill_chunk_tokens or self.prefill_chunk_tokens,
             pin=None,
         )
