@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
-from runtime.config import ExpertPaging, FeedForward, Order, Tier
+from runtime.config import ExpertPaging, FeedForward, Order, PolicyConfig, PolicyKind, Tier
 from runtime.engine.cpu_experts import CpuExperts, Errand
 from runtime.engine.experts import BatchedExperts
 from runtime.engine.monitor import PassMonitor
@@ -17,11 +17,17 @@ from runtime.engine.records import PassRecord, Phase
 from runtime.errors import ConfigError
 from runtime.events import NeedExperts
 from runtime.model.loading import LoadedModel
+from runtime.plan.cost.rates import MachineRates
+from runtime.plan.cost.script import Durations, ExpertReads
+from runtime.plan.cost.simulator import simulate
 from runtime.plan.placement.feedforward import CpuShare, trip_size
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import place
-from runtime.plan.planner import RunPlan
+from runtime.plan.planner import RunPlan, find_policy
+from runtime.plan.schedule.schedule import make_schedule
+from runtime.plan.schedule.walk import Walk
+from runtime.plan.search.candidate import Problem
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
 from runtime.stream.exchange import HostExchange
@@ -223,3 +229,55 @@ def test_the_cpu_multiplies_while_the_link_brings_the_others(ratio: float, monke
         share = CpuShare(most_tokens=NUM_EXPERTS, reading=ratio)
         found = clock.run(lambda: seconds_of_layer(clock, share, 1.0, ratio, monkeypatch))
     assert found <= 1.05 * NUM_EXPERTS * ratio / (1 + ratio) + 1.0
+
+
+@pytest.mark.parametrize(("cpu_flops", "place"), [(1e12, FeedForward.cpu), (1e6, FeedForward.device)])
+def test_a_search_has_the_cpu_multiply_where_that_is_predicted_to_be_faster(
+    cpu_flops: float, place: FeedForward
+) -> None:
+    rates = MachineRates(
+        disk_bytes_per_second=1e9,
+        gemm_flops_per_second={1: 1e12, 256: 1e14},
+        link_in_bytes_per_second=1e9,
+        link_out_bytes_per_second=1e9,
+        attention_bytes_per_second=1e12,
+        cpu_attention_bytes_per_second=4e9,
+        prefill_attention_flops_per_second=1e13,
+        cpu_flops_per_second=cpu_flops,
+    )
+    offload = OffloadConfig(tier=Tier.cpu, resident_layers=0)
+    budgets, sizes = Budgets(host_bytes=GIB, device_bytes=GIB), sizes_of([40] * 4)
+    shape, policy = toy_mixture(num_experts=64), PolicyConfig(kind=PolicyKind.hrm)
+
+    def plan(asked: FeedForward | None) -> RunPlan:
+        config = RuntimeConfig(offload=offload, policy=replace(policy, feedforward=asked))
+        return find_policy(Problem(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=rates))
+
+    found = {asked: plan(asked) for asked in (None, *FeedForward)}
+    assert found[None].policy.feedforward is place
+    assert bool(found[None].placement.shared) is (place is FeedForward.cpu)
+    seconds = {asked: plan.prediction.seconds for asked, plan in found.items() if plan.prediction is not None}
+    assert seconds[None] == pytest.approx(min(seconds[each] for each in FeedForward))
+    if place is FeedForward.cpu:
+        assert seconds[FeedForward.cpu] < 0.6 * seconds[FeedForward.device], "of which prompts are a part"
+
+
+def test_a_simulated_layer_is_done_when_link_and_cpu_are() -> None:
+    """The CPU begins when the tokens are routed, and is one of those that a pass is busy with."""
+    schedule = make_schedule(Walk(num_stages=1, streamed=(), num_slots=0), 1)
+    for cpu_seconds in (0.0, 2.0, 9.0):
+        reads = ExpertReads(
+            num_experts=4,
+            read_seconds=0.0,
+            copy_seconds=4.0,
+            dense_seconds=1.0,
+            lead_seconds=0.0,
+            cpu_seconds=cpu_seconds,
+        )
+        durations = Durations(run=lambda *turn: 1.0, expert_reads=lambda action, reads=reads: reads)
+        found = simulate(schedule, 1, durations)
+        assert found.seconds == pytest.approx(1.0 + max(4.0, cpu_seconds))
+        assert found.busy_seconds[Resource.cpu_attention] == cpu_seconds
+    alone = replace(reads, num_experts=0, copy_seconds=0.0, cpu_seconds=2.0)
+    durations = Durations(run=lambda *turn: 1.0, expert_reads=lambda action: alone)
+    assert simulate(schedule, 1, durations).seconds == pytest.approx(3.0)

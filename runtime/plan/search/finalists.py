@@ -15,11 +15,12 @@ from .blocks import of_blocks
 from .candidate import PlacedRun, Problem
 from .choice import Candidate
 from .chunks import balanced
-from .grid import Floats, PolicyGrid
+from .grid import Bools, Floats, PolicyGrid
 from .policy import Policy
 from .workload import Workload
 
 NUM_WAYS = 6  # each with its best block
+NUM_SHARED = 3  # more, in which the CPU multiplies experts too
 NUM_BLOCKS = 4  # more, of the best way
 NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
 NEXT_SHARE = 0.75  # of a refused block's sequences, where none of those blocks fits
@@ -57,8 +58,10 @@ class Finalists:
 
         Raises BudgetError, with the equation, when not even the smallest block fits.
         """
-        ways = self._ways()
-        found = [each for places in list(ways.values())[:NUM_WAYS] for each in islice(self._that_fit(places), 1)]
+        alone, shared = self._ways(~self.grid.shares), self._ways(self._promising)
+        ways = {**alone, **shared}
+        first = [*list(alone.values())[:NUM_WAYS], *list(shared.values())[:NUM_SHARED]]
+        found = [each for places in first for each in islice(self._that_fit(places), 1)]
         if not found:
             found = [self._smaller()]
         found += self._usual(found)
@@ -73,13 +76,21 @@ class Finalists:
         is_usual = self.usual is not None and _as_asked(finalist.candidate.policy) == _as_asked(self.usual)
         return finalist.candidate.seconds * (1 - NOTABLE if is_usual else 1)
 
-    def _ways(self) -> dict[tuple[object, ...], list[int]]:
+    @property
+    def _promising(self) -> Bools:
+        """Policies that share experts with the CPU, of which the roofline promises more than of any that does not."""
+        shares = self.grid.shares
+        return shares & (self.seconds < np.min(self.seconds[~shares], initial=np.inf))
+
+    def _ways(self, which: Bools) -> dict[tuple[object, ...], list[int]]:
         """Places in the grid, by way: of each block once, with as many resident layers as fit; the fastest first."""
         ways: dict[tuple[object, ...], dict[tuple[int, int], int]] = {}
-        limit = WORTHWHILE * float(self.seconds.min())
+        limit = WORTHWHILE * float(np.min(self.seconds[which], initial=np.inf))
         for place in np.argsort(self.seconds, kind="stable"):
             if self.seconds[place] > limit:
                 break
+            if not which[place]:
+                continue
             policy = self.grid.policy(int(place))
             size = (policy.micro_batch_size, policy.num_micro_batches)
             ways.setdefault(policy.way, {}).setdefault(size, int(place))
