@@ -163,7 +163,7 @@ class Roofline:
         kv_on_disk = not self.has_device or self.config.kv.tier is KVTier.nvme
         disk = (weights * reads + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second
         on_cpu, cpu_seconds = self._experts_on_cpu(grid, tokens)
-        weights, attend = weights - on_cpu, attend + cpu_seconds
+        weights = weights - on_cpu
         came = (weights + kv_in + link_in) / rates.link_in_bytes_per_second if self.has_device else 0 * weights
         left = (kv_out + link_out) / rates.link_out_bytes_per_second if self.has_device else 0 * weights
         busy = {
@@ -173,10 +173,13 @@ class Roofline:
             Resource.compute: compute,
             Resource.cpu_attention: attend,
         }
-        return PassTimes(busy=busy, seconds=self._together(grid, busy))
+        seconds = self._together(grid, busy, cpu_seconds)
+        return PassTimes(busy={**busy, Resource.cpu_attention: attend + cpu_seconds}, seconds=seconds)
 
-    def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats]) -> Floats:
-        """The seconds of compute and of the CPU's attention together. Without an accelerator the CPU is compute. With
+    def _together(self, grid: PolicyGrid, busy: dict[Resource, Floats], beside: Floats) -> Floats:
+        """The seconds of a pass, in which the CPU multiplies experts for `beside`: shared ones come when their layer's
+        tokens are routed, so all else is behind by then. Elsewhere links work beside compute and the CPU's attention,
+        which take what they take together. Without an accelerator the CPU is compute. With
         one, attention on the CPU is behind compute's back but for one lane in each layer; for none where a lane may go
         on to the next layer, and there is another lane; or for all where none is ahead."""
         compute, attend = busy[Resource.compute], busy[Resource.cpu_attention]
@@ -184,7 +187,7 @@ class Roofline:
         alone = np.where((grid.num_ahead == 0) | (not self.has_device), np.minimum(compute, attend), alone)
         together = np.minimum(np.maximum(compute, attend) + alone, compute + attend)
         links = np.maximum.reduce([busy[Resource.disk], busy[Resource.host_to_device], busy[Resource.device_to_host]])
-        return np.maximum(links, together)
+        return np.where(grid.shares, together + np.maximum(links, beside), np.maximum(links, together))
 
     def _cpu_share(self, grid: PolicyGrid, tokens: Floats) -> Floats:
         """The CPU's share of the experts that are hit in layers that do not stay, each of about as many visits: as many
