@@ -46,6 +46,7 @@ JOBS = {
     "pictures": {"files"},
     "run": {"config", "files", "datasets", "pictures"},
     "exporting": {"files", "run"},
+    "serving": {"config", "datasets", "files", "run", "exporting"},
     "reporting": {"config", "files", "pictures", "run"},
     "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},

@@ -121,10 +121,15 @@ def with_prompt(words: list[str]) -> list[str]:
         if (name, sign) != ("prompt", "="):
             found.append(word)
             continue
-        quoted = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")
-        quoted += "\\" * (len(quoted) - len(quoted.rstrip("\\")))
-        found += ["dataset=prompt", f'dataset.prompt="{quoted}"']
+        found += ["dataset=prompt", f"dataset.prompt={quoted(text)}"]
     return found
+
+
+def quoted(text: str) -> str:
+    """A value that Hydra reads back as this text, whatever is in it."""
+    escaped = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")
+    escaped += "\\" * (len(escaped) - len(escaped.rstrip("\\")))
+    return f'"{escaped}"'
 
 
 def _meant(words: list[str], schema: type) -> str | None:

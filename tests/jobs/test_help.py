@@ -17,6 +17,7 @@ from jobs.exporting.config import ExportConfig
 from jobs.measuring.config import MeasureJobConfig
 from jobs.planning.config import PlanConfig
 from jobs.reporting.config import ReportConfig
+from jobs.serving.config import ServeConfig
 from runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,7 @@ SCHEMAS: dict[str, type] = {
     "synthesize": SynthesizeConfig,
     "models": ModelsConfig,
     "trace": TraceConfig,
+    "serve": ServeConfig,
 }
 REFUSED = {"synthesize dtype": {"auto"}}  # by the job, of what the type would take
 OF_TRANSFORMERS = "architecture."  # whose documents explain these keys

@@ -1,0 +1,53 @@
+"""python -m jobs.serve: OpenAI's Files and Batches routes on this machine, each batch a run of jobs.generate."""
+
+import logging
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+
+from jobs.config.cli import as_job, explain, quoted, run_job
+from jobs.config.settings import Composed, GenerateConfig, load
+from jobs.config.typed import known_keys
+from jobs.serving.config import ServeConfig
+from runtime.errors import ConfigError
+
+
+@hydra.main(config_path="../conf", config_name="serve", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(ServeConfig, composed)
+    logging.basicConfig(
+        level=config.log_level.value.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    try:
+        load(GenerateConfig, hydra.compose("generate", config.settings))  # what no job would take is refused now
+    except HydraException as error:
+        raise ConfigError(explain(error, known_keys(GenerateConfig))) from error
+    try:
+        from jobs.serving.server import serve
+    except ImportError as error:
+        raise ConfigError(f"millrace serve needs the extra: pip install 'millrace[serve]' ({error})") from error
+    serve(config, Path(config.output_root))
+
+
+def with_settings(words: list[str]) -> list[str]:
+    """The command line with what is `jobs.generate`'s, as `model=hf`, in `settings`."""
+    own = {*known_keys(ServeConfig), "hydra"}
+    others = [word for word in words if "=" in word and word[0] != "-" and _group(word) not in own]
+    if not others:
+        return words
+    return [*(word for word in words if word not in others), f"settings=[{','.join(map(quoted, others))}]"]
+
+
+def _group(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0].partition(".")[0]
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = with_settings(sys.argv[1:])
+    run_job(main, ServeConfig)
