@@ -34,7 +34,7 @@ class JobSettings:
     """The settings of one job, with the options that are chosen on its command line."""
 
     def __init__(self, job: str, words: Sequence[str]):
-        self._primary = read(job_file(job))
+        self._primary = _with_base(read(job_file(job)))
         options = _default_options(self._primary.values)
         chosen = (word.partition("=") for word in words)
         self._options = dict(options) | {key: value for key, _, value in chosen}
@@ -140,6 +140,18 @@ def read(file: Traversable) -> SettingsFile:
     assert isinstance(values, dict), f"{file} holds no mapping"
     comments, about = _comments(text)
     return SettingsFile(values=values, comments=comments, about=about)
+
+
+def _with_base(settings: SettingsFile) -> SettingsFile:
+    """The settings of a job together with those of the job that its defaults begin with, if they do."""
+    defaults = settings.values.get("defaults", [])
+    assert isinstance(defaults, list)
+    bases = [read(job_file(entry)) for entry in defaults if isinstance(entry, str) and entry != "_self_"]
+    if not bases:
+        return settings
+    [base] = bases
+    values = {**_merged(base.values, settings.values), "defaults": base.values["defaults"]}
+    return SettingsFile(values=values, comments={**base.comments, **settings.comments}, about=settings.about)
 
 
 def _default_options(primary: Settings) -> dict[str, str]:

@@ -134,6 +134,35 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreSettings:
+    """What is scored of a row. `rolling`: the prompt itself, as a document, in windows of `window_tokens`; None: of the
+    model's context."""
+
+    target_field: str = "target"  # a text, or a list of texts
+    rolling: bool = False
+    window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.target_field), "score.target_field is empty")
+        most = self.window_tokens
+        require(most is None or most >= 1, f"score.window_tokens must be 1 or more tokens, or null, got {most}")
+        require(most is None or self.rolling, "score.window_tokens has no effect without score.rolling=true")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig(GenerateConfig):
+    """All settings of `jobs.score`; mirrors conf/score.yaml."""
+
+    score: ScoreSettings = field(default_factory=ScoreSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.sampling.n == 1, f"sampling.n={self.sampling.n} means nothing where targets are scored")
+        is_read = self.score.rolling or self.dataset.keep_columns
+        require(is_read, "score.target_field is read from a row's other fields: dataset.keep_columns must be true")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SynthesizeConfig:
     """All settings of `jobs.synthesize`; mirrors conf/synthesize.yaml. Of `model` only the name is used.
 
@@ -250,7 +279,7 @@ def run_name(config: GenerateConfig) -> str:
 
 
 def run_directory(config: GenerateConfig) -> Path:
-    return Path(config.output_root) / "generate" / run_name(config)
+    return Path(config.output_root) / ("score" if isinstance(config, ScoreConfig) else "generate") / run_name(config)
 
 
 def doubtful_settings(config: GenerateConfig) -> list[str]:

@@ -50,6 +50,34 @@ LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution
 )
 
 
+SCORE_SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),  # as `target_index`, by the name that all runs have
+        pa.field("target_index", pa.int32(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("logprob", pa.float64()),
+        pa.field("is_greedy", pa.bool_()),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("token_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field(
+            "num_prompt_tokens", pa.int32(), nullable=False
+        ),  # computed: those of the target but its last included
+        pa.field("num_target_tokens", pa.int32(), nullable=False),
+        pa.field("error", pa.string()),
+        pa.field("block", pa.int32(), nullable=False),
+        pa.field("micro_batch", pa.int32(), nullable=False),
+        *SOURCE_FIELDS,
+    ]
+)
+
+
+def score_schema(*, has_top: bool, has_source: bool = True) -> pa.Schema:
+    """`generation_schema`, of a run that scores. `has_top`: with the likeliest tokens in place of each."""
+    common = [column for column in SCORE_SCHEMA if has_source or column not in SOURCE_FIELDS]
+    return pa.schema([*common, *(LOGPROB_FIELDS[1:] if has_top else ())])
+
+
 def generation_schema(*, has_logprobs: bool, has_source: bool = True) -> pa.Schema:
     """The columns that every row has, whatever it brought along. `has_source`: with SOURCE_FIELDS."""
     common = [column for column in GENERATION_SCHEMA if has_source or column not in SOURCE_FIELDS]
@@ -100,7 +128,19 @@ class GenerationRow:
             "logprobs": list(self.logprobs),
             "top_token_ids": list(self.top_token_ids),
             "top_logprobs": list(self.top_logprobs),
+            **self._scores(request),
             **encode_columns(columns, self.columns),
+        }
+
+    def _scores(self, request: PlannedRequest) -> dict[str, object]:
+        """By the names of SCORE_SCHEMA. The likeliest token in place of each is there wherever tokens are scored."""
+        is_ok, likeliest = self.status == "ok", [ids[0] for ids in self.top_token_ids if ids]
+        return {
+            "target_index": self.sample_index,
+            "logprob": sum(self.logprobs) if is_ok else None,
+            "is_greedy": likeliest == list(self.token_ids) if is_ok else None,
+            "token_logprobs": list(self.logprobs),
+            "num_target_tokens": len(self.token_ids),
         }
 
 

@@ -19,8 +19,8 @@ from .chat import has_template, renderer_for
 from .output_rows import GenerationRow
 from .plan_file import PlannedRequest
 
-# What a row, whose prompt has these tokens, asks of the engine, or why nothing.
-MakeRequest: TypeAlias = Callable[[Runtime, Row, Sequence[int]], Request | Rejected]
+# What a row, whose prompt has these tokens, asks of the engine: each output row of its, or why there is nothing.
+MakeRequest: TypeAlias = Callable[[Runtime, Row, Sequence[int]], Sequence[Request | Rejected]]
 Prompt: TypeAlias = str | tuple[int, ...] | Rejected  # a text, its tokens, or why there is neither
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
 
@@ -36,9 +36,9 @@ class Asked:
     rejected_rows: Sequence[Row]
 
 
-def completion_of(runtime: Runtime, row: Row, prompt_ids: Sequence[int]) -> Request | Rejected:
-    """The request for what comes behind the prompt."""
-    return runtime.request(row.id, prompt_ids, overrides=row.overrides)
+def completion_of(runtime: Runtime, row: Row, prompt_ids: Sequence[int]) -> Sequence[Request | Rejected]:
+    """The requests for what comes behind the prompt, `sampling.n` times."""
+    return runtime.samples(runtime.request(row.id, prompt_ids, overrides=row.overrides), row.overrides.n)
 
 
 def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Asked:
@@ -52,7 +52,8 @@ def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Asked:
         f"{MAX_ROWS:,} that a run can have",
     )
     asked = zip(rows, _requests(runtime, rows, make), strict=True)
-    made = [(row, item) for row, request in asked for item in runtime.samples(request, row.overrides.n)]
+    made = [(row, item) for row, items in asked for item in items]
+    require(len(made) <= MAX_ROWS, f"{len(made):,} requests are above the {MAX_ROWS:,} that a run can have")
     return Asked(
         requests=[item for _, item in made if isinstance(item, Request)],
         request_rows=[row for row, item in made if isinstance(item, Request)],
@@ -61,7 +62,7 @@ def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Asked:
     )
 
 
-def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Iterator[Request | Rejected]:
+def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Iterator[Sequence[Request | Rejected]]:
     pending: list[tuple[Row, Prompt]] = []
     num_characters = 0
     with ExitStack() as stack:
@@ -78,7 +79,8 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Itera
 
 def _tokenised(
     runtime: Runtime, pending: Sequence[tuple[Row, Prompt]], make: MakeRequest
-) -> Iterator[Request | Rejected]:
+) -> Iterator[Sequence[Request | Rejected]]:
+    is_rendered = any(row.messages is not None for row, _ in pending)  # then every row is that has a text
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in pending)}
     most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
     found = {}
@@ -89,7 +91,7 @@ def _tokenised(
         ids = next(found[row.messages is not None]) if isinstance(text, str) else text
         if isinstance(ids, str):
             ids = Rejected(id=row.id, error=ids)
-        yield ids if isinstance(ids, Rejected) else make(runtime, row, ids)
+        yield runtime.samples(ids, row.overrides.n) if isinstance(ids, Rejected) else make(runtime, row, ids)
 
 
 def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRenderer | None:
@@ -155,16 +157,17 @@ def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]
 
 
 def completed_row(row: Row, completion: Completion) -> GenerationRow:
-    reason = completion.finish.value
+    reason, request = completion.finish.value, completion.request
+    tokens = completion.logprobs if request.scoring is None else completion.scores
     return GenerationRow(
         id=row.id,
-        sample_index=completion.request.sample_index,
+        sample_index=request.sample_index,
         status="error" if reason == "error" else "ok",
         completion=completion.text,
-        token_ids=completion.token_ids,
-        logprobs=[token.own for token in completion.logprobs],
-        top_token_ids=[token.top_ids for token in completion.logprobs],
-        top_logprobs=[token.top for token in completion.logprobs],
+        token_ids=completion.token_ids if request.scoring is None else request.target_ids,
+        logprobs=[token.own for token in tokens],
+        top_token_ids=[token.top_ids for token in tokens],
+        top_logprobs=[token.top for token in tokens],
         finish_reason=None if reason == "error" else reason,
         error=completion.error,
         columns=row.columns,

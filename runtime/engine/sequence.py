@@ -113,6 +113,14 @@ class Request:
         return (self.scoring.decoder_ids or ()) if self.scoring is not None else ()
 
     @property
+    def target_ids(self) -> tuple[int, ...]:
+        """What is scored, of a request that was not joined with others."""
+        if self.scoring is None:
+            return ()
+        known = self.prompt_ids if self.scoring.decoder_ids is None else self.scoring.decoder_ids
+        return *known[len(known) - self.scoring.num_positions + 1 :], *self.scoring.last_ids
+
+    @property
     def num_scored(self) -> int:
         """Positions whose next tokens are scored."""
         return self.scoring.num_positions if self.scoring is not None else 0

@@ -11,7 +11,7 @@ import runtime
 from jobs.benchmarks.config import BenchConfig
 from jobs.config.help import help_text
 from jobs.config.listing import JobSettings, read
-from jobs.config.settings import GenerateConfig, ModelsConfig, SynthesizeConfig, TraceConfig
+from jobs.config.settings import GenerateConfig, ModelsConfig, ScoreConfig, SynthesizeConfig, TraceConfig
 from jobs.config.typed import enum_members, field_types, known_keys
 from jobs.exporting.config import ExportConfig
 from jobs.measuring.config import MeasureJobConfig
@@ -23,6 +23,7 @@ from runtime.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS: dict[str, type] = {
     "generate": GenerateConfig,
+    "score": ScoreConfig,
     "export": ExportConfig,
     "report": ReportConfig,
     "plan": PlanConfig,

@@ -1,0 +1,61 @@
+"""python -m jobs.score: log-probabilities of given targets behind their prompts, or of documents, resumably."""
+
+import logging
+import sys
+import time
+
+from jobs.config.process import start_settled, uncollected
+
+if __name__ == "__main__":
+    start_settled()  # before the imports that take long
+
+import hydra
+
+from jobs.config.cli import as_job, run_job, say
+from jobs.config.settings import Composed, ScoreConfig, doubtful_settings, load, run_directory, to_yaml
+
+HOW_TO_READ = """
+output: {folder}
+
+    import pandas as pd
+    rows = pd.read_parquet("{folder}")
+    print(rows[["id", "target_index", "logprob", "is_greedy"]].head())"""
+
+
+@hydra.main(config_path="../conf", config_name="score", version_base=None)
+@as_job
+def main(composed: Composed) -> int:
+    began_at, began = time.time(), time.monotonic()
+    config = load(ScoreConfig, composed)
+    logging.basicConfig(
+        level=config.log_level.value.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S" if sys.stderr.isatty() else None,
+        stream=sys.stderr,
+        force=True,
+    )
+    log = logging.getLogger("jobs.score")
+    for sentence in doubtful_settings(config):
+        log.warning("%s", sentence)
+    log.debug("config:\n%s", to_yaml(config))
+    log.info("opening %s; results go to %s", config.model.path or f"model={config.model.name}", run_directory(config))
+
+    # torch and transformers are loaded only once the config is known to be good
+    with uncollected():
+        from jobs.config.signals import StopFlag
+        from jobs.run.passes import Start
+        from jobs.run.scoring import Totals, score
+        from jobs.run.summary_table import format_table
+
+    with StopFlag() as stop:
+        outcome = score(config, stop, Start(at=began_at, clock=began))
+    if outcome.was_finished:
+        say(f"{outcome.directory} is finished: nothing to do")
+    say(format_table(outcome.summary))
+    say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
+    say(f"\n{Totals.of(outcome.directory)}")
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    run_job(main, ScoreConfig)

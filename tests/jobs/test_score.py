@@ -1,0 +1,121 @@
+"""`jobs.score`: a row of scores for each target, the same as the library's, however often the run was stopped."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hydra import compose, initialize_config_dir
+
+from jobs.config.settings import ScoreConfig, load, run_directory
+from jobs.run.scoring import Totals, score
+from runtime import Runtime
+from runtime.errors import ConfigError, Interrupted, RunMismatchError
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+ROWS: list[dict[str, object]] = [
+    {"id": "one", "prompt": "The capital of France is", "target": " Paris"},
+    {"id": "several", "prompt": "Two and two are ", "target": ["four", "five", "x"]},
+    {"id": "none", "prompt": "nothing follows"},
+    {"id": "wrong", "prompt": "a number follows", "target": 4},
+]
+DOCUMENTS = [{"id": "long", "prompt": "All happy families are alike. " * 5}, {"id": "short", "prompt": "Yes."}]
+
+
+def config_for(folder: Path, rows: list[dict[str, object]] | None = None, *words: str) -> ScoreConfig:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows or ROWS), encoding="utf-8")
+    settings = ["dataset=jsonl", f"dataset.path={path}", "dataset.id_field=id", f"output_root={folder}", "run=mine"]
+    fixed = ["policy=fixed", "policy.micro_batch_size=1", "policy.num_micro_batches=2", "offload=nvme"]
+    with initialize_config_dir(str(CONF), version_base=None):
+        return load(ScoreConfig, compose("score", overrides=[*settings, *fixed, *words]))
+
+
+def never() -> bool:
+    return False
+
+
+def after(num_asked: int) -> Callable[[], bool]:
+    left = iter(range(num_asked))
+    return lambda: next(left, None) is None
+
+
+def rows_of(config: ScoreConfig) -> list[dict[str, object]]:
+    return pq.read_table(run_directory(config) / "generations").to_pylist()
+
+
+def test_each_target_has_a_row_with_the_scores_that_the_library_gives(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    outcome = score(config, never)
+    found = {(row["id"], row["target_index"]): row for row in rows_of(config)}
+    pairs = [("The capital of France is", " Paris"), ("Two and two are ", ["four", "five", "x"])]
+    expected = Runtime(config.runtime).score(pairs)
+    assert outcome.exit_code == 3 and sorted(found) == [
+        ("none", 0),
+        ("one", 0),
+        *(("several", i) for i in range(3)),
+        ("wrong", 0),
+    ]
+    for scored, id in zip(expected, ("one", "several", "several", "several"), strict=True):
+        row = found[id, scored.target_index]
+        assert row["token_ids"] == list(scored.token_ids) and row["is_greedy"] == scored.is_greedy
+        assert row["token_logprobs"] == pytest.approx(scored.token_logprobs, abs=1e-5)
+        assert row["logprob"] == pytest.approx(scored.logprob, abs=1e-4)
+    assert "score.target_field" in str(found["none", 0]["error"]) and found["wrong", 0]["logprob"] is None
+
+
+def test_a_run_that_is_stopped_comes_to_the_same_rows(tmp_path: Path) -> None:
+    for folder in ("whole", "stopped"):
+        (tmp_path / folder).mkdir()
+    whole, stopped = config_for(tmp_path / "whole"), config_for(tmp_path / "stopped")
+    score(whole, never)
+    with pytest.raises(Interrupted):
+        score(stopped, after(12))
+    num_parts = len(list((run_directory(stopped) / "generations").glob("*.parquet")))
+    score(stopped, never)
+    assert 0 < num_parts < len(list((run_directory(stopped) / "generations").glob("*.parquet")))
+    assert rows_of(stopped) == rows_of(whole)
+
+
+def test_other_targets_are_another_run(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    with pytest.raises(Interrupted):
+        score(config, after(12))
+    with pytest.raises(RunMismatchError):
+        score(config_for(tmp_path, [{**ROWS[0], "target": " Lyon"}, *ROWS[1:]]), never)
+
+
+def test_documents_are_scored_in_windows_whose_sum_is_theirs(tmp_path: Path) -> None:
+    config = config_for(tmp_path, [*DOCUMENTS], "score.rolling=true", "score.window_tokens=32")
+    score(config, never)
+    expected = Runtime(config.runtime).score_documents([str(row["prompt"]) for row in DOCUMENTS], max_tokens=32)
+    rows = rows_of(config)
+    for document, one in zip(DOCUMENTS, expected, strict=True):
+        mine = [row for row in rows if row["id"] == document["id"]]
+        assert math.fsum(float(str(row["logprob"])) for row in mine) == pytest.approx(one.logprob, rel=1e-5)
+        assert len(mine) == -(-one.num_tokens // 32)
+    totals = Totals.of(run_directory(config))
+    num_tokens = sum(one.num_tokens for one in expected)
+    assert totals.num_tokens == num_tokens
+    assert totals.perplexity == pytest.approx(math.exp(-sum(one.logprob for one in expected) / num_tokens), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("sampling.n=2", "sampling.n"),
+        ("dataset.keep_columns=false", "keep_columns"),
+        ("score.window_tokens=8", "rolling"),
+        ("score.target_field=''", "target_field"),
+    ],
+)
+def test_settings_that_mean_nothing_here_are_refused(word: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        config_for(tmp_path, None, word)
+
+
+def test_defaults_of_yaml_and_code_are_the_same() -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        assert load(ScoreConfig, compose("score")) == ScoreConfig()
