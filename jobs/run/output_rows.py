@@ -50,6 +50,7 @@ LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution
 )
 
 
+# `num_prompt_tokens` are those that are computed, the target's but its last included.
 SCORE_SCHEMA = pa.schema(
     [
         pa.field("id", pa.string(), nullable=False),
@@ -60,9 +61,7 @@ SCORE_SCHEMA = pa.schema(
         pa.field("is_greedy", pa.bool_()),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("token_logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field(
-            "num_prompt_tokens", pa.int32(), nullable=False
-        ),  # computed: those of the target but its last included
+        pa.field("num_prompt_tokens", pa.int32(), nullable=False),
         pa.field("num_target_tokens", pa.int32(), nullable=False),
         pa.field("error", pa.string()),
         pa.field("block", pa.int32(), nullable=False),
@@ -133,7 +132,7 @@ class GenerationRow:
         }
 
     def _scores(self, request: PlannedRequest) -> dict[str, object]:
-        """By the names of SCORE_SCHEMA. The likeliest token in place of each is there wherever tokens are scored."""
+        """What SCORE_SCHEMA has beside. The likeliest token in place of each is there wherever tokens are scored."""
         is_ok, likeliest = self.status == "ok", [ids[0] for ids in self.top_token_ids if ids]
         return {
             "target_index": self.sample_index,

@@ -44,11 +44,12 @@ def targets_of(
     name = settings.target_field
     value = row.columns.get(name)
     targets = [value] if isinstance(value, str) else value
-    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+    texts = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+    if not texts or not isinstance(targets, list) or len(texts) < len(targets):
         there = "there is no field" if value is None else "neither a text nor a list of texts is in the field"
         return [Rejected(id=row.id, error=f"{there} {name!r} (score.target_field)")]
     is_plain = row.messages is None and row.prompt_ids is None
-    pair = TextPair(prompt=row.prompt if is_plain else prompt_ids, targets=targets)
+    pair = TextPair(prompt=row.prompt if is_plain else prompt_ids, targets=texts)
     [found] = encode_pairs(runtime.model, [pair])
     return [_made(runtime, row, index, ids) for index, ids in enumerate(found)]
 
