@@ -202,6 +202,7 @@ def cut_documents(
 ) -> Windows:
     """The windows of documents, of up to `most_tokens`; None: as many as the model's context has room for. Raises
     ConfigError where nothing says what a document begins behind, or a window has no room."""
+    require(model.start_token_id is None, "an encoder-decoder reads a source: documents have none, score pairs instead")
     start = text_start(model)
     require(start is not None, "documents need a tokenizer with a token that texts begin or end with")
     assert start is not None

@@ -71,8 +71,10 @@ SCORE_SCHEMA = pa.schema(
 )
 
 
-def score_schema(*, has_top: bool, has_source: bool = True) -> pa.Schema:
-    """`generation_schema`, of a run that scores. `has_top`: with the likeliest tokens in place of each."""
+def score_schema(*, has_top: bool, has_source: bool = True, has_logprobs: bool = True) -> pa.Schema:
+    """`generation_schema`, of a run that scores, which is nothing but log-probabilities. `has_top`: with the likeliest
+    tokens in place of each."""
+    assert has_logprobs, "scores are asked for by them"
     common = [column for column in SCORE_SCHEMA if has_source or column not in SOURCE_FIELDS]
     return pa.schema([*common, *(LOGPROB_FIELDS[1:] if has_top else ())])
 

@@ -80,7 +80,6 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Itera
 def _tokenised(
     runtime: Runtime, pending: Sequence[tuple[Row, Prompt]], make: MakeRequest
 ) -> Iterator[Sequence[Request | Rejected]]:
-    is_rendered = any(row.messages is not None for row, _ in pending)  # then every row is that has a text
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in pending)}
     most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
     found = {}
