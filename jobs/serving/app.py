@@ -1,6 +1,6 @@
 """The routes, as OpenAI's clients ask them; every refusal is an error object, and nothing else leaves the server."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # The libraries are an extra.
 
 import json
