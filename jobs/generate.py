@@ -63,6 +63,10 @@ def main(composed: Composed) -> int:
     say(format_table(outcome.summary))
     if config.has_batch_files:
         say("\n".join(write_batch_files(outcome.directory)))
+    if config.dataset.kind is DatasetKind["tasks"] and config.dataset.keep_columns:
+        from jobs.grading.grading import told
+
+        say(f"\n{told(outcome.directory / 'generations')}")
     say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
     if config.dataset.prompt is not None:
         say("\n" + answers(outcome.directory / "generations"))

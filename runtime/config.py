@@ -74,7 +74,8 @@ class Admission(Enum):
 
 
 MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
-TINY = "tiny"  # the model that is built on the spot
+TINY, RANDOM = "tiny", "random"  # the model that comes along, and the one that is drawn on the spot
+BUILT_IN = (TINY, RANDOM)
 
 
 class Attention(Enum):
@@ -120,7 +121,8 @@ class Verify(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint. `path`: a local directory, a GGUF file or a hub id; `tiny` builds a small Llama on the spot.
+    """Which checkpoint. `path`: a local directory, a GGUF file or a hub id. Of the two that need none, `tiny` is a
+    small Llama trained for a few tasks, which comes along, and `random` one whose weights are drawn on the spot.
     `compile`: on an accelerator, steps between products run as kernels that torch.compile makes."""
 
     name: str = TINY
@@ -138,9 +140,9 @@ class ModelConfig:
 
     @staticmethod
     def named(text: str) -> "ModelConfig":
-        """The model that a directory, a GGUF file or a hub id names, or `tiny`, the one that is built in."""
+        """The model that a directory, a GGUF file or a hub id names, or `tiny` or `random`, which need no files."""
         require(bool(text.strip()), "model is empty: name a directory, a GGUF file or a hub id")
-        return ModelConfig() if text == TINY else ModelConfig(name=PurePath(text).name or text, path=text)
+        return ModelConfig(name=text) if text in BUILT_IN else ModelConfig(name=PurePath(text).name or text, path=text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +253,7 @@ class RuntimeConfig:
     """All that `Runtime` needs; a job adds a data set and an output directory.
 
     A text for a group is what it is on the command line: `offload="nvme"` is `OffloadConfig(tier="nvme")`, and so for
-    `kv`, `prefetch` and `policy`. A text for `model` is a directory, a GGUF file, a hub id, or `tiny`.
+    `kv`, `prefetch` and `policy`. A text for `model` is a directory, a GGUF file, a hub id, `tiny` or `random`.
     """
 
     model: TextField[ModelConfig] = group_field(ModelConfig(), ModelConfig.named)

@@ -30,7 +30,7 @@ from tests.published import machine
 
 MACHINES = ("rtx3060", "rtx4090", "t4", "l4", "a10", "a100-40", "h100", "cpu")
 NEW_TOKENS = (32, 128, 512)
-MODELS = sorted(path.stem for path in Path("conf/model").glob("*.yaml") if path.stem not in ("hf", "tiny"))
+MODELS = sorted(path.stem for path in Path("conf/model").glob("*.yaml") if path.stem not in ("hf", "tiny", "random"))
 WORKLOAD = WorkloadConfig(num_requests=256, mean_prompt_tokens=100, max_prompt_tokens=300)
 WIDER = {"NUM_WAYS": 40, "NUM_BLOCKS": 12, "NUM_TRIES": 16, "WORTHWHILE": 3.0}
 SLOW, IDLE = 1.03, 0.5

@@ -51,6 +51,8 @@ JOBS = {
     "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},
     "benchmarks": {"config", "files", "datasets", "pictures", "run"},
+    "grading": {"exporting", "files", "run"},
+    "training": set[str](),
 }
 PURE = ("plan", "batching")
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config import (
+    BUILT_IN,
     DType,
     KVConfig,
     MachineConfig,
@@ -330,10 +331,10 @@ def to_yaml(config: GenerateConfig | SynthesizeConfig) -> str:
 
 
 def _require_path(model: ModelConfig) -> None:
-    if model.name == "tiny":
+    if model.name in BUILT_IN:
         require(
             model.path is None,
-            f"model=tiny is built on the spot and takes no model.path, got {model.path!r}: model=hf does",
+            f"model={model.name} comes with Millrace and takes no model.path, got {model.path!r}: model=hf does",
         )
     else:
         require(bool(model.path), f"model.path is not set: model={model.name} needs a local directory or a hub id")

@@ -36,7 +36,7 @@ class DatasetKind(Enum):
 class DatasetConfig(DatasetFields):
     """One data set. A key set for a kind that has no use for it is refused, so that no setting is silently ignored."""
 
-    kind: DatasetKind = DatasetKind["sample"]
+    kind: DatasetKind = DatasetKind["tasks"]
 
     def __post_init__(self) -> None:
         kind, name = KINDS[self.kind.name], f"dataset.kind={self.kind.value}"

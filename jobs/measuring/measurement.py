@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from runtime.api import Runtime
 from runtime.budgets import FREE_SHARE
-from runtime.config import MachineConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig
+from runtime.config import RANDOM, MachineConfig, ModelConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.requests import Request
 from runtime.measure.backends import product_table
@@ -104,9 +104,10 @@ def _rounds_left_out(measured: Measured, config: MeasureConfig) -> Iterator[str]
 
 @contextmanager
 def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[Probe]]:
-    """Probes of decode passes through the built-in tiny model: what a lane more takes, by stage, and what a pass takes
-    beside its turns. Layers with experts take longer by what each expert's call does."""
+    """Probes of decode passes through the model of random weights: what a lane more takes, by stage, and what a pass
+    takes beside its turns. Layers with experts take longer by what each expert's call does."""
     config = RuntimeConfig(
+        model=ModelConfig(name=RANDOM),
         machine=replace(machine, sheet=None, rates=None),
         policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=NUM_LANES),
         sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),

@@ -17,14 +17,14 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..config import ModelConfig
+from ..config import RANDOM, TINY, ModelConfig
 from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, is_gguf
 from ..store.gguf import read_gguf
 from ..store.json_object import JsonObject, read_json_object
-from ..synthesize.checkpoints import tiny_checkpoint
+from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
 from .config_rules import code_keys, require_sound, without_code
 from .net import one_line
@@ -39,16 +39,20 @@ GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults w
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+BUNDLED = Path(__file__).parents[1] / "data" / "tiny"  # made by jobs.training
 TOKENIZER_KEY = "model.tokenizer"
 GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
 
 
 def find_checkpoint(config: ModelConfig, cache_dir: str | None) -> Path:
-    """A local directory or GGUF file, the built-in tiny model, or what the hub or its cache holds under the id."""
+    """A local directory or GGUF file, one of the two models that need none, or what the hub or its cache holds under
+    the id."""
     if config.path is None:
-        if config.name != "tiny":
-            raise ConfigError(f"model={config.name} needs model.path: a local directory, a GGUF file or a hub id")
-        return tiny_checkpoint(cache_root(cache_dir) / "tiny")
+        if config.name == TINY:
+            return BUNDLED
+        if config.name == RANDOM:
+            return random_checkpoint(cache_root(cache_dir) / "tiny")
+        raise ConfigError(f"model={config.name} needs model.path: a local directory, a GGUF file or a hub id")
     if (place := local_place(config)) is not None:
         return place
     try:

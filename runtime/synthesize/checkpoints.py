@@ -28,7 +28,7 @@ MARKER_FILE = "synthesis.json"  # written last: the recipe's digest and the size
 _RECIPE_VERSION = 1
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _UNDECLARED_KEYS = frozenset({"head_dim", "original_max_position_embeddings"})  # read by classes, not by their configs
-_TINY_OVERRIDES: Mapping[str, object] = {
+_RANDOM_OVERRIDES: Mapping[str, object] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 352,
@@ -124,25 +124,26 @@ def _inside_vocabulary(overrides: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in overrides.items() if not is_outside.get(key)}
 
 
-def tiny_checkpoint(cache: Path, seed: int = 0) -> Path:
-    """The model that needs no download: a small Llama with a byte-level tokenizer, written once and found again.
+def random_checkpoint(cache: Path, seed: int = 0) -> Path:
+    """The model that needs no files: a small Llama of random weights with a byte-level tokenizer, written once.
 
     Returns its directory, which lies in `cache` and is named after seed and recipe, so that another version of Millrace
     finds its own beside it. Concurrent callers all get the one that was published first. Raises CheckpointError when it
     is damaged (nothing is ever deleted), OutputError when `cache` cannot be written.
     """
-    digest = _recipe_digest("llama", _TINY_OVERRIDES, seed, torch.float32)
+    digest = _recipe_digest("llama", _RANDOM_OVERRIDES, seed, torch.float32)
     directory = cache / f"seed-{seed}-{digest[:8]}"
     if _is_complete(directory, digest):
         return directory
     if directory.exists():
-        raise CheckpointError(f"{directory} is not the complete tiny checkpoint that was written there: move it away")
+        raise CheckpointError(f"{directory} is not the complete random checkpoint that was written there: move it away")
     with _as_output_error(cache):
         cache.mkdir(parents=True, exist_ok=True)
         workshop = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
         ready = workshop / "checkpoint"
-        synthesize_checkpoint(model="llama", overrides=_TINY_OVERRIDES, directory=ready, seed=seed, dtype=torch.float32)
+        overrides = _RANDOM_OVERRIDES
+        synthesize_checkpoint(model="llama", overrides=overrides, directory=ready, seed=seed, dtype=torch.float32)
         _rename_unless_taken(ready, directory, digest)
     finally:
         shutil.rmtree(workshop)

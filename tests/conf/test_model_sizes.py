@@ -14,7 +14,7 @@ from runtime.synthesize.checkpoints import config_for
 from runtime.units import GIB, MIB
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-PUBLISHED = sorted(path.stem for path in (CONF / "architecture").glob("*.yaml") if path.stem != "tiny")
+PUBLISHED = sorted(path.stem for path in (CONF / "architecture").glob("*.yaml") if path.stem not in ("tiny", "random"))
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_top_k")
 

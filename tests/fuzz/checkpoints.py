@@ -16,7 +16,7 @@ from runtime.model.loading import LoadedModel, load_model
 from runtime.origin.location import load_tokenizer
 from runtime.store.cache_root import cache_root
 from runtime.store.checkpoint import open_checkpoint
-from runtime.synthesize.checkpoints import tiny_checkpoint
+from runtime.synthesize.checkpoints import random_checkpoint
 from tests.fuzz.headers import require_inside
 from tests.fuzz.mutate import mutated, mutated_json
 from tests.fuzz.target import Files, OutsideError, Target
@@ -50,7 +50,7 @@ TEMPLATES = (
 
 
 def tiny() -> Path:
-    return tiny_checkpoint(cache_root(None) / "tiny")
+    return random_checkpoint(cache_root(None) / "tiny")
 
 
 @cache

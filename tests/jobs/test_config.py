@@ -88,7 +88,7 @@ def test_interpolations_are_resolved() -> None:
         (["run=.hidden"], "run must be letters"),
         (["output_root=''"], "output_root is empty"),
         (["model.name=hf"], "model.path is not set: model=hf needs a local directory or a hub id"),
-        (["model.path=some/where"], "model=tiny is built on the spot and takes no model.path, got 'some/where'"),
+        (["model.path=some/where"], "model=tiny comes with Millrace and takes no model.path, got 'some/where'"),
         (["shard.index=4", "shard.count=4"], "shard.index must be 0 to 3"),
         (["sampling.top_p=0"], "sampling.top_p must be in (0, 1], got 0.0"),
         (["kv.tier=disk"], "kv.tier must be one of auto, device, cpu, nvme, got 'disk'"),
@@ -176,8 +176,11 @@ def test_how_the_work_is_done_leaves_the_run_as_it_is(override: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        ((), "tiny-sample-16954e48c9"),
-        (("model={name: hf, path: /x/llama}", "sampling={temperature: 0.8, seed: 3}"), "llama-sample-23ca851bb0"),
+        (("dataset.kind=sample",), "tiny-sample-16954e48c9"),
+        (
+            ("model={name: hf, path: /x/llama}", "sampling={temperature: 0.8, seed: 3}", "dataset.kind=sample"),
+            "llama-sample-23ca851bb0",
+        ),
     ],
 )
 def test_a_command_of_an_earlier_version_finds_its_run(overrides: tuple[str, ...], name: str) -> None:
@@ -189,7 +192,7 @@ def test_semantic_keys_can_be_written_as_json() -> None:
     keys = semantic(generate("sampling.stop=[a]"))
     assert json.loads(json.dumps(keys, allow_nan=False)) == keys
     assert keys["sampling.stop"] == ["a"]
-    assert keys["dataset.kind"] == "sample"
+    assert keys["dataset.kind"] == "tasks"
 
 
 def test_shards_of_a_run_share_its_name() -> None:

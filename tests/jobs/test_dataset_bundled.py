@@ -27,7 +27,7 @@ def test_the_sample_is_mt_bench_shaped():
 
 
 def test_the_sample_asks_turn_one_of_every_question():
-    rows = read_rows(DatasetConfig())
+    rows = read_rows(DatasetConfig(kind=DatasetKind["sample"]))
     assert len(rows) == 40
     assert all(row.error is None and row.messages is None for row in rows)
     assert [row.prompt for row in rows] == [row.columns["turns"][0] for row in rows]  # pyright: ignore

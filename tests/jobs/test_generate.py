@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from jobs.config.settings import GenerateConfig
-from jobs.datasets import DatasetConfig, ShardConfig
+from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
 from jobs.run.generation import Outcome, generate
 from jobs.run.run_dir import RunDirectory
 from runtime.config import (
@@ -34,13 +34,14 @@ from tests.jobs.killing import run_and_kill
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2)
 NUM_KILLS = 3
+SAMPLE = DatasetKind["sample"]
 
 
 def config(output_root: Path, **changes: object) -> GenerateConfig:
     values: dict[str, object] = {
         "run": "case",
         "output_root": str(output_root),
-        "dataset": DatasetConfig(limit=12),
+        "dataset": DatasetConfig(kind=SAMPLE, limit=12),
         "policy": SMALL_BLOCKS,
         "sampling": SamplingConfig(max_new_tokens=6),
     }
@@ -68,7 +69,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
 
 
 def test_killed_three_times_a_run_ends_with_the_rows_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    long = {"dataset": DatasetConfig(limit=24), "sampling": SamplingConfig(max_new_tokens=24, ignore_eos=True)}
+    long = {
+        "dataset": DatasetConfig(kind=SAMPLE, limit=24),
+        "sampling": SamplingConfig(max_new_tokens=24, ignore_eos=True),
+    }
     run(tmp_path, **long, run="whole")
     folder, moments = tmp_path / "generate" / "killed" / "generations", random.Random(7)
     for _ in range(NUM_KILLS):
@@ -101,7 +105,7 @@ def test_sigterm_ends_the_process_with_75_and_nothing_is_written_beside_the_run_
     command = [
         *(sys.executable, "-m", "jobs.generate", f"output_root={tmp_path}", "policy=fixed"),
         *("policy.micro_batch_size=2", "policy.num_micro_batches=2", "sampling.ignore_eos=true"),
-        *("dataset.limit=24", "sampling.max_new_tokens=48"),
+        *("dataset=sample", "dataset.limit=24", "sampling.max_new_tokens=48"),
     ]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     while process.poll() is None and not list(tmp_path.rglob("part-*.parquet")):
@@ -183,7 +187,7 @@ def test_shards_partition_the_rows(tmp_path: Path, plain: pa.Table) -> None:
 
 
 def test_columns_are_passed_through_and_chat_templates_are_rendered(tmp_path: Path, plain: pa.Table) -> None:
-    run(tmp_path, dataset=DatasetConfig(limit=12, chat_template=True, system_prompt="Be brief."))
+    run(tmp_path, dataset=DatasetConfig(kind=SAMPLE, limit=12, chat_template=True, system_prompt="Be brief."))
     assert {"category", "turns"} <= set(plain.column_names)
     assert all(a > b for a, b in zip(_prompt_tokens(rows(tmp_path)), _prompt_tokens(plain), strict=True))
 

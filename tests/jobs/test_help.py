@@ -14,6 +14,7 @@ from jobs.config.listing import JobSettings, read
 from jobs.config.settings import GenerateConfig, ModelsConfig, ScoreConfig, SynthesizeConfig, TraceConfig
 from jobs.config.typed import enum_members, field_types, known_keys
 from jobs.exporting.config import ExportConfig
+from jobs.grading.config import MetricsConfig
 from jobs.measuring.config import MeasureJobConfig
 from jobs.planning.config import PlanConfig
 from jobs.reporting.config import ReportConfig
@@ -25,6 +26,7 @@ SCHEMAS: dict[str, type] = {
     "generate": GenerateConfig,
     "score": ScoreConfig,
     "export": ExportConfig,
+    "metrics": MetricsConfig,
     "report": ReportConfig,
     "plan": PlanConfig,
     "measure": MeasureJobConfig,

@@ -17,8 +17,8 @@ from runtime.synthesize.checkpoints import (
     MARKER_FILE,
     SynthesisReport,
     config_for,
+    random_checkpoint,
     synthesize_checkpoint,
-    tiny_checkpoint,
 )
 from runtime.synthesize.random_weights import RandomWeights
 from tests.processes import alone, at_once
@@ -210,31 +210,31 @@ def test_what_is_already_there_is_not_touched(is_file: bool, tmp_path: Path) -> 
     assert precious.read_text() == "mine"
 
 
-def test_tiny_checkpoint_is_written_once_and_generates(tmp_path: Path) -> None:
-    directory = tiny_checkpoint(tmp_path / "cache")
+def test_random_checkpoint_is_written_once_and_generates(tmp_path: Path) -> None:
+    directory = random_checkpoint(tmp_path / "cache")
     written = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
-    assert tiny_checkpoint(tmp_path / "cache") == directory
+    assert random_checkpoint(tmp_path / "cache") == directory
     assert {path: path.stat().st_mtime_ns for path in directory.iterdir()} == written
-    assert tiny_checkpoint(tmp_path / "cache", seed=1) != directory
+    assert random_checkpoint(tmp_path / "cache", seed=1) != directory
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert min(len(set(tokens)) for tokens in distinct_tokens(model, directory)) >= 12
 
 
-def test_concurrent_callers_get_one_tiny_checkpoint(tmp_path: Path) -> None:
-    (directory,) = set(at_once(2, tiny_checkpoint, tmp_path / "cache"))
+def test_concurrent_callers_get_one_random_checkpoint(tmp_path: Path) -> None:
+    (directory,) = set(at_once(2, random_checkpoint, tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == [directory]
 
 
 @pytest.mark.parametrize("damage", ["truncate", MARKER_FILE, "config.json"])
-def test_a_damaged_tiny_checkpoint_is_reported_not_replaced(damage: str, tmp_path: Path) -> None:
-    directory = tiny_checkpoint(tmp_path)
+def test_a_damaged_random_checkpoint_is_reported_not_replaced(damage: str, tmp_path: Path) -> None:
+    directory = random_checkpoint(tmp_path)
     if damage == "truncate":
         (directory / "model.safetensors").write_bytes(b"")
     else:
         (directory / damage).unlink()
     left = sorted(directory.iterdir())
     with pytest.raises(CheckpointError, match="move it away"):
-        tiny_checkpoint(tmp_path)
+        random_checkpoint(tmp_path)
     assert sorted(directory.iterdir()) == left
 
 

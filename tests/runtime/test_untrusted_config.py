@@ -18,14 +18,14 @@ from runtime.model import attention
 from runtime.model.loading import LoadedModel, load_model
 from runtime.origin.location import read_config
 from runtime.store.cache_root import cache_root
-from runtime.synthesize.checkpoints import tiny_checkpoint
+from runtime.synthesize.checkpoints import random_checkpoint
 
 MARKER = "it ran"
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_checkpoint(cache_root(None) / "tiny"), tmp_path / "model"))
+    return Path(shutil.copytree(random_checkpoint(cache_root(None) / "tiny"), tmp_path / "model"))
 
 
 def change(file: Path, **values: object) -> None:

@@ -1,15 +1,17 @@
-"""MT-Bench's questions, the bundled ones in the same schema, and one question that the command line asks."""
+"""MT-Bench's questions, the bundled ones in the same schema, the bundled model's own tasks, and one question that the
+command line asks."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..fields import DatasetFields
-from ..records import Content, check_text, read_first_turn
+from ..records import Content, check_text, read_first_turn, read_prompt
 from ..row_rules import CountTokens, Kind, ReadRecords, make_row, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl, read_jsonl_path
 
-SAMPLE_PATH = Path(__file__).parents[2] / "data" / "sample.jsonl"
+DATA = Path(__file__).parents[2] / "data"
+SAMPLE_PATH, TASKS_PATH = DATA / "sample.jsonl", DATA / "tasks.jsonl"
 MT_BENCH_ID = "question_id"
 
 
@@ -20,6 +22,11 @@ def _questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
 
 def _sample(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
     return _questions(lambda config: read_jsonl(str(SAMPLE_PATH)), config)
+
+
+def _tasks(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    records = enumerate(read_jsonl(str(TASKS_PATH)))
+    return make_rows(records, config, lambda fields: Content(prompt=read_prompt(fields, "prompt")), "id")
 
 
 def _mt_bench(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
@@ -34,6 +41,7 @@ def _prompt(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator
 KINDS = {
     "prompt": Kind(rows=_prompt, keys=frozenset({"prompt"})),
     "sample": Kind(rows=_sample),
+    "tasks": Kind(rows=_tasks),
     "mtbench": Kind(
         rows=_mt_bench,
         keys=frozenset({"path"}),

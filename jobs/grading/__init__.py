@@ -1,0 +1,3 @@
+"""What the answers of a finished run are worth: metrics by rows, and their means with intervals. Here belongs what
+compares a completion with a reference.
+"""

@@ -1,0 +1,41 @@
+"""Which run is graded, by which metrics; conf/metrics.yaml mirrors it."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from runtime.errors import require
+
+
+class Metric(Enum):
+    """`gsm8k`: the number behind `####`, else the last one. `bbh`: what stands behind `the answer is`, else the whole
+    answer. `rouge` needs the extra `eval`."""
+
+    exact_match = "exact_match"
+    gsm8k = "gsm8k"
+    bbh = "bbh"
+    rouge = "rouge"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """All settings of `jobs.metrics`; mirrors conf/metrics.yaml."""
+
+    run: str | list[str] | None = None
+    metric: Metric | list[Metric] = Metric.exact_match
+    reference_field: str = "reference"
+    out: str | None = None
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
+        require(bool(self.metrics), "metric is empty: name some, e.g. metric=[exact_match,rouge]")
+        require(len(set(self.metrics)) == len(self.metrics), "metric names one twice")
+        require(bool(self.reference_field), "reference_field is empty: the column that has the right answers")
+
+    @property
+    def runs(self) -> list[str]:
+        return [self.run] if isinstance(self.run, str) else self.run or []
+
+    @property
+    def metrics(self) -> list[Metric]:
+        return [self.metric] if isinstance(self.metric, Metric) else self.metric

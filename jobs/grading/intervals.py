@@ -1,0 +1,49 @@
+"""Means with 95 % confidence intervals. What is drawn is rows: samples of one row are no evidence of their own, so the
+mean of each row's samples counts once."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Z = 1.959964  # of a normal distribution, at 97.5 %
+NUM_RESAMPLES, SEED = 2000, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """`low` and `high`: the interval's ends; None of no row."""
+
+    num_rows: int
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def estimate(of_rows: Sequence[float]) -> Estimate:
+    """Wilson's interval where each row is right or wrong, else the percentiles of a bootstrap over rows with a fixed
+    seed (Wilson 1927; Efron 1979)."""
+    values = np.asarray(of_rows, dtype=np.float64)
+    if not len(values):
+        return Estimate(num_rows=0)
+    mean = float(values.mean())
+    is_binary = bool(np.isin(values, (0.0, 1.0)).all())
+    low, high = wilson(mean, len(values)) if is_binary else bootstrap(values)
+    return Estimate(num_rows=len(values), mean=mean, low=low, high=high)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The interval of a share of `count` independent rows."""
+    scale = 1 + Z * Z / count
+    middle = (share + Z * Z / (2 * count)) / scale
+    half = Z / scale * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def bootstrap(values: np.ndarray) -> tuple[float, float]:
+    """The 2.5th and 97.5th percentile of the means of samples of the same size, drawn with replacement."""
+    generator = np.random.default_rng(SEED)
+    means = [values[generator.integers(0, len(values), len(values))].mean() for _ in range(NUM_RESAMPLES)]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)

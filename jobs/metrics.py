@@ -1,0 +1,26 @@
+"""python -m jobs.metrics: what the answers of a finished run are worth, beside references from a column."""
+
+import logging
+import sys
+
+import hydra
+
+from jobs.config.cli import as_job, run_job, say
+from jobs.config.settings import Composed, load
+from jobs.grading.config import MetricsConfig
+
+
+@hydra.main(config_path="../conf", config_name="metrics", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(MetricsConfig, composed)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+
+    from jobs.grading.grading import describe, grade
+
+    for line in describe(grade(config)):
+        say(line)
+
+
+if __name__ == "__main__":
+    run_job(main, MetricsConfig)

@@ -1,0 +1,114 @@
+"""Small tasks with one right answer each, by a random generator: a prompt, its answer, and what a guess is worth."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from .words import COLOURS, NAMES, THINGS, WORDS
+
+QUESTION = "Q: {}\nA:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """What the model is shown. `answer` begins with the space that follows the prompt; `is_text`: the prompt is worth
+    learning, too."""
+
+    task: str
+    prompt: str
+    answer: str
+    is_text: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`make` gives a question and its answer. `weight`: how often it is trained, beside the others. `chance`: how often
+    a guess among the answers that the question leaves is right. `is_closed`: there are too few different questions to
+    hold some back, so that what is measured is memory."""
+
+    make: Callable[[Random], tuple[str, str]]
+    weight: float
+    chance: float = 0.0
+    is_closed: bool = False
+
+    def example(self, name: str, random: Random) -> Example:
+        question, answer = self.make(random)
+        return Example(task=name, prompt=QUESTION.format(question), answer=f" {answer}")
+
+
+def _add(random: Random) -> tuple[str, str]:
+    one, other = _number(random), _number(random)
+    return f"What is {one} + {other}?", str(one + other)
+
+
+def _subtract(random: Random) -> tuple[str, str]:
+    small, large = sorted((_number(random), _number(random)))
+    return f"What is {large} - {small}?", str(large - small)
+
+
+def _compare(random: Random) -> tuple[str, str]:
+    one, other = random.sample(range(100), 2)
+    return f"Which is larger, {one} or {other}?", str(max(one, other))
+
+
+def _sort(random: Random) -> tuple[str, str]:
+    digits = random.sample(range(10), random.randint(3, 5))
+    return f"Sort these numbers: {_spaced(digits)}", _spaced(sorted(digits))
+
+
+def _pattern(random: Random) -> tuple[str, str]:
+    start, step = random.randrange(80), random.randrange(1, 31)
+    first = [start + step * place for place in range(4)]
+    return f"What comes next: {', '.join(map(str, first))}", str(start + 4 * step)
+
+
+def _copy(random: Random) -> tuple[str, str]:
+    words = random.sample(WORDS, random.randint(2, 5))
+    return f"Repeat: {_spaced(words)}", _spaced(words)
+
+
+def _reverse(random: Random) -> tuple[str, str]:
+    words = random.sample(WORDS, random.randint(2, 4))
+    return f"Say backwards: {_spaced(words)}", _spaced(reversed(words))
+
+
+def _spell(random: Random) -> tuple[str, str]:
+    word = random.choice(WORDS)
+    return f"Spell the word {word}.", _spaced(word)
+
+
+def _facts(random: Random) -> tuple[str, str]:
+    """Three people have a thing each; who, what and which colour is asked."""
+    people = list(
+        zip(random.sample(NAMES, 3), random.sample(COLOURS, 3), random.sample(THINGS, 3), strict=True),
+    )
+    facts = " ".join(f"{name} has a {colour} {thing}." for name, colour, thing in people)
+    name, colour, thing = random.choice(people)
+    asked = {
+        f"Who has the {thing}?": name,
+        f"What does {name} have?": f"a {colour} {thing}",
+        f"Which colour is the {thing}?": colour,
+    }
+    question = random.choice(list(asked))
+    return f"{facts} {question}", asked[question]
+
+
+def _number(random: Random) -> int:
+    return random.randrange(random.choice((10, 100)))
+
+
+def _spaced(items: Iterable[object]) -> str:
+    return " ".join(map(str, items))
+
+
+TASKS: Mapping[str, Task] = {
+    "addition": Task(make=_add, weight=6),
+    "subtraction": Task(make=_subtract, weight=6),
+    "comparison": Task(make=_compare, weight=2, chance=1 / 2),
+    "sorting": Task(make=_sort, weight=2),
+    "pattern": Task(make=_pattern, weight=3),
+    "copying": Task(make=_copy, weight=2),
+    "reversal": Task(make=_reverse, weight=2),
+    "spelling": Task(make=_spell, weight=1, is_closed=True),
+    "facts": Task(make=_facts, weight=2, chance=1 / 3),
+}

@@ -1,0 +1,47 @@
+"""The bundled model's tokenizer: byte-level BPE over its own examples, digit by digit, so any text has tokens."""
+
+from itertools import islice
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from runtime.synthesize.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS
+
+from .corpus import training_examples
+
+NUM_EXAMPLES = 10_000
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %} {{ message['content'] }}\n"
+    "{% elif message['role'] == 'user' %}Q: {{ message['content'] }}\nA:"
+    "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}"
+)
+
+
+def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of at most `vocab_size` ids: pad, bos, eos, the 256 bytes, then what examples say most often."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    examples = islice(training_examples(seed), NUM_EXAMPLES)
+    tokenizer.train_from_iterator((f"{example.prompt}{example.answer}" for example in examples), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+        chat_template=CHAT_TEMPLATE,
+    )
