@@ -45,6 +45,7 @@ JOBS = {
     "config": {"files", "datasets"},
     "pictures": {"files"},
     "run": {"config", "files", "datasets", "pictures"},
+    "evaluating": {"config", "datasets", "files", "run"},
     "exporting": {"files", "run"},
     "serving": {"config", "datasets", "files", "run", "exporting"},
     "reporting": {"config", "files", "pictures", "run"},

@@ -1,0 +1,49 @@
+"""python -m jobs.evaluate: tasks of lm-evaluation-harness, answered by runs that go on where they were stopped."""
+
+import logging
+import sys
+import time
+from importlib.util import find_spec
+
+from jobs.config.process import start_settled, uncollected
+
+if __name__ == "__main__":
+    start_settled()  # before the imports that take long
+
+import hydra
+
+from jobs.config.cli import as_job, run_job, say
+from jobs.config.settings import Composed, load
+from jobs.evaluating.config import EvaluateConfig
+from runtime.errors import require
+
+
+@hydra.main(config_path="../conf", config_name="evaluate", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    began_at, began = time.time(), time.monotonic()
+    config = load(EvaluateConfig, composed)
+    require(find_spec("lm_eval") is not None, "jobs.evaluate needs lm-evaluation-harness: pip install -e '.[eval]'")
+    logging.basicConfig(
+        level=config.log_level.value.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S" if sys.stderr.isatty() else None,
+        stream=sys.stderr,
+        force=True,
+    )
+
+    # torch, transformers and the harness are loaded only once the config is known to be good
+    with uncollected():
+        from jobs.config.signals import StopFlag
+        from jobs.evaluating.harness import evaluate
+        from jobs.run.passes import Start
+
+    with StopFlag() as stop:
+        found = evaluate(config, stop, Start(at=began_at, clock=began))
+    for table in found.tables:
+        say(table)
+    say(f"output: {found.directory}")
+
+
+if __name__ == "__main__":
+    run_job(main, EvaluateConfig)

@@ -1,0 +1,49 @@
+"""What is evaluated, and how the harness asks; conf/evaluate.yaml mirrors it."""
+
+from dataclasses import dataclass, field
+
+from runtime.errors import require
+
+from ..config.settings import GenerateConfig
+from ..datasets.config import DatasetConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """What lm-evaluation-harness is told, by its own words. `include_path`: directories with tasks of your own.
+    `limit`: documents of each task, or below 1 their share; null: all."""
+
+    include_path: list[str] = field(default_factory=list)
+    num_fewshot: int | None = None
+    limit: float | None = None
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = False
+    system_instruction: str | None = None
+    gen_kwargs: dict[str, object] | None = None
+    bootstrap_iters: int = 100_000
+    seed: int = 0
+    fewshot_seed: int = 1234
+    confirm_run_unsafe_code: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("num_fewshot", "bootstrap_iters"):
+            value = getattr(self, key)
+            require(value is None or value >= 0, f"harness.{key} must be 0 or more, got {value}")
+        require(self.limit is None or self.limit > 0, f"harness.limit must be above 0, got {self.limit}")
+        is_chat = self.apply_chat_template
+        require(is_chat or not self.fewshot_as_multiturn, "harness.fewshot_as_multiturn needs apply_chat_template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(GenerateConfig):
+    """All settings of `jobs.evaluate`; mirrors conf/evaluate.yaml. Of `sampling` the tasks say what is generated."""
+
+    tasks: list[str] = field(default_factory=list)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.tasks), "tasks is not set: names of the harness's tasks, e.g. tasks=[gsm8k,hellaswag]")
+        require(self.dataset == DatasetConfig(), "dataset has no meaning for an evaluation: tasks bring their own data")
+        require(self.shard.count == 1, "shard has no meaning for an evaluation: give each job tasks of its own")
+        require(self.sampling.n == 1, f"sampling.n={self.sampling.n}: a task says by its repeats how often it asks")

@@ -1,0 +1,141 @@
+"""What a harness computes of our answers is what it computes of its own model's, however often a run was killed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from jobs.evaluating.config import EvaluateConfig, HarnessConfig
+from jobs.evaluating.harness import Evaluation, evaluate, evaluation_directory
+from jobs.run.open_run import OpenParts
+from jobs.run.output_rows import GenerationRow
+from jobs.run.passes import Start
+from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
+from runtime.errors import ConfigError, EvaluationError, Interrupted
+from tests.jobs.harness_tasks import TASKS, write_tasks
+from tests.jobs.kill_support import Kills
+from tests.support import synthesize
+
+SEEDS = {"random_seed": 0, "numpy_random_seed": 0, "torch_random_seed": 0, "fewshot_random_seed": 1234}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("evaluated")
+    (home / "tasks").mkdir()
+    write_tasks(home / "tasks")
+    synthesize("llama", home / "model")
+    return home
+
+
+def config(home: Path, tasks: list[str], *, tier: Tier = Tier.auto, **changes: Any) -> EvaluateConfig:
+    return EvaluateConfig(
+        model=ModelConfig(name="hf", path=str(home / "model")),
+        offload=OffloadConfig(tier=tier),
+        tasks=tasks,
+        harness=HarnessConfig(include_path=[str(home / "tasks")], bootstrap_iters=0, **changes),
+        output_root=str(home / f"outputs-{tier.value}"),
+    )
+
+
+def evaluated(asked: EvaluateConfig, should_stop: Callable[[], bool] = lambda: False) -> Evaluation:
+    return evaluate(asked, should_stop, Start())
+
+
+def numbers(results: Any) -> dict[str, dict[str, float]]:
+    found = {task: {k: v for k, v in values.items() if isinstance(v, float)} for task, values in results.items()}
+    assert all(found.values()), "a task without a number"
+    return found
+
+
+@pytest.mark.parametrize("tier", [Tier.none, Tier.nvme])
+def test_every_task_gets_the_numbers_that_the_harness_gets_of_transformers(home: Path, tier: Tier) -> None:
+    tasks = list(TASKS)
+    manager = TaskManager(include_path=str(home / "tasks"), include_defaults=False)
+    own = HFLM(pretrained=str(home / "model"), device="cpu", dtype="float32", batch_size=4)
+    expected = simple_evaluate(own, tasks=tasks, task_manager=manager, bootstrap_iters=0, **SEEDS)
+    assert expected is not None
+    found = evaluated(config(home, tasks, tier=tier))
+    assert numbers(found.results["results"]) == {
+        task: pytest.approx(values, rel=1e-4) for task, values in numbers(expected["results"]).items()
+    }
+    texts = [[each["resps"] for each in expected["samples"][task]] for task in tasks if task.startswith("until")]
+    assert [_answers(found.directory, task) for task in tasks if task.startswith("until")] == texts
+
+
+def _answers(directory: Path, task: str) -> list[Any]:
+    (file,) = directory.glob(f"harness/*/samples_{task}_*.jsonl")
+    return [json.loads(line)["resps"] for line in file.read_text().splitlines()]
+
+
+def test_a_finished_evaluation_is_read_and_not_asked_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config(home, ["until_a_stop", "choice_of_words"])
+    first = evaluated(asked)
+    monkeypatch.setattr("runtime.engine.engine.Engine.step", None)
+    again = evaluated(asked)
+    assert again.results == first.results
+
+
+def test_what_was_stopped_goes_on_with_what_it_has(home: Path) -> None:
+    asked = config(home, ["until_the_end"], num_fewshot=3)
+    with pytest.raises(Interrupted):
+        evaluated(asked, should_stop=iter([False] * 20 + [True] * 1000).__next__)
+    undisturbed = replace(asked, output_root=str(home / "undisturbed"))
+    assert evaluated(asked).results["results"] == evaluated(undisturbed).results["results"]
+
+
+@pytest.mark.parametrize("task", ["choice_of_words", "perplexity", "until_a_stop"])
+def test_a_killed_evaluation_comes_to_the_same_and_asks_no_committed_row_again(
+    home: Path, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each kind of requests, killed between any two steps of the file system; five of them go on."""
+    policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=1)
+    asked = replace(config(home, [task], limit=4.0), policy=policy, checkpoint_seconds=None, run="whole")
+    asked = replace(asked, output_root=str(tmp_path))
+    with Kills(monkeypatch).copied(tmp_path / "evaluate" / "whole", tmp_path / "killed") as killed:
+        whole = evaluated(asked)
+    added = list[GenerationRow]()
+    add = OpenParts.add
+    monkeypatch.setattr(OpenParts, "add", lambda self, row: (added.append(row), add(self, row)))
+    num_rows, kept = _committed(whole.directory), list[int]()
+    for number, copy in enumerate(killed[:: max(1, len(killed) // 5)]):
+        added.clear()
+        kept.append(_committed(copy))
+        again = replace(asked, run=str(number))
+        copy.rename(tmp_path / "evaluate" / str(number))
+        assert evaluated(again).results == whole.results
+        assert len(added) == num_rows - kept[-1]
+    assert any(0 < num_kept < num_rows for num_kept in kept), "none was killed halfway"
+
+
+def _committed(evaluation: Path) -> int:
+    return sum(pq.read_metadata(part).num_rows for part in evaluation.glob("*/generations/part-*.parquet"))
+
+
+def test_a_task_that_does_not_exist_is_refused_with_the_nearest(home: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean until_a_stop"):
+        evaluated(config(home, ["until_a_stopp"]))
+
+
+def test_what_the_harness_cannot_load_is_said_in_its_words(home: Path) -> None:
+    text = (home / "tasks" / "perplexity.yaml").read_text()
+    lost = text.replace("perplexity", "lost", 1).replace("rows.jsonl", "gone.jsonl")
+    (home / "tasks" / "lost.yaml").write_text(lost)
+    with pytest.raises(EvaluationError, match=r"gone\.jsonl"):
+        evaluated(config(home, ["lost"]))
+
+
+def test_other_tasks_and_other_settings_are_other_evaluations(home: Path) -> None:
+    one, two = ["until_a_stop"], ["until_the_end"]
+    asked = [config(home, one), config(home, two), config(home, one, limit=2.0), config(home, one, num_fewshot=1)]
+    assert len({evaluation_directory(each) for each in asked}) == 4
