@@ -11,7 +11,7 @@ from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig, kinds
 from runtime.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf" / "dataset"
-WITHOUT_PATH = {DatasetKind.sample, DatasetKind.prompt, DatasetKind.helm_synthetic_reasoning}
+WITHOUT_PATH = {DatasetKind.sample, DatasetKind.tasks, DatasetKind.prompt, DatasetKind.helm_synthetic_reasoning}
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_settings_that_would_be_ignored_are_refused() -> None:
         DatasetConfig(kind=batch)
     with pytest.raises(ConfigError, match=r"dataset\.chat_template has no meaning for dataset\.kind=openai_batch"):
         DatasetConfig(kind=batch, path="x", chat_template=True)
-    with pytest.raises(ConfigError, match=r"output=openai_batch .* needs dataset=openai_batch, got sample"):
+    with pytest.raises(ConfigError, match=r"output=openai_batch .* needs dataset=openai_batch, got tasks"):
         GenerateConfig(output=Output.openai_batch)
     kept = DatasetConfig(kind=batch, path="x", keep_columns=False)
     with pytest.raises(ConfigError, match=r"output=openai_batch needs dataset\.keep_columns=true"):
