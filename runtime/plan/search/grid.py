@@ -140,6 +140,11 @@ class Choices:
             feedforwards=_feedforwards(shape, config, has_device=has_device),
         )
 
+    def without_guesses(self, config: RuntimeConfig) -> "Choices":
+        """The choices where nobody knows how fast the CPU multiplies: it shares experts only if `config` says so."""
+        asked = config.policy.feedforward
+        return replace(self, feedforwards=[asked or FeedForward.device])
+
     def of_blocks(self, lanes: Sequence[Sequence[int]]) -> "Choices":
         """The choices for blocks that are given, by the sequences of their lanes."""
         return replace(

@@ -50,6 +50,8 @@ def search(
     shape, config = problem.shape, problem.config
     machine, workload = _machine(problem), workload or Workload.of(problem.sizes)
     choices = choices or Choices.of(shape, config, workload.num_requests, has_device=problem.budgets.has_device)
+    if machine.rates.cpu_flops_per_second is None:
+        choices = choices.without_guesses(config)
     if blocks:
         choices = choices.of_blocks([[len(lane) for lane in block.micro_batches] for block in blocks])
     roofline = roofline_of(shape, machine, workload, config)
