@@ -1,7 +1,5 @@
 """python -m jobs.evaluate: tasks of lm-evaluation-harness, answered by runs that go on where they were stopped."""
 
-import logging
-import sys
 import time
 from importlib.util import find_spec
 
@@ -13,6 +11,7 @@ if __name__ == "__main__":
 import hydra
 
 from jobs.config.cli import as_job, run_job, say
+from jobs.config.logs import log_to_stderr
 from jobs.config.settings import Composed, load
 from jobs.evaluating.config import EvaluateConfig
 from runtime.errors import require
@@ -24,13 +23,7 @@ def main(composed: Composed) -> None:
     began_at, began = time.time(), time.monotonic()
     config = load(EvaluateConfig, composed)
     require(find_spec("lm_eval") is not None, "jobs.evaluate needs lm-evaluation-harness: pip install -e '.[eval]'")
-    logging.basicConfig(
-        level=config.log_level.value.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S" if sys.stderr.isatty() else None,
-        stream=sys.stderr,
-        force=True,
-    )
+    log_to_stderr(config.log_level)
 
     # torch, transformers and the harness are loaded only once the config is known to be good
     with uncollected():

@@ -14,7 +14,8 @@ if __name__ == "__main__":
 import hydra
 
 from jobs.config.cli import as_job, run_job, say, with_prompt
-from jobs.config.settings import Composed, GenerateConfig, doubtful_settings, load, run_directory, to_yaml
+from jobs.config.logs import log_start, log_to_stderr
+from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
 from runtime.origin.place import local_place
@@ -32,18 +33,8 @@ output: {folder}
 def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(GenerateConfig, composed)
-    logging.basicConfig(
-        level=config.log_level.value.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S" if sys.stderr.isatty() else None,
-        stream=sys.stderr,
-        force=True,
-    )
-    log = logging.getLogger("jobs.generate")
-    for sentence in doubtful_settings(config):
-        log.warning("%s", sentence)
-    log.debug("config:\n%s", to_yaml(config))
-    log.info("opening %s; results go to %s", config.model.path or f"model={config.model.name}", run_directory(config))
+    log_to_stderr(config.log_level)
+    log_start(logging.getLogger("jobs.generate"), config)
 
     # torch and transformers are loaded only once the config and what it points at are known to be there
     local_place(config.model)

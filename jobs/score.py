@@ -1,7 +1,6 @@
 """python -m jobs.score: log-probabilities of given targets behind their prompts, or of documents, resumably."""
 
 import logging
-import sys
 import time
 
 from jobs.config.process import start_settled, uncollected
@@ -12,7 +11,8 @@ if __name__ == "__main__":
 import hydra
 
 from jobs.config.cli import as_job, run_job, say
-from jobs.config.settings import Composed, ScoreConfig, doubtful_settings, load, run_directory, to_yaml
+from jobs.config.logs import log_start, log_to_stderr
+from jobs.config.settings import Composed, ScoreConfig, load
 
 HOW_TO_READ = """
 output: {folder}
@@ -27,18 +27,8 @@ output: {folder}
 def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(ScoreConfig, composed)
-    logging.basicConfig(
-        level=config.log_level.value.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S" if sys.stderr.isatty() else None,
-        stream=sys.stderr,
-        force=True,
-    )
-    log = logging.getLogger("jobs.score")
-    for sentence in doubtful_settings(config):
-        log.warning("%s", sentence)
-    log.debug("config:\n%s", to_yaml(config))
-    log.info("opening %s; results go to %s", config.model.path or f"model={config.model.name}", run_directory(config))
+    log_to_stderr(config.log_level)
+    log_start(logging.getLogger("jobs.score"), config)
 
     # torch and transformers are loaded only once the config is known to be good
     with uncollected():

@@ -2,10 +2,10 @@
 
 from itertools import islice
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from runtime.synthesize.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS
+from runtime.synthesize.tokenizer import SPECIAL_TOKENS, with_special_tokens
 
 from .corpus import training_examples
 
@@ -23,7 +23,6 @@ def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(token, normalized=False) for token in SPECIAL_TOKENS],
@@ -32,16 +31,4 @@ def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
     )
     examples = islice(training_examples(seed), NUM_EXAMPLES)
     tokenizer.train_from_iterator((f"{example.prompt}{example.answer}" for example in examples), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
-        chat_template=CHAT_TEMPLATE,
-    )
+    return with_special_tokens(tokenizer, CHAT_TEMPLATE)

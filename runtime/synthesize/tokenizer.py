@@ -44,6 +44,12 @@ def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return with_special_tokens(tokenizer, _CHAT_TEMPLATE)
+
+
+def with_special_tokens(tokenizer: Tokenizer, chat_template: str) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer whose first ids are SPECIAL_TOKENS, as transformers wants one: texts begin with bos, and
+    special tokens that are spelled out in a text are plain text. Mutates `tokenizer`."""
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, SPECIAL_TOKENS.index(BOS))]
@@ -56,7 +62,7 @@ def byte_level_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
 
 

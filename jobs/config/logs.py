@@ -1,0 +1,25 @@
+"""What a job that takes long writes to the screen before its first row: its log, and what it is about to do."""
+
+import logging
+import sys
+
+from .settings import GenerateConfig, LogLevel, doubtful_settings, run_directory, to_yaml
+
+
+def log_to_stderr(level: LogLevel) -> None:
+    """Every line gets its time; where nobody watches, as in a file that is read later, its date as well."""
+    logging.basicConfig(
+        level=level.value.upper(),
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S" if sys.stderr.isatty() else None,
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def log_start(log: logging.Logger, config: GenerateConfig) -> None:
+    """Writes what is doubtful about the settings, which model is opened and where its results go."""
+    for sentence in doubtful_settings(config):
+        log.warning("%s", sentence)
+    log.debug("config:\n%s", to_yaml(config))
+    log.info("opening %s; results go to %s", config.model.path or f"model={config.model.name}", run_directory(config))
