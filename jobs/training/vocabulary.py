@@ -1,4 +1,5 @@
-"""The bundled model's tokenizer: byte-level BPE over its own examples, digit by digit, so any text has tokens."""
+"""The bundled model's tokenizer: byte-level BPE over its own examples, digit by digit, so any text has tokens. It
+stands alone because a tokenizer is trained once, before the model."""
 
 from itertools import islice
 
