@@ -34,7 +34,7 @@ def main(composed: Composed) -> int:
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.run.passes import Start
-        from jobs.run.scoring import Totals, score
+        from jobs.run.scoring import score, sentence
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
@@ -43,7 +43,7 @@ def main(composed: Composed) -> int:
         say(f"{outcome.directory} is finished: nothing to do")
     say(format_table(outcome.summary))
     say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
-    say(f"\n{Totals.of(outcome.directory)}")
+    say(f"\n{sentence(outcome.summary.totals or {})}")
     return outcome.exit_code
 
 

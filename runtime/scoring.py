@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeGuard
 from .engine.requests import Rejected
 from .engine.scoring_requests import Joined, join, make_scoring, scores_of
 from .engine.sequence import Completion, Request
-from .engine.text_pairs import TextPair, encode_documents, encode_pairs, rolling_windows, text_start
+from .engine.text_pairs import TextPair, TextSize, document_windows, encode_pairs
 from .errors import ConfigError, require
 from .model.loading import LoadedModel
 from .prompt import Prompt, PromptLike, texts_of
@@ -57,7 +57,25 @@ def _is_target(value: object) -> TypeGuard[Target]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
+class _Logprobs:
+    """Natural logarithms of probabilities, of what stands at `prompt_index` in the input. Where `error` is set there
+    are none."""
+
+    prompt_index: int
+    token_logprobs: tuple[float, ...] = ()
+    error: str | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def logprob(self) -> float:
+        return sum(self.token_logprobs) if self.is_ok else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(_Logprobs):
     """What a model gives one target behind its prompt.
 
     `token_logprobs` are natural logarithms, by log-softmax in float32 of the logits as they leave the head, one for
@@ -67,24 +85,13 @@ class Scored:
     the target in its pair. Where `error` is set nothing was scored, and `logprob` is NaN.
     """
 
-    prompt_index: int
     target_index: int
     id: str
     token_ids: tuple[int, ...] = ()
-    token_logprobs: tuple[float, ...] = ()
     is_greedy: bool = False
     top_token_ids: tuple[tuple[int, ...], ...] = ()
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     num_prompt_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def is_ok(self) -> bool:
-        return self.error is None
-
-    @property
-    def logprob(self) -> float:
-        return sum(self.token_logprobs) if self.is_ok else float("nan")
 
     @property
     def num_target_tokens(self) -> int:
@@ -92,24 +99,13 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredDocument:
+class ScoredDocument(_Logprobs):
     """The rolling log-likelihood of a document: of each token behind those before it, in windows of the model's
-    context. Words are what white space parts, bytes are of UTF-8; both are 0 of a document that is token ids. A
-    perplexity is `exp(-logprob / n)`. Where `error` is set, `logprob` is NaN."""
+    context. Words are what white space parts, as lm-eval counts them, bytes are of UTF-8; both are 0 of a document that
+    is token ids. A perplexity is `exp(-logprob / n)`. Where `error` is set, `logprob` is NaN."""
 
-    prompt_index: int
-    token_logprobs: tuple[float, ...] = ()
     num_words: int = 0
     num_bytes: int = 0
-    error: str | None = None
-
-    @property
-    def is_ok(self) -> bool:
-        return self.error is None
-
-    @property
-    def logprob(self) -> float:
-        return sum(self.token_logprobs) if self.is_ok else float("nan")
 
     @property
     def num_tokens(self) -> int:
@@ -202,24 +198,15 @@ def cut_documents(
 ) -> Windows:
     """The windows of documents, of up to `most_tokens`; None: as many as the model's context has room for. Raises
     ConfigError where nothing says what a document begins behind, or a window has no room."""
-    require(model.start_token_id is None, "an encoder-decoder reads a source: documents have none, score pairs instead")
-    start = text_start(model)
-    require(start is not None, "documents need a tokenizer with a token that texts begin or end with")
-    assert start is not None
-    given, room = list(documents), min(most_tokens or model.shape.context_tokens, model.shape.context_tokens)
+    given = list(documents)
     known, pairs, owners = list[ScoredDocument](), list[Targets](), list[int]()
-    for index, (document, ids) in enumerate(zip(given, encode_documents(model, given), strict=True)):
-        text = document if isinstance(document, str) else ""
-        is_bad = isinstance(ids, str) or not len(ids)
+    for index, (document, windows) in enumerate(zip(given, document_windows(model, given, most_tokens), strict=True)):
+        size = TextSize.of(document if isinstance(document, str) else "")
+        error = windows if isinstance(windows, str) else None
         known.append(
-            ScoredDocument(
-                prompt_index=index,
-                num_words=len(text.split()),
-                num_bytes=len(text.encode("utf-8", "surrogatepass")),
-                error=(ids if isinstance(ids, str) else "the document has no tokens") if is_bad else None,
-            )
+            ScoredDocument(prompt_index=index, num_words=size.num_words, num_bytes=size.num_bytes, error=error)
         )
-        for window in () if isinstance(ids, str) else rolling_windows(ids, start, room):
+        for window in () if isinstance(windows, str) else windows:
             pairs.append(Targets(Prompt(token_ids=list(window.prompt)), [list(window.target)]))
             owners.append(index)
     return Windows(documents=known, pairs=pairs, owners=owners)

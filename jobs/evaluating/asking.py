@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 
 from runtime.api import Runtime
 from runtime.config import SamplingOverrides
-from runtime.engine.sequence import Request, Scoring
+from runtime.engine.requests import Rejected
+from runtime.engine.scoring_requests import join, make_scoring
+from runtime.engine.sequence import Request
 from runtime.errors import EvaluationError
 from runtime.model.loading import LoadedModel
 
@@ -48,11 +50,6 @@ class Target:
     context_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
 
-    @property
-    def computed_ids(self) -> tuple[int, ...]:
-        """What the last token of the target follows on."""
-        return (*self.context_ids, *self.target_ids[:-1])
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
@@ -62,44 +59,27 @@ class Scored:
     is_greedy: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Targets whose scores one forward gives: all of them end behind the same tokens, `ids`. `num_positions`: tokens of
-    the longest; `last_ids`: the last token of each, without repeats."""
-
-    ids: tuple[int, ...]
-    num_positions: int
-    last_ids: tuple[int, ...]
-
-    @staticmethod
-    def of(targets: Sequence[Target]) -> "_Group":
-        return _Group(
-            ids=targets[0].computed_ids,
-            num_positions=max(len(target.target_ids) for target in targets),
-            last_ids=tuple(dict.fromkeys(target.target_ids[-1] for target in targets)),
-        )
-
-    def row(self, index: int) -> Row:
-        """The row whose id says what is scored, so that a run that goes on scores the same."""
-        name = f"{index}/{self.num_positions}/{'-'.join(map(str, self.last_ids))}"
-        return replace(_ROW, index=index, id=name, prompt_ids=self.ids)
-
-    def request(self, id: str) -> Request:
-        scoring = Scoring(num_positions=self.num_positions, last_ids=self.last_ids)
-        return Request(id=id, prompt_ids=self.ids, max_new_tokens=1, scoring=scoring)
-
-    def scored(self, target: Target, answer: Mapping[str, Any]) -> Scored:
-        """The score of one of the targets, of what the row came to."""
-        num_before, last = self.num_positions - 1, self.last_ids.index(target.target_ids[-1])
-        places = [*range(self.num_positions - len(target.target_ids), num_before), num_before + last]
-        likeliest = [answer["top_token_ids"][place][0] for place in places]
-        return Scored(
-            logprob=math.fsum(answer["token_logprobs"][place] for place in places),
-            is_greedy=likeliest == list(target.target_ids),
-        )
-
-
 _ROW = Row(index=0, id="", prompt="", messages=None, columns={}, error=None)
+
+
+def _row(request: Request, index: int) -> Row:
+    """The row whose id says what is scored, so that a run that goes on scores the same."""
+    assert request.scoring is not None, "its tokens are scored"
+    last, decoder = ("-".join(map(str, ids)) for ids in (request.scoring.last_ids, request.scoring.decoder_ids or ()))
+    name = f"{index}/{request.scoring.num_positions}/{last}{decoder and f'/{decoder}'}"
+    return replace(_ROW, index=index, id=name, prompt_ids=request.prompt_ids)
+
+
+def _scored(request: Request, joined: Request, answer: Mapping[str, Any]) -> Scored:
+    """The score of one target, of what the row of the request that it was joined in has come to."""
+    assert request.scoring is not None, "its tokens are scored"
+    assert joined.scoring is not None, "it was joined of scored ones"
+    places = joined.scoring.places_of(request.scoring)
+    likeliest = [answer["top_token_ids"][place][0] for place in places]
+    return Scored(
+        logprob=math.fsum(answer["token_logprobs"][place] for place in places),
+        is_greedy=likeliest == list(request.target_ids),
+    )
 
 
 class Answerer:
@@ -129,21 +109,28 @@ class Answerer:
     def scored(self, kind: str, targets: Sequence[Target]) -> list[Scored]:
         """The score of each target, in the order of `targets`. Those that end behind the same tokens, such as all
         choices of one token, are one forward."""
-        members: dict[tuple[int, ...], list[Target]] = {}
-        for target in targets:
-            members.setdefault(target.computed_ids, []).append(target)
-        groups = {ids: _Group.of(each) for ids, each in members.items()}
-        of_rows = list(groups.values())
+        asked = [self._request(target) for target in targets]
+        joined = join(asked)
+        rows = [_row(each.request, index) for index, each in enumerate(joined)]
         sampling = replace(self._config.sampling, logprobs=1, max_new_tokens=0)
         task = Task(
             directory=self.directory / kind,
             columns=partial(score_schema, has_top=True),
-            request=lambda runtime, row, ids: [of_rows[row.index].request(row.id)],
-            rows=lambda *_: [group.row(index) for index, group in enumerate(of_rows)],
+            requests=lambda _, pending: [[replace(joined[row.index].request, id=row.id)] for row, _ in pending],
+            rows=lambda *_: rows,
         )
         columns = ["token_logprobs", "top_token_ids"]
-        answers = dict(zip(groups, self._answers(task, replace(self._config, sampling=sampling), columns), strict=True))
-        return [groups[target.computed_ids].scored(target, answers[target.computed_ids]) for target in targets]
+        answers = self._answers(task, replace(self._config, sampling=sampling), columns)
+        found: dict[int, Scored] = {}
+        for each, answer in zip(joined, answers, strict=True):
+            found |= {member: _scored(asked[member], each.request, answer) for member in each.members}
+        return [found[member] for member in range(len(targets))]
+
+    def _request(self, target: Target) -> Request:
+        made = make_scoring(self.model, "", target.context_ids, target.target_ids)
+        if isinstance(made, Rejected):
+            raise EvaluationError(f"a target of {len(target.target_ids):,} tokens cannot be scored: {made.error}")
+        return made
 
     def _answers(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
         """What the rows of a task come to, in their order."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from runtime.trace import Span, Trace
 from ..config.mistakes import mistakes_logged
 from ..config.settings import GenerateConfig, run_directory
 from ..datasets import Row, read_rows, shard_rows, with_former_ids
-from ..files.publishing import PRIVATE_FOLDER_MODE, files_made_private, publish, write_all
+from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, files_made_private, publish, write_all
 from ..pictures.trace_file import tracing
 from .chat import require_template
 from .feedback import Feedback
@@ -38,7 +38,7 @@ from .passes import Start
 from .plan_file import PlannedRequest, fix_plan, read_plan
 from .predicted_spans import PredictedSpans
 from .progress import Progress
-from .requests import Asked, MakeRequest, ask, completion_of, rejected_rows, seat, unseat
+from .requests import Asked, MakeRequests, ask, completions_of, rejected_rows, seat, unseat
 from .run_dir import RunDirectory, RunState, format_begun_with, open_run
 from .running import remove_committed
 from .success import is_finished
@@ -76,17 +76,19 @@ def dataset_rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
 class Task:
     """What a run does with its rows; all else of a run is the same for every task. `columns`: those of
     `GenerationRow.values` that every output row has, whatever it brought along, as `generation_schema` makes them.
-    `rows` are asked for without a runtime first, unless the settings need one to tell them."""
+    `rows` are asked for without a runtime first, unless the settings need one to tell them. `totals`: what the parts in
+    a directory come to beside what every run's summary says, of these input rows."""
 
     directory: Path
     columns: Columns
-    request: MakeRequest
+    requests: MakeRequests
     rows: Callable[[GenerateConfig, Runtime | None], list[Row]] = dataset_rows
+    totals: Callable[[Path, Sequence[Row]], Mapping[str, JsonValue] | None] = lambda *_: None
 
 
 def generation(config: GenerateConfig) -> Task:
     """A completion of each prompt."""
-    return Task(directory=run_directory(config), columns=generation_schema, request=completion_of)
+    return Task(directory=run_directory(config), columns=generation_schema, requests=completions_of)
 
 
 def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
@@ -174,19 +176,21 @@ class _Run:
     def outcome_if_finished(self) -> Outcome | None:
         """What a run came to whose every part is there; None where something is left to do. Raises DamagedRunError."""
         plan = _known_plan(self._state) if is_finished(self._state.directory) else None
-        return _outcome(self._store_of(plan), None, self._runtime, was_finished=True) if plan is not None else None
+        return self._outcome(self._store_of(plan), None, was_finished=True) if plan is not None else None
 
     def finish(self) -> Outcome:
         """Generates what is left, commits it and sums the run up. Where the first block shows that another way is
         faster, the session ends, and the run goes on as one that is resumed would."""
-        asked = ask(self._runtime, self._rows, self._task.request)
+        asked = ask(self._runtime, self._rows, self._task.requests)
+        if (begun := _known_plan(self._state)) is not None:
+            asked = asked.seated(begun)
         if not asked.requests:
             return self._finished(asked, self._seated(asked, ()), None)
         feedback = self._feedback(asked)
         while True:
             fixed = _known_plan(self._state)
             with self._runtime.confirmed_session(
-                asked.requests,
+                asked.computed,
                 rates=feedback.rates if feedback is not None else None,
                 blocks=unseat(fixed, asked) if fixed is not None else None,
                 known=feedback.policy if feedback is not None else None,
@@ -201,7 +205,7 @@ class _Run:
         """Generates what is left as `plan` says. False where the first block has shown that another way is faster."""
         is_wave = self._config.policy.admission is Admission.wave
         with (
-            Progress(asked.requests, plan.blocks, is_wave=is_wave) as progress,
+            Progress(asked.computed, plan.blocks, is_wave=is_wave) as progress,
             tracing(self._state.directory.trace, self._runtime.trace) as write_trace,
         ):
             for blocks, way in self._stretches(plan, store, feedback, progress):
@@ -227,7 +231,7 @@ class _Run:
         """What writes the spans of a pass that has just ended, and beside them those that the plan predicts of it."""
         if self._runtime.trace is None:
             return ignore
-        predicted = PredictedSpans.of(self._runtime.model.shape, plan, [request.size for request in asked.requests])
+        predicted = PredictedSpans.of(self._runtime.model.shape, plan, [request.size for request in asked.computed])
         return lambda record: write(predicted.beginning(record.phase, time.monotonic() - record.seconds))
 
     def _feedback(self, asked: Asked) -> Feedback | None:
@@ -235,7 +239,7 @@ class _Run:
         policy = self._config.policy
         if policy.kind is PolicyKind.fixed or policy.pin is not None or policy.admission is not Admission.wave:
             return None
-        feedback = Feedback(path=self._state.directory.rates, runtime=self._runtime, requests=asked.requests)
+        feedback = Feedback(path=self._state.directory.rates, runtime=self._runtime, requests=asked.computed)
         feedback.restore()
         return feedback
 
@@ -278,34 +282,29 @@ class _Run:
         num_blocks = len(plan.blocks) if plan is not None else 0
         if asked.rejected and num_blocks not in store.committed():
             store.commit(num_blocks, rejected_rows(asked), [])
-        outcome = _outcome(store, plan, self._runtime, was_finished=False, weights_seconds=weights_seconds)
+        outcome = self._outcome(store, plan, was_finished=False, weights_seconds=weights_seconds)
         store.finish()
         return outcome
 
-
-def _outcome(
-    store: PartStore,
-    plan: RunPlan | None,
-    runtime: Runtime,
-    *,
-    was_finished: bool,
-    weights_seconds: float | None = None,
-) -> Outcome:
-    counts = dict.fromkeys(("ok", "error", "skipped"), 0)
-    for part in store.committed().values():
-        for status, count in part.rows.items():
-            counts[status] += count
-    summary = summarize(
-        store.passes(),
-        rows=counts,
-        planned=_planned_memory(plan, runtime) if plan is not None else None,
-        plan=runtime.facts(plan) if plan is not None else None,
-        weights_seconds=weights_seconds,
-        ledgers=plan.placement.ledgers if plan is not None else (),
-    )
-    if not was_finished:
-        write_summary(store.directory.summary, summary)
-    return Outcome(directory=store.directory.path, summary=summary, was_finished=was_finished)
+    def _outcome(
+        self, store: PartStore, plan: RunPlan | None, *, was_finished: bool, weights_seconds: float | None = None
+    ) -> Outcome:
+        counts = dict.fromkeys(("ok", "error", "skipped"), 0)
+        for part in store.committed().values():
+            for status, count in part.rows.items():
+                counts[status] += count
+        summary = summarize(
+            store.passes(),
+            rows=counts,
+            planned=_planned_memory(plan, self._runtime) if plan is not None else None,
+            plan=self._runtime.facts(plan) if plan is not None else None,
+            weights_seconds=weights_seconds,
+            ledgers=plan.placement.ledgers if plan is not None else (),
+            totals=self._task.totals(store.directory.path, self._rows),
+        )
+        if not was_finished:
+            write_summary(store.directory.summary, summary)
+        return Outcome(directory=store.directory.path, summary=summary, was_finished=was_finished)
 
 
 def _planned_memory(plan: RunPlan, runtime: Runtime) -> MemoryUse:

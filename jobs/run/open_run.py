@@ -23,7 +23,7 @@ from .output_rows import GenerationRow
 from .parts import PartStore
 from .passes import PassRow, Start, pass_row
 from .progress import Progress
-from .requests import Asked, completed_row
+from .requests import Asked, completed_rows
 from .running import RequestKey, Running, RunningFile
 
 log = logging.getLogger(__name__)
@@ -151,11 +151,12 @@ class OpenRun:
         """Generates what is open and commits each part as it is complete. Saves the rest every `checkpoint_seconds`,
         and when an error of ours ends the run; what any other exception leaves may be half a pass, and only what was
         saved before it counts. Raises Interrupted or OutputError."""
-        requests, unfinished = self._around.asked.requests, dict(self._unfinished)
+        requests, unfinished = self._around.asked.computed, dict(self._unfinished)
 
         try:
             for i, completion in self._stream(self._order, requests, unfinished, self._end_pass):
-                self._parts.add(completed_row(self._around.asked.request_rows[i], completion))
+                for row in completed_rows(self._around.asked, i, completion):
+                    self._parts.add(row)
                 self._unfinished.pop(i, None)
                 self._around.progress.finish_row(i, completion)
         except MillraceError:
@@ -167,13 +168,15 @@ class OpenRun:
     def _restore(self, saved: Running, recorded: frozenset[int]) -> None:
         """Drops what parts have: rows, and passes by their index. They were saved before the parts were committed."""
         asked = self._around.asked
-        place_of = {asked.requests[i].key: i for i in self._order}
-        for row in saved.finished:
-            if row.key in place_of:
-                asker = asked.request_rows[place_of.pop(row.key)]
-                self._parts.add(replace(row, columns=asker.columns, source_file=asker.source_file))
-        self._order = list(place_of.values())
-        self._unfinished = {i: saved.unfinished[key] for key, i in place_of.items() if key in saved.unfinished}
+        places = {asked.requests[member].key: (i, member) for i in self._order for member in asked.joined[i].members}
+        finished = [(row, *places[row.key]) for row in saved.finished if row.key in places]
+        for row, _, member in finished:
+            asker = asked.request_rows[member]
+            self._parts.add(replace(row, columns=asker.columns, source_file=asker.source_file))
+        done = {i for _, i, _ in finished}
+        self._order = [i for i in self._order if i not in done]
+        keys = {i: asked.computed[i].key for i in self._order}
+        self._unfinished = {i: saved.unfinished[key] for i, key in keys.items() if key in saved.unfinished}
         self._parts.passes = [row for row in saved.passes if row.pass_index not in recorded]
         self._num_passes = 1 + max({*recorded, *(row.pass_index for row in saved.passes)}, default=-1)
         has_begun = bool(self._parts.rows or self._unfinished)
@@ -208,7 +211,7 @@ class OpenRun:
         self._checkpoint.save(
             Running(
                 finished=list(self._parts.rows.values()),
-                unfinished={self._around.asked.requests[i].key: state for i, state in known.items()},
+                unfinished={self._around.asked.computed[i].key: state for i, state in known.items()},
                 passes=self._parts.passes,
                 num_stops=self._parts.num_stops,
             )

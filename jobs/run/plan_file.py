@@ -17,6 +17,7 @@ from ..files.publishing import PARQUET_PROBLEMS, canonical_json, parse_parquet, 
 from ..files.row_digest import is_signed, require_intact, sign
 
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
+Seat: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -34,7 +35,8 @@ PLAN_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A row of the output to be. A rejected one has its seat in a block too, since each row comes out exactly once."""
+    """A row of the output to be. A rejected one has its seat in a block too, since each row comes out exactly once.
+    Rows that are computed as one share a seat."""
 
     row_id: str
     row_index: int
@@ -48,6 +50,10 @@ class PlannedRequest:
     @property
     def key(self) -> tuple[str, int]:
         return self.row_id, self.sample_index
+
+    @property
+    def seat(self) -> Seat:
+        return self.block, self.micro_batch, self.position
 
 
 def plan_digest(requests: Sequence[PlannedRequest]) -> str:

@@ -1,14 +1,16 @@
 """Between rows, requests and blocks: what a row asks of the model, where the plan seats it, and what it comes to."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
 from runtime.engine.chat import ChatRenderer, TemplateRefusal
 from runtime.engine.requests import Rejected
+from runtime.engine.scoring_requests import Joined, join, scores_of
 from runtime.engine.sequence import Completion, Request
 from runtime.engine.tokens import tokenize_each
 from runtime.errors import require
@@ -17,31 +19,56 @@ from ..datasets import Row
 from ..datasets.fields import MAX_ROWS
 from .chat import has_template, renderer_for
 from .output_rows import GenerationRow
-from .plan_file import PlannedRequest
+from .plan_file import PlannedRequest, Seat
 
-# What a row, whose prompt has these tokens, asks of the engine: each output row of its, or why there is nothing.
-MakeRequest: TypeAlias = Callable[[Runtime, Row, Sequence[int]], Sequence[Request | Rejected]]
-Prompt: TypeAlias = str | tuple[int, ...] | Rejected  # a text, its tokens, or why there is neither
+Prompt: TypeAlias = str | tuple[int, ...]  # a text, which a template has spelt out where the row is a chat, or tokens
+# What rows with these prompts ask of the engine: of each, in their order, its output rows, or why there are none.
+MakeRequests: TypeAlias = Callable[[Runtime, Sequence[tuple[Row, Prompt]]], Iterable[Sequence[Request | Rejected]]]
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Each row `sampling.n` times: `requests` are what blocks hold positions into, `rejected` all the others. Both by
-    row, then by sample, and beside each the row that it came from."""
+    """Each row's output rows: one of `requests` for each that is computed, `rejected` are all the others. Both by row,
+    then by sample, and beside each the row that it came from. `seats`: those of a plan that is fixed, by key: what has
+    one of its own there is computed by itself."""
 
     requests: Sequence[Request]
     request_rows: Sequence[Row]
     rejected: Sequence[Rejected]
     rejected_rows: Sequence[Row]
+    seats: Mapping[tuple[str, int], Seat] = field(default_factory=dict)
+
+    @cached_property
+    def joined(self) -> Sequence[Joined]:
+        """What is computed, of which each serves its members among `requests`; blocks hold positions into it."""
+        return join(self.requests, [self.seats.get(request.key) for request in self.requests])
+
+    @cached_property
+    def computed(self) -> Sequence[Request]:
+        """The requests of `joined`."""
+        return [each.request for each in self.joined]
+
+    def seated(self, planned: Iterable[PlannedRequest]) -> "Asked":
+        """The same, joined as a plan that is fixed has it."""
+        return replace(self, seats={each.key: each.seat for each in planned})
 
 
-def completion_of(runtime: Runtime, row: Row, prompt_ids: Sequence[int]) -> Sequence[Request | Rejected]:
-    """The requests for what comes behind the prompt, `sampling.n` times."""
-    return runtime.samples(runtime.request(row.id, prompt_ids, overrides=row.overrides), row.overrides.n)
+def completions_of(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterator[Sequence[Request | Rejected]]:
+    """The requests for what comes behind each prompt, `sampling.n` times."""
+    limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in asked)}
+    most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
+    found = {}
+    for is_chat in (False, True):
+        texts = [text for row, text in asked if isinstance(text, str) and (row.messages is not None) == is_chat]
+        found[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, most_tokens=most_tokens))
+    for row, text in asked:
+        ids = next(found[row.messages is not None]) if isinstance(text, str) else text
+        failed = Rejected(id=row.id, error=ids) if isinstance(ids, str) else None
+        yield runtime.samples(failed or runtime.request(row.id, ids, overrides=row.overrides), row.overrides.n)
 
 
-def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Asked:
+def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Asked:
     """Tokenises every row and makes its request. A row that there is none for is rejected, never raised. Raises
     ConfigError for more completions than a run can have."""
     num_samples = runtime.config.sampling.n
@@ -62,8 +89,8 @@ def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Asked:
     )
 
 
-def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Iterator[Sequence[Request | Rejected]]:
-    pending: list[tuple[Row, Prompt]] = []
+def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Iterator[Sequence[Request | Rejected]]:
+    pending: list[tuple[Row, Prompt | Rejected]] = []
     num_characters = 0
     with ExitStack() as stack:
         renderer = _renderer(runtime, rows, stack)
@@ -72,25 +99,17 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequest) -> Itera
             pending.append((row, text))
             num_characters += len(text) if isinstance(text, str) else 0
             if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
-                yield from _tokenised(runtime, pending, make)
+                yield from _made(runtime, pending, make)
                 pending, num_characters = [], 0
-    yield from _tokenised(runtime, pending, make)
+    yield from _made(runtime, pending, make)
 
 
-def _tokenised(
-    runtime: Runtime, pending: Sequence[tuple[Row, Prompt]], make: MakeRequest
+def _made(
+    runtime: Runtime, pending: Sequence[tuple[Row, Prompt | Rejected]], make: MakeRequests
 ) -> Iterator[Sequence[Request | Rejected]]:
-    limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in pending)}
-    most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
-    found = {}
-    for is_chat in (False, True):
-        texts = [text for row, text in pending if isinstance(text, str) and (row.messages is not None) == is_chat]
-        found[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, most_tokens=most_tokens))
-    for row, text in pending:
-        ids = next(found[row.messages is not None]) if isinstance(text, str) else text
-        if isinstance(ids, str):
-            ids = Rejected(id=row.id, error=ids)
-        yield runtime.samples(ids, row.overrides.n) if isinstance(ids, Rejected) else make(runtime, row, ids)
+    made = iter(make(runtime, [(row, prompt) for row, prompt in pending if not isinstance(prompt, Rejected)]))
+    for row, prompt in pending:
+        yield runtime.samples(prompt, row.overrides.n) if isinstance(prompt, Rejected) else next(made)
 
 
 def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRenderer | None:
@@ -100,7 +119,7 @@ def _renderer(runtime: Runtime, rows: Sequence[Row], stack: ExitStack) -> ChatRe
     return stack.enter_context(renderer_for(runtime.model.tokenizer))
 
 
-def _text(renderer: ChatRenderer | None, row: Row) -> Prompt:
+def _text(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:
     if row.error is not None:
         return Rejected(id=row.id, error=row.error)
     if row.prompt_ids is not None:
@@ -116,12 +135,14 @@ def _text(renderer: ChatRenderer | None, row: Row) -> Prompt:
 
 
 def seat(asked: Asked, blocks: Sequence[Block]) -> list[PlannedRequest]:
-    """The plan as it is written down. Rejected rows share a block of their own behind the others."""
+    """The plan as it is written down: what is computed as one has one seat. Rejected rows share a block of their own
+    behind the others."""
     planned = [
-        _planned(asked.request_rows[i], asked.requests[i], block.index, micro_batch, position)
+        _planned(asked.request_rows[member], asked.requests[member], block.index, micro_batch, position)
         for block in blocks
         for micro_batch, members in enumerate(block.micro_batches)
         for position, i in enumerate(members)
+        for member in asked.joined[i].members
     ]
     pairs = zip(asked.rejected_rows, asked.rejected, strict=True)
     return planned + [_planned(row, why, len(blocks), 0, position) for position, (row, why) in enumerate(pairs)]
@@ -143,21 +164,27 @@ def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, p
 
 def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]:
     """The blocks of a plan read back; `seat` of the result gives the plan again if the rows are the same."""
-    place_of = {request.key: place for place, request in enumerate(asked.requests)}
-    seats: dict[int, dict[int, list[int]]] = {}
+    place_of = {asked.requests[i].key: place for place, each in enumerate(asked.joined) for i in each.members}
+    seats: dict[int, dict[int, dict[int, None]]] = {}
     for request in planned:
         if request.status == "planned" and request.key in place_of:
             lanes = seats.setdefault(request.block, {})
-            lanes.setdefault(request.micro_batch, []).append(place_of[request.key])
+            lanes.setdefault(request.micro_batch, {})[place_of[request.key]] = None
     return tuple(
         Block(index=index, micro_batches=tuple(tuple(members) for _, members in sorted(lanes.items())))
         for index, lanes in sorted(seats.items())
     )
 
 
-def completed_row(row: Row, completion: Completion) -> GenerationRow:
-    reason, request = completion.finish.value, completion.request
-    tokens = completion.logprobs if request.scoring is None else completion.scores
+def completed_rows(asked: Asked, place: int, completion: Completion) -> Iterator[GenerationRow]:
+    """The output rows that what is computed at `place` has come to."""
+    for i in asked.joined[place].members:
+        yield _completed(asked.request_rows[i], asked.requests[i], completion)
+
+
+def _completed(row: Row, request: Request, completion: Completion) -> GenerationRow:
+    reason = completion.finish.value
+    tokens = completion.logprobs if request.scoring is None else scores_of(request, completion)
     return GenerationRow(
         id=row.id,
         sample_index=request.sample_index,

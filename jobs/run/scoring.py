@@ -1,10 +1,11 @@
 """Scoring as a run's task: the log-probability of each row's targets behind its prompt, or of a whole document."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import pyarrow.parquet as pq
 
@@ -12,13 +13,19 @@ from runtime.api import Runtime
 from runtime.engine.requests import Rejected
 from runtime.engine.scoring_requests import make_scoring
 from runtime.engine.sequence import Request
-from runtime.engine.text_pairs import PairIds, TextPair, encode_pairs, rolling_windows, text_start
+from runtime.engine.text_pairs import PairIds, TextPair, TextSize, document_windows, encode_pairs
 
 from ..config.settings import ScoreConfig, ScoreSettings, run_directory
 from ..datasets import Row
+from ..files.publishing import JsonValue
 from .generation import Outcome, Task, perform
 from .output_rows import score_schema
 from .passes import Start
+from .requests import Prompt
+
+PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")
+MOST_EXPONENT = 700.0  # of a number that a float64 holds
+Made: TypeAlias = Iterable[Sequence[Request | Rejected]]
 
 
 def scoring(config: ScoreConfig) -> Task:
@@ -26,7 +33,8 @@ def scoring(config: ScoreConfig) -> Task:
     return Task(
         directory=run_directory(config),
         columns=partial(score_schema, has_top=config.sampling.logprobs > 0),
-        request=partial(windows_of if config.score.rolling else targets_of, config.score),
+        requests=partial(windows_of if config.score.rolling else targets_of, config.score),
+        totals=lambda directory, rows: Totals.of(directory, rows if config.score.rolling else ()).to_plain(),
     )
 
 
@@ -37,34 +45,38 @@ def score(config: ScoreConfig, should_stop: Callable[[], bool], start: Start | N
     return perform(task, asked, should_stop, start)
 
 
-def targets_of(
-    settings: ScoreSettings, runtime: Runtime, row: Row, prompt_ids: Sequence[int]
-) -> Sequence[Request | Rejected]:
-    """The requests for the row's targets, in their order."""
+def targets_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Made:
+    """The requests for each row's targets, in their order."""
+    targets = [_targets(settings, row) for row, _ in asked]
+    pairs = [
+        TextPair(prompt=prompt, targets=() if isinstance(each, str) else each, is_rendered=row.messages is not None)
+        for (row, prompt), each in zip(asked, targets, strict=True)
+    ]
+    for (row, _), each, found in zip(asked, targets, encode_pairs(runtime.model, pairs), strict=True):
+        if isinstance(each, str):
+            yield [Rejected(id=row.id, error=each)]
+        else:
+            yield [_made(runtime, row, index, ids) for index, ids in enumerate(found)]
+
+
+def _targets(settings: ScoreSettings, row: Row) -> list[str] | str:
+    """The row's targets, or why it has none."""
     name = settings.target_field
     value = row.columns.get(name)
     targets = [value] if isinstance(value, str) else value
     texts = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
-    if not texts or not isinstance(targets, list) or len(texts) < len(targets):
-        there = "there is no field" if value is None else "neither a text nor a list of texts is in the field"
-        return [Rejected(id=row.id, error=f"{there} {name!r} (score.target_field)")]
-    is_plain = row.messages is None and row.prompt_ids is None
-    pair = TextPair(prompt=row.prompt if is_plain else prompt_ids, targets=texts)
-    [found] = encode_pairs(runtime.model, [pair])
-    return [_made(runtime, row, index, ids) for index, ids in enumerate(found)]
+    if texts and isinstance(targets, list) and len(texts) == len(targets):
+        return texts
+    there = "there is no field" if value is None else "neither a text nor a list of texts is in the field"
+    return f"{there} {name!r} (score.target_field)"
 
 
-def windows_of(
-    settings: ScoreSettings, runtime: Runtime, row: Row, prompt_ids: Sequence[int]
-) -> Sequence[Request | Rejected]:
-    """The requests for the windows that the row's prompt is scored in, as one document."""
-    start = text_start(runtime.model)
-    if start is None:
-        return [Rejected(id=row.id, error="the tokenizer has no token that a document begins or ends with")]
-    is_plain = row.messages is None and row.prompt_ids is None
-    ids = runtime.tokenize([row.prompt], is_rendered=True)[0] if is_plain else tuple(prompt_ids)
-    room = min(settings.window_tokens or runtime.model.shape.context_tokens, runtime.model.shape.context_tokens)
-    return [_made(runtime, row, index, window) for index, window in enumerate(rolling_windows(ids, start, room))]
+def windows_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Made:
+    """The requests for the windows that each row's prompt is scored in, as one document."""
+    every = document_windows(runtime.model, [prompt for _, prompt in asked], settings.window_tokens)
+    for (row, _), windows in zip(asked, every, strict=True):
+        found = [windows] if isinstance(windows, str) else windows
+        yield [_made(runtime, row, index, window) for index, window in enumerate(found)]
 
 
 def _made(runtime: Runtime, row: Row, index: int, ids: PairIds | str) -> Request | Rejected:
@@ -75,32 +87,56 @@ def _made(runtime: Runtime, row: Row, index: int, ids: PairIds | str) -> Request
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What the scored rows of a run come to together."""
+    """What the scored rows of a run come to together. `logprob` is of `num_rows` targets, or windows, of `num_tokens`;
+    `size` is that of the documents they are of, None where they are of none that are texts and scored whole."""
 
     num_rows: int
     num_tokens: int
     num_greedy: int
     logprob: float
+    size: TextSize | None = None
 
-    @property
-    def perplexity(self) -> float:
-        """The perplexity per token; NaN where nothing was scored."""
-        return math.exp(-self.logprob / self.num_tokens) if self.num_tokens else math.nan
+    def perplexity(self, count: int | None) -> float | None:
+        """The perplexity by so many tokens, words or bytes; None where there are none."""
+        return math.exp(min(-self.logprob / count, MOST_EXPONENT)) if count else None
 
     @staticmethod
-    def of(directory: Path) -> "Totals":
-        """The totals of a run's parts."""
-        rows = pq.read_table(directory / "generations", columns=["logprob", "is_greedy", "num_target_tokens"])
-        good = [row for row in rows.to_pylist() if row["logprob"] is not None]
+    def of(directory: Path, documents: Sequence[Row] = ()) -> "Totals":
+        """The totals of a run's parts, whose rows are of `documents` where there are some. A document that has an error
+        in any of its windows does not count."""
+        columns = ["row_index", "logprob", "is_greedy", "num_target_tokens"]
+        rows = pq.read_table(directory / "generations", columns=columns).to_pylist()
+        broken = {row["row_index"] for row in rows if row["logprob"] is None} if documents else set[int]()
+        good = [row for row in rows if row["logprob"] is not None and row["row_index"] not in broken]
+        scored = {row["row_index"] for row in good}
+        whole = [row for row in documents if row.index in scored]
+        sizes = [TextSize.of(row.prompt) for row in whole if row.messages is None and row.prompt_ids is None]
         return Totals(
             num_rows=len(good),
             num_tokens=sum(row["num_target_tokens"] for row in good),
             num_greedy=sum(row["is_greedy"] for row in good),
             logprob=math.fsum(row["logprob"] for row in good),
+            size=TextSize.total(sizes) if sizes and len(sizes) == len(whole) else None,
         )
 
-    def __str__(self) -> str:
-        return (
-            f"{self.num_rows:,} targets of {self.num_tokens:,} tokens, {self.num_greedy:,} of them greedy; "
-            f"log-probability {self.logprob:,.4f}, perplexity per token {self.perplexity:,.4f}"
-        )
+    @property
+    def perplexities(self) -> dict[str, float | None]:
+        """By what they are, as lm-eval has them: `exp` of minus the log-probability over the count of all documents."""
+        size, counts = self.size, [self.num_tokens]
+        counts += [size.num_words, size.num_bytes] if size is not None else []
+        return {name: self.perplexity(count) for name, count in zip(PERPLEXITIES, counts, strict=False)}
+
+    def to_plain(self) -> dict[str, JsonValue]:
+        """What `summary.json` has of it."""
+        values = asdict(self)
+        size = values.pop("size")
+        return {**values, **(size or {}), **self.perplexities}
+
+
+def sentence(totals: Mapping[str, JsonValue]) -> str:
+    """What a summary's `totals` of a scored run say, for a person."""
+    found = [f"{totals[key]:,.4f} per {key.split('_')[0]}" for key in PERPLEXITIES if totals.get(key) is not None]
+    return (
+        f"{totals['num_rows']:,} targets of {totals['num_tokens']:,} tokens, {totals['num_greedy']:,} of them greedy; "
+        f"log-probability {totals['logprob']:,.4f}" + (f", perplexity {', '.join(found)}" if found else "")
+    )

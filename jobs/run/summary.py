@@ -102,7 +102,8 @@ class Summary:
     """A run in numbers. `predicted` and `planned` stand beside what was measured, and are None when nobody said: what
     was predicted of each pass before its block ran, over the tokens that it then computed. `plan` is that of the last
     start, and so are `ledgers`, what is planned of each memory, term by term, and `weights_seconds`, which opening a
-    session took. `mean` is over the time of passes. What passes of earlier versions do not say is None."""
+    session took. `mean` is over the time of passes. What passes of earlier versions do not say is None.
+    `totals`: what a task says of its own, such as perplexities."""
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -137,6 +138,7 @@ class Summary:
     planned: MemoryUse | None = None
     plan: PlanFacts | None = None
     ledgers: Sequence[Ledger] = ()
+    totals: Mapping[str, JsonValue] | None = None
 
     @property
     def hit_rate(self) -> float | None:
@@ -154,6 +156,7 @@ def summarize(
     plan: PlanFacts | None = None,
     weights_seconds: float | None = None,
     ledgers: Sequence[Ledger] = (),
+    totals: Mapping[str, JsonValue] | None = None,
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
     measured = run_times(passes, PASS_SECONDS)
@@ -194,6 +197,7 @@ def summarize(
         planned=planned,
         plan=plan,
         ledgers=ledgers,
+        totals=totals,
     )
 
 

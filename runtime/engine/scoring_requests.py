@@ -48,17 +48,21 @@ class Joined:
     members: Rows[int]
 
 
-def join(requests: Rows[Request]) -> list[Joined]:
+def join(requests: Rows[Request], seats: Rows[object] | None = None) -> list[Joined]:
     """Requests that ask for scores behind the same tokens become one, under the first one's name: what they compute is
-    the same, and their last tokens are read off the same logits."""
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...] | None], list[int]] = {}
-    for i, request in enumerate(requests):
-        assert request.scoring is not None, "joins what is scored"
-        groups.setdefault((request.prompt_ids, request.scoring.decoder_ids), []).append(i)
+    the same, and their last tokens are read off the same logits. One that generates stays by itself. `seats`: one of
+    each, where only those with the same may become one."""
+    groups: dict[object, list[int]] = {}
+    for i, (request, seat) in enumerate(zip(requests, seats or [None] * len(requests), strict=True)):
+        scoring = request.scoring
+        computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, seat)
+        groups.setdefault(computed, []).append(i)
     return [Joined(request=_joined([requests[i] for i in group]), members=group) for group in groups.values()]
 
 
 def _joined(requests: Rows[Request]) -> Request:
+    if len(requests) == 1:
+        return requests[0]
     scorings = [request.scoring for request in requests if request.scoring is not None]
     last_ids = dict.fromkeys(token for scoring in scorings for token in scoring.last_ids)
     num_positions = max(scoring.num_positions for scoring in scorings)
@@ -71,8 +75,4 @@ def scores_of(member: Request, completion: Completion) -> tuple[TokenScore, ...]
     own, whole = member.scoring, completion.request.scoring
     assert own is not None, "its tokens are scored"
     assert whole is not None, "it was joined of scored ones"
-    if not completion.is_ok:
-        return ()
-    num_before = whole.num_positions - 1
-    last = completion.scores[num_before + whole.last_ids.index(own.last_ids[0])]
-    return *completion.scores[whole.num_positions - own.num_positions : num_before], last
+    return tuple(completion.scores[place] for place in whole.places_of(own)) if completion.is_ok else ()

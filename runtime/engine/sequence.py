@@ -72,6 +72,12 @@ class Scoring:
     def num_scores(self) -> int:
         return self.num_positions - 1 + len(self.last_ids)
 
+    def places_of(self, part: "Scoring") -> list[int]:
+        """Where among its scores those of `part` are, which it was joined of."""
+        num_before = self.num_positions - 1
+        lasts = [num_before + self.last_ids.index(token) for token in part.last_ids]
+        return [*range(self.num_positions - part.num_positions, num_before), *lasts]
+
 
 class FinishReason(Enum):
     length = "length"

@@ -2,7 +2,8 @@
 both, so that numbers made here and there are comparable.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -117,11 +118,44 @@ def text_start(model: LoadedModel) -> int | None:
     return next((token for token in known if isinstance(token, int)), None)
 
 
-def encode_documents(model: LoadedModel, documents: Rows[str | Rows[int]]) -> list[Rows[int] | str]:
-    """The ids of each document without special tokens, or what is wrong."""
-    texts = [Text(document, True) for document in documents if isinstance(document, str)]
-    found = _tokenised(model, texts)
-    return [found[Text(document, True)] if isinstance(document, str) else document for document in documents]
+@dataclass(frozen=True, kw_only=True)
+class TextSize:
+    """What perplexities are by, as lm-eval counts: pieces between white space, of which one is empty where the text
+    begins or ends with some, and bytes of UTF-8. Both are 0 of no text."""
+
+    num_words: int
+    num_bytes: int
+
+    @staticmethod
+    def of(text: str) -> "TextSize":
+        """The size of a text."""
+        num_words = len(re.split(r"\s+", text)) if text else 0
+        return TextSize(num_words=num_words, num_bytes=len(text.encode("utf-8", "surrogatepass")))
+
+    @staticmethod
+    def total(sizes: Iterable["TextSize"]) -> "TextSize":
+        """The size of several together."""
+        every = list(sizes)
+        return TextSize(num_words=sum(each.num_words for each in every), num_bytes=sum(e.num_bytes for e in every))
+
+
+def document_windows(
+    model: LoadedModel, documents: Rows[str | Rows[int]], most_tokens: int | None
+) -> list[list[PairIds] | str]:
+    """The windows of each document, whose text gets no special tokens, or what is wrong with it. `most_tokens`: see
+    `rolling_windows`; None, or more than that: as many as the model's context has room for. Raises ConfigError where
+    nothing says what a document begins behind."""
+    require(model.start_token_id is None, "an encoder-decoder reads a source: documents have none, score pairs instead")
+    start = text_start(model)
+    require(start is not None, "documents need a tokenizer with a token that texts begin or end with")
+    assert start is not None
+    room = min(most_tokens or model.shape.context_tokens, model.shape.context_tokens)
+    found = _tokenised(model, [Text(document, True) for document in documents if isinstance(document, str)])
+    every = [found[Text(document, True)] if isinstance(document, str) else document for document in documents]
+    return [
+        ids if isinstance(ids, str) else rolling_windows(ids, start, room) or "the document has no tokens"
+        for ids in every
+    ]
 
 
 def rolling_windows(tokens: Rows[int], start: int, most_tokens: int) -> list[PairIds]:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,8 +11,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import ScoreConfig, load, run_directory
-from jobs.run.scoring import Totals, score
+from jobs.run.generation import dataset_rows, perform
+from jobs.run.plan_file import Seat, read_plan
+from jobs.run.scoring import score, scoring
 from runtime import Runtime
+from runtime.engine.scoring_requests import Joined
+from runtime.engine.sequence import Request
 from runtime.errors import ConfigError, Interrupted, RunMismatchError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -21,7 +26,14 @@ ROWS: list[dict[str, object]] = [
     {"id": "none", "prompt": "nothing follows"},
     {"id": "wrong", "prompt": "a number follows", "target": 4},
 ]
-DOCUMENTS = [{"id": "long", "prompt": "All happy families are alike. " * 5}, {"id": "short", "prompt": "Yes."}]
+LETTERS: list[dict[str, object]] = [
+    {"id": "letters", "prompt": "Which of them is it? Answer:", "target": [" A", " B", " C", " AB"]},
+    {"id": "other", "prompt": "Yes or no?", "target": " no"},
+]
+DOCUMENTS: list[dict[str, object]] = [
+    {"id": "long", "prompt": "All happy families are alike. " * 5},
+    {"id": "short", "prompt": "Yes."},
+]
 
 
 def config_for(folder: Path, rows: list[dict[str, object]] | None = None, *words: str) -> ScoreConfig:
@@ -102,17 +114,71 @@ def test_other_targets_are_another_run(tmp_path: Path) -> None:
 
 def test_documents_are_scored_in_windows_whose_sum_is_theirs(tmp_path: Path) -> None:
     config = config_for(tmp_path, [*DOCUMENTS], "score.rolling=true", "score.window_tokens=32")
-    score(config, never)
+    outcome = score(config, never)
     expected = Runtime(config.runtime).score_documents([str(row["prompt"]) for row in DOCUMENTS], max_tokens=32)
     rows = rows_of(config)
     for document, one in zip(DOCUMENTS, expected, strict=True):
         mine = [row for row in rows if row["id"] == document["id"]]
         assert math.fsum(float(str(row["logprob"])) for row in mine) == pytest.approx(one.logprob, rel=1e-5)
         assert len(mine) == -(-one.num_tokens // 32)
-    totals = Totals.of(run_directory(config))
-    num_tokens = sum(one.num_tokens for one in expected)
-    assert totals.num_tokens == num_tokens
-    assert totals.perplexity == pytest.approx(math.exp(-sum(one.logprob for one in expected) / num_tokens), rel=1e-5)
+    told = outcome.summary.totals
+    assert told is not None
+    loss = -sum(one.logprob for one in expected)
+    assert json.loads((outcome.directory / "summary.json").read_text())["totals"] == told
+    for count, name in (("num_tokens", "token"), ("num_words", "word"), ("num_bytes", "byte")):
+        number = sum(getattr(one, count) for one in expected)
+        assert told[count] == number
+        assert told[f"{name}_perplexity"] == pytest.approx(math.exp(loss / number), rel=1e-5)
+
+
+def test_a_document_without_tokens_is_an_error_row_and_no_perplexity_counts_it(tmp_path: Path) -> None:
+    config = config_for(tmp_path, [DOCUMENTS[1]], "score.rolling=true")
+    [row] = dataset_rows(config, None)
+    rows = [row, replace(row, index=1, id="empty", prompt="", prompt_ids=())]
+    asked = replace(config, sampling=replace(config.sampling, logprobs=1, max_new_tokens=0))
+    totals = perform(replace(scoring(config), rows=lambda *_: rows), asked, never).summary.totals
+    assert [each["error"] for each in rows_of(config)] == [None, "the document has no tokens"]
+    assert totals is not None
+    assert (totals["num_rows"], totals["num_words"], totals["num_bytes"]) == (1, 1, 4)
+
+
+def seats_of(config: ScoreConfig) -> dict[tuple[str, int], Seat]:
+    return {each.key: each.seat for each in read_plan(run_directory(config) / "plan.parquet")}
+
+
+def test_targets_that_end_behind_the_same_tokens_are_computed_once_and_have_a_row_each(tmp_path: Path) -> None:
+    config = config_for(tmp_path, LETTERS)
+    outcome = score(config, never)
+    expected = Runtime(config.runtime).score([(str(row["prompt"]), row["target"]) for row in LETTERS])  # pyright: ignore
+    computed = {(one.prompt_index, one.num_prompt_tokens, one.token_ids[:-1]) for one in expected}
+    assert len(set(seats_of(config).values())) == len(computed) < len(expected)
+    assert outcome.summary.prompt_tokens == sum(num_prompt + len(known) for _, num_prompt, known in computed)
+    found = {(row["id"], row["target_index"]): row for row in rows_of(config)}
+    assert len(found) == len(expected)
+    for one in expected:
+        row = found[str(LETTERS[one.prompt_index]["id"]), one.target_index]
+        assert row["token_ids"] == list(one.token_ids)
+        assert row["is_greedy"] == one.is_greedy
+        assert row["token_logprobs"] == pytest.approx(one.token_logprobs, abs=1e-5)
+
+
+def test_a_run_that_was_begun_with_a_seat_for_each_target_goes_on_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(tmp_path, LETTERS)
+    with monkeypatch.context() as before:
+        before.setattr("jobs.run.requests.join", _apart)
+        with pytest.raises(Interrupted):
+            score(config, once_there_is_a_part(config))
+    begun = seats_of(config)
+    score(config, never)
+    assert seats_of(config) == begun
+    assert len(set(begun.values())) == len(begun) == len(rows_of(config))
+    assert [len(str(row["error"] or "")) for row in rows_of(config)] == [0] * len(begun)
+
+
+def _apart(requests: list[Request], seats: object) -> list[Joined]:
+    return [Joined(request=request, members=[i]) for i, request in enumerate(requests)]
 
 
 @pytest.mark.parametrize(
