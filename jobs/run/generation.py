@@ -300,8 +300,8 @@ class _Run:
             plan=self._runtime.facts(plan) if plan is not None else None,
             weights_seconds=weights_seconds,
             ledgers=plan.placement.ledgers if plan is not None else (),
-            totals=self._task.totals(store.directory.path, self._rows),
         )
+        summary = replace(summary, totals=self._task.totals(store.directory.path, self._rows))
         if not was_finished:
             write_summary(store.directory.summary, summary)
         return Outcome(directory=store.directory.path, summary=summary, was_finished=was_finished)

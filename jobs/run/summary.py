@@ -156,7 +156,6 @@ def summarize(
     plan: PlanFacts | None = None,
     weights_seconds: float | None = None,
     ledgers: Sequence[Ledger] = (),
-    totals: Mapping[str, JsonValue] | None = None,
 ) -> Summary:
     """Add up `passes`; `rows` counts the published rows by status. Defined for a run without a single pass."""
     measured = run_times(passes, PASS_SECONDS)
@@ -197,7 +196,6 @@ def summarize(
         planned=planned,
         plan=plan,
         ledgers=ledgers,
-        totals=totals,
     )
 
 
