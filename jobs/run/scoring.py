@@ -121,7 +121,7 @@ class Totals:
 
     @property
     def perplexities(self) -> dict[str, float | None]:
-        """By what they are, as lm-eval has them: `exp` of minus the log-probability over the count of all documents."""
+        """Perplexities as lm-eval has them: `exp` of minus the log-probability over the count of all documents."""
         size, counts = self.size, [self.num_tokens]
         counts += [size.num_words, size.num_bytes] if size is not None else []
         return {name: self.perplexity(count) for name, count in zip(PERPLEXITIES, counts, strict=False)}
