@@ -19,6 +19,7 @@ from .completions import CompletionStream, Result, ResultStream
 from .config import Attention, PolicyKind, RuntimeConfig, SamplingOverrides
 from .engine.engine import Engine
 from .engine.requests import Rejected, make_request
+from .engine.sampling.grammar import with_schema
 from .engine.sampling.sampler import Sampler, sampler_for
 from .engine.self_check.check import check_lanes, is_due
 from .engine.sequence import Completion, Request
@@ -80,6 +81,7 @@ class Runtime(Closing):
         **settings: Unpack[Settings],
     ):
         self.config = changed(config, settings)
+        self.config = replace(self.config, sampling=with_schema(self.config.sampling))
         self._should_stop, self.trace = should_stop, trace
         self._kept: Kept | None = None
         self._is_closed = False

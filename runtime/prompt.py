@@ -1,5 +1,6 @@
 """What a caller of the library asks: a prompt in one of three forms, and what it wants otherwise than the run."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
@@ -38,6 +39,10 @@ class Prompt:
     temperature: float | None = None
     stop: str | Sequence[str] | None = None
     seed: int | None = None
+    json_schema: str | Mapping[str, object] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         given = [key for key in ("text", "messages", "token_ids") if getattr(self, key) is not None]
@@ -62,6 +67,10 @@ class Prompt:
             temperature=self.temperature,
             stop=None if stop is None else list(stop),
             seed=self.seed,
+            json_schema=None if self.json_schema is None else as_json(self.json_schema),
+            regex=self.regex,
+            choice=None if self.choice is None else list(self.choice),
+            grammar=self.grammar,
         )
 
     @staticmethod
@@ -84,6 +93,11 @@ class Prompt:
 
 
 PromptLike: TypeAlias = str | Sequence[int] | Messages | Prompt
+
+
+def as_json(schema: str | Mapping[str, object]) -> str:
+    """JSON of an object; a text is taken for JSON."""
+    return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def _token_id(value: object) -> int | None:

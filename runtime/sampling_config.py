@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from .errors import require
 
 MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
+STRUCTURES = ("json_schema", "regex", "choice", "grammar")  # of the whole completion; one of them at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOverrides:
     """What one request asks otherwise than the run does; None: as the run. `stop` replaces the run's, also with []. A
-    run keeps as many `logprobs` of each token as the request that asks for the most."""
+    run keeps as many `logprobs` of each token as the request that asks for the most. One of `STRUCTURES` replaces the
+    run's, whichever that is; a `json_schema` is JSON."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -20,6 +22,10 @@ class SamplingOverrides:
     top_p: float | None = None
     n: int | None = None
     logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
     @property
     def given(self) -> dict[str, int | float | list[str]]:
@@ -31,6 +37,7 @@ class SamplingConfig:
     """How the next token is chosen, with transformers' own meaning of each key. `temperature: 0` is greedy.
 
     None is off; with `follow_model` it is what the checkpoint's generation_config.json says, which `Runtime` looks up.
+    A `json_schema` is an object, its JSON, or a file with it; `Runtime` makes JSON of all three.
     """
 
     follow_model: bool = False
@@ -61,6 +68,10 @@ class SamplingConfig:
     ignore_eos: bool = False
     stop: list[str] | None = field(default_factory=list)
     logprobs: int = 0
+    json_schema: str | dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         least, most = self.min_new_tokens or 0, self.max_new_tokens
@@ -78,6 +89,7 @@ class SamplingConfig:
         require(all(self.stop or []), "sampling.stop holds an empty string, which would stop every row at once")
         require(all(self.bad_words), "sampling.bad_words holds an empty string")
         self._require_token_lists()
+        self._require_one_structure()
         require(1 <= self.n <= MAX_SAMPLES, f"sampling.n must be 1 to {MAX_SAMPLES:,} samples, got {self.n}")
         require(
             self.n == 1 or not self.is_greedy,
@@ -99,6 +111,17 @@ class SamplingConfig:
             f"sampling.exponential_decay_length_penalty must be like [20, 1.05]: new tokens, factor; got {decay}",
         )
 
+    def _require_one_structure(self) -> None:
+        given = [key for key in STRUCTURES if getattr(self, key) is not None]
+        require(len(given) < 2, f"sampling.{' and sampling.'.join(given)}: a completion has one of them")
+        for key in given:
+            require(bool(getattr(self, key)), f"sampling.{key} is empty: null leaves it unset")
+        require(all(self.choice or []), "sampling.choice holds an empty text")
+        require(
+            not given or not self.ignore_eos,
+            f"sampling.ignore_eos=true has no end, sampling.{''.join(given)} has one: set one of them",
+        )
+
     @property
     def is_greedy(self) -> bool:
         """Whether tokens are greedy as far as these settings say: with `follow_model`, a temperature of None is the
@@ -108,7 +131,8 @@ class SamplingConfig:
     def overridden(self, by: SamplingOverrides) -> "SamplingConfig":
         """Raises ConfigError when what results cannot go together."""
         given = by.given
-        return replace(self, **given) if given else self
+        off = dict.fromkeys(STRUCTURES) if any(key in given for key in STRUCTURES) else {}
+        return replace(self, **{**off, **given}) if given else self
 
 
 AS_THE_MODEL_SAYS = SamplingConfig(

@@ -98,6 +98,10 @@ class Settings(TypedDict, total=False):
     ignore_eos: bool
     stop: list[str] | None
     logprobs: int
+    json_schema: str | dict[str, object] | None
+    regex: str | None
+    choice: list[str] | None
+    grammar: str | None
     num_threads: int | None
     sheet: DataSheet | None
     rates: MeasuredRates | None

@@ -24,6 +24,7 @@ from runtime.config import (
     require_groups_agree,
 )
 from runtime.errors import ConfigError
+from runtime.sampling_config import STRUCTURES
 
 from ..datasets.config import DatasetConfig
 from ..datasets.fields import ShardConfig
@@ -50,6 +51,7 @@ FREE_KEYS = frozenset(
 LATER_KEYS = frozenset(
     {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}
     | {"dataset.tools_field", "dataset.chat_template_kwargs"}
+    | {"dataset.json_schema_field", "dataset.regex_field", "dataset.choice_field"}
 )  # of those, too: came after the first names were given, see `run_name`
 
 
@@ -159,6 +161,8 @@ class ScoreConfig(GenerateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.sampling.n == 1, f"sampling.n={self.sampling.n} means nothing where targets are scored")
+        structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
+        require(not structures, f"sampling.{''.join(structures)} means nothing where targets are scored")
         is_read = self.score.rolling or self.dataset.keep_columns
         require(is_read, "score.target_field is read from a row's other fields: dataset.keep_columns must be true")
 

@@ -8,7 +8,10 @@ from runtime.units import GIB, MIB
 
 MAX_ROWS = 50_000_000  # of a run: each is held in memory, in about 1 KiB
 
-OVERRIDE_FIELDS = ("max_new_tokens_field", "temperature_field", "stop_field")  # of what a row may ask for itself
+OVERRIDE_FIELDS = (  # of what a row may ask for itself
+    *("max_new_tokens_field", "temperature_field", "stop_field", "json_schema_field", "regex_field"),
+    "choice_field",
+)
 
 TEMPLATE_KEYWORDS = frozenset(  # of the chat renderer, which no setting and no row may pass
     {"conversation", "conversations", "messages", "chat_template", "tokenize", "tools"}
@@ -53,6 +56,9 @@ class DatasetFields:
     max_new_tokens_field: str | None = None  # a row's own sampling.max_new_tokens; where it is null: the run's
     temperature_field: str | None = None  # a row's own sampling.temperature
     stop_field: str | None = None  # a row's own sampling.stop: a text, or a list of texts
+    json_schema_field: str | None = None  # a row's own sampling.json_schema: an object, or its JSON
+    regex_field: str | None = None  # a row's own sampling.regex
+    choice_field: str | None = None  # a row's own sampling.choice: a list of texts
     json_field: str | None = None  # where the list of rows lies in a .json document, dotted: `data.examples`
     csv_delimiter: str = ","
     hub_config: str | None = None

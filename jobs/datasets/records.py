@@ -299,7 +299,7 @@ def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
     Raises BadRecord naming the column and its key.
     """
     given: dict[str, Any] = {}
-    for key, read in zip(OVERRIDE_FIELDS, (_whole_number, _number, _texts), strict=True):
+    for key, read in zip(OVERRIDE_FIELDS, OVERRIDE_READERS, strict=True):
         name: str = getattr(config, key) or ""
         value = None
         with suppress(KeyError):
@@ -333,3 +333,22 @@ def _texts(value: Json, what: str) -> list[str]:
     """One stop string or a list of them."""
     items = value if isinstance(value, list) else [value]
     return [check_text(item, f"a stop string of {what}") for item in items]
+
+
+def _schema(value: Json, what: str) -> str:
+    """An object's JSON, or a text that is it."""
+    if not isinstance(value, dict):
+        return check_text(value, what)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _choices(value: Json, what: str) -> list[str]:
+    if not isinstance(value, list):
+        raise BadRecord(f"{what} is {_type_name(value)}, not a list of texts")
+    return [check_text(item, f"a choice of {what}") for item in value]
+
+
+OVERRIDE_READERS: tuple[Callable[[Json, str], object], ...] = (
+    *(_whole_number, _number, _texts, _schema, check_text),
+    _choices,
+)  # of `OVERRIDE_FIELDS`

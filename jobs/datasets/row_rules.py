@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from runtime.config import SamplingOverrides
 
-from .fields import DatasetFields
+from .fields import OVERRIDE_FIELDS, DatasetFields
 from .records import (
     AS_THE_RUN,
     BadRecord,
@@ -27,7 +27,7 @@ ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
 CountTokens: TypeAlias = Callable[[str], int]
 
 TABLE_KEYS = frozenset(
-    {"path", "prompt_field", "id_field", "max_new_tokens_field", "temperature_field", "stop_field"}
+    {"path", "prompt_field", "id_field", *OVERRIDE_FIELDS}
     | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
 )
 CHAT_KEYS = frozenset({"messages_field", "tools_field"})  # of tables whose values may be lists

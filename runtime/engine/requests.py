@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from ..config import SamplingConfig, SamplingOverrides, require
 from ..errors import ConfigError
 from ..model.loading import LoadedModel
+from .sampling.grammar import grammar_of, tokens_of
 from .sequence import FinishReason, Request, TokenLogprobs
 from .tokens import tokenize
+
+MAX_SHOWN = 200  # characters of what a request asks, in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,11 @@ def make_request(
     """The first sample's. Raises ConfigError where the run, rather than the prompt, is at fault."""
     try:
         own = sampling.overridden(overrides)
+        grammar = grammar_of(own)
     except ConfigError as error:
-        return Rejected(id=id, error=f"its own {overrides.given}: {error}")
+        return Rejected(id=id, error=f"its own {shortened(overrides)}: {error}")
+    if grammar is not None:
+        tokens_of(model.tokenizer, model.shape.vocab_size, model.eos_token_ids)
     require(
         not own.stop or model.tokenizer is not None, "stop strings need a tokenizer to see text; set model.tokenizer"
     )
@@ -72,7 +78,14 @@ def make_request(
         stop=tuple(own.stop or ()),
         own_seed=overrides.seed,
         top_p=overrides.top_p,
+        grammar=grammar,
     )
+
+
+def shortened(overrides: SamplingOverrides) -> str:
+    """What a request asks otherwise than the run, for a message."""
+    shown = str(overrides.given)
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
 
 
 def _problem(model: LoadedModel, ids: tuple[int, ...], *, needs_room: bool) -> str | None:

@@ -12,6 +12,7 @@ from enum import Enum
 import torch
 
 from ..plan.placement.memory import SequenceSize
+from .sampling.guide import Guide
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class Request:
     """`prompt_ids` must not be empty. `id` and `sample_index` together, the `key`, are unique in a run.
 
     `temperature` 0 is greedy. `top_p`: None is the run's. With `scoring` nothing is generated: `max_new_tokens` is 1,
-    as the scores come with the prompt's last pass, where a first token would.
+    as the scores come with the prompt's last pass, where a first token would. `grammar`: what the completion must be,
+    in llguidance's form; None: anything.
     """
 
     id: str
@@ -103,6 +105,7 @@ class Request:
     own_seed: int | None = None
     scoring: Scoring | None = None
     top_p: float | None = None
+    grammar: str | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -157,6 +160,7 @@ class Sequence:
     error: str | None = None
     text_end: int | None = None  # where a stop string begins in the decoded text
     generator: torch.Generator | None = None  # of its own draws; made at the first one
+    guide: Guide | None = None  # through its request's grammar; made at the first draw
     is_broken: bool = False  # its logits were not finite
 
     @property

@@ -13,8 +13,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ...attention.upload import upload
 from ...config import SamplingConfig, require
 from ...model.loading import LoadedModel
+from ...sampling_config import STRUCTURES
 from ...units import MIB
 from ..sequence import FinishReason, Sequence, num_written, read_logprobs, written_logprobs
+from .grammar import Grammars, one_line, tokens_of
+from .guide import masked
 from .processors import Processors, no_history, process, warpers
 from .stopping import StopStrings
 
@@ -99,6 +102,9 @@ class Sampler:
         self._stops = StopStrings(tokenizer) if tokenizer is not None else None
         bad_words = bad_word_ids(config.bad_words, tokenizer, self._eos, vocab_size) if tokenizer is not None else []
         self._bans = [f"sampling.{key}" for key in BANS if getattr(config, key)]
+        if any(getattr(config, key) is not None for key in STRUCTURES):
+            tokens_of(tokenizer, vocab_size, self._eos)
+        self._grammars = Grammars(tokenizer, vocab_size, self._eos)
         self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
 
     def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
@@ -106,7 +112,13 @@ class Sampler:
         is. Advances the sequences' generators."""
         num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
-        parts = [self._drawn(sequences[rows], logits_BV[rows].float()) for rows in slices]
+        masks_BW = self._grammars.masks(sequences)
+        if masks_BW is not None and logits_BV.device.type != "cpu":
+            masks_BW = masks_BW.pin_memory().to(logits_BV.device, non_blocking=True)
+        parts = [
+            self._drawn(sequences[rows], logits_BV[rows].float(), masks_BW[rows] if masks_BW is not None else None)
+            for rows in slices
+        ]
         return torch.cat(parts) if parts else logits_BV.new_empty(0, self._num_numbers, dtype=torch.int32)
 
     def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
@@ -119,11 +131,15 @@ class Sampler:
         for row, (token, is_finite, is_open) in enumerate(drawn[:, :NUM_OF_TOKEN].tolist()):
             sequence = sequences[row]
             place = f"at new token {len(sequence.generated)} (pass {step})"
-            if not is_finite:
+            guide_error = sequence.guide.error if sequence.guide is not None else None
+            if guide_error is not None:
+                sequence.fail(f"its grammar cannot be followed {place}: {one_line(guide_error)}")
+            elif not is_finite:
                 sequence.is_broken = True
                 sequence.fail(f"the model gave NaN or infinite logits {place}")
             elif not is_open:
-                sequence.fail(f"no token is left {place}: {', '.join(self._bans)} ban them all")
+                bans = [*self._bans, *(["its grammar"] if sequence.request.grammar is not None else [])]
+                sequence.fail(f"no token is left {place}: {', '.join(bans)} ban them all")
             else:
                 sequence.generated.append(token)
                 sequence.logprobs += [logprobs[row]] if logprobs else []
@@ -140,9 +156,13 @@ class Sampler:
         num_top = self._config.logprobs
         return NUM_OF_TOKEN + (num_written(num_top) if num_top else 0)
 
-    def _drawn(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """The token of each row, whether its logits are finite, whether a token was left, and log-probabilities."""
+    def _drawn(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, masks_BW: torch.Tensor | None) -> torch.Tensor:
+        """The token of each row, whether its logits are finite, whether a token was left, and log-probabilities.
+        `masks_BW`: bits of the tokens that may come; None: any may. As in transformers, where a caller's own processor
+        comes behind the others and before the warpers."""
         scores_BV = self._processors(sequences, logits_BV)
+        if masks_BW is not None:
+            scores_BV = masked(scores_BV, masks_BW)
         is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # NaN is below nothing; five times as fast as isfinite
         is_open_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
         tokens_B = self._choose(sequences, scores_BV)

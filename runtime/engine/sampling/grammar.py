@@ -1,0 +1,168 @@
+"""Grammars of structured output: what `sampling.json_schema`, `regex`, `choice` and `grammar` come to in llguidance's
+form, checked by llguidance itself. The library is an extra.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from ...config import SamplingConfig, require
+from ...errors import ConfigError
+from ...sampling_config import STRUCTURES
+from ..sequence import Sequence
+from .guide import Guide, fill_masks
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of a document; endless, a weak model would never end
+NUM_KEPT = 1024  # grammars whose compiled form is kept
+
+
+def with_schema(sampling: SamplingConfig) -> SamplingConfig:
+    """The settings with the schema as JSON, read where it is a file's, and checked by llguidance with all else that a
+    completion must follow. Raises ConfigError naming the key."""
+    schema = sampling.json_schema
+    if isinstance(schema, str) and not schema.lstrip().startswith("{"):
+        try:
+            schema = Path(schema).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"sampling.json_schema={schema} cannot be read: {reason}") from error
+    if schema is not None:
+        sampling = replace(sampling, json_schema=schema_text(schema))
+    grammar_of(sampling)
+    return sampling
+
+
+def schema_text(schema: str | Mapping[str, object]) -> str:
+    """The JSON of a schema, in the order of its keys, which is that of a completion's. Raises ConfigError."""
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"sampling.json_schema is no JSON: {error}") from error
+    require(isinstance(value, Mapping), f"sampling.json_schema must be an object, got {str(value)[:80]}")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def grammar_of(sampling: SamplingConfig) -> str | None:
+    """What a completion must be in llguidance's form; None where it may be anything. A schema is none of a file here.
+    Raises ConfigError."""
+    for key in STRUCTURES:
+        value = getattr(sampling, key)
+        if value is not None:
+            value = schema_text(value) if key == "json_schema" else value
+            return _checked(key, tuple(value) if isinstance(value, list) else value)
+    return None
+
+
+@lru_cache(NUM_KEPT)
+def _checked(key: str, value: str | tuple[str, ...]) -> str:
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise ConfigError(f"sampling.{key} needs llguidance: pip install 'millrace[structured]'") from error
+    made = _grammar(LLMatcher, key, value)
+    problem = LLMatcher.validate_grammar(made)
+    if problem:
+        raise ConfigError(f"sampling.{key} is refused by llguidance: {one_line(problem)}")
+    return made
+
+
+def _grammar(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]) -> str:
+    if isinstance(value, tuple):
+        return compiler.grammar_from_lark(f"start: {' | '.join(map(json.dumps, value))}")
+    made: dict[str, Callable[[str], str]] = {
+        "json_schema": lambda text: compiler.grammar_from_json_schema(text, _spacing(text)),
+        "regex": compiler.grammar_from_regex,
+        "grammar": compiler.grammar_from_lark,
+    }
+    return made[key](value)
+
+
+def _spacing(schema: str) -> "JsonCompileOptions":
+    """How far the parts of a document may stand apart, unless the schema's `x-guidance` says how it is read."""
+    return {} if "x-guidance" in json.loads(schema) else {"whitespace_pattern": WHITESPACE}
+
+
+def one_line(problem: str) -> str:
+    """The first line of what llguidance says, and those that name an error."""
+    lines = [line.strip() for line in problem.splitlines() if line.strip()]
+    return "; ".join([lines[0], *(line for line in lines[1:] if line.startswith("error"))])[:400]
+
+
+def tokens_of(
+    tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
+) -> "LLTokenizer":
+    """The vocabulary as llguidance walks it; for a large one that takes a second, once. Raises ConfigError where the
+    tokenizer or the model cannot have structured output."""
+    require(tokenizer is not None, "structured output is of text, and needs a tokenizer: set model.tokenizer")
+    require(bool(eos_token_ids), "structured output ends by a token that the model ends by, and its config names none")
+    assert tokenizer is not None, "just seen"
+    return _tokens_of(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
+
+
+@lru_cache(maxsize=2)
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "LLTokenizer":
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(  # which refuses those that are not of this class
+            cast(PreTrainedTokenizerFast, tokenizer),
+            n_vocab=max(vocab_size, len(tokenizer)),
+            eos_token=list(eos_token_ids),
+        )
+    except ValueError as error:
+        name, reason = type(tokenizer).__name__, one_line(str(error))
+        raise ConfigError(f"structured output cannot follow this model's tokenizer, a {name}: {reason}") from error
+
+
+class Grammars:
+    """Guides through the grammars of a run's sequences. What needs the tokenizer is made with the first."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._model = tokenizer, vocab_size, eos_token_ids
+        self._compiled = lru_cache(NUM_KEPT)(self._compile)
+
+    def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
+        """Which tokens may come next, a bit for each, int32 (B, words) in host memory; None where any may, for all
+        rows. Mutates the sequences' guides. What comes where a guide has an error means nothing."""
+        if all(sequence.request.grammar is None for sequence in sequences):
+            return None
+        return fill_masks(self._executor, [self._told(sequence) for sequence in sequences], self._tokens.vocab_size)
+
+    def _told(self, sequence: Sequence) -> Guide | None:
+        if sequence.request.grammar is None:
+            return None
+        if sequence.guide is None:
+            sequence.guide = Guide(matcher=self._compiled(sequence.request.grammar).deep_copy())
+        sequence.guide.tell(sequence.generated)
+        return sequence.guide
+
+    def _compile(self, grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokens, grammar, log_level=0)
+
+    @cached_property
+    def _tokens(self) -> "LLTokenizer":
+        return tokens_of(*self._model)
+
+    @cached_property
+    def _executor(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor()

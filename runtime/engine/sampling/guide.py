@@ -1,0 +1,52 @@
+"""Where a sequence is in the grammar of its completion, and the tokens that may come next: a matter of its tokens
+alone, so that whoever goes on with them finds the way from the beginning again.
+"""
+
+# pyright: reportMissingImports=false
+# The library is an extra.
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+BITS = 32  # tokens of a word of a mask
+
+
+@dataclass(kw_only=True)
+class Guide:
+    """Mutable; owned by its sequence. `num_told`: tokens of the completion that `matcher` has seen."""
+
+    matcher: "LLMatcher"
+    num_told: int = 0
+
+    def tell(self, generated: Rows[int]) -> None:
+        """Follows the tokens of the completion that it has not seen yet."""
+        if self.num_told < len(generated):
+            self.matcher.consume_tokens(list(generated[self.num_told :]))
+            self.num_told = len(generated)
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot tell what comes next: a limit of llguidance, or a token that is not of the grammar."""
+        return self.matcher.get_error() if self.matcher.is_error() else None
+
+
+def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: int) -> torch.Tensor:
+    """A bit for each token that may come next, int32 (guides, words); all of them where there is no guide."""
+    num_words = -(-vocab_size // BITS)
+    masks_BW = torch.full((len(guides), num_words), -1, dtype=torch.int32)
+    asked = [(guide.matcher, row) for row, guide in enumerate(guides) if guide is not None]
+    executor.unsafe_compute_mask_ptr(asked, masks_BW.data_ptr(), num_words * masks_BW.itemsize, len(guides))
+    return masks_BW
+
+
+def masked(scores_BV: torch.Tensor, masks_BW: torch.Tensor) -> torch.Tensor:
+    """The scores, minus infinity where the bit is 0; `scores_BV` is left as it is."""
+    places = torch.arange(8, dtype=torch.uint8, device=masks_BW.device)
+    bits_BV = ((masks_BW.view(torch.uint8)[..., None] >> places) & 1).view(len(masks_BW), -1)
+    return torch.where(bits_BV[:, : scores_BV.shape[-1]].bool(), scores_BV, -torch.inf)

@@ -1,0 +1,278 @@
+"""Structured output: a completion is of its grammar whatever the model would say, and otherwise what transformers'
+`generate` gives with the same mask; where it cannot be, that is said.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from runtime import Completion, Prompt, Rejected, Runtime, SamplingConfig
+from runtime.engine.sampling.grammar import Grammars, grammar_of, tokens_of
+from runtime.engine.sampling.sampler import Sampler
+from runtime.engine.sequence import FinishReason, Request
+from runtime.engine.sequence import Sequence as Running
+from runtime.errors import ConfigError, Interrupted
+from runtime.synthesize.tokenizer import byte_level_tokenizer, tokenizer_from
+from tests.api_schemas import MAX_NEW_TOKENS, SCHEMAS, invalid, prompts
+from tests.runtime.sampling_support import step
+from tests.support import SHARED_DATA
+
+llguidance = pytest.importorskip("llguidance")
+MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"
+SCHEMA = {**SCHEMAS["invoice"], "x-guidance": {"whitespace_flexible": False}}
+WAYS: dict[str, dict[str, object]] = {
+    "waves from disk": {"offload": "nvme", "resident_layers": 0, "admission": "wave"},
+    "continuous": {"admission": "continuous", "micro_batch_size": 6, "num_micro_batches": 2, "policy": "fixed"},
+    "batched by module": {"offload": "cpu", "schedule": "module_batched"},
+}
+
+
+def runtime_of(**settings: object) -> Runtime:
+    return Runtime(model="random", max_new_tokens=MAX_NEW_TOKENS, **settings)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[int, ...]]:
+    return [result.token_ids for result in runtime_of(offload="none").generate(prompts(2 * len(SCHEMAS)))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_documents_of_every_schema_are_valid_and_the_same_however_the_run_is_scheduled(
+    way: str, plain: list[tuple[int, ...]]
+) -> None:
+    asked = prompts(2 * len(SCHEMAS))
+    results = runtime_of(**WAYS[way]).generate(asked)
+    assert invalid(asked, results) == []
+    assert [result.token_ids for result in results] == plain
+
+
+class Mask(LogitsProcessor):
+    """llguidance's mask as a caller of transformers would put it in, bit by bit."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, num_prompt: int, sampling: SamplingConfig):
+        tokens = tokens_of(tokenizer, 512, frozenset([2]))
+        self._matcher, self._num_seen = llguidance.LLMatcher(tokens, grammar_of(sampling)), num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for token in input_ids[0, self._num_seen :].tolist():
+            assert self._matcher.consume_token(token)
+        self._num_seen = input_ids.shape[1]
+        bias = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
+        return torch.where(torch.from_numpy(bias > 0)[None], scores, -torch.inf)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    path = runtime_of().model.checkpoint.path
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"repetition_penalty": 1.4},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "seed": 3},
+    ],
+    ids=str,
+)
+def test_tokens_equal_transformers_with_the_same_mask(settings: dict[str, float], model: PreTrainedModel) -> None:
+    runtime = runtime_of(json_schema=SCHEMA, **settings)
+    sampling, tokenizer = runtime.config.sampling, runtime.model.tokenizer
+    assert tokenizer is not None
+    (result,) = runtime.generate(["An invoice:"])
+    assert isinstance(result, Completion)
+    ids = torch.tensor([result.request.prompt_ids])
+    torch.manual_seed(result.request.seed(sampling.seed))
+    warping = {} if sampling.is_greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        logits_processor=LogitsProcessorList([Mask(tokenizer, ids.shape[1], sampling)]),
+        do_sample=not sampling.is_greedy,
+        repetition_penalty=sampling.repetition_penalty,
+        top_k=sampling.top_k if not sampling.is_greedy else None,
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=2,
+        pad_token_id=0,
+        **warping,
+    )
+    assert list(result.token_ids) == expected[0, ids.shape[1] :].tolist()
+    assert result.finish is FinishReason.eos
+
+
+def test_each_row_has_its_own_and_the_others_what_they_get_alone() -> None:
+    free = [Prompt(text, id=text, max_new_tokens=60) for text in ("Say", "anything")]
+    own = [
+        Prompt("a", choice=["yes", "yes please", "no"]),
+        Prompt("b", regex="[a-c]{4}"),
+        Prompt("c", json_schema=SCHEMA),
+    ]
+    own += [Prompt("d", grammar='start: "<" /[0-9]+/ ">"', temperature=1.0)]
+    runtime = runtime_of()
+    one, two, three, four, *others = runtime.generate([*own, *free])
+    assert one.text in ("yes", "yes please", "no")
+    assert set(two.text) <= set("abc")
+    assert len(two.text) == 4
+    Draft202012Validator(SCHEMA).validate(json.loads(three.text))
+    assert four.text[0] + four.text[-1] == "<>"
+    assert four.text[1:-1].isdigit()
+    alone = [runtime.generate([prompt])[0].token_ids for prompt in free]
+    assert [other.token_ids for other in others] == alone
+
+
+def test_a_rows_own_replaces_the_runs_and_samples_differ() -> None:
+    runtime = runtime_of(choice=["red", "green"], n=4, temperature=1.0)
+    results = runtime.generate(["colour", Prompt("letters", regex="[a-z]{6}")])
+    assert {result.text for result in results[:4]} == {"red", "green"}
+    assert len({result.text for result in results[4:]}) > 1
+    assert all(len(result.text) == 6 for result in results[4:])
+
+
+def test_log_probabilities_are_those_of_the_model_as_if_nothing_were_masked() -> None:
+    runtime = runtime_of(choice=["red", "green"], logprobs=2)
+    (result,) = runtime.generate(["colour"])
+    assert isinstance(result, Completion)
+    ((scored,),) = [runtime.score([(list(result.request.prompt_ids), list(result.token_ids))])]
+    assert [token.own for token in result.logprobs] == pytest.approx(list(scored.token_logprobs), abs=1e-4)
+    assert any(token.own < max(token.top) for token in result.logprobs), "the mask changed nothing"
+
+
+def test_a_row_that_is_cut_says_so_and_is_the_beginning_of_a_document() -> None:
+    long, short = (
+        Runtime(model="random", json_schema=SCHEMA, max_new_tokens=n).generate(["x"])[0] for n in (MAX_NEW_TOKENS, 20)
+    )
+    assert short.finish is FinishReason.length
+    assert short.token_ids == long.token_ids[:20]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stopped_anywhere_a_row_goes_on_in_its_grammar(temperature: float) -> None:
+    runtime = runtime_of(json_schema=SCHEMA, temperature=temperature)
+    request = runtime.request("a", "An invoice:")
+    assert isinstance(request, Request)
+    plan = runtime.plan([request])
+    with runtime.session(plan) as session:
+        ((_, whole),) = session.wave(plan.blocks[0], [0], [request], {})
+    for num_passes in (1, 30):
+        with runtime.session(plan) as session:
+            with pytest.raises(Interrupted):
+                list(session.wave(plan.blocks[0], [0], [request], {}, on_pass=stop_behind(num_passes)))
+            unfinished = session.snapshot()
+        assert len(unfinished[0].token_ids) == num_passes
+        with runtime.session(plan) as session:
+            ((_, resumed),) = session.wave(plan.blocks[0], [0], [request], unfinished)
+        assert resumed.token_ids == whole.token_ids
+
+
+def stop_behind(num_passes: int) -> Callable[[object], None]:
+    done: list[object] = []
+
+    def on_pass(record: object) -> None:
+        done.append(record)
+        if len(done) == num_passes:
+            raise Interrupted("stopped by the test")
+
+    return on_pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"regex": "("}, "sampling.regex is refused by llguidance: .*unclosed group"),
+        ({"regex": "a(?=b)"}, "sampling.regex is refused by llguidance: .*look-around"),
+        ({"json_schema": {"type": "foo"}}, "sampling.json_schema is refused by llguidance: Invalid type: foo"),
+        ({"json_schema": '{"type":'}, "sampling.json_schema is no JSON"),
+        ({"json_schema": "nowhere.json"}, "sampling.json_schema=nowhere.json cannot be read: No such file"),
+        ({"grammar": "start: what"}, "sampling.grammar is refused by llguidance"),
+        ({"choice": []}, "sampling.choice is empty"),
+        ({"choice": ["a", ""]}, "sampling.choice holds an empty text"),
+        ({"choice": ["a"], "regex": "b"}, "sampling.regex and sampling.choice: a completion has one of them"),
+        ({"choice": ["a"], "ignore_eos": True}, "sampling.ignore_eos=true has no end, sampling.choice has one"),
+    ],
+    ids=str,
+)
+def test_what_the_run_asks_is_refused_before_a_model_is_looked_for(settings: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Runtime(model="/no/model/there", **settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_one_row_asks_costs_that_row_alone(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "null"}')
+    bad = [Prompt("a", regex="("), Prompt("b", json_schema=str(tmp_path / "schema.json")), Prompt("c", choice=[])]
+    *refused, good = runtime_of().generate([*bad, Prompt("d", choice=["fine"])])
+    assert all(isinstance(result, Rejected) for result in refused)
+    assert [("refused by llguidance" in (r.error or ""), "is no JSON" in (r.error or "")) for r in refused] == [
+        (True, False), (False, True), (False, False),
+    ]  # fmt: skip
+    assert good.text == "fine"
+
+
+def test_a_schema_in_a_file_is_the_schema(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA, indent=2))
+    from_file, inline = (
+        runtime_of(json_schema=schema) for schema in (str(tmp_path / "schema.json"), json.dumps(SCHEMA))
+    )
+    assert from_file.config.sampling == inline.config.sampling
+    assert json.loads(str(inline.config.sampling.json_schema)) == SCHEMA
+
+
+def test_a_setting_that_bans_all_that_the_grammar_wants_makes_an_error_row() -> None:
+    (result,) = runtime_of(choice=["ab"], min_new_tokens=5).generate(["x"])
+    assert result.error is not None
+    assert result.error.startswith("no token is left at new token 2")
+    assert "sampling.min_new_tokens, its grammar ban them all" in result.error
+
+
+def test_tokens_that_are_not_of_the_grammar_make_an_error_row() -> None:
+    tokenizer = byte_level_tokenizer(300)
+    sampler = Sampler(SamplingConfig(), vocab_size=300, eos_token_ids=frozenset([2]), tokenizer=tokenizer)
+    request = Request(id="a", prompt_ids=(1,), max_new_tokens=9, grammar=grammar_of(SamplingConfig(regex="ab")))
+    row = Running(request=request, generated=tokenizer.encode("b", add_special_tokens=False))
+    step(sampler, [row], torch.zeros(1, 300), 1)
+    assert row.finish is FinishReason.error
+    assert row.error is not None
+    assert row.error.startswith("its grammar cannot be followed at new token 1 (pass 1)")
+
+
+def walk(tokenizer: PreTrainedTokenizerBase, vocab_size: int, sampling: SamplingConfig) -> Iterator[int]:
+    """Tokens that the masks allow, drawn evenly."""
+    eos = tokenizer.eos_token_id
+    assert isinstance(eos, int)
+    grammars, generator = Grammars(tokenizer, vocab_size, frozenset([eos])), np.random.default_rng(0)
+    row = Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=999, grammar=grammar_of(sampling)))
+    while not row.generated or row.generated[-1] != eos:
+        masks_BW = grammars.masks([row])
+        assert masks_BW is not None
+        bits = np.unpackbits(masks_BW.numpy().view(np.uint8), bitorder="little")
+        row.generated.append(int(generator.choice(np.flatnonzero(bits[:vocab_size]))))
+        yield row.generated[-1]
+
+
+def test_a_sentencepiece_tokenizer_with_merges_and_byte_fallback_is_followed(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    if not MIXTRAL_TOKENIZER.exists():
+        pytest.skip("needs Mixtral's tokenizer")
+    tokenizer_from(MIXTRAL_TOKENIZER).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for name in ("weather call", "invoice", "extracted entities"):
+        ids = list(walk(tokenizer, 32000, SamplingConfig(json_schema=SCHEMAS[name])))
+        document = json.loads(tokenizer.decode(ids, skip_special_tokens=True))
+        Draft202012Validator(SCHEMAS[name]).validate(document)
+
+
+def test_a_tokenizer_that_cannot_be_followed_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="cannot follow this model's tokenizer, a str: Only fast tokenizers"):
+        tokens_of("slow", 300, frozenset([2]))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"needs a tokenizer: set model\.tokenizer"):
+        tokens_of(None, 300, frozenset([2]))
+    with pytest.raises(ConfigError, match="its config names none"):
+        tokens_of(byte_level_tokenizer(300), 300, frozenset())
