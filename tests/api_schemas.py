@@ -9,8 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from jsonschema import Draft202012Validator
-
 from runtime import Completion, Prompt, Rejected, Runtime
 
 Schema = dict[str, object]
@@ -118,6 +116,8 @@ def prompts(num_rows: int) -> list[Prompt]:
 
 def invalid(prompts: Sequence[Prompt], results: Sequence[Completion | Rejected]) -> list[str]:
     """What is wrong with each completion that is no document of its schema."""
+    from jsonschema import Draft202012Validator
+
     found = []
     for prompt, result in zip(prompts, results, strict=True):
         assert isinstance(prompt.json_schema, dict)

@@ -11,7 +11,11 @@ from jobs.datasets import DatasetConfig, DatasetKind, Row, input_digest, read_ro
 from runtime.config import SamplingOverrides
 from runtime.errors import ConfigError, DatasetError
 
-FIELDS = {"max_new_tokens_field": "limit", "temperature_field": "heat", "stop_field": "until"}
+FIELDS = {
+    "max_new_tokens_field": "limit", "temperature_field": "heat", "stop_field": "until",
+    "json_schema_field": "schema", "regex_field": "pattern", "choice_field": "choices",
+}  # fmt: skip
+NUMBERS = {key: FIELDS[key] for key in ("max_new_tokens_field", "temperature_field", "stop_field")}
 
 
 def rows_of(path: Path, *objects: dict[str, object]) -> list[Row]:
@@ -29,6 +33,10 @@ def rows_of(path: Path, *objects: dict[str, object]) -> list[Row]:
         ({"limit": 7, "heat": 1, "until": "\n"}, {"max_new_tokens": 7, "temperature": 1.0, "stop": ["\n"]}),
         ({"limit": 7.0, "until": ["a", "b"]}, {"max_new_tokens": 7, "stop": ["a", "b"]}),
         ({"limit": "12", "heat": "0.25"}, {"max_new_tokens": 12, "temperature": 0.25}),
+        ({"schema": {"type": "object", "b": 1, "a": 2}}, {"json_schema": '{"type":"object","b":1,"a":2}'}),
+        ({"schema": '{"type": "null"}', "pattern": None}, {"json_schema": '{"type": "null"}'}),
+        ({"pattern": "a+", "choices": ""}, {"regex": "a+"}),
+        ({"choices": ["yes", "no"]}, {"choice": ["yes", "no"]}),
     ],
 )  # fmt: skip
 def test_a_row_may_have_its_own(fields: dict[str, object], overrides: dict[str, object], tmp_path: Path) -> None:
@@ -43,6 +51,9 @@ def test_a_row_may_have_its_own(fields: dict[str, object], overrides: dict[str, 
     [
         *(("limit", value) for value in (-1, 1.5, "many", "1.5", True, [3], {"a": 1}, 10**400, "nan")),
         *(("heat", value) for value in (-0.1, "hot", False, [1.0], "inf", 10**400)),
+        *(("schema", value) for value in (3, ["a"], "a\0b", True)),
+        *(("pattern", value) for value in (3, ["a"], {"a": "b"})),
+        *(("choices", value) for value in (3, "yes", ["a", 3], [""], {"a": "b"})),
         *(("until", value) for value in (3, [""], ["a", None], [["a"]], {"a": "b"}, "a\0b", True)),
     ],
 )
@@ -60,7 +71,7 @@ def test_a_bad_value_is_an_error_row_that_names_the_column_and_the_key(
 def test_csv_takes_text_and_nothing_as_the_runs_own(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text("prompt,limit,heat,until\np,5,0.5,###\np,,,\np,five,,\n")
-    rows = read_rows(DatasetConfig(kind=DatasetKind.csv, path=str(path), **FIELDS))  # pyright: ignore
+    rows = read_rows(DatasetConfig(kind=DatasetKind.csv, path=str(path), **NUMBERS))  # pyright: ignore
     assert rows[0].overrides == SamplingOverrides(max_new_tokens=5, temperature=0.5, stop=["###"])
     assert rows[1].overrides == SamplingOverrides()
     assert rows[2].error == "in.csv, row 2: the field 'limit' (dataset.max_new_tokens_field) is 'five', not a number"
@@ -74,7 +85,7 @@ def test_parquet_takes_what_pandas_makes_of_numbers_beside_nulls(tmp_path: Path)
             kind=DatasetKind.parquet,
             path=str(tmp_path / "in.parquet"),
             keep_columns=keep_columns,
-            **FIELDS,  # pyright: ignore
+            **NUMBERS,  # pyright: ignore
         )
         first, second = read_rows(config)
         assert first.overrides == SamplingOverrides(max_new_tokens=3, stop=["a"])
@@ -86,7 +97,7 @@ def test_a_column_that_a_table_lacks_is_refused_and_a_field_that_no_line_has_is_
 ) -> None:
     pq.write_table(pa.table({"prompt": ["p"]}), tmp_path / "in.parquet")
     with pytest.raises(DatasetError, match=r"no column 'limit' \(dataset\.max_new_tokens_field\)"):
-        read_rows(DatasetConfig(kind=DatasetKind.parquet, path=str(tmp_path / "in.parquet"), **FIELDS))  # pyright: ignore
+        read_rows(DatasetConfig(kind=DatasetKind.parquet, path=str(tmp_path / "in.parquet"), **NUMBERS))  # pyright: ignore
     rows_of(tmp_path / "in.jsonl", {"limit": 3, "Heat": 1.0})
     assert "dataset.temperature_field=heat has no effect" in caplog.text
     assert "dataset.max_new_tokens_field" not in caplog.text

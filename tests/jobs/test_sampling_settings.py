@@ -11,11 +11,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from jobs.config.settings import GenerateConfig, doubtful_settings, load
-from jobs.datasets import DatasetConfig
+from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.run.generation import generate
+from jobs.run.run_dir import RunDirectory
 from runtime.config import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, RunMismatchError
 from runtime.sampling_config import AS_THE_MODEL_SAYS
+from tests.generations import read_generations
 from tests.support import Reference
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -50,6 +52,39 @@ def test_the_option_leaves_all_that_a_model_can_say_to_it_and_the_command_line_w
 def test_a_setting_that_cannot_be_is_refused_by_its_key(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         composed(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("sampling.json_schema=invoice.json", {"json_schema": "invoice.json"}),
+        ("sampling.json_schema={items: {type: integer}}", {"json_schema": {"items": {"type": "integer"}}}),
+        ("sampling.choice=[red,light green]", {"choice": ["red", "light green"]}),
+        ("sampling.regex='[a-z]{2}'", {"regex": "[a-z]{2}"}),
+    ],
+)  # fmt: skip
+def test_what_a_completion_must_be_is_said_on_the_command_line(override: str, value: dict[str, object]) -> None:
+    assert composed(override) == SamplingConfig(**value)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_run_is_bound_to_the_schema_that_its_file_had(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    config = GenerateConfig(
+        model=ModelConfig(name="random"),
+        dataset=DatasetConfig(kind=DatasetKind["prompt"], prompt="Say"),
+        sampling=SamplingConfig(json_schema=str(schema), max_new_tokens=40),
+        output_root=str(tmp_path),
+    )
+    schema.write_text(json.dumps({"enum": ["a", "b"]}))
+    first = generate(config, lambda: False)
+    schema.write_text(json.dumps({"enum": ["a", "b"]}, indent=4))
+    assert generate(config, lambda: False).was_finished
+    schema.write_text(json.dumps({"enum": ["a", "c"]}))
+    with pytest.raises(RunMismatchError, match=r"sampling\.json_schema"):
+        generate(config, lambda: False)
+    completion = read_generations(RunDirectory(path=first.directory))["completion"].to_pylist()[0]
+    assert json.loads(completion) in ("a", "b")
 
 
 def test_a_run_is_bound_to_the_settings_that_the_model_gave(

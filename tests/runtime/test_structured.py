@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -24,7 +23,7 @@ from tests.api_schemas import MAX_NEW_TOKENS, SCHEMAS, invalid, prompts
 from tests.runtime.sampling_support import step
 from tests.support import SHARED_DATA
 
-llguidance = pytest.importorskip("llguidance")
+llguidance, jsonschema = pytest.importorskip("llguidance"), pytest.importorskip("jsonschema")
 MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"
 SCHEMA = {**SCHEMAS["invoice"], "x-guidance": {"whitespace_flexible": False}}
 WAYS: dict[str, dict[str, object]] = {
@@ -122,7 +121,7 @@ def test_each_row_has_its_own_and_the_others_what_they_get_alone() -> None:
     assert one.text in ("yes", "yes please", "no")
     assert set(two.text) <= set("abc")
     assert len(two.text) == 4
-    Draft202012Validator(SCHEMA).validate(json.loads(three.text))
+    jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(three.text))
     assert four.text[0] + four.text[-1] == "<>"
     assert four.text[1:-1].isdigit()
     alone = [runtime.generate([prompt])[0].token_ids for prompt in free]
@@ -266,7 +265,7 @@ def test_a_sentencepiece_tokenizer_with_merges_and_byte_fallback_is_followed(tmp
     for name in ("weather call", "invoice", "extracted entities"):
         ids = list(walk(tokenizer, 32000, SamplingConfig(json_schema=SCHEMAS[name])))
         document = json.loads(tokenizer.decode(ids, skip_special_tokens=True))
-        Draft202012Validator(SCHEMAS[name]).validate(document)
+        jsonschema.Draft202012Validator(SCHEMAS[name]).validate(document)
 
 
 def test_a_tokenizer_that_cannot_be_followed_is_refused_by_name() -> None:
