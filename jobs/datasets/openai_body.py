@@ -2,8 +2,9 @@
 its request, so that none is passed over in silence.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 from runtime.config import SamplingOverrides
 
@@ -28,11 +29,12 @@ WITHOUT_EFFECT: Mapping[str, tuple[Json, ...]] = {  # the values that ask for wh
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
 }
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+STRUCTURED = frozenset({"response_format", "structured_outputs", *GUIDED})  # OpenAI's, and those of vLLM
 ADVICE = {  # what does the same for all lines of a run
     "top_k": "sampling.top_k",
     "min_p": "sampling.min_p",
@@ -78,7 +80,7 @@ ENDPOINTS: Mapping[str, Callable[[Fields], Asked]] = {CHAT_URL: read_chat, COMPL
 
 def _given(body: Fields, known: set[str]) -> Fields:
     """The fields that are not null. Raises BadRecord for one that asks for what is not done."""
-    common = {"model", "max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs"}
+    common = {"model", "max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURED}
     given: Fields = {key: value for key, value in body.items() if value is not None}
     for key, value in given.items():
         if key in common | known | ABOUT_THE_CALLER:
@@ -111,7 +113,70 @@ def _overrides(given: Fields, logprobs: int | None) -> SamplingOverrides:
         seed=_whole(given, "seed", most=MAX_SEED),
         n=_whole(given, "n", least=1),
         logprobs=logprobs,
+        **_structure(given),
     )
+
+
+class _Structure(TypedDict, total=False):
+    """What the completion must be, in the words of `SamplingOverrides`."""
+
+    json_schema: str
+    regex: str
+    choice: list[str]
+    grammar: str
+
+
+def _structure(given: Fields) -> _Structure:
+    """One at most, whoever's words say it. Whether a schema is one is seen with the run's other requests."""
+    said: list[tuple[str, Json, str]] = [(GUIDED[key], given[key], f"body.{key}") for key in GUIDED if key in given]
+    if "structured_outputs" in given:
+        said += _vllm_structures(given["structured_outputs"])
+    if "response_format" in given:
+        said += _response_format(given["response_format"])
+    if len(said) > 1:
+        raise BadRecord(f"{' and '.join(where for _, _, where in said)} are two structures")
+    return _read_structure(*said[0]) if said else {}
+
+
+def _vllm_structures(value: Json) -> list[tuple[str, Json, str]]:
+    where = "body.structured_outputs"
+    if not isinstance(value, dict):
+        raise BadRecord(f"{where} is not an object")
+    found = {key: item for key, item in value.items() if item is not None and item is not False}
+    for key in found.keys() - {*GUIDED.values(), "json_object"}:
+        raise BadRecord(f"{where}.{shorten(key)[1:-1]} cannot be honoured: leave it out")
+    return [(key, item, f"{where}.{key}") for key, item in found.items()]
+
+
+def _response_format(value: Json) -> list[tuple[str, Json, str]]:
+    where = "body.response_format"
+    if not isinstance(value, dict):
+        raise BadRecord(f"{where} is not an object")
+    kind, described = value.get("type"), value.get("json_schema")
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [("json_object", True, where)]
+    if kind != "json_schema":
+        raise BadRecord(f"{where}.type must be text, json_object or json_schema, got {shorten(str(kind))}")
+    if not isinstance(described, dict):
+        raise BadRecord(f"{where}.json_schema is not an object with a name and a schema")
+    return [("json", described.get("schema"), f"{where}.json_schema.schema")]
+
+
+def _read_structure(kind: str, value: Json, where: str) -> _Structure:
+    if kind == "json_object":
+        return {"json_schema": json.dumps({"type": "object"})}
+    if kind == "json":
+        if not isinstance(value, dict):
+            return {"json_schema": check_text(value, where)}
+        return {"json_schema": json.dumps(value, ensure_ascii=False, separators=(",", ":"))}
+    if kind == "choice":
+        if not isinstance(value, list):
+            raise BadRecord(f"{where} is not a list of texts")
+        return {"choice": [check_text(item, f"a text of {where}") for item in value]}
+    text = check_text(value, where)
+    return {"regex": text} if kind == "regex" else {"grammar": text}
 
 
 def _chat_logprobs(given: Fields) -> int | None:

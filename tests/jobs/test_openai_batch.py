@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ from tests.jobs.kill_support import Kills
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "a", "strict": True, "schema": {"type": "object", "properties": {"a": {"type": "null"}}}},
+}
 
 
 def line(custom_id: str, url: str = TEXT, **body: object) -> dict[str, object]:
@@ -51,6 +56,16 @@ def rows_of(folder: Path, *lines: object, **settings: object) -> list[Row]:
         (TEXT, {"logprobs": 0}, {"logprobs": 1}),
         (CHAT, {"user": "me", "metadata": {"a": "b"}, "stream": False, "presence_penalty": 0, "top_k": None}, {}),
         (TEXT, {"echo": False, "best_of": 1, "suffix": None, "logit_bias": {}}, {}),
+        (CHAT, {"response_format": {"type": "text"}}, {}),
+        (CHAT, {"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+        (CHAT, {"response_format": FORMAT}, {"json_schema": '{"type":"object","properties":{"a":{"type":"null"}}}'}),
+        (TEXT, {"guided_json": {"type": "null"}}, {"json_schema": '{"type":"null"}'}),
+        (TEXT, {"guided_json": '{"type": "null"}', "guided_regex": None}, {"json_schema": '{"type": "null"}'}),
+        (TEXT, {"guided_regex": "a+"}, {"regex": "a+"}),
+        (TEXT, {"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        (TEXT, {"structured_outputs": {"grammar": 'start: "a"', "json_object": None}}, {"grammar": 'start: "a"'}),
+        (TEXT, {"structured_outputs": {"json": {"type": "null"}}}, {"json_schema": '{"type":"null"}'}),
+        (TEXT, {"structured_outputs": {"json_object": True}}, {"json_schema": '{"type": "object"}'}),
     ],
 )  # fmt: skip
 def test_what_a_body_asks_is_what_its_row_asks(
@@ -71,7 +86,36 @@ def test_what_a_body_asks_is_what_its_row_asks(
         (CHAT, {"stream": True}, r"body\.stream='True' cannot"),
         (CHAT, {"stream": 0}, r"body\.stream='0' cannot"),
         (CHAT, {"presence_penalty": 0.5}, r"body\.presence_penalty"),
-        (CHAT, {"response_format": {"type": "json_object"}}, r"body\.response_format"),
+        (
+            CHAT,
+            {"response_format": {"type": "xml"}},
+            r"body\.response_format\.type must be text, json_object or json_schema",
+        ),
+        (CHAT, {"response_format": "json"}, r"body\.response_format is not an object"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema"}},
+            r"response_format\.json_schema is not an object with a name",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            r"json_schema\.schema is null, not text",
+        ),
+        (
+            TEXT,
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            r"outputs\.json and body\.structured_outputs\.regex are",
+        ),
+        (TEXT, {"guided_regex": "a", "response_format": {"type": "json_object"}}, "are two structures"),
+        (
+            TEXT,
+            {"structured_outputs": {"structural_tag": "x"}},
+            r"structured_outputs\.structural_tag cannot be honoured",
+        ),
+        (TEXT, {"guided_choice": "yes"}, r"body\.guided_choice is not a list of texts"),
+        (TEXT, {"guided_choice": ["yes", 3]}, r"a text of body\.guided_choice is a number"),
+        (TEXT, {"guided_regex": ["a"]}, r"body\.guided_regex is a list"),
         (CHAT, {"tool_choice": "required"}, r"body\.tool_choice"),
         (CHAT, {"tools": ["x"]}, r"body\.tools holds something else than objects"),
         (CHAT, {"prompt": "x"}, r"body\.prompt cannot be honoured"),
@@ -261,3 +305,37 @@ def test_a_kill_changes_no_byte_of_the_results(
     found = run_whole(tmp_path / "again", path)
     assert found.batch_output.read_bytes() == expected.batch_output.read_bytes()
     assert found.batch_errors.read_bytes() == expected.batch_errors.read_bytes()
+
+
+def test_a_line_says_what_its_answer_must_be_and_one_that_cannot_be_costs_that_line(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra: pip install -e '.[structured]'")
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    formats: list[dict[str, object]] = [
+        {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": schema}},
+        {"type": "json_schema", "json_schema": {"name": "b", "schema": {"type": "wrong"}}},
+    ]
+    asked = [line("a", CHAT, response_format=formats[0]), line("b", CHAT, response_format=formats[1])]
+    asked += [line("c", guided_choice=["yes", "no"]), line("d", guided_regex="[0-9]{3}")]
+    config = config_of(tmp_path, written(tmp_path / "in.jsonl", asked))
+    outcome = generate(replace(config, sampling=SamplingConfig(max_new_tokens=150)), lambda: False)
+    write_batch_files(outcome.directory)
+    first, third, fourth = (line["response"]["body"]["choices"][0] for line in read(outcome.directory / "output.jsonl"))
+    assert set(json.loads(first["message"]["content"])) == {"ok"}
+    assert third["text"] in ("yes", "no")
+    assert fourth["text"].isdigit()
+    (failed,) = read(outcome.directory / "errors.jsonl")
+    assert failed["response"]["status_code"] == 400
+    assert "sampling.json_schema is refused by llguidance: Invalid type: wrong" in failed["error"]["message"]
+
+
+def test_a_response_format_is_what_openais_own_types_take() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    types = pytest.importorskip("openai.types.chat.completion_create_params", reason="needs the extra: '.[client]'")
+    kind = pydantic.TypeAdapter(types.ResponseFormat)
+    for value in (FORMAT, {"type": "text"}, {"type": "json_object"}):
+        assert kind.validate_python(value) == value
