@@ -4,7 +4,9 @@ chosen."""
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.config.process import start_settled, uncollected
 
@@ -20,6 +22,13 @@ from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
 from runtime.origin.place import local_place
 
+if TYPE_CHECKING:
+    from jobs.run.generation import Outcome
+
+HOW_TO_READ_TURNS = """
+output: {folder}/turn-1/generations and so on, a run for each turn; as one file:
+
+    millrace export run={folder} out=answers.jsonl"""
 HOW_TO_READ = """
 output: {folder}
 
@@ -43,12 +52,16 @@ def main(composed: Composed) -> int:
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
+        from jobs.run.conversation import converse
         from jobs.run.generation import generate
         from jobs.run.passes import Start
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
-        outcome = generate(config, stop, Start(at=began_at, clock=began))
+        start = Start(at=began_at, clock=began)
+        if config.dataset.has_turns:
+            return _told_of_turns(converse(config, stop, start), run_directory(config))
+        outcome = generate(config, stop, start)
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
     say(format_table(outcome.summary))
@@ -62,6 +75,19 @@ def main(composed: Composed) -> int:
     if config.dataset.prompt is not None:
         say("\n" + answers(outcome.directory / "generations"))
     return outcome.exit_code
+
+
+def _told_of_turns(outcomes: Iterator["Outcome"], directory: Path) -> int:
+    """Says what each turn came to, as it ends; the exit code of the worst of them."""
+    from jobs.run.summary_table import format_table
+
+    code = 0
+    for turn, outcome in enumerate(outcomes, start=1):
+        say(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
+        say(format_table(outcome.summary))
+        code = max(code, outcome.exit_code)
+    say(HOW_TO_READ_TURNS.format(folder=directory))
+    return code
 
 
 def answers(folder: Path) -> str:

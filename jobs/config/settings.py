@@ -50,7 +50,7 @@ FREE_KEYS = frozenset(
 )
 LATER_KEYS = frozenset(
     {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}
-    | {"dataset.tools_field", "dataset.chat_template_kwargs"}
+    | {"dataset.tools_field", "dataset.chat_template_kwargs", "dataset.turns_field", "dataset.turns"}
     | {"dataset.json_schema_field", "dataset.regex_field", "dataset.choice_field"}
 )  # of those, too: came after the first names were given, see `run_name`
 
@@ -109,6 +109,11 @@ class GenerateConfig:
             keeps or self.output is Output.parts or not is_batch,
             "output=openai_batch needs dataset.keep_columns=true; output=parts does without",
         )
+        require(
+            self.sampling.n == 1 or not self.dataset.has_turns,
+            f"sampling.n={self.sampling.n} has no meaning where a later turn follows on one answer: "
+            "dataset.repeat asks each chat several times",
+        )
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
         require(
@@ -163,6 +168,7 @@ class ScoreConfig(GenerateConfig):
         require(self.sampling.n == 1, f"sampling.n={self.sampling.n} means nothing where targets are scored")
         structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
         require(not structures, f"sampling.{''.join(structures)} means nothing where targets are scored")
+        require(not self.dataset.has_turns, "targets are scored behind one prompt: dataset.turns have no meaning here")
         is_read = self.score.rolling or self.dataset.keep_columns
         require(is_read, "score.target_field is read from a row's other fields: dataset.keep_columns must be true")
 

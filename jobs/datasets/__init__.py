@@ -3,7 +3,7 @@ belongs what all kinds of input share; a new kind is a module in `kinds/` (docs/
 """
 
 from .config import DatasetConfig, DatasetKind, read_rows
-from .fields import BadRowPolicy, DuplicatePolicy, ReasoningMode, ShardConfig
+from .fields import BadRowPolicy, DuplicatePolicy, ReasoningMode, ShardConfig, Turns
 from .rows import Row, asked_bytes, input_digest, shard_rows, with_former_ids
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ReasoningMode",
     "Row",
     "ShardConfig",
+    "Turns",
     "asked_bytes",
     "input_digest",
     "read_rows",

@@ -39,6 +39,13 @@ class ReasoningMode(Enum):
     induction = "induction"
 
 
+class Turns(Enum):
+    """Which of a question's messages are asked: the `first`, or `all`, each behind the answers to those before it."""
+
+    first = "first"
+    all = "all"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DatasetFields:
     """Where a data set is, what its records are called, and what is done with its rows; kinds read some of these."""
@@ -48,6 +55,8 @@ class DatasetFields:
 
     prompt_field: str = "prompt"
     messages_field: str | None = None  # instead of prompt_field: a list of {role, content}
+    turns_field: str | None = None  # instead of prompt_field: a list of texts, what the user says turn by turn
+    turns: Turns = Turns.first  # of dataset=mtbench
     template: str | None = None  # instead of prompt_field: a text with fields in it, `Question: {question}\nAnswer:`
     few_shot_path: str | None = None  # examples in front of each prompt: `num_examples` of them, chosen by `trial`
     few_shot_template: str | None = None  # what an example looks like, its answer included
@@ -91,14 +100,19 @@ class DatasetFields:
     @property
     def for_chats(self) -> list[str]:
         """The keys that are set and mean nothing where no chat template is applied."""
-        keys = ("messages_field", "system_prompt", "tools_field", "chat_template_kwargs")
-        return [key for key in keys if getattr(self, key)]
+        keys = ("messages_field", "turns_field", "system_prompt", "tools_field", "chat_template_kwargs")
+        return [key for key in keys if getattr(self, key)] + (["turns=all"] if self.turns is Turns.all else [])
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a row may be a chat of several turns, which are runs one after another."""
+        return self.turns_field is not None or self.turns is Turns.all
 
     def _check_fields(self) -> None:
         for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
             require(bool(getattr(self, key)), f"dataset.{key} is empty")
         optional = ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path")
-        forms = ("template", "few_shot_path", "few_shot_template", "tools_field")
+        forms = ("template", "few_shot_path", "few_shot_template", "tools_field", "turns_field")
         for key in (*optional, *forms, *OVERRIDE_FIELDS):
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
         self._check_forms()
@@ -110,9 +124,11 @@ class DatasetFields:
 
     def _check_forms(self) -> None:
         """What a prompt is made of is said in one way, with all that it needs."""
+        chats = [key for key in ("messages_field", "turns_field") if getattr(self, key) is not None]
+        require(len(chats) < 2, "dataset.messages_field and dataset.turns_field both have chats: set one of them")
         for key in ("template", "few_shot_path"):
-            is_chat = self.messages_field is not None and getattr(self, key) is not None
-            require(not is_chat, f"dataset.{key} makes prompts, dataset.messages_field has chats: set one of them")
+            is_chat = bool(chats) and getattr(self, key) is not None
+            require(not is_chat, f"dataset.{key} makes prompts, dataset.{''.join(chats)} has chats: set one of them")
         is_named = self.prompt_field != DatasetFields.prompt_field
         require(
             self.template is None or not is_named,

@@ -61,12 +61,13 @@ class Record:
 @dataclass(frozen=True, kw_only=True)
 class Content:
     """What a record asks: a prompt, or messages with an empty prompt; `reference` is an answer that came with it,
-    `template_kwargs` what the chat template gets beside the messages."""
+    `template_kwargs` what the chat template gets beside the messages, `later_turns` what is asked behind the answer."""
 
     prompt: str = ""
     messages: list[Message] | None = None
     reference: str | None = None
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    later_turns: tuple[str, ...] = ()
 
 
 ReadContent: TypeAlias = Callable[[Fields], Content]
@@ -240,10 +241,32 @@ def read_prompt(fields: Fields, name: str) -> str:
 
 def read_first_turn(fields: Fields) -> Content:
     """MT-Bench's schema, turn 1 only and as raw text, as MoE-Lightning runs it."""
+    return Content(prompt=check_text(_question_turns(fields)[0], "turn 1"))
+
+
+def read_question(fields: Fields) -> Content:
+    """MT-Bench's schema, all turns."""
+    return _asked_in_turn(_question_turns(fields), "turn")
+
+
+def read_turns(fields: Fields, name: str) -> Content:
+    """What the user says turn by turn, at the field `name`. Raises BadRecord."""
+    turns = read_field(fields, name, "turns_field")
+    if not isinstance(turns, list) or not turns:
+        raise BadRecord(f"the field {shorten(name)} (dataset.turns_field) is not a list of texts")
+    return _asked_in_turn(turns, f"the field {shorten(name)}, turn")
+
+
+def _question_turns(fields: Fields) -> list[Json]:
     turns = fields.get("turns")
     if not isinstance(turns, list) or not turns:
         raise BadRecord("the field 'turns' is not a list of texts: not a question in MT-Bench's schema")
-    return Content(prompt=check_text(turns[0], "turn 1"))
+    return turns
+
+
+def _asked_in_turn(turns: list[Json], what: str) -> Content:
+    first, *later = [check_text(turn, f"{what} {number}") for number, turn in enumerate(turns, start=1)]
+    return Content(prompt=first, later_turns=tuple(later))
 
 
 def add_chat(content: Content, config: DatasetFields) -> Content:
@@ -263,8 +286,8 @@ def as_chat(content: Content, config: DatasetFields) -> Content:
 
 def named_fields(config: DatasetFields) -> list[tuple[str, str]]:
     """The fields that the config names, each behind its key: text, id and what a row asks otherwise than the run."""
-    keys = ["id_field", "messages_field", "tools_field", *OVERRIDE_FIELDS]
-    if config.messages_field is None and config.template is None:
+    keys = ["id_field", "messages_field", "turns_field", "tools_field", *OVERRIDE_FIELDS]
+    if config.messages_field is None and config.turns_field is None and config.template is None:
         keys.append("prompt_field")
     found = [(key, name) for key in keys if (name := getattr(config, key)) is not None]
     return [*found, *(("template", name) for name in template_fields(config.template or ""))]

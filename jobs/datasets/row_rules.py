@@ -30,7 +30,7 @@ TABLE_KEYS = frozenset(
     {"path", "prompt_field", "id_field", *OVERRIDE_FIELDS}
     | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
 )
-CHAT_KEYS = frozenset({"messages_field", "tools_field"})  # of tables whose values may be lists
+CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # of tables whose values may be lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,7 @@ def make_row(
         error=None,
         overrides=overrides,
         template_kwargs=chat.template_kwargs,
+        later_turns=chat.later_turns,
     )
 
 

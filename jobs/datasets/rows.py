@@ -28,7 +28,8 @@ class Row:
     `template_kwargs` are what the template gets beside them.
     `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
     `former_id`: what older versions called a row whose id cannot be read, after its file and line. `missing_field`: the
-    field whose absence is the error. `prompt_ids`: the prompt as tokens, in place of a text.
+    field whose absence is the error. `prompt_ids`: the prompt as tokens, in place of a text. `later_turns`: what the
+    user says behind the answer, and behind those that follow; runs of their own ask it.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Row:
     source_file: str | None = None
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
     prompt_ids: tuple[int, ...] | None = None
+    later_turns: tuple[str, ...] = ()
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
@@ -112,8 +114,8 @@ def number_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def shard_rows(rows: Sequence[Row], shard: ShardConfig) -> list[Row]:
-    """Every `count`-th row: shards are disjoint, cover the input, and differ by at most one row in size."""
-    return list(rows[shard.index :: shard.count])
+    """Every `count`-th row of the whole input: shards are disjoint, cover it, and differ by at most one row in size."""
+    return [row for row in rows if row.index % shard.count == shard.index]
 
 
 def input_digest(rows: Sequence[Row]) -> str:

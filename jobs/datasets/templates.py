@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Formatter
 from typing import TypeAlias
@@ -24,6 +24,7 @@ from .records import (
     read_messages,
     read_prompt,
     read_tools,
+    read_turns,
     shorten,
 )
 
@@ -88,6 +89,9 @@ def content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent:
         return lambda fields: Content(
             messages=read_messages(fields, name), template_kwargs=read_tools(fields, config.tools_field)
         )
+    if config.turns_field is not None:
+        turns = config.turns_field
+        return lambda fields: replace(read_turns(fields, turns), template_kwargs=read_tools(fields, config.tools_field))
     template = read_template(config.template, "template") if config.template is not None else None
     front = _examples(config, read)
 

@@ -24,7 +24,7 @@ from .config import ErrorRows, ExportConfig, ExportFormat
 from .formats import WRITERS
 from .openai_batch import batch_results
 from .shards import Missing, missing, read_parts, require_one_run
-from .sorting import Sorter
+from .sorting import ORDER, ORDER_OF_TURNS, Sorter
 
 log = logging.getLogger(__name__)
 BYTES_AT_ONCE = 64 * MIB  # of rows as parts hold them, that are sorted together; in memory a few times as much
@@ -60,7 +60,8 @@ def export(config: ExportConfig) -> Exported:
     is_parquet, results = config.written_as is ExportFormat.parquet, None
     if config.written_as is ExportFormat.openai_batch:
         results = batch_results(shards, schema, config.errors)
-    with Sorter(make_directory(out.absolute().parent), _num_places(shards), _num_files(shards)) as sorter:
+    order = ORDER_OF_TURNS if shards[0].num_turns > 1 else ORDER
+    with Sorter(make_directory(out.absolute().parent), _num_places(shards), _num_files(shards), order) as sorter:
         for table in _rows(shards, schema, config, counts):
             if is_parquet:
                 types.see(table)

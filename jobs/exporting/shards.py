@@ -1,4 +1,4 @@
-"""The directories of one run, which are its shards, and what of it is missing."""
+"""The directories of one run, which are its shards and the turns of its chats, and what of it is missing."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,8 @@ NUM_LISTED = 10
 
 
 def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
-    """`runs` by the index of their shards. Raises ConfigError where they are not shards of one run, each once."""
+    """`runs` by their turns and the index of their shards. Raises ConfigError where they are not turns and shards of
+    one run, each once."""
     first = runs[0]
     for other in runs[1:]:
         keys = sorted(key for key in {*first.identity, *other.identity} if _differ(first, other, key))
@@ -27,14 +28,14 @@ def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
         counts = first.shard[1], other.shard[1]
         if counts[0] != counts[1]:
             raise ConfigError(f"{first.path} is one of {counts[0]} shards and {other.path} one of {counts[1]}")
-    by_index = {run.shard[0]: run for run in runs}
-    if len(by_index) < len(runs):
-        twice = next(run for run in runs if by_index[run.shard[0]] is not run)
+    by_place = {(run.turn, run.shard[0]): run for run in runs}
+    if len(by_place) < len(runs):
+        twice = next(run for run in runs if by_place[run.turn, run.shard[0]] is not run)
+        other = by_place[twice.turn, twice.shard[0]]
         raise ConfigError(
-            f"{twice.path} and {by_index[twice.shard[0]].path} are both shard {twice.shard[0]} of {twice.shard[1]}: "
-            "name one of them"
+            f"{twice.path} and {other.path} are both shard {twice.shard[0]} of {twice.shard[1]}: name one of them"
         )
-    return [by_index[index] for index in sorted(by_index)]
+    return [by_place[place] for place in sorted(by_place)]
 
 
 def _differ(one: FoundRun, other: FoundRun, key: str) -> bool:
@@ -51,16 +52,26 @@ class Missing:
 
 def missing(shards: Sequence[FoundRun]) -> Missing:
     """What is not there yet, by names, footers and plans."""
-    count = shards[0].shard[1]
-    absent = sorted(set(range(count)) - {run.shard[0] for run in shards})
-    sentences = [f"shard {listed(absent)} of {count} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
-    num_rows = 0
+    sentences, num_rows = [], 0
+    for turn in range(1, shards[0].num_turns + 1):
+        sentences += _absent([run for run in shards if run.turn == turn], shards[0].shard[1], turn)
     for run in shards:
         rows = missing_rows(run)
         num_rows += len(rows)
         if run.condition is not Condition.done or len(rows):
             sentences.append(_about(run, rows))
     return Missing(sentences=sentences, num_rows=num_rows)
+
+
+def _absent(shards: Sequence[FoundRun], count: int, turn: int) -> list[str]:
+    """What is said of shards of this turn that are not there; of a whole turn in one sentence."""
+    absent = sorted(set(range(count)) - {run.shard[0] for run in shards})
+    if not absent:
+        return []
+    if not shards:
+        return [f"turn {turn} is not there"]
+    where = f" (turn {turn})" if shards[0].num_turns > 1 else ""
+    return [f"shard {listed(absent)} of {count}{where} {'is' if len(absent) == 1 else 'are'} not there"]
 
 
 def _about(run: FoundRun, rows: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 are dealt out to files of neighbouring places first, and then each file is sorted by itself."""
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -13,15 +13,18 @@ import pyarrow as pa
 from runtime.closing import Closing
 from runtime.errors import DamagedRunError
 
-ORDER = [("row_index", "ascending"), ("sample_index", "ascending")]
+ORDER = ("row_index", "sample_index")
+ORDER_OF_TURNS = ("row_index", "turn")  # of chats of several turns
 MAX_FILES = 500  # that are open at once
 
 
 class Sorter(Closing):
     """A context manager; its files are on the disk of the output and have no name, so that even a kill leaves none."""
 
-    def __init__(self, folder: Path, num_places: int, num_files: int):
-        """`num_places`: how many rows the input has. With one file the rows stay in memory."""
+    def __init__(self, folder: Path, num_places: int, num_files: int, order: Sequence[str] = ORDER):
+        """`num_places`: how many rows the input has. With one file the rows stay in memory. `order`: the columns that
+        say where a row belongs; the first is its place in the input."""
+        self._order = order
         self._num_places, self._num_files = max(1, num_places), max(1, min(num_files, MAX_FILES))
         self._stack = ExitStack()
         self._tables: list[pa.Table] = []
@@ -41,13 +44,13 @@ class Sorter(Closing):
     def sorted(self) -> Iterator[pa.Table]:
         """All rows, in a few tables that follow one another. Raises DamagedRunError for a row that came twice."""
         if self._num_files == 1:
-            yield from (_in_order(self._tables),) if self._tables else ()
+            yield from (_in_order(self._tables, self._order),) if self._tables else ()
             return
         for writer in self._writers.values():
             writer.close()
         for number in sorted(self._writers):
             with self._files.pop(number) as file:
-                yield _in_order([pa.ipc.open_file(pa.PythonFile(file, mode="r")).read_all()])
+                yield _in_order([pa.ipc.open_file(pa.PythonFile(file, mode="r")).read_all()], self._order)
 
     def close(self) -> None:
         self._stack.close()
@@ -60,9 +63,9 @@ class Sorter(Closing):
         return self._writers[number]
 
 
-def _in_order(tables: Iterable[pa.Table]) -> pa.Table:
-    table = pa.concat_tables(tables).sort_by(ORDER)
-    same = [np.diff(table[name].to_numpy()) == 0 for name, _ in ORDER]
+def _in_order(tables: Iterable[pa.Table], order: Sequence[str]) -> pa.Table:
+    table = pa.concat_tables(tables).sort_by([(name, "ascending") for name in order])
+    same = [np.diff(table[name].to_numpy()) == 0 for name in order]
     twice = np.flatnonzero(np.logical_and(*same))
     if len(twice):
         row = {name: table[name][int(twice[0])].as_py() for name in ("row_index", "id")}

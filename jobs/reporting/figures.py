@@ -27,7 +27,8 @@ class RunFigures:
 
     @property
     def name(self) -> str:
-        return self.run.path.name
+        path = self.run.path
+        return f"{path.parent.name}/{path.name}" if self.run.num_turns > 1 else path.name
 
     @cached_property
     def passes(self) -> Sequence[PassRow]:

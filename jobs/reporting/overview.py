@@ -143,13 +143,19 @@ def _by_run(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
     """Shards of a run together, under its name; where another run has that name, under its path."""
     groups: dict[Path, list[RunFigures]] = {}
     for run in runs:
-        name = SHARD_NAME.sub("", run.name) if run.run.shard[1] > 1 else run.name
-        groups.setdefault(run.run.path.parent / name, []).append(run)
-    names = [path.name for path in groups]
+        named = run.run.path.parent.parent / run.name if run.run.num_turns > 1 else run.run.path
+        if run.run.shard[1] > 1:
+            named = Path(*(SHARD_NAME.sub("", part) for part in named.parts))
+        groups.setdefault(named, []).append(run)
+    names = [_shown_name(path, runs[0]) for path, runs in groups.items()]
     return [
-        (path.name if names.count(path.name) == 1 else str(path), sorted(shards, key=lambda run: run.run.shard))
-        for path, shards in groups.items()
+        (name if names.count(name) == 1 else str(path), sorted(shards, key=lambda run: run.run.shard))
+        for name, (path, shards) in zip(names, groups.items(), strict=True)
     ]
+
+
+def _shown_name(path: Path, run: RunFigures) -> str:
+    return f"{path.parent.name}/{path.name}" if run.run.num_turns > 1 else path.name
 
 
 def _own_name(run: RunFigures, name: str) -> str:

@@ -24,6 +24,7 @@ from .part_files import parse_part, visible
 from .plan_file import read_plan_table
 from .run_dir import RunDirectory
 
+TURN_NAME = re.compile(r"turn-([1-9]\d*)")
 PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
@@ -63,10 +64,20 @@ class FoundRun:
         index, count = (self.semantic.get(f"shard.{name}") for name in ("index", "count"))
         return (index, count) if isinstance(index, int) and isinstance(count, int) else (0, 1)
 
+    @property
+    def turn(self) -> int:
+        """Which turn of its chats it asks, from 1."""
+        return found if isinstance(found := self.semantic.get("turn"), int) else 1
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the longest of its chats, each a run; 1 where rows are no chats of several."""
+        return found if isinstance(found := self.semantic.get("num_turns"), int) else 1
+
     @cached_property
     def identity(self) -> Mapping[str, JsonValue]:
-        """What all shards of a run have in common."""
-        own = {"shard.index", "shard.count", "input"}
+        """What all shards and turns of a run have in common."""
+        own = {"shard.index", "shard.count", "input", "turn"}
         return {key: value for key, value in self.semantic.items() if key not in own}
 
     @cached_property
@@ -167,18 +178,26 @@ def is_locked(path: Path) -> bool:
 
 
 def find_runs(names: Sequence[str], key: str) -> list[FoundRun]:
-    """The runs that `names`, the value of the setting `key`, mean: each a run's directory, or a glob of which those
-    matches count that hold a run.json. Each run comes once. Raises ConfigError, DamagedRunError."""
+    """The runs that `names`, the value of the setting `key`, mean: each a run's directory, that of the turns of chats,
+    or a glob of which those matches count that hold a run.json. Each run comes once. Raises ConfigError,
+    DamagedRunError."""
     paths: dict[Path, Path] = {}  # by what they are once links are followed
     for name in names:
         path = Path(name).expanduser()
         matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207
-        found = [match for match in matches if RunDirectory(path=match).manifest.is_file()]
+        found = [run for match in matches for run in _runs_at(match)]
         if not found:
             raise ConfigError(_nothing_found(key, name, path, matches))
         paths |= {match.resolve(): match for match in found if match.resolve() not in paths}
     runs = [RunDirectory(path=path) for path in paths.values()]
     return [FoundRun(directory=run, manifest=read_json(run.manifest)) for run in runs]
+
+
+def _runs_at(path: Path) -> list[Path]:
+    """The run at `path`, or its turns, in their order."""
+    turns = {int(turn[1]): child for child in path.glob("turn-*") if (turn := TURN_NAME.fullmatch(child.name))}
+    runs = [path, *(turns[turn] for turn in sorted(turns))]
+    return [run for run in runs if RunDirectory(path=run).manifest.is_file()]
 
 
 def _nothing_found(key: str, name: str, path: Path, matches: Sequence[Path]) -> str:

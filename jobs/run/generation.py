@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -77,13 +77,15 @@ class Task:
     """What a run does with its rows; all else of a run is the same for every task. `columns`: those of
     `GenerationRow.values` that every output row has, whatever it brought along, as `generation_schema` makes them.
     `rows` are asked for without a runtime first, unless the settings need one to tell them. `totals`: what the parts in
-    a directory come to beside what every run's summary says, of these input rows."""
+    a directory come to beside what every run's summary says, of these input rows. `identity`: what makes the run this
+    run beside its settings."""
 
     directory: Path
     columns: Columns
     requests: MakeRequests
     rows: Callable[[GenerateConfig, Runtime | None], list[Row]] = dataset_rows
     totals: Callable[[Path, Sequence[Row]], Mapping[str, JsonValue] | None] = lambda *_: None
+    identity: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 def generation(config: GenerateConfig) -> Task:
@@ -122,8 +124,10 @@ def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool],
     if begun_with == FORMAT_WITHOUT_FACTS:
         rows = with_former_ids(rows)
     digests = digest_input(rows, columns)
+    manifest = manifest_of(config, runtime, digests)
+    manifest = replace(manifest, semantic={**manifest.semantic, **task.identity})
     with (
-        _open(task.directory, manifest_of(config, runtime, digests), digests, rows) as state,
+        _open(task.directory, manifest, digests, rows) as state,
         mistakes_logged(state.directory.log),
     ):
         if config.output_private:

@@ -4,8 +4,8 @@ command line asks."""
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..fields import DatasetFields
-from ..records import Content, check_text, read_first_turn, read_prompt
+from ..fields import DatasetFields, Turns
+from ..records import Content, check_text, read_first_turn, read_prompt, read_question
 from ..row_rules import CountTokens, Kind, ReadRecords, make_row, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl, read_jsonl_path
@@ -16,8 +16,9 @@ MT_BENCH_ID = "question_id"
 
 
 def _questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
-    """The first turn of each, as raw text, by its `question_id`."""
-    return make_rows(enumerate(read(config)), config, read_first_turn, MT_BENCH_ID)
+    """The first turn of each, as raw text, by its `question_id`; with `turns=all` the others behind it."""
+    read_content = read_question if config.turns is Turns.all else read_first_turn
+    return make_rows(enumerate(read(config)), config, read_content, MT_BENCH_ID)
 
 
 def _sample(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
@@ -44,7 +45,7 @@ KINDS = {
     "tasks": Kind(rows=_tasks),
     "mtbench": Kind(
         rows=_mt_bench,
-        keys=frozenset({"path"}),
+        keys=frozenset({"path", "turns"}),
         needs="dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",
     ),
 }

@@ -1,0 +1,73 @@
+"""Chats in which the user speaks several times: each turn is a run in a directory of its own, and its prompts hold what
+the runs of the turns before came to.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from runtime.errors import ConfigError
+
+from ..config.settings import GenerateConfig, run_directory
+from ..datasets import Row
+from ..datasets.records import Json
+from .found import find_runs
+from .generation import Outcome, Task, dataset_rows, generation, perform
+from .passes import Start
+from .run_dir import RunDirectory
+
+TURN = "turn"  # the output's column; one of the input by that name becomes `row_turn`
+
+
+def converse(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Iterator[Outcome]:
+    """Runs, or goes on with, one turn after another, and yields what each came to. Raises the errors of
+    runtime.errors."""
+    directory = run_directory(config)
+    if RunDirectory(path=directory).manifest.exists():
+        raise ConfigError(f"{directory} holds a run that asks one turn: choose another directory with run=")
+    rows = dataset_rows(config, None)
+    num_turns = 1 + max(len(row.later_turns) for row in rows)
+    for turn in range(1, num_turns + 1):
+        outcome = perform(_task(config, rows, turn, num_turns), config, should_stop, start)
+        yield outcome
+        if turn < num_turns:
+            rows = _continued(rows, turn, _answers(outcome))
+
+
+def _task(config: GenerateConfig, rows: Sequence[Row], turn: int, num_turns: int) -> Task:
+    asked = [replace(row, columns=_columns(row, turn)) for row in rows]
+    return replace(
+        generation(config),
+        directory=run_directory(config) / f"turn-{turn}",
+        rows=lambda *_: asked,
+        identity={"turn": turn, "num_turns": num_turns},
+    )
+
+
+def _columns(row: Row, turn: int) -> dict[str, Json]:
+    own = {f"row_{TURN}" if name == TURN else name: value for name, value in row.columns.items()}
+    return {**own, TURN: turn}
+
+
+def _answers(outcome: Outcome) -> Mapping[str, Mapping[str, str | None]]:
+    """The completion or the error of each row, by id; parts are verified. Raises DamagedRunError."""
+    (run,) = find_runs([str(outcome.directory)], "run")
+    parts = [run.read_part(block).select(["id", "completion", "error"]) for block in sorted(run.parts)]
+    return {row["id"]: row for part in parts for row in part.to_pylist()}
+
+
+def _continued(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str, str | None]]) -> list[Row]:
+    """The rows that have another turn. Those of other shards, which have no answer here, are not asked here."""
+    return [_next(row, turn, answers.get(row.id, {})) for row in rows if row.later_turns]
+
+
+def _next(row: Row, turn: int, answer: Mapping[str, str | None]) -> Row:
+    said, *later = row.later_turns
+    error = answer.get("error")
+    if row.error is not None or error is not None:
+        return replace(row, messages=None, later_turns=tuple(later), error=row.error or _why(turn, error))
+    messages = [*(row.messages or []), {"role": "assistant", "content": answer.get("completion")}]
+    return replace(row, messages=[*messages, {"role": "user", "content": said}], later_turns=tuple(later))
+
+
+def _why(turn: int, error: str | None) -> str:
+    return f"turn {turn} has no answer: {error}"
