@@ -17,7 +17,7 @@ import hydra
 
 from jobs.config.cli import as_job, run_job, say, with_prompt
 from jobs.config.logs import log_start, log_to_stderr
-from jobs.config.settings import Composed, GenerateConfig, load
+from jobs.config.settings import Composed, GenerateConfig, load, run_directory
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
 from runtime.origin.place import local_place

@@ -106,7 +106,7 @@ def stop_within(config: GenerateConfig, turn: int) -> Callable[[], bool]:
     return lambda: any((run_directory(config) / f"turn-{turn}" / "generations").glob("*.parquet"))
 
 
-def test_a_run_that_was_stopped_in_its_second_turn_goes_on_to_the_same_rows(tmp_path: Path, model: str, whole: Whole) -> None:
+def test_a_run_stopped_in_its_second_turn_goes_on_to_the_same_rows(tmp_path: Path, model: str, whole: Whole) -> None:
     config = config_for(tmp_path, model)
     with pytest.raises(Interrupted):
         list(converse(config, stop_within(config, 2)))
