@@ -188,11 +188,14 @@ class Runtime(Closing):
         rates: MachineRates | None = None,
         blocks: tuple[Block, ...] | None = None,
         known: Policy | None = None,
+        chunk_tokens: int | None = None,
         num_halvings: int = 0,
     ) -> RunPlan:
         """The plan of a run of these requests; see `Planner.plan`. `rates`: None measures them."""
         sizes = [request.size for request in requests]
-        return self.planner.plan(sizes, rates=rates, blocks=blocks, known=known, num_halvings=num_halvings)
+        return self.planner.plan(
+            sizes, rates=rates, blocks=blocks, known=known, chunk_tokens=chunk_tokens, num_halvings=num_halvings
+        )
 
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
         """`plan` as `rates` show it; see `Planner.revised`."""
@@ -249,6 +252,7 @@ class Runtime(Closing):
         rates: MachineRates | None = None,
         blocks: tuple[Block, ...] | None = None,
         known: Policy | None = None,
+        chunk_tokens: int | None = None,
     ) -> AbstractContextManager[tuple[RunPlan, Session]]:
         """Plans, as `plan` does, and opens a session. Unless the policy is fixed or there are `blocks` of an earlier
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
@@ -260,7 +264,14 @@ class Runtime(Closing):
         may_back_off = blocks is None and kind is not PolicyKind.fixed
 
         def plan(rates: MachineRates | None, num_halvings: int) -> RunPlan:
-            found = self.plan(requests, rates=rates, blocks=blocks, known=known, num_halvings=num_halvings)
+            found = self.plan(
+                requests,
+                rates=rates,
+                blocks=blocks,
+                known=known,
+                chunk_tokens=chunk_tokens,
+                num_halvings=num_halvings,
+            )
             self.planner.announce(found, self._advised)
             self._check_lanes(found)
             return found

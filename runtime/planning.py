@@ -12,6 +12,7 @@ from .batching.balance import Block
 from .budgets import budgets_of, reclaim
 from .choices import plan_by_choice, policies_directory, question
 from .config import PolicyKind, RuntimeConfig
+from .errors import BudgetError
 from .kept import Kept
 from .measure.calibrate import measure_rates
 from .measure.machine import device_name
@@ -21,7 +22,7 @@ from .plan.advice import advice
 from .plan.cost.rates import MachineRates
 from .plan.cost.typical_load import TypicalLoad
 from .plan.facts import PlanFacts
-from .plan.placement.defaults import chunk_tokens
+from .plan.placement.defaults import chunk_tokens, in_chunks
 from .plan.placement.memory import SequenceSize
 from .plan.placement.placement import Budgets
 from .plan.placement.run_load import micro_batches_of
@@ -70,11 +71,23 @@ class Planner:
         rates: MachineRates | None = None,
         blocks: tuple[Block, ...] | None = None,
         known: Policy | None = None,
+        chunk_tokens: int | None = None,
         num_halvings: int = 0,
     ) -> RunPlan:
-        """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`: of the run that is
-        resumed; otherwise the policy chooses them. `known`: what a search came to before, which is gone by as long as
-        it fits. `num_halvings` as for `plan_policy`."""
+        """The plan of requests of these sizes. `rates` are measured where there are none. `blocks`, and `chunk_tokens`
+        of its prompts: of the run that is resumed, the latter as long as they fit; otherwise the policy chooses them.
+        `known`: what a search came to before, which is gone by as long as it fits. `num_halvings` as for
+        `plan_policy`."""
+        if chunk_tokens is not None and self.config.policy.prefill_chunk_tokens is None:
+            begun = replace(self, config=in_chunks(self.config, chunk_tokens))
+            try:
+                return begun.plan(sizes, rates=rates, blocks=blocks, known=known, num_halvings=num_halvings)
+            except BudgetError:
+                log.warning(
+                    "prompts went by %d tokens at a time when the run was begun, which do not fit any more: last bits "
+                    "of what is left may differ from those of a run that was not stopped",
+                    chunk_tokens,
+                )
         reclaim(self.device)
         budgets = self.budgets
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)

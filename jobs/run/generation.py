@@ -17,6 +17,7 @@ from runtime.config import Admission, PolicyKind, RuntimeConfig
 from runtime.engine.records import PassRecord
 from runtime.errors import RunMismatchError
 from runtime.plan.listing import schedule_text
+from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.planner import RunPlan
 from runtime.session import Session, ignore
 from runtime.trace import Span, Trace
@@ -35,7 +36,7 @@ from .open_run import Surroundings, generate_blocks
 from .output_rows import generation_schema, infer_column_schema
 from .parts import PartStore
 from .passes import Start
-from .plan_file import PlannedRequest, fix_plan, read_plan
+from .plan_file import PlannedRequest, chunk_tokens_of, fix_plan, read_plan
 from .predicted_spans import PredictedSpans
 from .progress import Progress
 from .requests import Asked, MakeRequests, ask, completions_of, rejected_rows, seat, unseat
@@ -189,7 +190,7 @@ class _Run:
         if (begun := _known_plan(self._state)) is not None:
             asked = asked.seated(begun)
         if not asked.requests:
-            return self._finished(asked, self._seated(asked, ()), None)
+            return self._finished(asked, self._seated(asked, (), None), None)
         feedback = self._feedback(asked)
         while True:
             fixed = _known_plan(self._state)
@@ -197,9 +198,10 @@ class _Run:
                 asked.computed,
                 rates=feedback.rates if feedback is not None else None,
                 blocks=unseat(fixed, asked) if fixed is not None else None,
-                known=feedback.policy if feedback is not None else None,
+                known=(known := feedback.policy if feedback is not None else None),
+                chunk_tokens=chunk_tokens_of(self._state.directory.plan) if known is None else None,
             ) as (plan, session):
-                store = self._seated(asked, plan.blocks)
+                store = self._seated(asked, plan.blocks, chunk_tokens(plan.policy))
                 if self._is_generated(session, plan, store, asked, feedback):
                     return self._finished(asked, store, plan, session.opening_seconds)
 
@@ -247,13 +249,14 @@ class _Run:
         feedback.restore()
         return feedback
 
-    def _seated(self, asked: Asked, blocks: Sequence[Block]) -> PartStore:
+    def _seated(self, asked: Asked, blocks: Sequence[Block], chunk_tokens: int | None) -> PartStore:
         """The store of the plan's parts; writes the plan down, or checks it against what is written."""
         planned = seat(asked, blocks)
         store = self._store_of(planned)
         if not self._state.directory.plan.exists():
             store.require_seats()
-        fix_plan(self._state.directory.plan, planned, may_lack_digest=self._state.manifest.is_old)
+        is_old = self._state.manifest.is_old
+        fix_plan(self._state.directory.plan, planned, chunk_tokens=chunk_tokens, may_lack_digest=is_old)
         return store
 
     def _stretches(

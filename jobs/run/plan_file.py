@@ -17,6 +17,7 @@ from ..files.publishing import PARQUET_PROBLEMS, canonical_json, parse_parquet, 
 from ..files.row_digest import is_signed, require_intact, sign
 
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
+CHUNK_TOKENS = b"millrace.prefill_chunk_tokens"  # in the footer of a plan
 Seat: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
 
 PLAN_SCHEMA = pa.schema(
@@ -64,13 +65,20 @@ def plan_digest(requests: Sequence[PlannedRequest]) -> str:
     return digest.hexdigest()
 
 
-def fix_plan(path: Path, requests: Sequence[PlannedRequest], *, may_lack_digest: bool = False) -> None:
-    """Publish the plan at `path`, or check that the one already there is the same. `may_lack_digest`: as older versions
-    wrote it.
+def fix_plan(
+    path: Path,
+    requests: Sequence[PlannedRequest],
+    *,
+    chunk_tokens: int | None = None,
+    may_lack_digest: bool = False,
+) -> None:
+    """Publish the plan at `path`, or check that the one already there is the same. `chunk_tokens`: how many tokens of a
+    prompt are to be computed at a time, which a run that goes on keeps to. `may_lack_digest`: as older versions wrote
+    it.
 
     Raises RunMismatchError when it is another plan, DamagedRunError when it cannot be read or was edited, OutputError.
     """
-    if path.exists() or not publish(path, lambda file: _write(requests, file), exclusive=True):
+    if path.exists() or not publish(path, lambda file: _write(requests, chunk_tokens, file), exclusive=True):
         _compare(path, read_plan(path, may_lack_digest=may_lack_digest), requests)
 
 
@@ -88,7 +96,7 @@ def read_plan_table(path: Path, *, may_lack_digest: bool = False) -> pa.Table:
         require_intact(table)
         if not is_signed(table) and not may_lack_digest:
             raise ValueError("it lacks the digest that it was written with, as when another program has saved it")
-        return table.cast(PLAN_SCHEMA)
+        return table.cast(PLAN_SCHEMA.with_metadata(table.schema.metadata))
     except PARQUET_PROBLEMS as error:
         raise DamagedRunError(
             f"{path} ({len(data)} bytes) was changed after it was written, or damaged: {error}. Put it back as it was, "
@@ -96,9 +104,19 @@ def read_plan_table(path: Path, *, may_lack_digest: bool = False) -> pa.Table:
         ) from error
 
 
-def _write(requests: Sequence[PlannedRequest], file: BinaryIO) -> None:
+def chunk_tokens_of(path: Path) -> int | None:
+    """How many tokens of a lane's prompts the run whose plan is at `path` computes at a time; None where no plan says.
+    Raises what `read_plan_table` raises, but for a plan without a digest."""
+    if not path.exists():
+        return None
+    found = (read_plan_table(path, may_lack_digest=True).schema.metadata or {}).get(CHUNK_TOKENS)
+    return int(found) if found is not None else None
+
+
+def _write(requests: Sequence[PlannedRequest], chunk_tokens: int | None, file: BinaryIO) -> None:
     columns = {name: [getattr(request, name) for request in requests] for name in PLAN_SCHEMA.names}
-    write_parquet(sign(pa.table(columns, schema=PLAN_SCHEMA), {}), file)
+    metadata = {} if chunk_tokens is None else {CHUNK_TOKENS: str(chunk_tokens).encode()}
+    write_parquet(sign(pa.table(columns, schema=PLAN_SCHEMA), metadata), file)
 
 
 def _compare(path: Path, stored: Sequence[PlannedRequest], requests: Sequence[PlannedRequest]) -> None:

@@ -2,8 +2,8 @@
 Pure.
 
 The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run
-keeps the blocks it began with; the placement may differ each time it is resumed, and so may the chunks of its prompts,
-which go by measured rates where neither the settings nor a search's recorded policy say them.
+keeps the blocks it began with, and the chunks of its prompts as long as they fit; the placement may differ each time it
+is resumed.
 """
 
 from collections.abc import Sequence
