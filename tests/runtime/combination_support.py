@@ -24,6 +24,7 @@ from runtime.config import (
     SamplingConfig,
     Tier,
 )
+from runtime.plan.cost.rates import MachineRates
 
 PROMPTS, NUM_NEW_TOKENS = (1, 2, 0, 4), (3, 1, 2, 2)  # of the reference's; rows leave their lanes one by one
 CHUNK_TOKENS = 16  # the longest prompt is prefilled in pieces
@@ -40,6 +41,11 @@ PREFETCHES = (
     PrefetchConfig(kind=Prefetch.block, block_layers=2),
     PrefetchConfig(kind=Prefetch.cost_aware),
 )
+RATES = MachineRates(
+    disk_bytes_per_second=1e9, link_in_bytes_per_second=1e10, link_out_bytes_per_second=1e10,
+    gemm_flops_per_second={1: 1e9}, attention_bytes_per_second=1e10, cpu_attention_bytes_per_second=1e10,
+    prefill_attention_flops_per_second=1e10,
+)  # fmt: skip
 CGOPIPE = "policy.schedule=cgopipe has the CPU attend beside compute"
 BESIDE = "policy.attention=cpu in front of an accelerator wants keys and values in host memory"
 

@@ -32,7 +32,6 @@ from runtime.config import (
 from runtime.engine.sequence import Request
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
-from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement import placer
 from runtime.plan.placement.kv import travelling_layers
 from runtime.plan.planner import RunPlan
@@ -46,6 +45,7 @@ from tests.runtime.combination_support import (
     NUM_NEW_TOKENS,
     PREFETCHES,
     PROMPTS,
+    RATES,
     TIERS,
     Combination,
     Kind,
@@ -54,11 +54,6 @@ from tests.runtime.combination_support import (
 )
 from tests.support import Reference
 
-RATES = MachineRates(
-    disk_bytes_per_second=1e9, link_in_bytes_per_second=1e10, link_out_bytes_per_second=1e10,
-    gemm_flops_per_second={1: 1e9}, attention_bytes_per_second=1e10, cpu_attention_bytes_per_second=1e10,
-    prefill_attention_flops_per_second=1e10,
-)  # fmt: skip
 DEVICES: Sequence[Callable[[int], FakeDevice]] = (  # of a combination by its number; streams late, compute first
     lambda _: FakeDevice((True,) * 5),
     lambda _: FakeDevice((False,) * 5),

@@ -12,44 +12,23 @@ from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeCo
 from runtime.config import Admission, Attention, DType, KVConfig, KVTier, Lanes, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.sequence import Completion, Request, Unfinished
-from runtime.model.families import FAMILIES, Family
 from runtime.model.loading import load_model
 from runtime.plan.placement.memory import SequenceSize, pass_tokens
+from tests.runtime.long_rope import LIMIT, LONG_SHAPES, long_rope_reference
 from tests.support import NUM_NEW_TOKENS, PROMPT_LENGTHS, Reference
 from tests.toy import toy_shape
 
-LIMIT = 11  # of PROMPT_LENGTHS two are longer, one is as long, three cross it while decoding, one stays below
-assert sorted(PROMPT_LENGTHS) == [3, 5, 8, 9, 11, 17, 30]
-assert NUM_NEW_TOKENS == 9
-
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [1.0, 2.0, 4.0, 7.0],
-    "original_max_position_embeddings": LIMIT,
-}
-SHAPES: dict[str, dict[str, object]] = {
-    "phi-3": {"original_max_position_embeddings": LIMIT, "rope_parameters": LONG_ROPE},
-    "phi-moe": {
-        "original_max_position_embeddings": LIMIT,
-        "rope_parameters": {**LONG_ROPE, "short_mscale": 1.1, "long_mscale": 1.4},
-    },
-    "llama": {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.3}},
-}
 RESTARTS = {"phi-3": LIMIT + 1, "phi-moe": LIMIT + 1, "llama": None}  # only the Phis drop their cache
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=LONG_SHAPES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
 def ref(family: str, shared_home: Path) -> Reference:
-    row = FAMILIES[family]
-    long = Family(name=f"{family}, long", model_type=row.model_type, overrides={**row.overrides, **SHAPES[family]})
-    return Reference.shared(long, shared_home / "families" / long.name)
+    return long_rope_reference(family, shared_home)
 
 
 def config_for(

@@ -1,17 +1,23 @@
 """Scores of given tokens equal the log-softmax of transformers' own forward pass, in every family, tier and order."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
-from runtime.config import ModelConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.config import Admission, Attention, KVConfig, KVTier, ModelConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.engine.scoring_requests import Joined
 from runtime.model.families import FAMILIES
 from runtime.orders import Order
 from runtime.scoring import Scored, Targets
+from tests.fake_device import FakeDevice
+from tests.runtime.combination_support import RATES, TIERS
+from tests.runtime.long_rope import LIMIT, long_rope_reference
 from tests.support import Reference
 
 References = Callable[[str], Reference]
@@ -43,12 +49,12 @@ def expected(model: PreTrainedModel, prompt: Sequence[int], target: Sequence[int
     )
 
 
-def config_for(reference: Reference, tier: Tier, order: Order | None = None, **policy: int) -> RuntimeConfig:
+def config_for(reference: Reference, tier: Tier, **policy: int) -> RuntimeConfig:
     sizes = {"micro_batch_size": 3, "num_micro_batches": 2} | policy
     return RuntimeConfig(
         model=ModelConfig(name="test", path=str(reference.directory)),
         offload=OffloadConfig(tier=tier, resident_layers=0, read_chunk_mib=1),
-        policy=PolicyConfig(kind=PolicyKind.fixed, schedule=order, **sizes),
+        policy=PolicyConfig(kind=PolicyKind.fixed, **sizes),
         sampling=SamplingConfig(),
     )
 
@@ -86,7 +92,12 @@ def require_equal(
 
 @pytest.fixture(autouse=True)
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engine.engine.head_rows", lambda vocab_size: HEAD_ROWS)
+    monkeypatch.setattr("runtime.planning.measure_rates", lambda *_: RATES)
+    cut(monkeypatch, HEAD_ROWS)
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    monkeypatch.setattr("runtime.engine.engine.head_rows", lambda vocab_size: num_rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,3 +108,82 @@ def test_scores_equal_the_log_softmax_of_transformers_in_every_family(
     pairs = pairs_of(ref)
     found = opened(config_for(ref, Tier.nvme)).score(pairs)
     require_equal(found, pairs, reference_model(ref), WIDER.get(family, TOLERANCE))
+
+
+@pytest.fixture
+def in_front(reference: References) -> Runtime:
+    """A runtime whose streams come late."""
+    return Runtime(config_for(reference("mixtral"), Tier.nvme), device=FakeDevice(seed=7))
+
+
+def test_scores_are_the_same_in_every_tier_order_and_admission(reference: References, in_front: Runtime) -> None:
+    ref = reference("mixtral")
+    pairs, model = pairs_of(ref), reference_model(ref)
+    for number, (tier, order, admission) in enumerate(itertools.product(TIERS, Order, Admission)):
+        attention = Attention.cpu if order.style.needs_cpu_attention or number % 4 == 1 else Attention.device
+        kv = KVConfig(tier=KVTier.cpu) if attention is Attention.cpu else KVConfig()
+        config = config_for(ref, tier, prefill_chunk_tokens=16)
+        policy = replace(config.policy, schedule=order, attention=attention, admission=admission)
+        in_front.config = replace(config, policy=policy, kv=kv)
+        found = in_front.score(pairs)
+        require_equal(found, pairs, model)
+        assert {each.is_greedy for each in found} == {True, False}
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 1000])
+@pytest.mark.parametrize("family", ["llama", "falcon, first"])
+def test_scores_are_the_same_in_slices_of_any_size_and_prompts_in_pieces(
+    family: str, num_rows: int, reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut(monkeypatch, num_rows)
+    ref = reference(family)
+    pairs = pairs_of(ref)
+    found = opened(config_for(ref, Tier.nvme, prefill_chunk_tokens=8)).score(pairs)
+    require_equal(found, pairs, reference_model(ref))
+
+
+def test_targets_are_given_the_same_whether_they_share_a_pass_or_not(
+    reference: References, opened: Runtimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, pairs = opened(config_for(reference("llama"), Tier.nvme)), pairs_of(reference("llama"))
+    together = runtime.score(pairs)
+    monkeypatch.setattr(
+        "runtime.scoring.join", lambda requests: [Joined(request=r, members=[i]) for i, r in enumerate(requests)]
+    )
+    for one, other in zip(runtime.score(pairs), together, strict=True):
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=TOLERANCE)
+        assert replace(one, token_logprobs=()) == replace(other, token_logprobs=())
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_stream_gives_the_same_scores_so_many_pairs_at_a_time(
+    window: int, reference: References, opened: Runtimes
+) -> None:
+    ref = reference("llama")
+    pairs, taken = pairs_of(ref), list[int]()
+    with opened(config_for(ref, Tier.nvme)).score_stream(_noted(pairs, taken), window=window) as stream:
+        first = next(stream)
+        assert len(taken) == window
+        found = [first, *stream]
+    require_equal(sorted(found, key=lambda each: (each.prompt_index, each.target_index)), pairs, reference_model(ref))
+
+
+def _noted(pairs: Sequence[Targets], taken: list[int]) -> Iterator[Targets]:
+    for index, pair in enumerate(pairs):
+        taken.append(index)
+        yield pair
+
+
+@pytest.mark.parametrize("admission", Admission)
+@pytest.mark.parametrize("family", ["phi-3", "llama"])
+def test_long_rope_takes_the_factors_of_the_length_that_is_scored(
+    family: str, admission: Admission, shared_home: Path, opened: Runtimes
+) -> None:
+    """Pairs below the limit, above it, and of a prompt below it whose target crosses it."""
+    ref = long_rope_reference(family, shared_home)
+    config = config_for(ref, Tier.nvme, prefill_chunk_tokens=8)
+    pairs = pairs_of(ref)
+    lengths = {len(pair.prompt) + len(target) - 1 for pair in pairs for target in pair.targets}  # pyright: ignore
+    assert min(lengths) <= LIMIT < max(lengths)
+    found = opened(replace(config, policy=replace(config.policy, admission=admission))).score(pairs)
+    require_equal(found, pairs, reference_model(ref))
