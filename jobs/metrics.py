@@ -7,7 +7,7 @@ import hydra
 
 from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, load
-from jobs.grading.config import MetricsConfig
+from jobs.grading.config import Metric, MetricsConfig
 
 
 @hydra.main(config_path="../conf", config_name="metrics", version_base=None)
@@ -17,8 +17,10 @@ def main(composed: Composed) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
 
     from jobs.grading.grading import describe, grade
+    from jobs.grading.judging import describe_judged, judged
 
-    for line in describe(grade(config)):
+    lines = describe_judged(judged(config)) if Metric.judge in config.metrics else describe(grade(config))
+    for line in lines:
         say(line)
 
 

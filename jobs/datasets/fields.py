@@ -74,6 +74,11 @@ class DatasetFields:
     hub_split: str = "train"
     hub_revision: str | None = None
 
+    answers_path: str | None = None  # what is judged: a run, a file of FastChat's, or a directory of them
+    baseline_path: str | None = None  # answers of one other model: each is judged beside its own, in both orders
+    references_path: str | None = None  # right answers in FastChat's form; null: those of the questions
+    judge_prompts_path: str | None = None  # what the judge is told, in FastChat's form; null: in our words
+
     mode: ReasoningMode = ReasoningMode.pattern_match
     trial: int = 0  # which in-context examples: HELM's train trial index
     num_examples: int = 5  # in-context examples per prompt
@@ -112,6 +117,7 @@ class DatasetFields:
         for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
             require(bool(getattr(self, key)), f"dataset.{key} is empty")
         optional = ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path")
+        optional += ("answers_path", "baseline_path", "references_path", "judge_prompts_path")
         forms = ("template", "few_shot_path", "few_shot_template", "tools_field", "turns_field")
         for key in (*optional, *forms, *OVERRIDE_FIELDS):
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")

@@ -12,6 +12,7 @@ class ExportFormat(Enum):
     csv = "csv"
     parquet = "parquet"
     openai_batch = "openai_batch"
+    fastchat = "fastchat"
 
 
 class ErrorRows(Enum):
@@ -23,6 +24,7 @@ class ErrorRows(Enum):
 
 
 SUFFIXES = ("jsonl", "csv", "parquet")
+FORMS_OF_OTHERS = (ExportFormat.openai_batch, ExportFormat.fastchat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,9 @@ class ExportConfig:
         )
         columns = self.columns
         require(columns is None or bool(columns), "columns is empty: name some, or null for all")
-        is_batch = self.format is ExportFormat.openai_batch
-        require(columns is None or not is_batch, "columns has no meaning for format=openai_batch: its form is OpenAI's")
+        for form in FORMS_OF_OTHERS:
+            is_ours = columns is None or self.format is not form
+            require(is_ours, f"columns has no meaning for format={form.value}: its form is not ours to choose")
         require(len(set(columns or [])) == len(columns or []), f"columns={columns} names a column twice")
 
     @property

@@ -20,9 +20,10 @@ from ..files.publishing import PARQUET_PROBLEMS, TEMP_SUFFIX, make_directory, ou
 from ..run.found import FoundRun, find_runs
 from ..run.run_dir import RunDirectory
 from .columns import JsonTypes, chosen, exported_schema, with_columns
-from .config import ErrorRows, ExportConfig, ExportFormat
+from .config import FORMS_OF_OTHERS, ErrorRows, ExportConfig, ExportFormat
+from .fastchat import Answers, Judgments, fastchat_results
 from .formats import WRITERS
-from .openai_batch import batch_results
+from .openai_batch import BatchResults, batch_results
 from .shards import Missing, missing, read_parts, require_one_run
 from .sorting import ORDER, ORDER_OF_TURNS, Sorter
 
@@ -57,9 +58,7 @@ def export(config: ExportConfig) -> Exported:
     kept = shards[0].semantic.get("dataset.keep_columns") is not False
     names = chosen(schema, config.columns, has_input=kept)
     types, counts = JsonTypes(schema=pa.schema([schema.field(name) for name in names])), _Counts()
-    is_parquet, results = config.written_as is ExportFormat.parquet, None
-    if config.written_as is ExportFormat.openai_batch:
-        results = batch_results(shards, schema, config.errors)
+    is_parquet, results = config.written_as is ExportFormat.parquet, _results(shards, schema, config, out)
     order = ORDER_OF_TURNS if shards[0].num_turns > 1 else ORDER
     with Sorter(make_directory(out.absolute().parent), _num_places(shards), _num_files(shards), order) as sorter:
         for table in _rows(shards, schema, config, counts):
@@ -81,10 +80,21 @@ def export(config: ExportConfig) -> Exported:
         num_rows=num_rows,
         num_errors=0 if config.errors is ErrorRows.drop else num_errors,
         num_dropped=num_errors if config.errors is ErrorRows.drop else 0,
-        num_shards=len(shards),
+        num_shards=len({run.shard[0] for run in shards}),
         missing=lacking,
         as_text=types.as_text() if is_parquet else [],
     )
+
+
+def _results(
+    shards: Sequence[FoundRun], schema: pa.Schema, config: ExportConfig, out: Path
+) -> BatchResults | Answers | Judgments | None:
+    """What writes a form of others; None where rows are written as they are."""
+    if config.written_as is ExportFormat.openai_batch:
+        return batch_results(shards, schema, config.errors)
+    if config.written_as is ExportFormat.fastchat:
+        return fastchat_results(shards, schema, config.errors, out)
+    return None
 
 
 def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
@@ -163,7 +173,7 @@ def _rows(shards: Sequence[FoundRun], schema: pa.Schema, config: ExportConfig, c
             is_ok = np.array([status == "ok" for status in table["status"].to_pylist()])
             counts.num_errors += int((~is_ok).sum())
             kept = table
-            if config.errors is not ErrorRows.keep and config.written_as is not ExportFormat.openai_batch:
+            if config.errors is not ErrorRows.keep and config.written_as not in FORMS_OF_OTHERS:
                 kept = table.filter(pa.array(is_ok if config.errors is ErrorRows.drop else ~is_ok))
             counts.num_rows += kept.num_rows
             yield kept

@@ -8,12 +8,13 @@ from runtime.errors import require
 
 class Metric(Enum):
     """`gsm8k`: the number behind `####`, else the last one. `bbh`: what stands behind `the answer is`, else the whole
-    answer. `rouge` needs the extra `eval`."""
+    answer. `rouge` needs the extra `eval`. `judge`: what a judge said, of a run of dataset=mtbench_judge."""
 
     exact_match = "exact_match"
     gsm8k = "gsm8k"
     bbh = "bbh"
     rouge = "rouge"
+    judge = "judge"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class MetricsConfig:
         require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
         require(bool(self.metrics), "metric is empty: name some, e.g. metric=[exact_match,rouge]")
         require(len(set(self.metrics)) == len(self.metrics), "metric names one twice")
+        is_alone = Metric.judge not in self.metrics or len(self.metrics) == 1
+        require(is_alone, "metric=judge reads ratings, the others compare answers with references: ask for it alone")
         require(bool(self.reference_field), "reference_field is empty: the column that has the right answers")
 
     @property

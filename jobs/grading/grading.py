@@ -46,6 +46,20 @@ def grade(config: MetricsConfig) -> Graded:
     """Grades the run and writes the scores. Raises ConfigError for what is missing, DamagedRunError, and OutputError
     with an older file left as it was."""
     score = scorers(config.metrics)
+    shards = complete_run(config)
+    graded = graded_tables(tables_of(shards, partial=config.partial), config.reference_field, score)
+    if not graded.num_samples:
+        raise ConfigError(
+            f"run={','.join(config.runs)}: no row has both a completion and a reference: "
+            f"{counted(graded.num_errors, 'row')} with an error, {counted(graded.num_without_reference, 'row')} "
+            f"without a value of reference_field={config.reference_field}"
+        )
+    graded.out = written(config, shards, graded.rows)
+    return graded
+
+
+def complete_run(config: MetricsConfig) -> list[FoundRun]:
+    """The shards of the run. Raises ConfigError where something is missing that is not to be left out."""
     shards = require_one_run(find_runs(config.runs, "run"))
     lacking = missing(shards)
     if lacking.sentences and not config.partial:
@@ -53,17 +67,16 @@ def grade(config: MetricsConfig) -> Graded:
             f"run={','.join(config.runs)} is not complete: {'; '.join(lacking.sentences)}. The run's own command goes "
             "on with it; partial=true grades what is there"
         )
-    graded = graded_tables(_tables(shards, partial=config.partial), config.reference_field, score)
-    if not graded.num_samples:
-        raise ConfigError(
-            f"run={','.join(config.runs)}: no row has both a completion and a reference: "
-            f"{counted(graded.num_errors, 'row')} with an error, {counted(graded.num_without_reference, 'row')} "
-            f"without a value of reference_field={config.reference_field}"
-        )
-    graded.out = Path(config.out).expanduser() if config.out else shards[0].path / OUT
-    table = pa.Table.from_pylist(graded.rows)
-    publish(graded.out, lambda file: pq.write_table(table, file), exclusive=False)
-    return graded
+    return shards
+
+
+def written(config: MetricsConfig, shards: Sequence[FoundRun], rows: list[dict[str, object]]) -> Path:
+    """The file that the scores were written to. Raises OutputError."""
+    folder = shards[0].path.parent if shards[0].num_turns > 1 else shards[0].path
+    out = Path(config.out).expanduser() if config.out else folder / OUT
+    table = pa.Table.from_pylist(rows)
+    publish(out, lambda file: pq.write_table(table, file), exclusive=False)
+    return out
 
 
 def graded_tables(tables: Iterable[pa.Table], reference_field: str, score: Sequence[Score]) -> Graded:
@@ -95,7 +108,7 @@ def _decoded(value: object, column: pa.Field) -> object:
     return from_json(value) if is_json(column) and isinstance(value, str) else value
 
 
-def _tables(shards: Sequence[FoundRun], *, partial: bool) -> Iterator[pa.Table]:
+def tables_of(shards: Sequence[FoundRun], *, partial: bool) -> Iterator[pa.Table]:
     return (table for run in shards for table, _ in read_parts(run, partial=partial))
 
 

@@ -33,6 +33,19 @@ def estimate(of_rows: Sequence[float]) -> Estimate:
     return Estimate(num_rows=len(values), mean=mean, low=low, high=high)
 
 
+def estimate_of_groups(groups: Sequence[Sequence[float]]) -> Estimate:
+    """The mean of all values, with the percentiles of a bootstrap over groups, none of which is empty: the values of
+    one group are no evidence of their own. `num_rows` counts values."""
+    if not groups:
+        return Estimate(num_rows=0)
+    sums, counts = np.array([sum(group) for group in groups]), np.array([len(group) for group in groups])
+    generator = np.random.default_rng(SEED)
+    drawn = generator.integers(0, len(groups), (NUM_RESAMPLES, len(groups)))
+    low, high = np.percentile(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1), (2.5, 97.5))
+    num_values = int(counts.sum())
+    return Estimate(num_rows=num_values, mean=float(sums.sum() / num_values), low=float(low), high=float(high))
+
+
 def wilson(share: float, count: int) -> tuple[float, float]:
     """The interval of a share of `count` independent rows."""
     scale = 1 + Z * Z / count

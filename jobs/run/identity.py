@@ -26,7 +26,13 @@ from .input_digests import InputDigests
 from .manifest import DIGEST_OF_WEIGHTS, RunManifest
 
 LOG = logging.getLogger(__name__)
-PATHS = ("model.path", "model.tokenizer", "dataset.path")  # what lies there is known by its digest, wherever it is
+JUDGED = ("dataset.answers_path", "dataset.baseline_path", "dataset.references_path", "dataset.judge_prompts_path")
+PATHS = (
+    "model.path",
+    "model.tokenizer",
+    "dataset.path",
+    *JUDGED,
+)  # what lies there is known by digests, wherever it is
 PLACES = frozenset({"_name_or_path", "name_or_path", "is_local", "local_files_only", "backend"})
 VERSIONS = frozenset({"transformers_version", "dtype"})  # the dtype is `model.dtype`, as it is computed with
 MAX_KEYS, MAX_CHARS = 64, 400  # of a mapping and of a value that are kept as they are; of larger ones a digest

@@ -1,0 +1,200 @@
+"""A run in the form of FastChat's `llm_judge`, which compares and tabulates it: the answers to questions of one or
+several turns, or, of a run of dataset=mtbench_judge, what a judge said of such answers.
+
+All but the time is of the run's rows, ids are digests, and the time is that of the run, so one run gives one file.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from runtime.errors import ConfigError
+
+from ..run.found import FoundRun
+from .columns import from_json, is_json
+from .config import ErrorRows
+
+JUDGED = "mtbench_judge"  # the data set whose runs are judgments
+JUDGE_COLUMNS = ("question_id", "model", "baseline", "prompt_name", "user_prompt", "turn", "game")
+ERROR = "$ERROR$"  # what FastChat writes where nothing was answered
+NO_RATING = -1
+RATING, LOOSE_RATING = re.compile(r"\[\[(\d+\.?\d*)\]\]"), re.compile(r"\[(\d+\.?\d*)\]")
+ID_DIGITS = 22
+
+RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table
+JsonObject: TypeAlias = dict[str, Any]
+
+
+def rating_of(judgment: str) -> int | float | None:
+    """The number in the first `[[7]]`, else in the first `[7]`; None where there is none."""
+    found = RATING.search(judgment) or LOOSE_RATING.search(judgment)
+    if found is None:
+        return None
+    return float(found[1]) if "." in found[1] else int(found[1])
+
+
+def winner_of(judgment: str) -> str:
+    """`A`, `B` or `tie`, as the first of `[[A]]`, `[[B]]` and `[[C]]` that is there says; else `error`."""
+    verdicts = {"[[A]]": "A", "[[B]]": "B", "[[C]]": "tie"}
+    return next((winner for mark, winner in verdicts.items() if mark in judgment), "error")
+
+
+def winner_of_game(game: int, judgment: str) -> str:
+    """`model_1`, `model_2`, `tie` or `error`: the baseline is `model_2`, and comes first in game 2."""
+    winner = winner_of(judgment)
+    models = ("model_1", "model_2") if game == 1 else ("model_2", "model_1")
+    return dict(zip("AB", models, strict=True)).get(winner, winner)
+
+
+def judge_name(run: FoundRun) -> str:
+    """The judge as tables call it: the model's name, or the last word of its path."""
+    path, name = ({**run.semantic, **run.operational}.get(f"model.{key}") for key in ("path", "name"))
+    return PurePath(path).name if isinstance(path, str) else str(name)
+
+
+def require_judged(schema: pa.Schema, run: FoundRun) -> None:
+    """Raises ConfigError where the run's rows do not say what they judge."""
+    lacking = [name for name in JUDGE_COLUMNS if name not in schema.names]
+    if lacking:
+        raise ConfigError(
+            f"{run.path} has no column {lacking[0]}: ratings are read from runs of dataset={JUDGED} with "
+            "dataset.keep_columns=true"
+        )
+
+
+def is_judged(run: FoundRun) -> bool:
+    return run.semantic.get("dataset.kind") == JUDGED
+
+
+@dataclass(kw_only=True)
+class Answers:
+    """Writes a line for each question, with the answers to all of its turns; those of replicas are further choices.
+    All of them are held in memory."""
+
+    model_id: str
+    time: float
+    wanted: ErrorRows
+    num_lines: int = 0
+    num_errors: int = 0
+    _turns: dict[str, dict[int, dict[int, str]]] = field(default_factory=dict)  # by question, choice and turn
+
+    def write(self, tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
+        failed: set[str] = set()
+        for row in rows_of(tables):
+            question, _, replica = str(row["id"]).partition("#")
+            choice = int(replica or 0) if row["sample_index"] == 0 else int(row["sample_index"])
+            is_ok = row["status"] == "ok"
+            turns = self._turns.setdefault(question, {}).setdefault(choice, {})
+            turns[int(row.get("turn") or 1)] = row["completion"] if is_ok else ERROR
+            failed |= set() if is_ok else {question}
+        for question, choices in self._turns.items():
+            is_error = question in failed
+            self.num_errors += is_error
+            if self.wanted is ErrorRows.keep or (self.wanted is ErrorRows.only) == is_error:
+                self.num_lines += 1
+                file.write(_json_line(self._line(question, choices)))
+
+    def _line(self, question: str, choices: Mapping[int, Mapping[int, str]]) -> JsonObject:
+        said = [
+            {"index": index, "turns": [turns[turn] for turn in sorted(turns)]}
+            for index, turns in sorted(choices.items())
+        ]
+        digest = sha256(json.dumps([question, self.model_id, said]).encode()).hexdigest()[:ID_DIGITS]
+        return {
+            "question_id": int(question) if question.isdecimal() else question,
+            "answer_id": digest,
+            "model_id": self.model_id,
+            "choices": said,
+            "tstamp": self.time,
+        }
+
+
+@dataclass(kw_only=True)
+class Judgments:
+    """Writes a line for each judgment, or for the two games of each pair."""
+
+    judge: str
+    time: float
+    wanted: ErrorRows
+    num_lines: int = 0
+    num_errors: int = 0
+
+    def write(self, tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
+        for _, games in groupby(
+            rows_of(tables), key=lambda row: [row[key] for key in ("model", "question_id", "turn")]
+        ):
+            rows = list(games)
+            is_error = any(row["status"] != "ok" for row in rows)
+            self.num_errors += is_error
+            if self.wanted is ErrorRows.keep or (self.wanted is ErrorRows.only) == is_error:
+                self.num_lines += 1
+                line = self._single(rows[0]) if rows[0]["baseline"] is None else self._pair(rows)
+                file.write(_json_line(line))
+
+    def _single(self, row: RowValues) -> JsonObject:
+        judgment = judgment_of(row)
+        rating = rating_of(judgment)
+        return {
+            "question_id": row["question_id"],
+            "model": row["model"],
+            "judge": [self.judge, row["prompt_name"]],
+            "user_prompt": row["user_prompt"],
+            "judgment": judgment,
+            "score": NO_RATING if rating is None else rating,
+            "turn": row["turn"],
+            "tstamp": self.time,
+        }
+
+    def _pair(self, games: Sequence[RowValues]) -> JsonObject:
+        first, said = games[0], {row["game"]: row for row in games}
+        line = {"question_id": first["question_id"], "model_1": first["model"], "model_2": first["baseline"]}
+        line |= {f"g{game}_winner": winner_of_game(game, judgment_of(row)) for game, row in said.items()}
+        line["judge"] = [self.judge, first["prompt_name"]]
+        for game, row in said.items():
+            line |= {f"g{game}_user_prompt": row["user_prompt"], f"g{game}_judgment": judgment_of(row)}
+        return {**line, "turn": first["turn"], "tstamp": self.time}
+
+
+def judgment_of(row: RowValues) -> str:
+    return row["completion"] if row["status"] == "ok" else ERROR
+
+
+def fastchat_results(
+    shards: Sequence[FoundRun], schema: pa.Schema, wanted: ErrorRows, out: Path
+) -> "Answers | Judgments":
+    """What writes these shards; a model of answers is called as the file, which is how FastChat finds it. Raises
+    ConfigError."""
+    time = _begun(shards)
+    if not is_judged(shards[0]):
+        return Answers(model_id=out.name.removesuffix(".jsonl"), time=time, wanted=wanted)
+    require_judged(schema, shards[0])
+    return Judgments(judge=judge_name(shards[0]), time=time, wanted=wanted)
+
+
+def _begun(shards: Sequence[FoundRun]) -> float:
+    """When the first process was started whose passes the parts have, in Unix seconds; 0 where they do not say."""
+    times: list[float] = []
+    for path in (path for run in shards for path in sorted(run.directory.throughput.glob("part-*.parquet"))):
+        if "started_at" in pq.read_schema(path).names:
+            times += pq.read_table(path, columns=["started_at"])["started_at"].drop_null().to_pylist()
+    return min(times, default=0.0)
+
+
+def rows_of(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
+    """Rows with their columns of JSON read."""
+    for table in tables:
+        json_columns = [column.name for column in table.schema if is_json(column)]
+        for row in table.to_pylist():
+            yield row | {name: from_json(row[name]) for name in json_columns}
+
+
+def _json_line(value: JsonObject) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
