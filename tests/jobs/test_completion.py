@@ -37,7 +37,10 @@ PROMPT = b"ready> "
         ("generate --v", ["--version"]),
         ("generate hydra", []),
         ("help ge", ["generate"]),
-        ("export format=", ["format=jsonl", "format=csv", "format=parquet", "format=openai_batch", "format=null"]),
+        (
+            "export format=",
+            ["format=jsonl", "format=csv", "format=parquet", "format=openai_batch", "format=fastchat", "format=null"],
+        ),
         ("export errors=d", ["errors=drop"]),
         ("export partial=", ["partial=true", "partial=false"]),
         ("plan plan.sweep=m", ["plan.sweep=memory"]),
