@@ -24,6 +24,7 @@ from .config import (
     SamplingConfig,
     SamplingOverrides,
     SelfCheck,
+    SharePrefixes,
     Tier,
     Verify,
 )
@@ -44,7 +45,7 @@ __all__ = [
     "FinishReason", "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order",
     "PolicyConfig", "PolicyKind", "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request",
     "Result", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides", "Scored", "ScoredDocument",
-    "SelfCheck", "Settings", "Targets", "Tier", "Verify",
+    "SelfCheck", "Settings", "SharePrefixes", "Targets", "Tier", "Verify",
 ]  # fmt: skip
 
 LATER = {

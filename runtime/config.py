@@ -93,6 +93,13 @@ class FeedForward(Enum):
     cpu = "cpu"
 
 
+class SharePrefixes(Enum):
+    """Whether tokens that several prompts of a block begin with are computed once."""
+
+    auto = "auto"
+    off = "off"
+
+
 class DType(Enum):
     """Compute precision. `auto`: float32 on a CPU, on an accelerator the checkpoint's own, or float16 for bfloat16
     where it has no units for that."""
@@ -216,6 +223,7 @@ class PolicyConfig:
     attention: TextField[Attention | None] = optional_enum_field(Attention)
     feedforward: TextField[FeedForward | None] = optional_enum_field(FeedForward)
     prefill_chunk_tokens: int | None = None
+    share_prefixes: TextField[SharePrefixes] = enum_field(SharePrefixes.auto)
     pin: str | None = None
 
     def __post_init__(self) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 from .batching.admission import AdmissionLimits
 from .batching.balance import Block
-from .config import Admission, PolicyConfig
+from .config import Admission, PolicyConfig, SharePrefixes
 from .engine.batcher import Batcher, ContinuousBatcher, StaticBatcher
 from .engine.engine import Engine
 from .engine.records import PassRecord
 from .engine.sampling.stopping import decode_text
 from .engine.sequence import Completion, Request, Unfinished, begun, resumed, resumed_lane
 from .engine.sequence import Sequence as Running
+from .engine.sharing import with_prefixes
 from .model.loading import LoadedModel
 from .plan.placement.defaults import chunk_tokens
 from .plan.placement.memory import PAGE_TOKENS, resumed_chunks
@@ -92,6 +93,10 @@ class Session:
         self._open = {i: sequence for lane in lanes for i, sequence in lane.items()}
         entering = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
         chunks = self._chunks(block, requests, entering)
+        rule = self._engine.lanes.sharing if self._policy.share_prefixes is SharePrefixes.auto else None
+        if rule is not None:
+            running = {i: sequence for i, sequence in self._open.items() if sequence.finish is None}
+            entering = with_prefixes(block.micro_batches, requests, running, rule)
         return self._generate(StaticBatcher.of_block(self._engine.lanes, block.index, entering, chunks), on_pass)
 
     def stream(

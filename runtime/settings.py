@@ -22,6 +22,7 @@ from .config import (
     RuntimeConfig,
     SamplingConfig,
     SelfCheck,
+    SharePrefixes,
     Verify,
 )
 from .errors import require
@@ -69,6 +70,7 @@ class Settings(TypedDict, total=False):
     attention: Attention | str | None
     feedforward: FeedForward | str | None
     prefill_chunk_tokens: int | None
+    share_prefixes: SharePrefixes | str
     pin: str | None
     follow_model: bool
     n: int

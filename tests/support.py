@@ -109,21 +109,27 @@ class Reference:
 
 
 def clear_answer(model: PreTrainedModel, length: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
-    """A prompt and its greedy tokens, each of them a clear choice: where two tie to the last bits, so does what is
-    right."""
+    """A prompt of random tokens, and what `clear_tokens` says to it."""
     while True:
         prompt = torch.randint(5, 600, (length,), generator=generator).tolist()
-        out = _generate(
-            model,
-            prompt,
-            max_new_tokens=NUM_NEW_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        best = torch.cat(out.logits).topk(2).values
-        if float((best[:, 0] - best[:, 1]).min()) > CLEAR_MARGIN:
-            return prompt, out.sequences[0, -NUM_NEW_TOKENS:].tolist()
+        if (tokens := clear_tokens(model, prompt)) is not None:
+            return prompt, tokens
+
+
+def clear_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int] | None:
+    """The greedy tokens behind a prompt, if each of them is a clear choice: where two tie to the last bits, so does
+    what is right."""
+    out = _generate(
+        model,
+        prompt,
+        max_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(out.logits).topk(2).values
+    is_clear = float((best[:, 0] - best[:, 1]).min()) > CLEAR_MARGIN
+    return out.sequences[0, -NUM_NEW_TOKENS:].tolist() if is_clear else None
 
 
 def transformers_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

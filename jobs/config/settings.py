@@ -43,6 +43,7 @@ FREE_KEYS = frozenset(
         "policy.schedule",
         "policy.attention",
         "policy.feedforward",
+        "policy.share_prefixes",
         "dataset.max_row_bytes",
         "model.self_check",
         "model.verify",

@@ -10,7 +10,7 @@ this lane have been brought to, in row order, before the lane enters the layer. 
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,21 +19,26 @@ from itertools import accumulate
 import torch
 from transformers import Cache
 
-from ..attention.layout import LayerKV, PassLayout
+from ..attention.layout import LayerKV, PassLayout, Places
 from ..attention.upload import upload
 from ..attention.views import DecodeRows, Prompts, Segment
 from ..plan.placement.memory import PAGE_TOKENS
 from .base import KVCache
 from .host_lane import HostLane, HostVisit
 from .pages import KVPages, num_pages_for, split_pages
+from .shared import SharedPages
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
-    """One sequence: `past` positions are cached, in `pages`."""
+    """One sequence: `past` positions are cached, in `pages`. `fills`: what it computes for others. `behind`: what it
+    goes on from; the last page of that, if it is not full, is copied to `pages` in the row's first pass."""
 
     past: int = 0
     pages: list[int] = field(default_factory=list)
+    fills: SharedPages | None = None
+    behind: SharedPages | None = None
+    copied: int | None = None  # the page that is copied in this pass
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,14 @@ class _PassView:
         starts = accumulate(self.new, initial=0)
         each = zip(self.past, starts, self.new, strict=False)
         return upload([past - start for past, start, new in each for _ in range(new)], self.prompts.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copies:
+    """Positions that layers copy, from where and to where; `there`: those that travel."""
+
+    here: tuple[Places, Places]
+    there: tuple[Places, Places] | None
 
 
 class StoredAlone(Exception):
@@ -79,6 +92,7 @@ class PagedKV(Cache, KVCache):
         self._bound: dict[int, torch.Tensor] = {}
         self._last_page: int | None = None
         self._place_of: dict[int, int] = {}
+        self._copies: _Copies | None = None
         self._view = self._look([], [])
         self._stop_after: int | None = None
         self._given: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
@@ -115,7 +129,8 @@ class PagedKV(Cache, KVCache):
 
     @property
     def pages(self) -> list[int]:
-        """The pages of all rows, ascending, so that few copies carry them: what a layer that travels brings along."""
+        """The pages of all rows, and those that rows copy from, ascending, so that few copies carry them: what a layer
+        that travels brings along."""
         return list(self._place_of)
 
     @property
@@ -127,13 +142,29 @@ class PagedKV(Cache, KVCache):
             for page in row.pages[num_pages_for(row.past + 1) - 1 : num_pages_for(row.past + new) if new else 0]
         )
 
-    def add(self, past: int = 0) -> None:
-        """A row for a new sequence, behind the others; `past` of its positions are taken for cached."""
-        self._rows.append(Row(past=past))
+    def add(self, past: int = 0, *, fills: SharedPages | None = None, behind: SharedPages | None = None) -> None:
+        """A row for a new sequence, behind the others; `past` of its positions are taken for cached. `fills`: its pages
+        are for those who go on from them. `behind`: it begins with these, which must be filled when it begins, by an
+        earlier pass, or in this one by a row before it or by a lane before this one."""
+        self._rows.append(Row(past=behind.num_tokens if behind is not None else past, fills=fills, behind=behind))
 
     def remove(self, position: int) -> None:
         """Takes a row out; those behind it move up."""
-        self._pages.pool.give(self._rows.pop(position).pages)
+        row = self._rows.pop(position)
+        self._end_copy(row)
+        if row.behind is not None:  # it has never begun
+            row.behind.num_users -= 1
+            self._drop(row.behind)
+        if row.fills is None:
+            self._pages.pool.give(row.pages)
+        else:
+            row.fills.is_left = True
+            self._drop(row.fills)
+
+    def _drop(self, shared: SharedPages) -> None:
+        if shared.is_left and not shared.num_users:
+            self._pages.pool.give(shared.pages)
+            shared.pages = []
 
     def close(self) -> None:
         """Takes all rows out."""
@@ -155,6 +186,7 @@ class PagedKV(Cache, KVCache):
         if not any(self._selected):
             self._selected[max(i for i, new in enumerate(self._new) if new)] = 1
         self._take_pages()
+        self._copies = self._beginnings()
         self._view = self._look(self.past, self._new)
         ends = zip(accumulate(self._new), self._selected, strict=True)
         self.selected_B = upload([token for end, count in ends for token in range(end - count, end)], self._device)
@@ -165,13 +197,32 @@ class PagedKV(Cache, KVCache):
         """Where layers travel, the pages that the pass leaves open lie side by side, behind those that it fills: only
         open ones are carried back later."""
         growing = [(row, row.past + new) for row, new in zip(self._rows, self._new, strict=True) if new]
+        for row, end in growing:
+            self._begin_behind(row)
+            if row.fills is not None:
+                self._take(row, num_pages_for(end) - len(row.pages))
+                row.fills.pages = row.pages  # all that it will have, as it grows
         if self.travels:
             for row, end in growing:
                 self._take(row, max(0, end // PAGE_TOKENS - len(row.pages)))
         for row, end in growing:
             self._take(row, num_pages_for(end) - len(row.pages))
-        self._place_of = {page: place for place, page in enumerate(sorted(p for row in self._rows for p in row.pages))}
+        held = {page for row in self._rows for page in row.pages}
+        held |= {row.copied for row in self._rows if row.copied is not None}
+        self._place_of = {page: place for place, page in enumerate(sorted(held))}
 
+    def _begin_behind(self, row: Row) -> None:
+        """Takes the pages that the row goes on from, before it has any of its own."""
+        behind = row.behind
+        if behind is None:
+            return
+        num_whole = behind.num_tokens // PAGE_TOKENS
+        row.pages = behind.pages[:num_whole]
+        row.copied = behind.pages[num_whole] if behind.num_tokens % PAGE_TOKENS else None
+        self._pages.pool.share(behind.pages[: num_pages_for(behind.num_tokens)])
+        row.behind = None
+        behind.num_users -= 1
+        self._drop(behind)
     def _take(self, row: Row, count: int) -> None:
         if count:
             row.pages += self._pages.pool.take(count, self._last_page)
@@ -232,6 +283,30 @@ class PagedKV(Cache, KVCache):
         """Counts the pass's tokens as cached."""
         for row, new in zip(self._rows, self._new, strict=True):
             row.past += new
+            self._end_copy(row)
+
+    def _end_copy(self, row: Row) -> None:
+        if row.copied is not None:
+            self._pages.pool.give([row.copied])
+            row.copied = None
+
+    def _beginnings(self) -> "_Copies | None":
+        """What rows copy that begin in this pass behind a page that is not full."""
+        each = [
+            (row.copied, row.pages[row.past // PAGE_TOKENS], row.past % PAGE_TOKENS)
+            for row in self._rows
+            if row.copied is not None
+        ]
+        if not each:
+            return None
+        places = upload([place for _, _, count in each for place in range(count)], self._device)
+
+        def pairs(number: Callable[[int], int]) -> tuple[Places, Places]:
+            sources = upload([number(source) for source, _, count in each for _ in range(count)], self._device)
+            targets = upload([number(target) for _, target, count in each for _ in range(count)], self._device)
+            return (sources, places), (targets, places)
+
+        return _Copies(here=pairs(int), there=pairs(self._place_of.__getitem__) if self.travels else None)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -246,12 +321,21 @@ class PagedKV(Cache, KVCache):
         kv = self.layer(layer_idx, key_states, value_states)
         kv.k_NPHD[kv.layout.new_T] = key_states[0].transpose(0, 1)
         kv.v_NPHD[kv.layout.new_T] = value_states[0].transpose(0, 1)
+        self._copy_beginnings(layer_idx, kv)
         if layer_idx == self._stop_after:
             raise StoredAlone
         if kv.layout.cached_S is None:
             return key_states, value_states
         k, v = (pages[kv.layout.cached_S].transpose(0, 1)[None] for pages in (kv.k_NPHD, kv.v_NPHD))
         return k, v
+
+    def _copy_beginnings(self, index: int, kv: LayerKV) -> None:
+        if self._copies is None:
+            return
+        pairs = self._copies.there if index in self.travels else self._copies.here
+        assert pairs is not None, "the pass was begun before layers travelled"
+        (source, target) = pairs
+        kv.k_NPHD[target], kv.v_NPHD[target] = kv.k_NPHD[source], kv.v_NPHD[source]
 
     def gave(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether these are what the last `update` was handed, for this layer."""

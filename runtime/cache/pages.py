@@ -8,7 +8,8 @@ side by side, so that few copies carry them all.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -20,11 +21,15 @@ from ..stream.exchange import HostExchange
 
 
 class PagePool:
-    """Hands out page numbers, the one that was given back last first. `num_free` are left."""
+    """Hands out page numbers, the one that was given back last first. `num_free` are left.
+
+    A page may have several holders, as vLLM's may (Kwon et al. 2023): it is free once all have given it back.
+    """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self._given: list[int] = []
+        self._others: Counter[int] = Counter()  # holders of a page beside the first
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
@@ -36,16 +41,27 @@ class PagePool:
         self._require(count)
         return [self._free.pop() for _ in range(count)]
 
+    def share(self, pages: Iterable[int]) -> None:
+        """Another holder for each of them, who gives them back as well."""
+        self._others.update(pages)
+
     def give(self, pages: Iterable[int]) -> None:
+        """Gives back pages, none of them twice in one call."""
         given = list(pages)
-        self._free.extend(reversed(given))
-        self._given += given
+        free = [page for page in given if not self._others[page]] if self._others else given
+        if self._others:
+            self._others -= Counter(page for page in given if self._others[page])
+        self._release(free)
+        self._given += free
+
+    def _release(self, pages: Sequence[int]) -> None:
+        self._free.extend(reversed(pages))
 
     def _require(self, count: int) -> None:
         assert count <= self.num_free, f"{count} KV pages are wanted and {self.num_free} of {self.num_pages} are free"
 
     def take_given(self) -> list[int]:
-        """Those given back since the last call."""
+        """Those that have become free since the last call."""
         given, self._given = self._given, []
         return given
 
@@ -122,8 +138,7 @@ class NeighbourPool(PagePool):
     the middle of the longest free stretch, as whoever has the pages in front of it will grow as well."""
 
     def __init__(self, num_pages: int):
-        self.num_pages = num_pages
-        self._given: list[int] = []
+        super().__init__(num_pages)
         self._stretches = [range(num_pages)] if num_pages else []  # free, ascending, with taken pages between them
 
     @property
@@ -138,11 +153,9 @@ class NeighbourPool(PagePool):
             taken += self._cut(self._begin(last), count - len(taken))
         return taken
 
-    def give(self, pages: Iterable[int]) -> None:
-        given = list(pages)
-        for run in stretches(given):
+    def _release(self, pages: Sequence[int]) -> None:
+        for run in stretches(pages):
             self._join(run)
-        self._given += given
 
     def _begin(self, last: int | None) -> int:
         if last is not None and (at := self._before(last + 1)) >= 0 and last + 1 in self._stretches[at]:

@@ -20,14 +20,14 @@ from .sequence import Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one pass carries. `new_tokens`: of each lane, how many tokens of each of its sequences; None: the lane's
-    choice. `block` and `index` are for the record of the pass."""
+    """What one pass carries. `new_tokens`: of each lane, how many tokens of each of its sequences; None: as the lane's
+    kind does it. `block` and `index` are for the record of the pass."""
 
     block: int
     index: int
     phase: Phase
     lanes: Rows[Lane]
-    new_tokens: Rows[Rows[int]] | None = None
+    new_tokens: Rows[Rows[int] | None] | None = None
 
 
 class Batcher(Closing):
@@ -42,7 +42,7 @@ class Batcher(Closing):
         """The next pass, of those that are left once the last one has ended; None when nobody is. Moves sequences into
         lanes and out of them."""
 
-    def _batch(self, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int]] | None = None) -> Batch:
+    def _batch(self, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None]) -> Batch:
         index, self._num_passes = self._num_passes, self._num_passes + 1
         return Batch(block=self._block, index=index, phase=phase, lanes=lanes, new_tokens=new_tokens)
 
@@ -86,7 +86,13 @@ class StaticBatcher(Batcher):
         if not self._lanes:
             return None
         unfilled = [lane for lane in self._lanes if lane.is_filling]  # by themselves: an encoder is theirs alone
-        return self._batch(Phase.prefill, unfilled) if unfilled else self._batch(self._phase(), list(self._lanes))
+        return self._chosen(Phase.prefill, unfilled) if unfilled else self._chosen(self._phase(), self._lanes)
+
+    def _chosen(self, phase: Phase, lanes: Rows[Lane]) -> Batch:
+        """A pass of those of `lanes` that have something to do in it: others wait for what they go on from."""
+        choices = [(lane, lane.choose_tokens()) for lane in lanes]
+        busy = [(lane, new) for lane, new in choices if new is None or any(new)]
+        return self._batch(phase, [lane for lane, _ in busy], [new for _, new in busy])
 
     def close(self) -> None:
         for lane in self._lanes:

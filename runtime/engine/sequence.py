@@ -11,6 +11,7 @@ from enum import Enum
 
 import torch
 
+from ..cache.shared import SharedPages
 from ..plan.placement.memory import SequenceSize
 from .sampling.guide import Guide
 
@@ -162,6 +163,8 @@ class Sequence:
     generator: torch.Generator | None = None  # of its own draws; made at the first one
     guide: Guide | None = None  # through its request's grammar; made at the first draw
     is_broken: bool = False  # its logits were not finite
+    fills: SharedPages | None = None  # its prompt is what others begin with, and nothing is generated
+    behind: SharedPages | None = None  # what it goes on from
 
     @property
     def num_known(self) -> int:
@@ -182,9 +185,16 @@ class Sequence:
         """All but the token that was sampled last is cached."""
         return bool(self.generated) and self.num_cached == self.num_known - 1
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether it has computed what others go on from, which is all that it is there for."""
+        return self.fills is not None and self.num_cached == self.num_known
+
     def num_selected(self, new: int) -> int:
         """How many of the next `new` tokens want logits, which are the last of them: the one that ends what is known,
         or those that scored tokens follow on. `SequenceSize.num_selected` says the same to a plan."""
+        if self.fills is not None:
+            return 0
         return len(self.given(self.num_cached, new)) if self.request.scoring is not None else self._ends_known(new)
 
     def _ends_known(self, new: int) -> int:
@@ -193,6 +203,8 @@ class Sequence:
     def given(self, past: int, new: int) -> list[tuple[int, ...]]:
         """What is scored behind each of `new` tokens behind `past` others that a scored token follows on: one token, or
         several in one place."""
+        if self.fills is not None:
+            return []
         scoring = self.request.scoring
         assert scoring is not None, "asked of a sequence that is generated"
         ids, end = self.request.prompt_ids, past + new

@@ -7,6 +7,7 @@ from ...cache.paged import PagedKV
 from ...cache.pages import KVPages
 from ...model.loading import LoadedModel
 from ..sequence import Sequence
+from ..sharing import SharingRule
 from .apart import ApartLane
 from .lane import Lane, LaneContext
 from .packed import PackedLane
@@ -25,6 +26,15 @@ class LaneFactory:
     @property
     def num_free_pages(self) -> int:
         return self.pages.pool.num_free
+
+    @property
+    def sharing(self) -> SharingRule | None:
+        """How sequences may share what they begin with; None where each must compute it by itself: rectangles have no
+        pages, and where embeddings know a sequence's length equal tokens of two have other keys."""
+        if not self.model.shape.is_packed or self.context.rope_lengths is not None:
+            return None
+        in_host = bool(self.pages.host_layers)
+        return SharingRule(among_lanes=not self.context.travels, in_pass=not in_host, whole_pages=in_host)
 
     def packed(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> PackedLane:
         cache = PagedKV(self.pages, expands=self.model.expands_latents, travels=self.context.travels)

@@ -70,6 +70,10 @@ class Lane(ABC):
     def is_done(self) -> bool:
         return not self.sequences
 
+    def choose_tokens(self) -> Rows[int] | None:
+        """How many tokens of each sequence the next pass carries; None where that is not for the lane to choose."""
+        return None
+
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
         """Starts the forward; returns the first stage that it asks for. `new_tokens`: see `PackedLane`."""
         self._prepare()

@@ -41,13 +41,15 @@ class PackedLane(Lane):
 
     def enter(self, sequence: Sequence, *, past: int = 0) -> None:
         """Takes a sequence in. Whatever it has cached elsewhere is computed again, but for `past` positions, which a
-        profiling pass takes for cached."""
-        sequence.num_cached = past
+        profiling pass takes for cached, and but for what it goes on from, which another computes."""
+        sequence.num_cached = sequence.behind.num_tokens if sequence.behind is not None else past
         self.sequences.append(sequence)
-        self._cache.add(past)
+        self._cache.add(past, fills=sequence.fills, behind=sequence.behind)
 
     def leave(self, sequence: Sequence) -> None:
         """Gives its pages back."""
+        if sequence.fills is not None:
+            sequence.fills.num_computed = sequence.num_cached
         position = next(i for i, other in enumerate(self.sequences) if other is sequence)
         self._cache.remove(position)
         del self.sequences[position]
@@ -70,8 +72,8 @@ class PackedLane(Lane):
 
     def choose_tokens(self) -> list[int]:
         """The tokens of each sequence in the next pass, where nobody says otherwise: decode one each; or, as long as
-        prompts are left, those in order until the chunk is full, the last one perhaps in part. What begins again once
-        all have decoded fills the chunk beside the others."""
+        prompts are left, those in order until the chunk is full, the last one perhaps in part, without those that wait
+        for what they go on from. What begins again once all have decoded fills the chunk beside the others."""
         if self.is_prefilled:
             return [1] * len(self.sequences)
         decoding = 0 if self.is_filling else 1
@@ -79,8 +81,11 @@ class PackedLane(Lane):
         if decoding:
             left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
         for s in self.sequences:
-            new.append(decoding if s.is_prefilled else min(left, s.num_known - s.num_cached))
+            may_begin = s.behind is None or s.behind.is_whole
+            new.append(decoding if s.is_prefilled else min(left, s.num_known - s.num_cached) if may_begin else 0)
             left -= 0 if s.is_prefilled else new[-1]
+            if s.fills is not None:
+                s.fills.num_computed = s.num_cached + new[-1] * s.fills.in_pass
         return new
 
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
@@ -147,14 +152,14 @@ class PackedLane(Lane):
             sequence.num_cached += new
         sampled = self._drawing
         counts = PassCounts(
-            num_sequences=sum(1 for new in self._new if new),
+            num_sequences=sum(1 for s, new in zip(self.sequences, self._new, strict=True) if new and s.fills is None),
             real_tokens=sum(self._new),
             padded_tokens=sum(self._new),
             prompt_tokens=sum(self._new) - num_decoded,
             issued_tokens=len(sampled),
             useful_tokens=self._tell(drawn),
         )
-        for sequence in [s for s in self.sequences if s.finish is not None]:
+        for sequence in [s for s in self.sequences if s.finish is not None or s.is_filled]:
             self.leave(sequence)
         for sequence in [s for s in sampled if self._begins_again(s)]:
             self.leave(sequence)

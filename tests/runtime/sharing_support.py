@@ -1,0 +1,82 @@
+"""Prompts that begin alike, and what transformers' `generate` says to each of them alone."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from runtime import Runtime, RuntimeConfig
+from runtime.config import SharePrefixes
+from runtime.engine.records import PassRecord
+from runtime.engine.sequence import Completion, Request
+from tests.support import clear_tokens, made_once, transformers_model
+
+STEM, BRANCH = 21, 20  # tokens; neither ends at the end of a page
+LENGTHS = ((0, 12), (1, 3), (2, 1), (2, 3), (2, 25), (1, 30), (2, 2))  # of the stems before it, and of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alike:
+    """`expected[i]` are the greedy tokens for `prompts[i]`, the last of which are the same prompt again."""
+
+    directory: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+    @staticmethod
+    def shared(directory: Path, home: Path) -> "Alike":
+        """Made once in `home`, for the checkpoint at `directory`."""
+
+        def make(home: Path) -> None:
+            made = _clear_prompts(directory)
+            (home / "alike.json").write_text(json.dumps(list(zip(*made, strict=True))))
+
+        prompts, expected = json.loads((made_once(home, make) / "alike.json").read_text())
+        return Alike(directory=directory, prompts=prompts, expected=expected)
+
+
+def _clear_prompts(directory: Path) -> list[tuple[list[int], list[int]]]:
+    model, random = transformers_model(directory), Random(0)
+    stem, branch = random.choices(range(5, 600), k=STEM), random.choices(range(5, 600), k=BRANCH)
+    stems = ([], stem, stem + branch)
+    made = list[tuple[list[int], list[int]]]()
+    for which, num_own in LENGTHS:
+        answer = None
+        while answer is None:
+            prompt = [*stems[which], *random.choices(range(5, 600), k=num_own)]
+            answer = clear_tokens(model, prompt)
+        made.append((prompt, answer))
+    return [*made, made[-1], made[-1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What a run of all prompts came to."""
+
+    tokens: list[list[int]]
+    num_computed: int  # tokens of prompts
+    num_pages_left: int
+
+
+def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
+    """All blocks of the prompts, and what became of the pages."""
+    made = [runtime.request(str(index), prompt) for index, prompt in enumerate(prompts)]
+    requests = [each for each in made if isinstance(each, Request)]
+    assert len(requests) == len(prompts), made
+    plan, passes, found = runtime.plan(requests), list[PassRecord](), dict[int, Completion]()
+    with runtime.session(plan) as session:
+        for block in plan.blocks:
+            found |= dict(zip(block.members, session.run(block, requests, passes.append), strict=True))
+        pool = session._engine.lanes.pages.pool  # noqa: SLF001 - what is left of it says whether all was given back
+    assert all(completion.is_ok for completion in found.values()), found
+    return Ran(
+        tokens=[list(found[i].token_ids) for i in range(len(prompts))],
+        num_computed=sum(record.counts.prompt_tokens for record in passes),
+        num_pages_left=pool.num_pages - pool.num_free,
+    )
+
+
+def unshared(config: RuntimeConfig) -> RuntimeConfig:
+    return replace(config, policy=replace(config.policy, share_prefixes=SharePrefixes.off))
+
+
