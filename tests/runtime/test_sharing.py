@@ -39,3 +39,41 @@ def test_sharing_changes_no_token_in_any_family(
     assert ran.tokens == of.expected
     assert ran.num_computed < sum(map(len, of.prompts)) * 0.7
     assert ran.num_pages_left == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 40])
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_sharing_changes_no_token_whatever_the_chunks_and_lanes(
+    size: int, chunk: int, alike: Callable[[str], Alike], reference: References
+) -> None:
+    of = alike("llama")
+    pieces = policy(micro_batch_size=size, num_micro_batches=9, prefill_chunk_tokens=chunk)
+    ran = run_alike(Runtime(replace(config_for(reference("llama")), policy=pieces)), of.prompts)
+    assert ran.tokens == of.expected
+    assert ran.num_pages_left == 0
+    if size == 9:
+        assert ran.num_computed == NUM_COMPUTED
+
+
+NUM_COMPUTED = 21 + 20 + 12 + 3 + 1 + 3 + 25 + 30 + 3 * 2  # stems, and what is each prompt's own
+
+
+@pytest.mark.parametrize("kv", [KVConfig(tier=tier, device_fraction=0.5) for tier in (KVTier.cpu, KVTier.nvme)])
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek-v3"])
+def test_sharing_changes_no_token_wherever_keys_and_values_are(
+    family: str, order: Order, kv: KVConfig, alike: Callable[[str], Alike], reference: References
+) -> None:
+    if family == "deepseek-v3" and order.style.needs_cpu_attention:
+        pytest.skip("latents are expanded where the model computes")
+    of = alike(family)
+    attention = Attention.cpu if order.style.needs_cpu_attention else Attention.device
+    tier = KVConfig() if attention is Attention.cpu else kv
+    config = replace(config_for(reference(family)), kv=tier, policy=policy(schedule=order, attention=attention))
+    for device in (FakeDevice(), None):
+        if device is None and attention is Attention.device and kv.tier is KVTier.cpu:
+            continue  # host memory is no other tier there
+        ran = run_alike(Runtime(config, device=device), of.prompts)
+        assert ran.tokens == of.expected
+        assert ran.num_pages_left == 0
+        assert ran.num_computed < run_alike(Runtime(unshared(config), device=device), of.prompts).num_computed
