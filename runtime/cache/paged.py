@@ -223,6 +223,7 @@ class PagedKV(Cache, KVCache):
         row.behind = None
         behind.num_users -= 1
         self._drop(behind)
+
     def _take(self, row: Row, count: int) -> None:
         if count:
             row.pages += self._pages.pool.take(count, self._last_page)

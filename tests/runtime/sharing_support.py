@@ -67,7 +67,7 @@ def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
     with runtime.session(plan) as session:
         for block in plan.blocks:
             found |= dict(zip(block.members, session.run(block, requests, passes.append), strict=True))
-        pool = session._engine.lanes.pages.pool  # noqa: SLF001 - what is left of it says whether all was given back
+        pool = session._engine.lanes.pages.pool
     assert all(completion.is_ok for completion in found.values()), found
     return Ran(
         tokens=[list(found[i].token_ids) for i in range(len(prompts))],
@@ -78,5 +78,3 @@ def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
 
 def unshared(config: RuntimeConfig) -> RuntimeConfig:
     return replace(config, policy=replace(config.policy, share_prefixes=SharePrefixes.off))
-
-

@@ -8,13 +8,14 @@ import pytest
 from runtime.batching.prefixes import LEAST_TOKENS, Sharing, shared_prefixes
 
 
-def drawn_prompts(seed: int) -> list[tuple[int, ...]]:
-    """Prompts out of a random trie, one to five levels deep, some of them empty, equal, or another's beginning."""
-    rng = random.Random(seed)
+def drawn_prompts(seed: int, floor: int = 0) -> list[tuple[int, ...]]:
+    """Prompts out of a random trie, one to five levels deep, some of them empty, equal, or another's beginning; of
+    tokens from `floor` on."""
+    rng, tokens = random.Random(seed), range(floor, floor + 4)
     stems = [tuple[int, ...]()]
     for _ in range(rng.randint(1, 5)):
-        stems += [(*rng.choice(stems), *rng.choices(range(4), k=rng.randint(0, 70))) for _ in range(rng.randint(1, 3))]
-    prompts = [(*rng.choice(stems), *rng.choices(range(4), k=rng.choice((0, 0, 1, 5, 40)))) for _ in range(12)]
+        stems += [(*rng.choice(stems), *rng.choices(tokens, k=rng.randint(0, 70))) for _ in range(rng.randint(1, 3))]
+    prompts = [(*rng.choice(stems), *rng.choices(tokens, k=rng.choice((0, 0, 1, 5, 40)))) for _ in range(12)]
     return [*prompts, *rng.choices(prompts, k=rng.randint(0, 4))]
 
 

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from runtime import PolicyConfig, Runtime
+from runtime import PolicyConfig, Runtime, Targets
 from runtime.config import Attention, KVConfig, KVTier, Order, PolicyKind, Tier
+from runtime.engine.records import PassRecord
+from runtime.engine.sequence import Request
 from runtime.model.families import FAMILIES
+from runtime.scoring import ask_scores
 from tests.fake_device import FakeDevice
 from tests.runtime.sharing_support import Alike, run_alike, unshared
 from tests.runtime.test_fidelity import config_for
+from tests.runtime.test_prefixes import drawn_prompts
+from tests.runtime.test_resumption import Stops
 from tests.support import Reference
 
 References = Callable[[str], Reference]
@@ -77,3 +82,48 @@ def test_sharing_changes_no_token_wherever_keys_and_values_are(
         assert ran.tokens == of.expected
         assert ran.num_pages_left == 0
         assert ran.num_computed < run_alike(Runtime(unshared(config), device=device), of.prompts).num_computed
+
+
+@pytest.mark.parametrize("num_passes", [1, 2, 5])
+def test_a_block_that_was_stopped_shares_what_it_would_have_shared(
+    num_passes: int, alike: Callable[[str], Alike], reference: References
+) -> None:
+    of = alike("llama")
+    runtime = Runtime(replace(config_for(reference("llama")), policy=policy(prefill_chunk_tokens=24)))
+    made = [runtime.request(str(index), prompt) for index, prompt in enumerate(of.prompts)]
+    requests = [each for each in made if isinstance(each, Request)]
+    stops = Stops(runtime=runtime, plan=runtime.plan(requests), requests=requests)
+    stops.start(num_passes)
+    computed = sum(record.counts.prompt_tokens for record in stops.passes)
+    stops.start()
+    assert stops.in_order() == of.expected
+    num_generated = sum(len(state.token_ids) for state in stops.unfinished.values())
+    again = sum(record.counts.prompt_tokens for record in stops.passes) - computed
+    assert again <= NUM_COMPUTED + num_generated
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "gpt-oss"])
+def test_scores_behind_random_tries_are_those_of_each_prompt_by_itself(
+    family: str, seed: int, reference: References
+) -> None:
+    pairs = [
+        Targets(prompt or (7,), [list(prompt[-3:]) or [9], [5, 6, 7], [5]]) for prompt in drawn_prompts(seed, floor=5)
+    ]
+    config = replace(config_for(reference(family), tier=Tier.none), policy=policy(prefill_chunk_tokens=32))
+    shared = Runtime(config).score(pairs)
+    alone = Runtime(unshared(config)).score(pairs)
+    for one, other in zip(shared, alone, strict=True):
+        assert one.error is None
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
+
+
+def test_targets_of_one_prompt_share_it(reference: References) -> None:
+    prompt = tuple(range(20, 70))
+    runtime = Runtime(replace(config_for(reference("llama"), tier=Tier.none), policy=policy(micro_batch_size=8)))
+    asked = ask_scores(runtime.model, [(0, Targets(prompt, [[first, 8, 9] for first in range(100, 108)]))])
+    passes = list[PassRecord]()
+    plan = runtime.plan(asked.requests)
+    with runtime.confirmed_session(asked.requests) as (_, session):
+        session.run(plan.blocks[0], asked.requests, passes.append)
+    assert sum(record.counts.prompt_tokens for record in passes) == len(prompt) - 1 + 8 * 3
