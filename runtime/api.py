@@ -16,7 +16,7 @@ from .batching.balance import Block
 from .budgets import device_limited, require_within
 from .closing import Closing
 from .completions import CompletionStream, Result, ResultStream
-from .config import Attention, PolicyKind, RuntimeConfig, SamplingOverrides
+from .config import Admission, Attention, PolicyKind, RuntimeConfig, SamplingOverrides, SharePrefixes
 from .engine.engine import Engine
 from .engine.requests import Rejected, make_request
 from .engine.sampling.grammar import with_schema
@@ -24,6 +24,7 @@ from .engine.sampling.sampler import Sampler, sampler_for
 from .engine.self_check.check import check_lanes, is_due
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_attention, prepare_kernels
+from .engine.sharing import sizes_sharing
 from .engine.streams import open_streams
 from .engine.tokens import tokenize
 from .errors import ClosedError
@@ -36,6 +37,7 @@ from .model.loading import LoadedModel, load_model
 from .opening import Opening
 from .plan.cost.rates import MachineRates
 from .plan.facts import PlanFacts
+from .plan.placement.memory import SequenceSize
 from .plan.placement.placement import Budgets
 from .plan.placement.placer import kv_tiers
 from .plan.planner import RunPlan
@@ -192,14 +194,26 @@ class Runtime(Closing):
         num_halvings: int = 0,
     ) -> RunPlan:
         """The plan of a run of these requests; see `Planner.plan`. `rates`: None measures them."""
-        sizes = [request.size for request in requests]
         return self.planner.plan(
-            sizes, rates=rates, blocks=blocks, known=known, chunk_tokens=chunk_tokens, num_halvings=num_halvings
+            self.sizes(requests),
+            rates=rates,
+            blocks=blocks,
+            known=known,
+            chunk_tokens=chunk_tokens,
+            num_halvings=num_halvings,
         )
 
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
         """`plan` as `rates` show it; see `Planner.revised`."""
-        return self.planner.revised(plan, [request.size for request in requests], rates)
+        return self.planner.revised(plan, self.sizes(requests), rates)
+
+    def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
+        """What a plan asks of all requests of a run, with what they share where they may."""
+        policy, shape = self.config.policy, self.model.shape
+        is_wave = policy.share_prefixes is SharePrefixes.auto and policy.admission is Admission.wave
+        if is_wave and shape.is_packed and self.model.rope_lengths is None:
+            return sizes_sharing(requests)
+        return [request.size for request in requests]
 
     def facts(self, plan: RunPlan) -> PlanFacts:
         return self.planner.facts(plan)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 from .batching.admission import AdmissionLimits
 from .batching.balance import Block
-from .config import Admission, PolicyConfig, SharePrefixes
+from .config import Admission, PolicyConfig
 from .engine.batcher import Batcher, ContinuousBatcher, StaticBatcher
 from .engine.engine import Engine
 from .engine.records import PassRecord
@@ -52,10 +52,9 @@ class Session:
             batcher = self._continuous({i: s for i, s in running.items() if s.finish is None})
         else:
             heaviest = max(self._plan.blocks, key=lambda b: sum(len(requests[i].prompt_ids) for i in b.members))
-            lanes = [
-                [Running(request=requests[i]) for i in group if requests[i].max_new_tokens]
-                for group in heaviest.micro_batches
-            ]
+            running = {i: Running(request=requests[i]) for i in heaviest.members if requests[i].max_new_tokens}
+            lanes = [[running[i] for i in group if i in running] for group in heaviest.micro_batches]
+            lanes = self._sharing(heaviest, running, lanes)
             batcher = StaticBatcher.of_block(self._engine.lanes, heaviest.index, lanes)
         with batcher:
             self._engine.step(batcher)
@@ -93,10 +92,7 @@ class Session:
         self._open = {i: sequence for lane in lanes for i, sequence in lane.items()}
         entering = [[sequence for sequence in lane.values() if sequence.finish is None] for lane in lanes]
         chunks = self._chunks(block, requests, entering)
-        rule = self._engine.lanes.sharing if self._policy.share_prefixes is SharePrefixes.auto else None
-        if rule is not None:
-            running = {i: sequence for i, sequence in self._open.items() if sequence.finish is None}
-            entering = with_prefixes(block.micro_batches, requests, running, rule)
+        entering = self._sharing(block, {i: s for i, s in self._open.items() if s.finish is None}, entering)
         return self._generate(StaticBatcher.of_block(self._engine.lanes, block.index, entering, chunks), on_pass)
 
     def stream(
@@ -140,6 +136,13 @@ class Session:
         return dict(
             zip(members, resumed_lane(lane, states, self._engine.torch_device, is_packed=is_packed), strict=True)
         )
+
+    def _sharing(self, block: Block, running: Mapping[int, Running], lanes: list[list[Running]]) -> list[list[Running]]:
+        """`lanes`, or where the plan has prompts share what they begin with such lanes with those prefixes in them."""
+        rule = self._engine.lanes.sharing
+        if not self._plan.prefixes or rule is None:
+            return lanes
+        return with_prefixes(block.micro_batches, self._plan.prefixes, running, rule)
 
     def _chunks(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]

@@ -1,38 +1,66 @@
-"""Which tokens several prompts of a block begin with, so that they are computed once: a pure function of the prompts.
+"""Which tokens several prompts begin with, so that they are computed once: pure functions of the prompts.
 
-The prompts are taken as a trie (as BatchLLM does, Zheng et al. 2024); of its inner nodes those are kept that spare
-enough. Every choice follows from the prompts alone, so a run that is stopped and goes on cuts them where it did.
+The prompts of a run are a trie, as BatchLLM takes them (Zheng et al. 2024), and those of its inner nodes count that
+spare enough. Every choice follows from the prompts alone, so a run that is stopped and goes on cuts them where it did.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 # A prefix goes on from its parent for so many tokens at least. A page holds no more, and so sharing takes no more pages
 # than not to: what a prefix needs beside those that it spares is the one page that it leaves half full.
 LEAST_TOKENS = 16
+TOKEN_BYTES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """The first `num_tokens` of the prompt at `source`, which others have as well. `parent`: the place of the longest
-    prefix that it goes on from; None: it goes on from none."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedPrefix:
+    """The first `num_tokens` of several prompts; `parent` is the longest of those that it begins with itself."""
 
     num_tokens: int
-    source: int
-    parent: int | None = None
+    parent: "SharedPrefix | None" = None
+
+    @property
+    def chain(self) -> "Iterator[SharedPrefix]":
+        """Itself, and those that it begins with, the longest first."""
+        found: SharedPrefix | None = self
+        while found is not None:
+            yield found
+            found = found.parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """`prefixes`, parents first, and of each prompt the place of the longest one that it begins with; None: of none."""
+class Shares:
+    """What some of the prompts share among themselves: of each the longest prefix that another of them has as well, and
+    the parent of each prefix among those, parents first."""
 
-    prefixes: tuple[Prefix, ...] = ()
-    of: tuple[int | None, ...] = ()
+    of: Sequence[SharedPrefix | None]
+    parents: Mapping[SharedPrefix, SharedPrefix | None]
 
-    def num_shared(self, place: int) -> int:
-        """Tokens of the prompt at `place` that are a prefix's."""
-        prefix = self.of[place]
-        return 0 if prefix is None else self.prefixes[prefix].num_tokens
+    @staticmethod
+    def among(prefixes: Sequence[SharedPrefix | None]) -> "Shares":
+        """`prefixes` are those of the whole run, of some of its prompts. Those that nobody or one alone has here are
+        left out, and those at which none parts from the others."""
+        counts = Counter(each for prefix in prefixes if prefix is not None for each in prefix.chain)
+        if not counts:
+            return Shares(of=[None] * len(prefixes), parents={})
+        parting = Counter(prefix for prefix in prefixes if prefix is not None)  # that end there, or go on alone
+        for prefix, count in counts.items():
+            if prefix.parent is not None:
+                parting[prefix.parent] = max(parting[prefix.parent], 1 if count < counts[prefix.parent] else 0)
+        kept = [prefix for prefix, count in counts.items() if count > 1 and parting[prefix]]
+        kept.sort(key=lambda prefix: prefix.num_tokens)
+        places = dict.fromkeys(kept)
+        return Shares(
+            of=[None if prefix is None else _first_of(prefix, places) for prefix in prefixes],
+            parents={prefix: _first_of(prefix.parent, places) if prefix.parent else None for prefix in kept},
+        )
+
+
+def _first_of(prefix: SharedPrefix, kept: Mapping[SharedPrefix, None]) -> SharedPrefix | None:
+    return next((each for each in prefix.chain if each in kept), None)
 
 
 @dataclass(kw_only=True)
@@ -45,31 +73,29 @@ class _Node:
     children: list["_Node"] = field(default_factory=list)
 
 
-def shared_prefixes(prompts: Sequence[Sequence[int]], most: Sequence[int], *, multiple: int = 1) -> Sharing:
-    """The prefixes of `prompts`, of which each may share its first `most` tokens. Lengths are multiples of `multiple`.
-    Takes what sorting the prompts takes, and a comparison of neighbours."""
-    heads = [tuple(prompt[:limit]) for prompt, limit in zip(prompts, most, strict=True)]
+def shared_prefixes(prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[SharedPrefix | None]:
+    """The longest prefix of each of `prompts` that others have as well, of its first `most` tokens. Takes the time to
+    sort the prompts, and a comparison of neighbours."""
+    heads = [array("i", prompt[:limit]).tobytes() for prompt, limit in zip(prompts, most, strict=True)]
     order = sorted(range(len(heads)), key=heads.__getitem__)
-    root = _trie([heads[i] for i in order], multiple)
-    prefixes, of = list[Prefix](), list[int | None]([None] * len(heads))
-    waiting: list[tuple[_Node, int | None, int]] = [(root, None, 0)]
+    found = list[SharedPrefix | None]([None] * len(heads))
+    waiting: list[tuple[_Node, SharedPrefix | None]] = [(_trie([heads[i] for i in order]), None)]
     while waiting:
-        node, parent, depth = waiting.pop()
-        if node.depth - depth >= LEAST_TOKENS:
-            prefixes.append(Prefix(num_tokens=node.depth, source=order[node.begin], parent=parent))
-            parent, depth = len(prefixes) - 1, node.depth
+        node, prefix = waiting.pop()
+        if node.depth - (prefix.num_tokens if prefix is not None else 0) >= LEAST_TOKENS:
+            prefix = SharedPrefix(num_tokens=node.depth, parent=prefix)
             for place in range(node.begin, node.end):
-                of[order[place]] = parent
-        waiting += [(child, parent, depth) for child in reversed(node.children)]
-    return Sharing(prefixes=tuple(prefixes), of=tuple(of))
+                found[order[place]] = prefix
+        waiting += [(child, prefix) for child in node.children]
+    return found
 
 
-def _trie(heads: Sequence[tuple[int, ...]], multiple: int) -> _Node:
+def _trie(heads: Sequence[bytes]) -> _Node:
     """The inner nodes of the trie of sorted prompts, by how much neighbours have in common."""
     root = _Node(depth=0, begin=0)
     path = [root]
     for place in range(1, len(heads)):
-        depth, begin = _num_common(heads[place - 1], heads[place]) // multiple * multiple, place - 1
+        depth, begin = _num_common(heads[place - 1], heads[place]), place - 1
         while path[-1].depth > depth:
             closed = path.pop()
             closed.end, begin = place, closed.begin
@@ -86,15 +112,13 @@ def _trie(heads: Sequence[tuple[int, ...]], multiple: int) -> _Node:
     return root
 
 
-def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _num_common(one: bytes, other: bytes) -> int:
     """How many first tokens are the same, by halving."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low * TOKEN_BYTES : middle * TOKEN_BYTES] == other[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
             low = middle
         else:
-            high = middle
+            high = middle - 1
     return low

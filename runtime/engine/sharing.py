@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from ..batching.prefixes import Sharing, shared_prefixes
+from ..batching.prefixes import SharedPrefix, Shares, shared_prefixes
 from ..cache.shared import SharedPages
-from ..plan.placement.memory import PAGE_TOKENS
+from ..plan.placement.memory import PAGE_TOKENS, SequenceSize
 from .sequence import Request, Sequence
 
 
@@ -20,58 +20,70 @@ class SharingRule:
     whole_pages: bool
 
 
+def sizes_sharing(requests: Rows[Request]) -> list[SequenceSize]:
+    """The sizes of all requests of a run, with what they share."""
+    prompts = [request.prompt_ids for request in requests]
+    found = shared_prefixes(prompts, [_most_shared(request) for request in requests])
+    pairs = zip(requests, found, strict=True)
+    return [request.size.behind(prefix) for request, prefix in pairs]
+
+
+def _most_shared(request: Request) -> int:
+    """Tokens of its prompt that it need not compute itself: somebody has to be asked for logits."""
+    return len(request.prompt_ids) - max(1, request.num_scored)
+
+
 def with_prefixes(
-    groups: Rows[Rows[int]], requests: Rows[Request], running: Mapping[int, Sequence], rule: SharingRule
+    groups: Rows[Rows[int]],
+    prefixes: Rows[SharedPrefix | None],
+    running: Mapping[int, Sequence],
+    rule: SharingRule,
 ) -> list[list[Sequence]]:
     """Lanes of those of each group that are running, and before them, in the first lane that needs it, each prefix that
-    they go on from. Where prompts are cut follows from all members of `groups`, running or not. Mutates `running`."""
+    they go on from. Which these are follows from all members of `groups`, running or not. Mutates `running`."""
     if rule.among_lanes:
-        return _lanes(groups, requests, running, rule)
-    return [lane for group in groups for lane in _lanes([group], requests, running, rule)]
+        return _lanes(groups, prefixes, running, rule)
+    return [lane for group in groups for lane in _lanes([group], prefixes, running, rule)]
 
 
 def _lanes(
-    groups: Rows[Rows[int]], requests: Rows[Request], running: Mapping[int, Sequence], rule: SharingRule
+    groups: Rows[Rows[int]],
+    prefixes: Rows[SharedPrefix | None],
+    running: Mapping[int, Sequence],
+    rule: SharingRule,
 ) -> list[list[Sequence]]:
     members = [i for group in groups for i in group]
-    prompts = [requests[i].prompt_ids for i in members]
-    most = [_most_shared(requests[i]) for i in members]
-    sharing = shared_prefixes(prompts, most, multiple=PAGE_TOKENS if rule.whole_pages else 1)
-    place_of = {i: place for place, i in enumerate(members)}
-    opened = dict[int, SharedPages]()
+    shares = Shares.among([prefixes[i] for i in members])
+    prefix_of = dict(zip(members, shares.of, strict=True))
+    opened = dict[SharedPrefix, SharedPages]()
     lanes = list[list[Sequence]]()
     for group in groups:
         lanes.append([])
         for i in group:
             if i in running:
-                prefix = sharing.of[place_of[i]]
-                running[i].behind = _opened(prefix, sharing, prompts, rule, opened, lanes[-1])
-                lanes[-1].append(running[i])
+                sequence, prefix = running[i], prefix_of[i]
+                if prefix is not None:
+                    sequence.behind = _opened(prefix, shares, sequence.request.prompt_ids, rule, opened, lanes[-1])
+                lanes[-1].append(sequence)
     return lanes
 
 
 def _opened(
-    place: int | None,
-    sharing: Sharing,
-    prompts: Rows[tuple[int, ...]],
+    prefix: SharedPrefix,
+    shares: Shares,
+    tokens: tuple[int, ...],
     rule: SharingRule,
-    opened: dict[int, SharedPages],
+    opened: dict[SharedPrefix, SharedPages],
     lane: list[Sequence],
-) -> SharedPages | None:
-    """The prefix for one more user; at the first one it enters the lane, behind those that it goes on from."""
-    if place is None:
-        return None
-    if place not in opened:
-        prefix = sharing.prefixes[place]
-        behind = _opened(prefix.parent, sharing, prompts, rule, opened, lane)
-        opened[place] = SharedPages(num_tokens=prefix.num_tokens, in_pass=rule.in_pass)
-        tokens = prompts[prefix.source][: prefix.num_tokens]
-        request = Request(id="", prompt_ids=tokens, max_new_tokens=0)
-        lane.append(Sequence(request=request, fills=opened[place], behind=behind))
-    opened[place].num_users += 1
-    return opened[place]
-
-
-def _most_shared(request: Request) -> int:
-    """Tokens of its prompt that it needs not compute itself: somebody has to be asked for logits."""
-    return len(request.prompt_ids) - max(1, request.num_scored)
+) -> SharedPages:
+    """The pages of the prefix, for one more user; at the first one, which begins `tokens`, it enters the lane, behind
+    those that it goes on from."""
+    if prefix not in opened:
+        parent = shares.parents[prefix]
+        behind = _opened(parent, shares, tokens, rule, opened, lane) if parent is not None else None
+        num_tokens = prefix.num_tokens // PAGE_TOKENS * PAGE_TOKENS if rule.whole_pages else prefix.num_tokens
+        opened[prefix] = SharedPages(num_tokens=num_tokens, in_pass=rule.in_pass)
+        request = Request(id="", prompt_ids=tokens[:num_tokens], max_new_tokens=0)
+        lane.append(Sequence(request=request, fills=opened[prefix], behind=behind))
+    opened[prefix].num_users += 1
+    return opened[prefix]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..batching.balance import Block
+from ..batching.prefixes import SharedPrefix
 from ..config import Attention, FeedForward, KVConfig, Order, PolicyConfig, PolicyKind, PrefetchConfig, RuntimeConfig
 from ..errors import BudgetError
 from .cost.predict import Prediction
@@ -45,6 +46,7 @@ class RunPlan:
     prediction: Prediction | None
     choice: Choice | None = None
     searched: Policy | None = None
+    prefixes: Sequence[SharedPrefix | None] = ()  # of all requests, where any shares one
 
     @property
     def block_size(self) -> int:
@@ -138,6 +140,7 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
         prefetch=run.prefetch,
         rates=problem.rates,
         prediction=prediction,
+        prefixes=[size.prefix for size in problem.sizes] if any(size.prefix for size in problem.sizes) else (),
     )
 
 

@@ -1,11 +1,14 @@
-"""What prompts share: laws of `shared_prefixes`, on tries that are drawn at random."""
+"""What prompts share: laws of the prefixes of a run, and of some of its prompts, on tries that are drawn at random."""
 
 import random
 from collections.abc import Sequence
 
 import pytest
 
-from runtime.batching.prefixes import LEAST_TOKENS, Sharing, shared_prefixes
+from runtime.batching.prefixes import LEAST_TOKENS, Shares, shared_prefixes
+from runtime.plan.placement.memory import PAGE_TOKENS
+
+SEEDS = range(60)
 
 
 def drawn_prompts(seed: int, floor: int = 0) -> list[tuple[int, ...]]:
@@ -23,63 +26,66 @@ def limits(prompts: Sequence[Sequence[int]]) -> list[int]:
     return [max(0, len(prompt) - 1) for prompt in prompts]
 
 
-def chain(sharing: Sharing, place: int | None) -> list[int]:
-    found = []
-    while place is not None:
-        found.append(place)
-        place = sharing.prefixes[place].parent
-    return found
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Of what each may share."""
+    heads = zip(one[:-1], other[:-1], strict=False)
+    least = min(len(one), len(other)) - 1
+    return max(0, next((place for place, (a, b) in enumerate(heads) if a != b), least))
 
 
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_a_prompt_begins_with_its_prefix_and_a_prefix_with_its_parent(seed: int, multiple: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whoever_has_the_same_prefix_has_the_same_tokens(seed: int) -> None:
     prompts = drawn_prompts(seed)
-    sharing = shared_prefixes(prompts, limits(prompts), multiple=multiple)
-    for prompt, limit, place in zip(prompts, limits(prompts), sharing.of, strict=True):
-        longer = limit + 1
-        for number in chain(sharing, place):
-            prefix = sharing.prefixes[number]
-            assert prompt[: prefix.num_tokens] == prompts[prefix.source][: prefix.num_tokens]
-            assert prefix.num_tokens % multiple == 0
-            assert prefix.num_tokens < longer
-            longer = prefix.num_tokens - LEAST_TOKENS + 1
-        assert longer > 0
+    found = shared_prefixes(prompts, limits(prompts))
+    for one, prefix in zip(prompts, found, strict=True):
+        for each in prefix.chain if prefix is not None else ():
+            assert each.num_tokens < len(one)
+            assert each.num_tokens - (each.parent.num_tokens if each.parent else 0) >= LEAST_TOKENS
+            alike = [p for p, q in zip(prompts, found, strict=True) if q is not None and each in list(q.chain)]
+            assert len(alike) > 1
+            assert {p[: each.num_tokens] for p in alike} == {one[: each.num_tokens]}
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_prefix_has_two_that_go_on_from_it_and_stands_behind_its_parent(seed: int) -> None:
-    prompts = drawn_prompts(seed)
-    sharing = shared_prefixes(prompts, limits(prompts))
-    users = [*sharing.of, *(prefix.parent for prefix in sharing.prefixes)]
-    for number, prefix in enumerate(sharing.prefixes):
-        assert users.count(number) >= 2
-        assert prefix.parent is None or prefix.parent < number
-
-
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_two_prompts_share_more_than_the_least_beyond_their_prefix(seed: int) -> None:
     prompts = drawn_prompts(seed)
-    most = limits(prompts)
-    sharing = shared_prefixes(prompts, most)
-    for i, one in enumerate(prompts):
-        for j in range(i):
-            common = next(
-                (k for k, (a, b) in enumerate(zip(one[: most[i]], prompts[j][: most[j]], strict=False)) if a != b),
-                min(most[i], most[j]),
-            )
-            both = set(chain(sharing, sharing.of[i])) & set(chain(sharing, sharing.of[j]))
-            longest = max((sharing.prefixes[number].num_tokens for number in both), default=0)
-            assert longest <= common < longest + LEAST_TOKENS
+    found = shared_prefixes(prompts, limits(prompts))
+    for one, first in zip(prompts, found, strict=True):
+        for other, second in zip(prompts, found, strict=True):
+            if one is not other and first is not None and second is not None:
+                both = set(first.chain) & set(second.chain)
+                longest = max((prefix.num_tokens for prefix in both), default=0)
+                assert longest <= num_common(one, other) < longest + LEAST_TOKENS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_some_of_the_prompts_share_what_two_of_them_have_and_part_at(seed: int) -> None:
+    prompts = drawn_prompts(seed)
+    found = shared_prefixes(prompts, limits(prompts))
+    some = [prefix for prefix in found if random.Random(seed).random() < 0.5] or found[:1]
+    shares = Shares.among(some)
+    users = [prefix for prefix in (*shares.of, *shares.parents.values()) if prefix is not None]
+    for prefix, parent in shares.parents.items():
+        assert users.count(prefix) >= 2
+        assert parent is None or list(shares.parents).index(parent) < list(shares.parents).index(prefix)
+    for prefix, kept in zip(some, shares.of, strict=True):
+        chain = [] if prefix is None else list(prefix.chain)
+        two = [each for each in chain if sum(each in list(p.chain) for p in some if p is not None) > 1]
+        assert kept is (two[0] if two else None)
 
 
 @pytest.mark.parametrize("prompts", [[], [()], [(1, 2, 3) * 20], [(), (), ()]])
 def test_nothing_is_shared_where_there_is_nothing_to_share(prompts: list[tuple[int, ...]]) -> None:
-    sharing = shared_prefixes(prompts, limits(prompts))
-    assert sharing == Sharing(of=(None,) * len(prompts))
+    found = shared_prefixes(prompts, limits(prompts))
+    assert found == [None] * len(prompts)
+    assert Shares.among(found) == Shares(of=found, parents={})
 
 
 def test_equal_prompts_share_all_that_they_may() -> None:
-    sharing = shared_prefixes([tuple(range(50))] * 4, [49] * 4)
-    assert [prefix.num_tokens for prefix in sharing.prefixes] == [49]
-    assert [sharing.num_shared(place) for place in range(4)] == [49] * 4
+    found = shared_prefixes([tuple(range(50))] * 4, [49] * 4)
+    assert {None if prefix is None else prefix.num_tokens for prefix in found} == {49}
+    assert len(set(found)) == 1
+
+
+def test_a_prefix_goes_on_for_a_page_at_least_so_that_sharing_takes_no_more_pages() -> None:
+    assert LEAST_TOKENS >= PAGE_TOKENS

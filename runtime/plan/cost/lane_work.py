@@ -4,7 +4,8 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..placement.memory import PAGE_TOKENS, MicroBatch, prompt_columns
+from ...batching.prefixes import SharedPrefix
+from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize, prompt_columns, shares_of
 from ..shape.model import ModelShape
 
 
@@ -42,11 +43,13 @@ def is_narrow(num_tokens: int, num_selected: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`new` tokens of a sequence that has `past` positions cached; logits are made of the last `num_selected`."""
+    """`new` tokens of a sequence that has `past` positions cached, the first `num_shared` of them in others' pages;
+    logits are made of the last `num_selected`."""
 
     past: int
     new: int
     num_selected: int
+    num_shared: int = 0
 
 
 def packed_work(pieces: Iterable[Piece]) -> LaneWork:
@@ -54,7 +57,7 @@ def packed_work(pieces: Iterable[Piece]) -> LaneWork:
     tokens = rows = positions = pairs = asked = last = held = changed = 0
     for piece in pieces:
         end = piece.past + piece.new
-        held += _pages(end)
+        held += _pages(end) - piece.num_shared // PAGE_TOKENS
         if not piece.new:
             continue
         tokens, last = tokens + piece.new, end
@@ -112,16 +115,52 @@ def _pages(num_positions: int) -> int:
     return -(-num_positions // PAGE_TOKENS)
 
 
+@dataclass(kw_only=True)
+class _Row:
+    """Of a prompt, or of what several prompts begin with, the tokens from `done` up to `end`; the first `begin` are
+    another row's. `size`: None of what is shared."""
+
+    begin: int
+    done: int
+    end: int
+    size: SequenceSize | None
+
+    def piece(self, most: int) -> Piece:
+        new, past = min(most, self.end - self.done), self.done
+        self.done += new
+        return Piece(past, new, self.size.num_selected(past, new) if self.size is not None else 0, self.begin)
+
+
+def _rows(lane: MicroBatch) -> list[_Row]:
+    """In the order of the lane, each behind those that it goes on from."""
+    shares = shares_of(lane)
+    if shares is None:
+        return [_Row(begin=0, done=0, end=size.num_prompt_tokens, size=size) for size in lane]
+    rows, opened = list[_Row](), set[SharedPrefix]()
+
+    def behind(prefix: SharedPrefix | None) -> int:
+        if prefix is None:
+            return 0
+        if prefix not in opened:
+            opened.add(prefix)
+            begin = behind(shares.parents[prefix])
+            rows.append(_Row(begin=begin, done=begin, end=prefix.num_tokens, size=None))
+        return prefix.num_tokens
+
+    for size, prefix in zip(lane, shares.of, strict=True):
+        begin = behind(prefix)
+        rows.append(_Row(begin=begin, done=begin, end=size.num_prompt_tokens, size=size))
+    return rows
+
+
 def _chunks(lane: MicroBatch, chunk_tokens: int) -> Iterator[list[Piece]]:
     """Prompts in order until the chunk is full, the last one perhaps in part."""
-    past = [0] * len(lane)
-    while any(done < size.num_prompt_tokens for done, size in zip(past, lane, strict=True)):
+    rows = _rows(lane)
+    while any(row.done < row.end for row in rows):
         left, pieces = chunk_tokens, list[Piece]()
-        for row, size in enumerate(lane):
-            new = min(left, size.num_prompt_tokens - past[row])
-            pieces.append(Piece(past[row], new, size.num_selected(past[row], new)))
-            past[row] += new
-            left -= new
+        for row in rows:
+            pieces.append(row.piece(left))
+            left -= pieces[-1].new
         yield pieces
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from ...batching.prefixes import SharedPrefix, Shares
 from ...units import MIB, round_up
 from ..shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
 from ..shape.delta_rule import CHUNK_COLUMNS
@@ -28,11 +29,13 @@ ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own
 @dataclass(frozen=True, kw_only=True)
 class SequenceSize:
     """The size of one request: `num_prompt_tokens` to prefill and at most `max_new_tokens` to generate. Where the last
-    `num_scored` tokens of the prompt are scored, the one new token is none that is generated: it is given."""
+    `num_scored` tokens of the prompt are scored, the one new token is none that is generated: it is given. `prefix`:
+    what of the prompt others of the run have as well, and may share."""
 
     num_prompt_tokens: int
     max_new_tokens: int
     num_scored: int = 0
+    prefix: SharedPrefix | None = None
 
     @cached_property
     def capacity_tokens(self) -> int:
@@ -47,9 +50,17 @@ class SequenceSize:
 
     @staticmethod
     @lru_cache(65536)
-    def shared(num_prompt_tokens: int, max_new_tokens: int, num_scored: int = 0) -> "SequenceSize":
+    def shared(
+        num_prompt_tokens: int, max_new_tokens: int, num_scored: int = 0, prefix: SharedPrefix | None = None
+    ) -> "SequenceSize":
         """One object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
-        return SequenceSize(num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens, num_scored=num_scored)
+        return SequenceSize(
+            num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens, num_scored=num_scored, prefix=prefix
+        )
+
+    def behind(self, prefix: SharedPrefix | None) -> "SequenceSize":
+        """The same, of a prompt that begins with `prefix`."""
+        return SequenceSize.shared(self.num_prompt_tokens, self.max_new_tokens, self.num_scored, prefix)
 
 
 MicroBatch = Sequence[SequenceSize]
@@ -57,10 +68,46 @@ MicroBatch = Sequence[SequenceSize]
 
 def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> int:
     """KV positions of a block, when every sequence has run to its limit. A padded lane holds a rectangle as wide as its
-    longest prompt and longest answer; of an encoder-decoder's, the decoder's own positions are those of the answer."""
+    longest prompt and longest answer; of an encoder-decoder's, the decoder's own positions are those of the answer.
+    Those that sequences of a lane share are counted once: pages that are whole, and one that is not."""
     if shape.is_packed:
-        return sum(size.capacity_tokens for lane in micro_batches for size in lane)
+        return sum(size.capacity_tokens for lane in micro_batches for size in lane) - sum(map(_spared, micro_batches))
     return sum(len(lane) * _longest(shape, lane) for lane in micro_batches if lane)
+
+
+def _spared(lane: MicroBatch) -> int:
+    """KV positions that the lane does not hold because they are shared."""
+    shares = shares_of(lane)
+    if shares is None:
+        return 0
+    members = sum(_whole(prefix.num_tokens) for prefix in shares.of if prefix is not None)
+    kept = (
+        round_up(prefix.num_tokens, PAGE_TOKENS) - (_whole(parent.num_tokens) if parent is not None else 0)
+        for prefix, parent in shares.parents.items()
+    )
+    return members - sum(kept)
+
+
+def _whole(num_tokens: int) -> int:
+    return num_tokens // PAGE_TOKENS * PAGE_TOKENS
+
+
+def shares_of(lane: MicroBatch) -> Shares | None:
+    """What the sequences of a lane share; None where that is nothing."""
+    if all(size.prefix is None for size in lane):
+        return None
+    shares = Shares.among([size.prefix for size in lane])
+    return shares if shares.parents else None
+
+
+def computed_tokens(lane: MicroBatch) -> int:
+    """Tokens of prompts that the lane computes, those that are shared once."""
+    shares, num_tokens = shares_of(lane), sum(size.num_prompt_tokens for size in lane)
+    if shares is None:
+        return num_tokens
+    spared = sum(prefix.num_tokens for prefix in shares.of if prefix is not None)
+    kept = sum(p.num_tokens - (parent.num_tokens if parent is not None else 0) for p, parent in shares.parents.items())
+    return num_tokens - spared + kept
 
 
 def _longest(shape: ModelShape, lane: MicroBatch) -> int:
@@ -114,7 +161,7 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
 
 def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
     """Passes that a lane's prompts take."""
-    tokens = sum(size.num_prompt_tokens for size in lane) if shape.is_packed else len(lane) * _prompt_width(lane)
+    tokens = computed_tokens(lane) if shape.is_packed else len(lane) * _prompt_width(lane)
     return -(-tokens // pass_tokens(shape, lane, prefill_chunk_tokens)) if tokens else 0
 
 
