@@ -94,7 +94,7 @@ class FeedForward(Enum):
 
 
 class SharePrefixes(Enum):
-    """Whether tokens that several prompts of a block begin with are computed once."""
+    """Whether tokens that several prompts of a block begin with are computed once: `auto`, where that is exact."""
 
     auto = "auto"
     off = "off"
@@ -223,7 +223,7 @@ class PolicyConfig:
     attention: TextField[Attention | None] = optional_enum_field(Attention)
     feedforward: TextField[FeedForward | None] = optional_enum_field(FeedForward)
     prefill_chunk_tokens: int | None = None
-    share_prefixes: TextField[SharePrefixes] = enum_field(SharePrefixes.auto)
+    share_prefixes: TextField[SharePrefixes] = enum_field(SharePrefixes.off)
     pin: str | None = None
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from greenlet import getcurrent
 
+from ..cache.pages import num_pages_for
 from ..errors import BrokenModelError
 from ..events import Weights
 from ..linear.stored import StoredWeight
@@ -110,7 +111,7 @@ class Inquiry:
         self._num_explained += 1
         has_encoder = self._model.start_token_id is not None
         again = [[repeated(s, has_encoder=has_encoder) for s in group] for group in broken if group]
-        origins = self._origins(again)
+        origins = self._origins(again) if self._has_room(again) else {}
         for sequence, copy in zip(all_broken, [s for group in again for s in group], strict=True):
             if (origin := origins.get(id(copy))) is not None:
                 sequence.error = f"{sequence.error}; {origin}"
@@ -120,6 +121,11 @@ class Inquiry:
                 f"model.path={self._model.checkpoint.path}: all {len(all_broken)} rows of a pass have failed, the "
                 f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"
             )
+
+    def _has_room(self, groups: Rows[Rows[Sequence]]) -> bool:
+        """Whether there are pages for all of them, each by itself: they may have shared theirs with rows that go on."""
+        wanted = sum(num_pages_for(s.num_known + 1) for group in groups for s in group)
+        return not self._model.shape.is_packed or wanted <= self._lanes.num_free_pages
 
     def _origins(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, Origin]:
         lanes = [self._lanes.lane(group) for group in groups]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime import PolicyConfig, Runtime, Targets
-from runtime.config import Attention, KVConfig, KVTier, Order, PolicyKind, Tier
+from runtime.config import Attention, KVConfig, KVTier, Order, PolicyKind, SharePrefixes, Tier
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
 from runtime.model.families import FAMILIES
@@ -29,7 +29,8 @@ def alike(reference: References, shared_home: Path) -> Callable[[str], Alike]:
 
 
 def policy(**settings: object) -> PolicyConfig:
-    return PolicyConfig(kind=PolicyKind.fixed, **{"micro_batch_size": 4, "num_micro_batches": 3, **settings})
+    usual = {"micro_batch_size": 4, "num_micro_batches": 3, "share_prefixes": SharePrefixes.auto}
+    return PolicyConfig(kind=PolicyKind.fixed, **{**usual, **settings})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
