@@ -27,7 +27,7 @@ from tests.fake_device import FakeDevice
 from tests.gguf_files import write_gguf
 from tests.quantized import write_fp8
 from tests.runtime.guard_support import NOT_PACKED
-from tests.runtime.test_rope_lengths import LONG_ROPE
+from tests.runtime.long_rope import LONG_ROPE
 from tests.support import Reference, made_once, synthesize
 
 References = Callable[[str], Reference]
