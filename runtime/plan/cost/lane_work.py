@@ -117,8 +117,8 @@ def _pages(num_positions: int) -> int:
 
 @dataclass(kw_only=True)
 class _Row:
-    """Of a prompt, or of what several prompts begin with, the tokens from `done` up to `end`; the first `begin` are
-    another row's. `size`: None of what is shared."""
+    """A prompt, or what several prompts begin with, whose tokens from `done` up to `end` are left; the first `begin`
+    are another row's. `size`: None of what is shared."""
 
     begin: int
     done: int
@@ -132,7 +132,7 @@ class _Row:
 
 
 def _rows(lane: MicroBatch) -> list[_Row]:
-    """In the order of the lane, each behind those that it goes on from."""
+    """The rows of a lane in its order, each behind those that it goes on from."""
     shares = shares_of(lane)
     if shares is None:
         return [_Row(begin=0, done=0, end=size.num_prompt_tokens, size=size) for size in lane]
