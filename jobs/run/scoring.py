@@ -25,6 +25,7 @@ from .requests import Prompt
 
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")
 MOST_EXPONENT = 700.0  # of a number that a float64 holds
+READABLE = 1e6  # a number above it is written with an exponent
 Made: TypeAlias = Iterable[Sequence[Request | Rejected]]
 
 
@@ -135,7 +136,8 @@ class Totals:
 
 def sentence(totals: Mapping[str, JsonValue]) -> str:
     """What a summary's `totals` of a scored run say, for a person."""
-    found = [f"{totals[key]:,.4f} per {key.split('_')[0]}" for key in PERPLEXITIES if totals.get(key) is not None]
+    values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]
+    found = [f"{value:{',.4f' if value < READABLE else '.4g'}} per {unit}" for unit, value in values]
     return (
         f"{totals['num_rows']:,} targets of {totals['num_tokens']:,} tokens, {totals['num_greedy']:,} of them greedy; "
         f"log-probability {totals['logprob']:,.4f}" + (f", perplexity {', '.join(found)}" if found else "")

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from jobs.config.settings import ScoreConfig, load, run_directory
 from jobs.run.generation import dataset_rows, perform
 from jobs.run.plan_file import Seat, read_plan
-from jobs.run.scoring import score, scoring
+from jobs.run.scoring import score, scoring, sentence
 from runtime import Runtime
 from runtime.engine.scoring_requests import Joined
 from runtime.engine.sequence import Request
@@ -211,3 +211,9 @@ def test_settings_that_mean_nothing_here_are_refused(word: str, reason: str, tmp
 def test_defaults_of_yaml_and_code_are_the_same() -> None:
     with initialize_config_dir(str(CONF), version_base=None):
         assert load(ScoreConfig, compose("score")) == ScoreConfig()
+
+
+def test_a_perplexity_that_nobody_can_count_the_digits_of_has_an_exponent() -> None:
+    totals = {"num_rows": 1, "num_tokens": 2, "num_greedy": 0, "logprob": -69.0}
+    said = sentence({**totals, "token_perplexity": 12_345.67894, "word_perplexity": 6.3022e27})
+    assert said.endswith("perplexity 12,345.6789 per token, 6.302e+27 per word")

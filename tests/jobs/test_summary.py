@@ -108,6 +108,14 @@ def predicted(row: PassRow, seconds: float, stall_seconds: float = 0.0) -> PassR
     )  # fmt: skip
 
 
+def test_a_scored_run_says_so_of_its_tokens() -> None:
+    summary = summarize([PREFILL], rows=ROWS)
+    assert "generated tokens" in format_table(summary)
+    scored = format_table(replace(summary, totals={"num_tokens": 3}))
+    assert "scored tokens" in scored
+    assert "generated" not in scored
+
+
 def test_each_phase_has_its_predicted_seconds_beside_the_measured_ones() -> None:
     table = format_table(summarize([predicted(PREFILL, 3.0, 0.2), predicted(DECODE, 1.5)], rows=ROWS))
     lines = [line.split() for line in table.splitlines()]
