@@ -53,6 +53,7 @@ LATER_KEYS = frozenset(
     {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}
     | {"dataset.tools_field", "dataset.chat_template_kwargs", "dataset.turns_field", "dataset.turns"}
     | {"dataset.answers_path", "dataset.baseline_path", "dataset.references_path", "dataset.judge_prompts_path"}
+    | {"dataset.split"}
     | {"dataset.json_schema_field", "dataset.regex_field", "dataset.choice_field"}
 )  # of those, too: came after the first names were given, see `run_name`
 

@@ -39,6 +39,13 @@ class ReasoningMode(Enum):
     induction = "induction"
 
 
+class EvaluationSplit(Enum):
+    """Which items of HELM's synthetic reasoning are asked: HELM itself draws from both."""
+
+    test = "test"
+    valid = "valid"
+
+
 class Turns(Enum):
     """Which of a question's messages are asked: the `first`, or `all`, each behind the answers to those before it."""
 
@@ -80,6 +87,7 @@ class DatasetFields:
     judge_prompts_path: str | None = None  # what the judge is told, in FastChat's form; null: in our words
 
     mode: ReasoningMode = ReasoningMode.pattern_match
+    split: EvaluationSplit = EvaluationSplit.test
     trial: int = 0  # which in-context examples: HELM's train trial index
     num_examples: int = 5  # in-context examples per prompt
     examples_path: str | None = None  # where they come from; null: from `path`, and then not asked themselves

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.datasets import DatasetConfig, DatasetKind, ReasoningMode, input_digest, read_rows
+from jobs.datasets.fields import EvaluationSplit
 from jobs.datasets.helm import Item, choose_examples
 from jobs.datasets.kinds.helm_reasoning import generate_items
 from runtime.errors import ConfigError
@@ -206,3 +207,13 @@ def test_scitldr_reads_as_articles():
     assert all(row.error is None and count_words(row.prompt) <= 636 for row in rows)
     again = summarization(str(path), count_words, window_tokens=700, limit=100, **fields)
     assert input_digest(rows) == input_digest(again)
+
+
+def test_the_validation_split_is_asked_behind_the_same_examples() -> None:
+    items = list(generate_items(ReasoningMode.pattern_match))
+    tested, valid = reasoning(limit=2), reasoning(split=EvaluationSplit.valid)
+    assert [row.columns["reference"] for row in valid] == [item.answer for item in items[1000:6000]]
+    assert valid[0].prompt.endswith(f"\n{items[1000].input}\nTarget:")
+    assert valid[1].id == "pattern_match-valid-1"
+    first = [row.prompt.partition(row.prompt.rsplit("\n\n", 1)[1])[0] for row in (tested[0], valid[0])]
+    assert first[0] == first[1]

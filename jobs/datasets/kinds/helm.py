@@ -1,0 +1,76 @@
+"""All requests of HELM's dry runs: `helm-run --dry-run` writes them into `scenario_state.json`, and a client that looks
+answers up (jobs/evaluating/helm_client.py) gives them to HELM.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from runtime.errors import DatasetError
+
+from ..fields import DatasetFields
+from ..helm_requests import read_request, request_digest
+from ..records import BadRecord, Fields, Json, Record, value_at
+from ..row_rules import CountTokens, Kind, make_row
+from ..rows import Row
+from .jsonl import read_jsonl
+
+STATE = "scenario_state.json"
+NEEDS = f"dataset.path=benchmark_output/runs/SUITE (what helm-run --dry-run wrote), or one {STATE}"
+
+
+def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+    """A row for each request, by its digest; what is asked more than once is one row. Raises DatasetError where no
+    file is."""
+    path = Path(config.path or "")
+    files = sorted(path.glob(f"**/{STATE}")) if path.is_dir() else [path]
+    if not files:
+        raise DatasetError(f"dataset.path={config.path} has no {STATE} in it: {NEEDS}")
+    known = set[str]()
+    for file in files:
+        for record in read_jsonl(str(file), "request_states", max_row_bytes=config.max_row_bytes):
+            row = _row(record, len(known), file.parent.name, config)
+            if row.id not in known:
+                known.add(row.id)
+                yield replace(row, source_file=record.source)
+
+
+KINDS = {"helm": Kind(rows=read_requests, keys=frozenset({"path"}), needs=NEEDS)}
+
+
+def _row(record: Record, index: int, run: str, config: DatasetFields) -> Row:
+    fields = record.fields or {}
+    request = fields.get("request")
+    if not isinstance(request, dict):
+        error = record.error or f"{record.place}: there is no request: not a state of HELM's"
+        return Row(index=index, id=record.name, prompt="", messages=None, columns={}, error=error)
+    columns = _columns(fields, run) if config.keep_columns else {}
+    id = request_digest(request)
+    try:
+        content, overrides = read_request(request, may_be_chat=config.chat_template)
+    except BadRecord as error:
+        return Row(index=index, id=id, prompt="", messages=None, columns=columns, error=f"{record.place}: {error}")
+    return make_row(index, id, content, columns, config, overrides)
+
+
+def _columns(fields: Fields, run: str) -> Fields:
+    """What says where a request comes from, and the first of its right answers."""
+    references = [each for each in _list(_at(fields, "instance.references")) if isinstance(each, dict)]
+    right = [_at(each, "output.text") for each in references if "correct" in _list(each.get("tags"))]
+    return {
+        "helm_run": run,
+        "instance_id": _at(fields, "instance.id"),
+        "split": _at(fields, "instance.split"),
+        "reference": right[0] if right else None,
+    }
+
+
+def _list(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
+
+
+def _at(fields: Fields, place: str) -> Json:
+    with suppress(KeyError):
+        return value_at(fields, place)
+    return None

@@ -1,0 +1,80 @@
+"""A client of HELM (crfm-helm, class `helm.clients.client.Client`) whose model is a finished run over its requests.
+
+It runs in HELM's process, beside HELM's own packages: torch and transformers are not imported.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from helm.clients.client import Client  # pyright: ignore[reportMissingImports]
+from helm.common.request import (  # pyright: ignore[reportMissingImports]
+    ErrorFlags,
+    GeneratedOutput,
+    Request,
+    RequestResult,
+    Token,
+)
+
+from ..datasets.helm_requests import request_digest
+
+COLUMNS = ("id", "sample_index", "completion", "token_ids", "logprobs", "finish_reason", "error")
+FATAL = ErrorFlags(is_retriable=False, is_fatal=True)
+
+
+class RunClient(Client):
+    """Answers what `millrace generate dataset=helm` has answered. `run` is its directory; shards are a pattern,
+    `outputs/generate/mine-*`."""
+
+    def __init__(self, run: str, **kwargs: object):
+        self._run = run
+        self._rows = dict(_rows_by_id(run))
+
+    def make_request(self, request: Request) -> RequestResult:
+        """The completions of a request, of any model's name. One that the run does not have, or has an error for,
+        ends HELM's run with that error."""
+        rows = self._rows.get(request_digest(asdict(request)))
+        if rows is None:
+            return _failure(f"{self._run} has no such request: was it made of this suite's dry run?")
+        broken = [row["error"] for row in rows if row["error"] is not None]
+        if broken:
+            return _failure(f"{self._run}: {broken[0]}")
+        return RequestResult(
+            success=True, embedding=[], completions=[_output(row) for row in rows], cached=True, request_time=0.0
+        )
+
+
+def _failure(error: str) -> RequestResult:
+    return RequestResult(success=False, embedding=[], completions=[], cached=False, error=error, error_flags=FATAL)
+
+
+def _output(row: Mapping[str, Any]) -> GeneratedOutput:
+    """A completion with a token for each that was generated; since a run keeps no texts of tokens, the first of them
+    has it all."""
+    logprobs = row["logprobs"]
+    texts = [row["completion"], *("" for _ in logprobs[1:])]
+    tokens = [Token(text=text, logprob=logprob) for text, logprob in zip(texts, logprobs, strict=bool(logprobs))]
+    return GeneratedOutput(
+        text=row["completion"],
+        logprob=sum(logprobs),
+        tokens=tokens,
+        finish_reason={"reason": "length" if row["finish_reason"] == "length" else "stop"},
+    )
+
+
+def _rows_by_id(run: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The rows of each request by sample. Raises ValueError where there is no run, or one that is not finished."""
+    path = Path(run)
+    directories = sorted(path.parent.glob(path.name))
+    if not directories:
+        raise ValueError(f"run={run} does not exist")
+    for directory in directories:
+        if not (directory / "_SUCCESS.json").exists():
+            raise ValueError(f"run={directory} is not finished: start its command again")
+        table = pq.read_table(directory / "generations", columns=list(COLUMNS))
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in table.sort_by([("id", "ascending"), ("sample_index", "ascending")]).to_pylist():
+            found.setdefault(row["id"], []).append(row)
+        yield from found.items()
