@@ -1,0 +1,163 @@
+"""A model for lighteval: `lighteval custom NAME lighteval_model.py TASKS`, over the library, since lighteval and Hydra
+need two versions of one package. Keywords of `Runtime` are in the environment, `MILLRACE="model=DIR offload=nvme"`.
+
+lighteval loads this file by its path, so it has no package to import from relatively.
+"""
+
+import os
+import shlex
+from collections.abc import Sequence
+from itertools import groupby
+
+import yaml
+from lighteval.models.abstract_model import LightevalModel, ModelConfig  # pyright: ignore[reportMissingImports]
+from lighteval.models.model_output import ModelResponse  # pyright: ignore[reportMissingImports]
+from lighteval.models.utils import uses_chat_template  # pyright: ignore[reportMissingImports]
+from lighteval.tasks.prompt_manager import PromptManager  # pyright: ignore[reportMissingImports]
+from lighteval.tasks.requests import Doc  # pyright: ignore[reportMissingImports]
+from transformers import PreTrainedTokenizerBase
+
+from runtime import Prompt, Runtime
+from runtime.errors import ConfigError, EvaluationError
+from runtime.scoring import Scored
+
+VARIABLE = "MILLRACE"
+
+
+def settings(words: str) -> dict[str, object]:
+    """Keywords of `key=value` words, each value in YAML. Raises ConfigError for a word that is none."""
+    found: dict[str, object] = {}
+    for word in shlex.split(words):
+        key, is_set, value = word.partition("=")
+        if not is_set:
+            raise ConfigError(f"{VARIABLE} holds {word!r}, which is not key=value")
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+class _NothingKept:
+    """What lighteval asks of a model's cache of answers."""
+
+    def _init_registry(self, registry: object) -> None:
+        pass
+
+
+class MillraceModel(LightevalModel):
+    """Prompts become tokens as lighteval's own model of transformers makes them: with the tokenizer's special tokens,
+    and by the chat template where there is one, unless `chat_template=false` is among the words."""
+
+    def __init__(self, config: ModelConfig):
+        words = settings(os.environ.get(VARIABLE, ""))
+        template = words.pop("chat_template", None)
+        self.config, self._cache = config, _NothingKept()
+        self._runtime = Runtime(**words)  # pyright: ignore[reportArgumentType]
+        model = self._runtime.model
+        if model.tokenizer is None:
+            raise ConfigError(f"{model.checkpoint.path} has no tokenizer, and tasks are texts")
+        self._tokenizer = model.tokenizer
+        self._is_chat = uses_chat_template(tokenizer=self._tokenizer, override_chat_template=template)
+        self._prompts = PromptManager(
+            use_chat_template=self._is_chat, tokenizer=self._tokenizer, system_prompt=config.system_prompt
+        )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
+
+    @property
+    def add_special_tokens(self) -> bool:
+        return True
+
+    @property
+    def max_length(self) -> int:
+        return self._runtime.model.shape.context_tokens
+
+    def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
+        """The completions of each prompt, up to the first of its stop sequences; drawn where `temperature` is set. A
+        prompt too long for the model loses its beginning."""
+        prompts = [self._prompt(doc) for doc in docs]
+        repeated = [
+            Prompt(token_ids=ids, max_new_tokens=most, stop=list(self._stop(doc)))
+            for doc, (ids, most) in zip(docs, prompts, strict=True)
+            for _ in range(self._num_samples(doc))
+        ]
+        owners = [index for index, doc in enumerate(docs) for _ in range(doc.num_samples)]
+        found: dict[int, list[tuple[int, ...]]] = {index: [] for index in range(len(docs))}
+        for owner, result in zip(owners, self._runtime.generate(repeated), strict=True):
+            found[owner].append(result.token_ids if result.is_ok else _refuse(docs[owner], result.error))
+        return [
+            ModelResponse(
+                input_tokens=ids,
+                output_tokens=[list(own) for own in found[index]],
+                text=[self._text(own, self._stop(doc)) for own in found[index]],
+            )
+            for index, (doc, (ids, _)) in enumerate(zip(docs, prompts, strict=True))
+        ]
+
+    def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
+        """The log-probability of each choice behind its prompt, and whether greedy decoding would give it."""
+        pairs = [
+            (index, *self._fitted(context, choice))
+            for index, doc in enumerate(docs)
+            for context, choice in zip(*self._encoded_choices(doc), strict=True)
+        ]
+        scores = self._runtime.score([(context, choice) for _, context, choice in pairs])
+        found = zip(pairs, scores, strict=True)
+        return [self._response(docs[index], list(own)) for index, own in groupby(found, key=lambda each: each[0][0])]
+
+    def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
+        """The log-probability of each text, in windows of the model's context; each token once, the first behind the
+        token that texts begin with."""
+        scores = self._runtime.score_documents([doc.query for doc in docs])
+        for doc, score in zip(docs, scores, strict=True):
+            if not score.is_ok:
+                _refuse(doc, score.error)
+        return [
+            ModelResponse(input=doc.query, logprobs=[score.logprob]) for doc, score in zip(docs, scores, strict=True)
+        ]
+
+    def cleanup(self) -> None:
+        self._runtime.close()
+
+    def _prompt(self, doc: Doc) -> tuple[list[int], int]:
+        """The tokens of a prompt that leaves room, and how many are generated."""
+        ids = self._tokenizer.encode(self._prompts.prepare_prompt(doc), add_special_tokens=self.add_special_tokens)
+        most = min(doc.generation_size or max(1, self.max_length - len(ids)), self.max_length - 1)
+        return list(ids)[most - self.max_length :], most
+
+    def _num_samples(self, doc: Doc) -> int:
+        if doc.num_samples > 1 and not self._runtime.config.sampling.temperature:
+            _refuse(doc, f"{doc.num_samples} samples are asked for, and greedy ones are all the same: set temperature")
+        return doc.num_samples
+
+    def _stop(self, doc: Doc) -> Sequence[str]:
+        """Where a completion ends beside the end of the sequence; a chat ends by itself."""
+        return () if self._is_chat else tuple(doc.stop_sequences or ())
+
+    def _encoded_choices(self, doc: Doc) -> tuple[list[list[int]], list[list[int]]]:
+        return self.tok_encode_pair(self._prompts.prepare_prompt(doc), doc.choices, pairwise=True)
+
+    def _fitted(self, context: Sequence[int], choice: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Both, the context without its beginning where they are too long together."""
+        return list(context)[max(0, len(context) + len(choice) - self.max_length) :], list(choice)
+
+    def _response(self, doc: Doc, own: Sequence[tuple[tuple[int, list[int], list[int]], Scored]]) -> ModelResponse:
+        for _, score in own:
+            if not score.is_ok:
+                _refuse(doc, score.error)
+        return ModelResponse(
+            input_tokens=own[0][0][1],
+            output_tokens=[choice for (_, _, choice), _ in own],
+            logprobs=[score.logprob for _, score in own],
+            argmax_logits_eq_gold=[score.is_greedy for _, score in own],
+        )
+
+    def _text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        for term in stop:
+            text = text.partition(term)[0]
+        return text
+
+
+def _refuse(doc: Doc, why: str | None) -> tuple[int, ...]:
+    raise EvaluationError(f"{doc.task_name}, {doc.id}: {why}")
