@@ -9,7 +9,7 @@ from typing import TypeAlias, TypedDict
 from runtime.config import SamplingOverrides
 
 from .fields import TEMPLATE_KEYWORDS
-from .records import BadRecord, Content, Fields, Json, check_messages, check_objects, check_text, shorten
+from .records import BadRecord, Content, Fields, Json, Message, check_messages, check_objects, check_text, shorten
 
 MAX_TOP_LOGPROBS = 20  # as OpenAI's own
 MAX_SEED = 2**63 - 1
@@ -54,12 +54,17 @@ def read_chat(body: Fields) -> Asked:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRecord("body.messages is not a list of messages")
-    chat = check_messages(messages, "body.messages")
+    chat = [_known_role(message) for message in check_messages(messages, "body.messages")]
     kwargs = _template_kwargs(given.get("chat_template_kwargs"))
     tools = check_objects(given["tools"], "body.tools") if "tools" in given else []
     if tools and given.get("tool_choice") != "none":
         kwargs = {**kwargs, "tools": [*tools]}
     return Content(messages=chat, template_kwargs=kwargs), _overrides(given, _chat_logprobs(given))
+
+
+def _known_role(message: Message) -> Message:
+    """The message of a developer is what templates know as a system prompt."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def read_completion(body: Fields) -> Asked:

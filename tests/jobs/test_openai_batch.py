@@ -185,6 +185,12 @@ def test_tools_and_keywords_go_to_the_template_and_a_system_prompt_comes_first(t
     assert first.messages == [{"role": "system", "content": "Be brief."}, *HI]
 
 
+def test_a_message_of_the_developer_is_a_system_prompt(tmp_path: Path) -> None:
+    said = [{"role": "developer", "content": "Add."}, *HI]
+    (row,) = rows_of(tmp_path, line("a", CHAT, messages=said), system_prompt="Be brief.")
+    assert row.messages == [{"role": "system", "content": "Add."}, *HI]
+
+
 def test_settings_that_would_be_ignored_are_refused() -> None:
     batch = DatasetKind["openai_batch"]
     with pytest.raises(ConfigError, match=r"needs dataset\.path=requests\.jsonl"):
