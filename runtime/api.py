@@ -241,8 +241,10 @@ class Runtime(Closing):
         log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), where)
         begin = time.monotonic()
         with limit, self._session_reader() as reader, open_streams(setup, reader) as streams:
-            engine = Engine(setup, streams, self._sampler(), self._should_stop)
-            yield Session(self.model, engine, plan, plan.policy, opening_seconds=time.monotonic() - begin)
+            sampler = self._sampler()
+            engine = Engine(setup, streams, sampler, self._should_stop)
+            seconds = time.monotonic() - begin
+            yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=sampler.reasoning)
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:

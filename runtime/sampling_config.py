@@ -72,6 +72,7 @@ class SamplingConfig:
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    reasoning: list[str] | str | None = None
 
     def __post_init__(self) -> None:
         least, most = self.min_new_tokens or 0, self.max_new_tokens
@@ -114,6 +115,17 @@ class SamplingConfig:
     def _require_one_structure(self) -> None:
         given = [key for key in STRUCTURES if getattr(self, key) is not None]
         require(len(given) < 2, f"sampling.{' and sampling.'.join(given)}: a completion has one of them")
+        tags = self.reasoning
+        is_known = tags == "auto" or (isinstance(tags, list) and len(tags) == 2 and all(tags))
+        require(
+            tags is None or is_known,
+            f"sampling.reasoning must be auto, two tags like [<think>,</think>], or null, got {tags}",
+        )
+        require(
+            tags is None or not given,
+            f"sampling.reasoning and sampling.{''.join(given)}: a structure holds from the first token on, so that "
+            "nothing is thought before; set one of them",
+        )
         for key in given:
             require(bool(getattr(self, key)), f"sampling.{key} is empty: null leaves it unset")
         require(all(self.choice or []), "sampling.choice holds an empty text")

@@ -8,6 +8,7 @@ from .config import Admission, PolicyConfig
 from .engine.batcher import Batcher, ContinuousBatcher, StaticBatcher
 from .engine.engine import Engine
 from .engine.records import PassRecord
+from .engine.sampling.reasoning import Parts, Reasoning
 from .engine.sampling.stopping import decode_text
 from .engine.sequence import Completion, Request, Unfinished, begun, resumed, resumed_lane
 from .engine.sequence import Sequence as Running
@@ -40,8 +41,9 @@ class Session:
         policy: PolicyConfig,
         *,
         opening_seconds: float = 0.0,
+        reasoning: Reasoning | None = None,
     ):
-        self.opening_seconds = opening_seconds
+        self.opening_seconds, self._reasoning = opening_seconds, reasoning
         self._model, self._engine, self._plan, self._policy = model, engine, plan, policy
         self._open: dict[int, Running] = {}
 
@@ -179,15 +181,21 @@ class Session:
 
     def _completion(self, sequence: Running) -> Completion:
         assert sequence.finish is not None, "the block ended before its sequences"
-        ids = sequence.generated
-        tokenizer = self._model.tokenizer
-        text = decode_text(tokenizer, ids) if tokenizer is not None else ""
+        parts = self._parts(sequence)
         return Completion(
             request=sequence.request,
-            token_ids=tuple(ids),
-            text=text[: sequence.text_end],
+            token_ids=tuple(sequence.generated),
+            text=parts.text,
+            reasoning=parts.reasoning,
             finish=sequence.finish,
             error=sequence.error,
             logprobs=tuple(sequence.logprobs),
             scores=tuple(sequence.scores),
         )
+
+    def _parts(self, sequence: Running) -> Parts:
+        tokenizer = self._model.tokenizer
+        if self._reasoning is not None:
+            return self._reasoning.parts(sequence)
+        text = decode_text(tokenizer, sequence.generated) if tokenizer is not None else ""
+        return Parts(reasoning=None, text=text[: sequence.text_end])

@@ -104,6 +104,7 @@ class Settings(TypedDict, total=False):
     regex: str | None
     choice: list[str] | None
     grammar: str | None
+    reasoning: list[str] | str | None
     num_threads: int | None
     sheet: DataSheet | None
     rates: MeasuredRates | None

@@ -114,6 +114,8 @@ class BatchResults:
             logprobs = self._completion_logprobs(row, wanted) if wanted is not None else None
             return {**choice, "text": row["completion"], "logprobs": logprobs}
         message = {"role": "assistant", "content": row["completion"], "refusal": None}
+        if row.get("reasoning") is not None:
+            message["reasoning_content"] = row["reasoning"]
         logprobs = self._chat_logprobs(row, asked.get("top_logprobs") or 0) if wanted else None
         return {**choice, "message": message, "logprobs": logprobs}
 

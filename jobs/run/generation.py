@@ -91,7 +91,8 @@ class Task:
 
 def generation(config: GenerateConfig) -> Task:
     """A completion of each prompt."""
-    return Task(directory=run_directory(config), columns=generation_schema, requests=completions_of)
+    columns = partial(generation_schema, has_reasoning=config.sampling.reasoning is not None)
+    return Task(directory=run_directory(config), columns=columns, requests=completions_of)
 
 
 def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:

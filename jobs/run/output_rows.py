@@ -79,10 +79,11 @@ def score_schema(*, has_top: bool, has_source: bool = True, has_logprobs: bool =
     return pa.schema([*common, *(LOGPROB_FIELDS[1:] if has_top else ())])
 
 
-def generation_schema(*, has_logprobs: bool, has_source: bool = True) -> pa.Schema:
+def generation_schema(*, has_logprobs: bool, has_source: bool = True, has_reasoning: bool = False) -> pa.Schema:
     """The columns that every row has, whatever it brought along. `has_source`: with SOURCE_FIELDS."""
     common = [column for column in GENERATION_SCHEMA if has_source or column not in SOURCE_FIELDS]
-    return pa.schema([*common, *(LOGPROB_FIELDS if has_logprobs else ())])
+    reasoning = [pa.field("reasoning", pa.string())] if has_reasoning else []
+    return pa.schema([*common, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class GenerationRow:
     """What became of one planned request; its block, micro-batch, row and prompt length come from the plan.
 
     `columns`: the input row's own, and `source_file` where that was read. `error` says what went wrong where the status
-    is not `ok`. Log-probabilities are empty where they were not asked for.
+    is not `ok`. Log-probabilities are empty where they were not asked for; `reasoning` is what came before the answer.
     """
 
     id: str
@@ -101,6 +102,7 @@ class GenerationRow:
     logprobs: Sequence[float] = ()
     top_token_ids: Sequence[Sequence[int]] = ()
     top_logprobs: Sequence[Sequence[float]] = ()
+    reasoning: str | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     columns: Mapping[str, object] = field(default_factory=dict)
@@ -129,6 +131,7 @@ class GenerationRow:
             "logprobs": list(self.logprobs),
             "top_token_ids": list(self.top_token_ids),
             "top_logprobs": list(self.top_logprobs),
+            "reasoning": None if self.reasoning is None else clean_text(self.reasoning),
             **self._scores(request),
             **encode_columns(columns, self.columns),
         }

@@ -190,6 +190,7 @@ def _completed(row: Row, request: Request, completion: Completion) -> Generation
         sample_index=request.sample_index,
         status="error" if reason == "error" else "ok",
         completion=completion.text,
+        reasoning=completion.reasoning,
         token_ids=completion.token_ids if request.scoring is None else request.target_ids,
         logprobs=[token.own for token in tokens],
         top_token_ids=[token.top_ids for token in tokens],

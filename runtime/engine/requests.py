@@ -33,6 +33,10 @@ class Rejected:
         return ""
 
     @property
+    def reasoning(self) -> None:
+        return None
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         return ()
 

@@ -148,6 +148,15 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What comes behind a completion's reasoning: all but its first `num_tokens`, the end tag's among them, behind
+    `rest`, what the last of those has of it."""
+
+    num_tokens: int
+    rest: str = ""
+
+
 @dataclass(kw_only=True)
 class Sequence:
     """Mutable; owned by one lane. `num_cached` counts known tokens, prompt and generated, whose KV is stored."""
@@ -159,7 +168,10 @@ class Sequence:
     num_cached: int = 0
     finish: FinishReason | None = None
     error: str | None = None
-    text_end: int | None = None  # where a stop string begins in the decoded text
+    text_end: int | None = None  # where a stop string begins in the decoded text, or the answer's
+    answer: Answer | None = None  # where reasoning is told apart and has ended
+    num_looked: int = 0  # tokens that were looked at for its end
+    num_unstopped: int = 0  # tokens in which no stop string was looked for, as they may have been reasoning
     generator: torch.Generator | None = None  # of its own draws; made at the first one
     guide: Guide | None = None  # through its request's grammar; made at the first draw
     is_broken: bool = False  # its logits were not finite
@@ -243,7 +255,8 @@ class Sequence:
 class Completion:
     """What a request came to. `error` is set exactly when `finish` is error.
 
-    `text` ends before a stop string or EOS; `token_ids` are all that were generated, `logprobs` theirs, or empty.
+    `text` ends before a stop string or EOS; `token_ids` are all that were generated, `logprobs` theirs, or empty. Where
+    `sampling.reasoning` tells them apart, `reasoning` is what was thought, and `text` what follows.
     `scores` are those of tokens that were given, if the request has a `scoring`.
     `prompt_index`: the place of its prompt in the input of `Runtime.generate` or `Runtime.stream`.
     """
@@ -255,6 +268,7 @@ class Completion:
     error: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     scores: tuple[TokenScore, ...] = ()
+    reasoning: str | None = None
     prompt_index: int = 0
 
     @property

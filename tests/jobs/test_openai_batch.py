@@ -16,6 +16,7 @@ from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig, SamplingOverrides
 from runtime.errors import ConfigError
+from tests.generations import read_generations
 from tests.jobs.kill_support import Kills
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -345,3 +346,20 @@ def test_a_response_format_is_what_openais_own_types_take() -> None:
     kind = pydantic.TypeAdapter(types.ResponseFormat)
     for value in (FORMAT, {"type": "text"}, {"type": "json_object"}):
         assert kind.validate_python(value) == value
+
+
+def test_what_was_thought_has_a_column_and_a_field_of_its_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path, written(tmp_path / "in.jsonl", [line("a", CHAT), line("b", prompt="Hi")]))
+    sampling = SamplingConfig(max_new_tokens=9, ignore_eos=True, reasoning=["A:", "</think>"])
+    outcome = generate(replace(config, sampling=sampling), lambda: False)
+    write_batch_files(outcome.directory)
+    rows = read_generations(RunDirectory(path=outcome.directory)).to_pylist()
+    thinking, plain = sorted(rows, key=lambda row: row["id"])  # the template ends with the first tag
+    assert (thinking["completion"], plain["reasoning"]) == ("", None)
+    assert thinking["reasoning"]
+    assert plain["completion"]
+    chat, text = (result["response"]["body"]["choices"][0] for result in read(outcome.directory / "output.jsonl"))
+    assert chat["message"]["reasoning_content"] == thinking["reasoning"]
+    assert (chat["message"]["content"], text["text"]) == ("", plain["completion"])
+    types = pytest.importorskip("openai.types.chat", reason="needs the extra: pip install -e '.[client]'")
+    types.ChatCompletionMessage.model_validate(chat["message"], strict=True)

@@ -19,6 +19,7 @@ from ..sequence import FinishReason, Sequence, num_written, read_logprobs, writt
 from .grammar import Grammars, one_line, tokens_of
 from .guide import masked
 from .processors import Processors, no_history, process, warpers
+from .reasoning import reasoning_of
 from .stopping import StopStrings
 
 
@@ -100,6 +101,7 @@ class Sampler:
         self._config = config
         self._eos = frozenset() if config.ignore_eos else eos_token_ids
         self._stops = StopStrings(tokenizer) if tokenizer is not None else None
+        self.reasoning = reasoning_of(config, tokenizer)
         bad_words = bad_word_ids(config.bad_words, tokenizer, self._eos, vocab_size) if tokenizer is not None else []
         self._bans = [f"sampling.{key}" for key in BANS if getattr(config, key)]
         if any(getattr(config, key) is not None for key in STRUCTURES):
@@ -229,7 +231,17 @@ class Sampler:
         if not sequence.request.stop:
             return False
         assert self._stops is not None, "stop strings need a tokenizer"
-        sequence.text_end = self._stops.find(sequence.generated, sequence.request.stop)
+        ids, num_new = sequence.generated, 1
+        if self.reasoning is not None:
+            answer = self.reasoning.answer(sequence)
+            if answer is not None:
+                ids = ids[answer.num_tokens :]
+            elif self.reasoning.is_thinking(sequence) is not False:
+                sequence.num_unstopped = len(ids)
+                return False
+            num_new += sequence.num_unstopped if answer is None else 0
+            sequence.num_unstopped = 0
+        sequence.text_end = self._stops.find(ids, sequence.request.stop, num_new)
         return sequence.text_end is not None
 
 

@@ -18,12 +18,15 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._silent = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
-    def find(self, token_ids: Rows[int], stops: Rows[str]) -> int | None:
+    def find(self, token_ids: Rows[int], stops: Rows[str], num_new: int = 1) -> int | None:
         """Characters of text before the first of `stops`, None where the text has none.
 
-        To be asked after each token: it decodes only the last ones, until a stop string shows among them.
+        To be asked after each token, or after `num_new`: it decodes only the last ones, until a stop string shows among
+        them.
         """
-        window = SPARE_TOKENS + max(len(stop.encode()) for stop in stops)  # a token has a byte of text or more
+        window = (
+            SPARE_TOKENS + num_new - 1 + max(len(stop.encode()) for stop in stops)
+        )  # a token has a byte of text or more
         tail = list(islice((token for token in reversed(token_ids) if token not in self._silent), window))
         if _first(stops, decode_text(self._tokenizer, tail[::-1])) is None:
             return None

@@ -1,0 +1,111 @@
+"""Reasoning apart from the answer behind it: models that think aloud do so between two tags, `<think>` and `</think>`,
+of which the first may be the end of the prompt, where a chat template has put it.
+"""
+
+import logging
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from ...config import SamplingConfig, require
+from ..sequence import Answer, Sequence
+from .stopping import SPARE_TOKENS, decode_text
+
+log = logging.getLogger(__name__)
+
+KNOWN_TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)  # that `auto` looks for among a tokenizer's added tokens, and in its chat template
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A completion's text, and what it thought before; None where it did not think."""
+
+    reasoning: str | None
+    text: str
+
+
+class Reasoning:
+    """Looks for the end of the reasoning among a completion's tokens: a token that is the tag, which a special one is
+    in no text, or its text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str):
+        self._tokenizer, self._begin, self._end = tokenizer, begin, end
+        self._end_id = added_tokens(tokenizer).get(end)
+
+    def answer(self, sequence: Sequence) -> Answer | None:
+        """Where the answer begins; None where no reasoning has ended. To be asked after each token, or after all of
+        them. Mutates the sequence."""
+        num_new, sequence.num_looked = len(sequence.generated) - sequence.num_looked, len(sequence.generated)
+        if sequence.answer is None and num_new > 0:
+            sequence.answer = self._found(sequence.generated, num_new)
+        return sequence.answer
+
+    def is_thinking(self, sequence: Sequence) -> bool | None:
+        """Whether a completion without an answer began to think; None where its first characters are too few to say."""
+        num_tokens = SPARE_TOKENS + len(self._begin.encode())
+        prompt = self._text(sequence.request.prompt_ids[-num_tokens:]).rstrip()
+        text = self._text(sequence.generated[: 2 * num_tokens]).lstrip()
+        if prompt.endswith(self._begin) or text.startswith(self._begin):
+            return True
+        return None if self._begin.startswith(text) else False
+
+    def parts(self, sequence: Sequence) -> Parts:
+        """Both parts of a completion that has ended, without the white space between them."""
+        answer, ids = self.answer(sequence), sequence.generated
+        if answer is None:
+            text = decode_text(self._tokenizer, ids)[: sequence.text_end]
+            if not self.is_thinking(sequence):
+                return Parts(reasoning=None, text=text)
+            return Parts(reasoning=self._without_tags(text), text="")
+        thought = decode_text(self._tokenizer, ids[: answer.num_tokens])
+        text = answer.rest + decode_text(self._tokenizer, ids[answer.num_tokens :])[: sequence.text_end]
+        return Parts(reasoning=self._without_tags(thought), text=text.lstrip())
+
+    def _without_tags(self, thought: str) -> str:
+        return thought.partition(self._end)[0].strip().removeprefix(self._begin).strip()
+
+    def _found(self, ids: Rows[int], num_new: int) -> Answer | None:
+        """`num_new`: of the last tokens, which nobody has looked at."""
+        new = list(ids[len(ids) - num_new :])
+        if self._end_id in new:
+            return Answer(num_tokens=len(ids) - num_new + new.index(self._end_id) + 1)
+        window = SPARE_TOKENS + len(self._end.encode()) + num_new
+        if self._end not in decode_text(self._tokenizer, ids[-window:]):
+            return None
+        least, most = 0, len(ids)  # the end is not among so many tokens, and is among so many
+        if self._end not in decode_text(self._tokenizer, ids):
+            return None
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (least, middle) if self._end in decode_text(self._tokenizer, ids[:middle]) else (middle, most)
+        return Answer(num_tokens=most, rest=decode_text(self._tokenizer, ids[:most]).partition(self._end)[2])
+
+    def _text(self, ids: Rows[int]) -> str:
+        return decode_text(self._tokenizer, ids, keeps_special=True)
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The ids of tokens that stand for themselves in a text."""
+    return {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+
+
+def reasoning_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reasoning | None:
+    """None where nothing is to be told apart. Raises ConfigError without a tokenizer."""
+    if config.reasoning is None:
+        return None
+    require(tokenizer is not None, "sampling.reasoning needs a tokenizer to see tags; set model.tokenizer")
+    assert tokenizer is not None, "just seen"
+    if not isinstance(config.reasoning, str):
+        return Reasoning(tokenizer, *config.reasoning)
+    template, added = str(tokenizer.chat_template or ""), added_tokens(tokenizer)
+    tags = next((tags for tags in KNOWN_TAGS if tags[1] in added or tags[1] in template), None)
+    if tags is None:
+        known = ", ".join(end for _, end in KNOWN_TAGS)
+        log.warning("sampling.reasoning=auto: neither the tokenizer nor its chat template knows one of %s", known)
+    return Reasoning(tokenizer, *tags) if tags is not None else None
