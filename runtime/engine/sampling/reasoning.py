@@ -96,7 +96,7 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def reasoning_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reasoning | None:
-    """None where nothing is to be told apart. Raises ConfigError without a tokenizer."""
+    """What tells reasoning apart; None where nothing is to be. Raises ConfigError without a tokenizer."""
     if config.reasoning is None:
         return None
     require(tokenizer is not None, "sampling.reasoning needs a tokenizer to see tags; set model.tokenizer")
