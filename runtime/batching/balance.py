@@ -1,8 +1,11 @@
-"""Requests -> blocks -> micro-batches of even length: a pure, deterministic function of lengths and sizes."""
+"""Requests -> blocks -> micro-batches of even length: a pure, deterministic function of lengths, sizes and prefixes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
+
+from .grouping import grouped
+from .prefixes import SharedPrefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +21,21 @@ class Block:
 
 
 def plan_blocks(
-    num_tokens: Sequence[int], *, micro_batch_size: int, num_micro_batches: int, is_packed: bool
+    num_tokens: Sequence[int],
+    *,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    is_packed: bool,
+    prefixes: Sequence[SharedPrefix | None] = (),
 ) -> tuple[Block, ...]:
     """Every request in exactly one block. Longest first, ties by position, so that the plan depends on nothing else.
 
     Packed lanes carry no padding, so blocks are made *alike*: the sorted requests are dealt out in a snake, and every
     block needs about the same KV. Padded lanes pay for their longest sequence, so there neighbours in length stay
-    together.
+    together. Where packed ones share `prefixes`, those that do stay together, and lanes of them are dealt out.
     """
+    if any(prefixes):
+        return _blocks_of_groups(num_tokens, prefixes, micro_batch_size, num_micro_batches)
     order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__, reverse=True)  # stable: ties stay in order
     block_size = micro_batch_size * num_micro_batches
     num_blocks = -(-len(order) // block_size)
@@ -41,6 +51,22 @@ def plan_blocks(
             groups = [members[i : i + micro_batch_size] for i in range(0, len(members), micro_batch_size)]
         blocks.append(Block(index=index, micro_batches=tuple(map(tuple, groups))))
     return tuple(blocks)
+
+
+def _blocks_of_groups(
+    num_tokens: Sequence[int],
+    prefixes: Sequence[SharedPrefix | None],
+    micro_batch_size: int,
+    num_micro_batches: int,
+) -> tuple[Block, ...]:
+    num_blocks = -(-len(num_tokens) // (micro_batch_size * num_micro_batches))
+    num_lanes = num_blocks * -(-len(num_tokens) // (num_blocks * micro_batch_size))
+    lanes = grouped(num_tokens, prefixes, num_lanes=num_lanes, lane_size=micro_batch_size)
+    dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_blocks)]
+    for turn, lane in enumerate(sorted(lanes, key=lambda lane: lane.num_tokens, reverse=True)):
+        if lane.members:
+            dealt[_snake(turn, num_blocks)].append(tuple(lane.members))
+    return tuple(Block(index=index, micro_batches=tuple(groups)) for index, groups in enumerate(dealt))
 
 
 def _snake(turn: int, width: int) -> int:

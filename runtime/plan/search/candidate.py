@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...batching.balance import Block, plan_blocks
+from ...batching.prefixes import SharedPrefix
 from ...config import Prefetch, PrefetchConfig, RuntimeConfig
 from ..cost.cpu_share import with_share
 from ..cost.predict import Prediction, decode_pass_seconds, predict
@@ -60,7 +62,12 @@ class Problem:
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,
             is_packed=self.shape.is_packed,
+            prefixes=self._prefixes,
         )
+
+    @cached_property
+    def _prefixes(self) -> Sequence[SharedPrefix | None]:
+        return [size.prefix for size in self.sizes] if self.shape.is_packed else ()
 
     def placed(self, blocks: tuple[Block, ...], num_tokens: int) -> PlacedRun:
         """The run of these blocks with prompts in chunks of `num_tokens`."""
