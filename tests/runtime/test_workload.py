@@ -2,9 +2,12 @@
 
 import pytest
 
+from runtime.batching.balance import plan_blocks
+from runtime.batching.prefixes import SharedPrefix
+from runtime.plan.cost.lane_work import prefill_works
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.search.workload import MOST_LENGTHS, Workload
-from tests.toy import sizes_of
+from tests.toy import sizes_of, toy_shape
 
 
 def test_few_requests_are_kept_as_they_are() -> None:
@@ -66,3 +69,43 @@ def test_workloads_that_differ_have_other_digests() -> None:
 def test_no_requests_are_a_workload_too() -> None:
     assert Workload.of([]).sizes() == []
     assert Workload.of([]).mean_prompt_tokens == 0
+
+
+def sharing_sizes(num_tasks: int, num_prompts: int, num_samples: int) -> list[SequenceSize]:
+    """Of prompts of 120 tokens: each task's begin with the same 100, and each prompt is asked several times."""
+    found = list[SequenceSize]()
+    for _ in range(num_tasks):
+        task = SharedPrefix(num_tokens=100)
+        for _ in range(num_prompts):
+            prefix = SharedPrefix(num_tokens=119, parent=task) if num_samples > 1 else task
+            found += [SequenceSize(num_prompt_tokens=120, max_new_tokens=3, prefix=prefix)] * num_samples
+    return found
+
+
+@pytest.mark.parametrize("lane_size", [2, 8, 32, 64])
+def test_what_is_spared_is_what_blocks_spare(lane_size: int) -> None:
+    sizes = sharing_sizes(6, 16, 2)
+    workload = Workload.of(sizes)
+    blocks = plan_blocks(
+        [size.capacity_tokens for size in sizes],
+        micro_batch_size=lane_size,
+        num_micro_batches=3,
+        is_packed=True,
+        prefixes=[size.prefix for size in sizes],
+    )
+    lanes = [[sizes[i] for i in lane] for block in blocks for lane in block.micro_batches]
+    works = [work for lane in lanes for work in prefill_works(toy_shape(), lane, 10**6)]
+    computed = sum(work.num_tokens for work in works)
+    squares = sum(2 * (work.prefill_pairs + work.kv_positions) - work.num_tokens for work in works)
+    mean = workload.mean_prompt_tokens - workload.mean_spared_tokens(lane_size)
+    assert len(sizes) * mean == pytest.approx(computed, rel=0.001)
+    mean = workload.mean_squared_tokens - workload.mean_spared_squares(lane_size)
+    assert len(sizes) * mean == pytest.approx(squares, rel=0.02)
+
+
+def test_workloads_that_share_are_told_from_those_that_do_not() -> None:
+    shared = sharing_sizes(2, 3, 1)
+    alone = [SequenceSize(num_prompt_tokens=120, max_new_tokens=3)] * 6
+    assert Workload.of(shared).digest == Workload.of(sharing_sizes(2, 3, 1)).digest
+    assert len({Workload.of(sizes).digest for sizes in (shared, alone, sharing_sizes(1, 6, 1))}) == 3
+    assert Workload.of(alone).mean_spared_tokens(64) == 0

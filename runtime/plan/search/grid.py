@@ -1,6 +1,6 @@
 """All policies that a search looks at, as arrays of equal length: one element each of every array is a policy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,6 +72,11 @@ class PolicyGrid:
     @property
     def num_ahead(self) -> NDArray[np.int64]:
         return np.array([order.style.num_ahead for order in ORDERS])[self.order]
+
+    def by_lane_size(self, number_of: Callable[[int], float]) -> Floats:
+        """A number that follows from the sequences asked for of a lane."""
+        sizes, place = np.unique(self.micro_batch, return_inverse=True)
+        return np.array([number_of(int(size)) for size in sizes])[place]
 
     def policy(self, at: int) -> Policy:
         """The policy at a place of the grid, with the sizes that come out, which are no larger than those asked for and

@@ -56,9 +56,12 @@ class Roofline:
     def _prompt_tokens(self, grid: PolicyGrid) -> Floats:
         """Computed of each prompt."""
         if self.is_packed:
-            return np.full_like(grid.rows, self.workload.mean_prompt_tokens)
-        sizes, place = np.unique(grid.micro_batch, return_inverse=True)
-        return np.array([self.workload.mean_padded_tokens(int(size)) for size in sizes])[place]
+            return self.workload.mean_prompt_tokens - self._spared_tokens(grid)
+        return grid.by_lane_size(self.workload.mean_padded_tokens)
+
+    def _spared_tokens(self, grid: PolicyGrid) -> Floats:
+        """Of each prompt, that others compute and hold."""
+        return grid.by_lane_size(self.workload.mean_spared_tokens) if self.is_packed else np.zeros_like(grid.rows)
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
         """Tokens of a lane in one prefill pass; a padded one takes a column at least."""
@@ -67,14 +70,15 @@ class Roofline:
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:
         """The times of a decode pass at half of the answers' length."""
-        positions = self._prompt_tokens(grid) + self.workload.max_new_tokens / 2
+        spared = self._spared_tokens(grid)
+        held = self._prompt_tokens(grid) + self.workload.max_new_tokens / 2
         layers, rates, work = self.work.num_layers, self.rates, self.work
-        kv_bytes = layers * grid.sequences * positions * work.kv_bytes
+        kv_bytes = layers * grid.sequences * (held + spared) * work.kv_bytes
         compute = self._products(grid, grid.rows, np.ones_like(grid.rows))
         cpu, device = grid.cpu_attends, ~grid.cpu_attends
         compute = compute + device * kv_bytes / rates.attention_bytes_per_second
         attend = cpu * kv_bytes / rates.cpu_attention_bytes_per_second
-        travels = device * (1 - grid.kv_fraction) * kv_bytes
+        travels = device * (1 - grid.kv_fraction) * layers * grid.sequences * held * work.kv_bytes
         exchanged = cpu * layers * grid.sequences if self.has_device else np.zeros_like(grid.sequences)
         new_kv = layers * grid.sequences * work.kv_bytes * np.where(cpu, float(self.has_device), 1 - grid.kv_fraction)
         return self._times(
@@ -92,7 +96,9 @@ class Roofline:
         chunk, work, layers = self._chunk(grid), self.work, self.work.num_layers
         prompts = self._prompt_tokens(grid)
         share = chunk / np.maximum(1e-9, grid.rows * prompts)  # of the block's prompts, in this pass
-        pairs = self.workload.mean_squared_tokens if self.is_packed else prompts**2
+        pairs = prompts**2
+        if self.is_packed:
+            pairs = self.workload.mean_squared_tokens - grid.by_lane_size(self.workload.mean_spared_squares)
         attention = layers * grid.sequences * share * pairs / 2 * work.pair_flops
         compute = self._products(grid, chunk, max(1, self.workload.num_scored) / np.maximum(1.0, prompts))
         kv_bytes = layers * grid.lanes * chunk * work.kv_bytes * (1 - grid.kv_fraction)

@@ -128,9 +128,10 @@ class _Need:
         return (self._grid.resident > 0) * _pinned(np.minimum(resident, LOADING_BYTES))
 
     def _positions(self) -> Floats:
-        per_sequence = self._workload.mean_capacity_tokens
-        if not self._shape.is_packed:
-            per_sequence = self._workload.prompt_tokens[-1] + self._workload.max_new_tokens
+        if self._shape.is_packed:
+            spared = self._grid.by_lane_size(self._workload.mean_spared_tokens)
+            return np.ceil(self._grid.sequences) * (self._workload.mean_capacity_tokens - spared)
+        per_sequence = self._workload.prompt_tokens[-1] + self._workload.max_new_tokens
         return np.ceil(self._grid.sequences) * per_sequence
 
     def _kv(self) -> Floats:

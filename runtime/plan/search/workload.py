@@ -1,6 +1,7 @@
 """What a run is asked for, as a search for its policy sees it: how many requests, how long, and how much each says."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,15 +12,30 @@ from ..placement.memory import PAGE_TOKENS, SequenceSize
 MOST_LENGTHS = 512  # of a sample
 
 
+@dataclass(frozen=True, order=True)
+class SharedStretch:
+    """Tokens [begin, end) of a prompt, which `num_sharing` requests have in common; there are `count` such."""
+
+    begin: int
+    end: int
+    num_sharing: int
+    count: int
+
+    def num_spared(self, lane_size: int) -> int:
+        """How often it need not be computed, if those who share it fill lanes of so many sequences."""
+        return self.count * (self.num_sharing - -(-self.num_sharing // lane_size))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """`prompt_tokens`: lengths, ascending, each of as many requests as any other. `num_scored`: tokens of a prompt that
-    are scored, on average; 0 where answers are generated."""
+    are scored, on average; 0 where answers are generated. `shared`: what prompts have in common."""
 
     num_requests: int
     prompt_tokens: tuple[int, ...]
     max_new_tokens: int
     num_scored: int = 0
+    shared: tuple[SharedStretch, ...] = ()
 
     @staticmethod
     def of(sizes: Sequence[SequenceSize]) -> "Workload":
@@ -31,6 +47,7 @@ class Workload:
             prompt_tokens=tuple(lengths[(2 * turn + 1) * len(lengths) // (2 * num_taken)] for turn in range(num_taken)),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=-(-sum(size.num_scored for size in sizes) // max(1, len(sizes))),
+            shared=_stretches(sizes),
         )
 
     @staticmethod
@@ -76,6 +93,16 @@ class Workload:
         longest = [lengths[-(-turn * len(lengths) // num_lanes) - 1] for turn in range(1, num_lanes + 1)]
         return sum(longest) / max(1, num_lanes)
 
+    def mean_spared_tokens(self, lane_size: int) -> float:
+        """Of each prompt, that need not be computed because another one of its lane has them."""
+        spared = sum((each.end - each.begin) * each.num_spared(lane_size) for each in self.shared)
+        return spared / max(1, self.num_requests)
+
+    def mean_spared_squares(self, lane_size: int) -> float:
+        """What they take off `mean_squared_tokens`."""
+        spared = sum((each.end**2 - each.begin**2) * each.num_spared(lane_size) for each in self.shared)
+        return spared / max(1, self.num_requests)
+
     @cached_property
     def mean_squared_tokens(self) -> float:
         """What the pairs of attention grow with."""
@@ -96,5 +123,16 @@ class Workload:
     def digest(self) -> str:
         """Equal for workloads that a search cannot tell apart."""
         scored = f" {self.num_scored}" if self.num_scored else ""
-        text = f"{self.num_requests} {self.max_new_tokens} {self.prompt_tokens}{scored}"
+        shared = f" {self.shared}" if self.shared else ""
+        text = f"{self.num_requests} {self.max_new_tokens} {self.prompt_tokens}{scored}{shared}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stretches(sizes: Sequence[SequenceSize]) -> tuple[SharedStretch, ...]:
+    """What of each prefix is not its parent's, alike ones together."""
+    sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
+    alike = Counter(
+        (prefix.parent.num_tokens if prefix.parent is not None else 0, prefix.num_tokens, num_sharing)
+        for prefix, num_sharing in sharing.items()
+    )
+    return tuple(sorted(SharedStretch(*stretch, count) for stretch, count in alike.items()))
