@@ -43,24 +43,27 @@ class Shares:
     def among(prefixes: Sequence[SharedPrefix | None]) -> "Shares":
         """`prefixes` are those of the whole run, of some of its prompts. Those that nobody or one alone has here are
         left out, and those at which none parts from the others."""
-        counts = Counter(each for prefix in prefixes if prefix is not None for each in prefix.chain)
-        if not counts:
-            return Shares(of=[None] * len(prefixes), parents={})
-        parting = Counter(prefix for prefix in prefixes if prefix is not None)  # that end there, or go on alone
+        ends, counts = Counter(prefixes), Counter[SharedPrefix]()
+        ends.pop(None, None)
+        for prefix, count in ends.items():
+            for each in prefix.chain if prefix is not None else ():
+                counts[each] += count
+        parting = Counter(ends)  # that end there, or go on alone
         for prefix, count in counts.items():
             if prefix.parent is not None:
                 parting[prefix.parent] = max(parting[prefix.parent], 1 if count < counts[prefix.parent] else 0)
         kept = [prefix for prefix, count in counts.items() if count > 1 and parting[prefix]]
         kept.sort(key=lambda prefix: prefix.num_tokens)
         places = dict.fromkeys(kept)
+        firsts = {prefix: _first_of(prefix, places) for prefix in (None, *ends)}
         return Shares(
-            of=[None if prefix is None else _first_of(prefix, places) for prefix in prefixes],
-            parents={prefix: _first_of(prefix.parent, places) if prefix.parent else None for prefix in kept},
+            of=[firsts[prefix] for prefix in prefixes],
+            parents={prefix: _first_of(prefix.parent, places) for prefix in kept},
         )
 
 
-def _first_of(prefix: SharedPrefix, kept: Mapping[SharedPrefix, None]) -> SharedPrefix | None:
-    return next((each for each in prefix.chain if each in kept), None)
+def _first_of(prefix: SharedPrefix | None, kept: Mapping[SharedPrefix, None]) -> SharedPrefix | None:
+    return next((each for each in prefix.chain if each in kept), None) if prefix is not None else None
 
 
 @dataclass(kw_only=True)

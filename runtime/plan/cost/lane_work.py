@@ -51,13 +51,18 @@ class Piece:
     num_selected: int
     num_shared: int = 0
 
+    @property
+    def num_held(self) -> int:
+        """Pages of its own, behind the pass."""
+        return _pages(self.past + self.new) - self.num_shared // PAGE_TOKENS
 
-def packed_work(pieces: Iterable[Piece]) -> LaneWork:
-    """`pieces` are all sequences of the lane, those that are not in the pass with `new` of 0."""
-    tokens = rows = positions = pairs = asked = last = held = changed = 0
+
+def packed_work(pieces: Iterable[Piece], held: int = 0) -> LaneWork:
+    """`pieces` are sequences of the lane, those that are not in the pass with `new` of 0; others hold `held` pages."""
+    tokens = rows = positions = pairs = asked = last = changed = 0
     for piece in pieces:
         end = piece.past + piece.new
-        held += _pages(end) - piece.num_shared // PAGE_TOKENS
+        held += piece.num_held
         if not piece.new:
             continue
         tokens, last = tokens + piece.new, end
@@ -88,7 +93,7 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
         return [_encoding(lane)]
     if not shape.is_packed:
         return list(_columns(shape, lane, chunk_tokens))
-    return [packed_work(pieces) for pieces in _chunks(lane, chunk_tokens)]
+    return list(_chunks(lane, chunk_tokens))
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
@@ -153,15 +158,19 @@ def _rows(lane: MicroBatch) -> list[_Row]:
     return rows
 
 
-def _chunks(lane: MicroBatch, chunk_tokens: int) -> Iterator[list[Piece]]:
+def _chunks(lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
     """Prompts in order until the chunk is full, the last one perhaps in part."""
-    rows = _rows(lane)
-    while any(row.done < row.end for row in rows):
-        left, pieces = chunk_tokens, list[Piece]()
-        for row in rows:
+    pieces, left, held = list[Piece](), chunk_tokens, 0
+    for row in _rows(lane):
+        while row.done < row.end:
+            if not left:
+                yield packed_work(pieces, held)
+                held += sum(piece.num_held for piece in pieces[: -1 if row.done > row.begin else None])
+                pieces, left = [], chunk_tokens
             pieces.append(row.piece(left))
             left -= pieces[-1].new
-        yield pieces
+    if pieces:
+        yield packed_work(pieces, held)
 
 
 def _columns(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
