@@ -39,20 +39,34 @@ def grouped(
     """Every sequence in one of `num_lanes` lanes of up to `lane_size`, some of which may stay empty. `num_tokens`: of
     each sequence, its prefix included. A group that fits a lane stays whole; a larger one is cut into lanes that are no
     fuller than all would be if sequences were spread evenly."""
-    waiting = defaultdict[SharedPrefix | None, list[Group]](list)
-    for i, prefix in enumerate(prefixes):
-        begin = prefix.num_tokens if prefix is not None else 0
-        waiting[prefix].append(Group(members=[i], num_tokens=num_tokens[i] - begin))
     width = -(-len(num_tokens) // num_lanes)
-    for prefix in _longest_first(prefixes):
-        parts = waiting.pop(prefix)
-        size = sum(len(part.members) for part in parts)
-        count = 1 if size <= lane_size else -(-size // width)
-        begin = prefix.parent.num_tokens if prefix.parent is not None else 0
-        for group in _joined(parts, count, lane_size):
-            group.num_tokens += prefix.num_tokens - begin
-            waiting[prefix.parent].append(group)
-    return _joined(waiting[None], num_lanes, lane_size)
+    rows, below = defaultdict[SharedPrefix | None, list[int]](list), defaultdict[SharedPrefix | None, list[Group]](list)
+    for i, prefix in enumerate(prefixes):
+        rows[prefix].append(i)
+    for prefix in _longest_first(rows):
+        own, groups = rows.pop(prefix, []), below.pop(prefix, [])
+        count = len(own) + sum(len(group.members) for group in groups)
+        if count <= lane_size:
+            groups = [_one(own, groups, num_tokens, prefix.num_tokens)]
+        else:
+            parts = [*groups, *_alone(own, num_tokens, prefix.num_tokens)]
+            groups = _joined(parts, -(-count // width), lane_size)
+        for group in groups:
+            group.num_tokens += prefix.num_tokens - (prefix.parent.num_tokens if prefix.parent is not None else 0)
+        below[prefix.parent] += groups
+    return _joined([*below[None], *_alone(rows[None], num_tokens, 0)], num_lanes, lane_size)
+
+
+def _alone(rows: Iterable[int], num_tokens: Sequence[int], num_shared: int) -> list[Group]:
+    return [Group(members=[i], num_tokens=num_tokens[i] - num_shared) for i in rows]
+
+
+def _one(rows: list[int], groups: Iterable[Group], num_tokens: Sequence[int], num_shared: int) -> Group:
+    """All of them together."""
+    found = Group(members=rows, num_tokens=sum(num_tokens[i] for i in rows) - len(rows) * num_shared)
+    for group in groups:
+        found.add(group)
+    return found
 
 
 def _longest_first(prefixes: Iterable[SharedPrefix | None]) -> list[SharedPrefix]:
