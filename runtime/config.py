@@ -223,7 +223,7 @@ class PolicyConfig:
     attention: TextField[Attention | None] = optional_enum_field(Attention)
     feedforward: TextField[FeedForward | None] = optional_enum_field(FeedForward)
     prefill_chunk_tokens: int | None = None
-    share_prefixes: TextField[SharePrefixes] = enum_field(SharePrefixes.off)
+    share_prefixes: TextField[SharePrefixes] = enum_field(SharePrefixes.auto)
     pin: str | None = None
 
     def __post_init__(self) -> None:

@@ -25,7 +25,9 @@ class PassRow:
     `prompt_tokens` are those of the real ones that were prefilled; `pass_index` counts from 0 within a block, and
     within the run where blocks overlap. `predicted_*` are of a pass of this phase on average, None where nobody said.
     `host_bytes`, `device_bytes`: memory in use at its end. `started_at`: when the process was started that ran it, in
-    Unix seconds, and `since_start_seconds` how long after that it ended. They are None in runs of earlier versions.
+    Unix seconds, and `since_start_seconds` how long after that it ended. `spared_tokens` of prompts need not be
+    computed because others begin alike; those that were computed for several count against it. The last five are None
+    in runs of earlier versions.
     """
 
     pass_index: int
@@ -68,6 +70,7 @@ class PassRow:
     device_bytes: int | None = None
     started_at: float | None = None
     since_start_seconds: float | None = None
+    spared_tokens: int | None = None
 
     @property
     def prefill_share(self) -> float:
@@ -102,6 +105,7 @@ LATER_FIELDS = (  # which parts lack that earlier versions wrote
     pa.field("device_bytes", pa.int64()),
     pa.field("started_at", pa.float64()),
     pa.field("since_start_seconds", pa.float64()),
+    pa.field("spared_tokens", pa.int64()),
 )
 THROUGHPUT_SCHEMA = pa.schema(
     [

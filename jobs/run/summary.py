@@ -103,7 +103,8 @@ class Summary:
     was predicted of each pass before its block ran, over the tokens that it then computed. `plan` is that of the last
     start, and so are `ledgers`, what is planned of each memory, term by term, and `weights_seconds`, which opening a
     session took. `mean` is over the time of passes. What passes of earlier versions do not say is None.
-    `totals`: what a task says of its own, such as perplexities."""
+    `totals`: what a task says of its own, such as perplexities. `spared_prompt_tokens` were not computed, because other
+    prompts begin with them."""
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -139,6 +140,7 @@ class Summary:
     plan: PlanFacts | None = None
     ledgers: Sequence[Ledger] = ()
     totals: Mapping[str, JsonValue] | None = None
+    spared_prompt_tokens: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -196,6 +198,7 @@ def summarize(
         planned=planned,
         plan=plan,
         ledgers=ledgers,
+        spared_prompt_tokens=sum(row.spared_tokens or 0 for row in passes),
     )
 
 

@@ -23,12 +23,13 @@ def format_table(summary: Summary) -> str:
 
 def _counts(summary: Summary) -> list[Line]:
     prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
-    issued, useful = summary.issued_tokens, summary.useful_tokens
+    issued, useful, spared = summary.issued_tokens, summary.useful_tokens, summary.spared_prompt_tokens
     done = "generated tokens" if summary.totals is None else "scored tokens"
     return [
         *((f"rows {status}", f"{count:,}", "") for status, count in summary.rows.items() if count or status == "ok"),
         *_elapsed(summary),
         ("prompt tokens", f"{prompt:,}", ""),
+        *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else []),
         *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
         (done, f"{useful:,}", ""),
         *([(f"{done}, of ended rows too", f"{issued:,}", "")] if issued != useful else []),

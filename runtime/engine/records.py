@@ -24,6 +24,7 @@ class PassCounts:
     prompt_tokens: int  # of the real ones, those of prompts (or of what a sequence that was stopped knows already)
     issued_tokens: int  # new tokens computed, those of rows that had finished before included
     useful_tokens: int  # new tokens that are part of a completion
+    spared_tokens: int = 0  # of prompts, that another row computed; less those that rows computed for others
 
     @staticmethod
     def total(lanes: Iterable["PassCounts"]) -> "PassCounts":

@@ -258,3 +258,12 @@ def test_a_run_without_accelerator_or_disk_has_no_lines_of_nothing() -> None:
     passes = [replace(row, peak_device_bytes=0, compute_seconds=row.seconds, **plain) for row in (PREFILL, DECODE)]
     for line in format_table(summarize(passes, rows={"ok": 4})).splitlines():
         assert not line.endswith((" 0 s", " 0 B", " 0%", " 0")), line
+
+
+def test_tokens_that_were_spared_are_added_up_where_passes_say_them():
+    passes = [replace(PREFILL, spared_tokens=500), replace(PREFILL, spared_tokens=-20), PREFILL, DECODE]
+    summary = summarize(passes, rows=ROWS)
+    assert summary.spared_prompt_tokens == 480
+    line = next(line for line in format_table(summary).splitlines() if "spared" in line)
+    assert line.split() == ["prompt", "tokens", "spared", "by", "sharing", "480"]
+    assert "spared" not in format_table(summarize([PREFILL, DECODE], rows=ROWS))

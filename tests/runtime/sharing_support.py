@@ -55,6 +55,7 @@ class Ran:
 
     tokens: list[list[int]]
     num_computed: int  # tokens of prompts
+    num_spared: int
     num_pages_left: int
 
 
@@ -72,6 +73,7 @@ def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
     return Ran(
         tokens=[list(found[i].token_ids) for i in range(len(prompts))],
         num_computed=sum(record.counts.prompt_tokens for record in passes),
+        num_spared=sum(record.counts.spared_tokens for record in passes),
         num_pages_left=pool.num_pages - pool.num_free,
     )
 

@@ -148,6 +148,7 @@ class PackedLane(Lane):
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         self._cache.end_pass()
         num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
+        num_spared = sum(_num_spared(s, new) for s, new in zip(self.sequences, self._new, strict=True) if new)
         for sequence, new in zip(self.sequences, self._new, strict=True):
             sequence.num_cached += new
         sampled = self._drawing
@@ -158,6 +159,7 @@ class PackedLane(Lane):
             prompt_tokens=sum(self._new) - num_decoded,
             issued_tokens=len(sampled),
             useful_tokens=self._tell(drawn),
+            spared_tokens=num_spared,
         )
         for sequence in [s for s in self.sequences if s.finish is not None or s.is_filled]:
             self.leave(sequence)
@@ -165,6 +167,14 @@ class PackedLane(Lane):
             self.leave(sequence)
             self.enter(sequence)
         return counts
+
+
+def _num_spared(sequence: Sequence, new: int) -> int:
+    """What the first of its tokens that are computed find there, or less than nothing for those of others."""
+    if sequence.fills is not None:
+        return -new
+    begin = sequence.behind.num_tokens if sequence.behind is not None else 0
+    return begin if sequence.num_cached == begin else 0
 
 
 def _next_tokens(sequence: Sequence, count: int) -> list[int]:

@@ -60,7 +60,7 @@ class Roofline:
         return grid.by_lane_size(self.workload.mean_padded_tokens)
 
     def _spared_tokens(self, grid: PolicyGrid) -> Floats:
-        """Of each prompt, that others compute and hold."""
+        """The tokens of each prompt that others compute and hold."""
         return grid.by_lane_size(self.workload.mean_spared_tokens) if self.is_packed else np.zeros_like(grid.rows)
 
     def _chunk(self, grid: PolicyGrid) -> Floats:

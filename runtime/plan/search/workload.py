@@ -94,7 +94,7 @@ class Workload:
         return sum(longest) / max(1, num_lanes)
 
     def mean_spared_tokens(self, lane_size: int) -> float:
-        """Of each prompt, that need not be computed because another one of its lane has them."""
+        """The tokens of each prompt that need not be computed because another one of its lane has them."""
         spared = sum((each.end - each.begin) * each.num_spared(lane_size) for each in self.shared)
         return spared / max(1, self.num_requests)
 
@@ -129,7 +129,7 @@ class Workload:
 
 
 def _stretches(sizes: Sequence[SequenceSize]) -> tuple[SharedStretch, ...]:
-    """What of each prefix is not its parent's, alike ones together."""
+    """The part of each prefix that is not its parent's, alike ones together."""
     sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
     alike = Counter(
         (prefix.parent.num_tokens if prefix.parent is not None else 0, prefix.num_tokens, num_sharing)
