@@ -120,7 +120,7 @@ def _work_items(
         first, last = int(begins_B.min()), int(ends_B.max())
         assert first >= 0, f"a row begins at position {first}"
         assert last <= capacity, f"a row ends at position {last}, its pages hold {capacity}"
-    rows = rows_of(tables_Bn, begins_B, ends_B)
+    rows = rows_of(tables_Bn, begins_B, ends_B, page_tokens)
     num_positions_B = np.maximum(rows.ends_B - rows.begins_B, 0)
     items = cut(num_positions_B, num_kv_heads, position_bytes, num_threads)
     return rows, np.array([(*item.rows, *item.heads) for item in items], np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS, TileScratch
-from ..kernels.arguments import CHUNK_TOKENS, Pages, Rows, Scratch, Softmax, WorkItems
+from ..kernels.arguments import CHUNK_TOKENS, Pages, Paused, Rows, Scratch, Softmax, WorkItems
 
 # As the kernels know it.
 BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -30,9 +30,11 @@ def in_vectors(q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: Rows, sof
     scaled_BHGD = (q_BHGD.float() * scale).contiguous()
     out_BHGD = scaled_BHGD.new_zeros(*q_BHGD.shape[:3], value_dim)
     q, out = scaled_BHGD.numpy(), out_BHGD.numpy()
+    num_paused = len(q) if rows.shared_B.any() else 0
+    paused = Paused(*(np.empty((num_paused, *q.shape[1:3]), np.float32) for _ in range(2)))
 
     def run(items: WorkItems) -> None:
-        attend(q, pages, rows, softmax, out, items, Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS))
+        attend(q, pages, rows, softmax, out, items, Scratch.make(q.shape[1], q.shape[2], CHUNK_TOKENS), paused)
 
     return Work(run=run, out_BHGD=out_BHGD)
 
@@ -66,8 +68,21 @@ def pages_of(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> Pages:
     return Pages(_flat(k_NPHD), _flat(v_NPHD), *strides, num_pages=k_NPHD.shape[0], page_tokens=k_NPHD.shape[1])
 
 
-def rows_of(tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor) -> Rows:
-    return Rows(_numpy(tables_Bn, torch.int32), _numpy(begins_B, torch.int64), _numpy(ends_B, torch.int64))
+def rows_of(tables_Bn: torch.Tensor, begins_B: torch.Tensor, ends_B: torch.Tensor, page_tokens: int) -> Rows:
+    tables, ends = _numpy(tables_Bn, torch.int32), _numpy(ends_B, torch.int64)
+    return Rows(tables, _numpy(begins_B, torch.int64), ends, _shared(tables, ends // page_tokens, page_tokens))
+
+
+def _shared(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
+    """How many positions each row has in the same pages as a row beside it: whole chunks, of pages that are full."""
+    shared_B = np.zeros(len(tables_Bn), np.int64)
+    if len(tables_Bn) < 2:
+        return shared_B
+    differs = np.pad(tables_Bn[1:] != tables_Bn[:-1], ((0, 0), (0, 1)), constant_values=True)
+    common = np.minimum(differs.argmax(axis=1), np.minimum(num_pages_B[1:], num_pages_B[:-1]))
+    shared_B[1:] = common
+    shared_B[:-1] = np.maximum(shared_B[:-1], common)
+    return np.maximum(shared_B, 0) * page_tokens // CHUNK_TOKENS * CHUNK_TOKENS
 
 
 def softmax_of(softcap: float | None, sinks_H: torch.Tensor | None, shape: torch.Size) -> Softmax:

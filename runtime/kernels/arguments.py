@@ -26,11 +26,13 @@ class Pages(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Row b sees positions [begins[b], ends[b]) of the pages that `tables[b]` names, in order."""
+    """Row b sees positions [begins[b], ends[b]) of the pages that `tables[b]` names, in order. The first `shared[b]`,
+    whole chunks of them, are in the same pages as those of a row next to it."""
 
     tables_Bn: np.ndarray
     begins_B: np.ndarray
     ends_B: np.ndarray
+    shared_B: np.ndarray
 
 
 class WorkItems(NamedTuple):
@@ -39,6 +41,13 @@ class WorkItems(NamedTuple):
 
     spans_W4: np.ndarray
     begun: np.ndarray
+
+
+class Paused(NamedTuple):
+    """The maxima and the sums of weights of rows, from one chunk that they share with others to the next."""
+
+    tops_BHG: np.ndarray
+    totals_BHG: np.ndarray
 
 
 class Softmax(NamedTuple):

@@ -12,7 +12,7 @@ B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n
 import numpy as np
 from numba import njit
 
-from .arguments import CHUNK_TOKENS, Pages, Rows, Scratch, Softmax, Span, WorkItems
+from .arguments import CHUNK_TOKENS, Pages, Paused, Rows, Scratch, Softmax, Span, WorkItems
 from .attention_blocks import ADD_BLOCK, SCORE_BLOCK, add_block, add_one, score_block, score_one
 from .attention_softmax import weigh
 from .compiled import REORDERED, kept
@@ -106,6 +106,59 @@ def _attend_chunk(
 
 
 @njit(fastmath=REORDERED)
+def _begin(softmax: Softmax, heads: Span, scratch: Scratch) -> None:
+    for h in range(heads[0], heads[1]):
+        for g in range(scratch.tops_HG.shape[1]):
+            scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
+
+
+@njit(fastmath=REORDERED)
+def _pause(paused: Paused, row: int, heads: Span, scratch: Scratch) -> None:
+    for h in range(heads[0], heads[1]):
+        for g in range(scratch.tops_HG.shape[1]):
+            paused.tops_BHG[row, h, g], paused.totals_BHG[row, h, g] = scratch.tops_HG[h, g], scratch.totals_HG[h, g]
+
+
+@njit(fastmath=REORDERED)
+def _resume(paused: Paused, row: int, heads: Span, scratch: Scratch) -> None:
+    for h in range(heads[0], heads[1]):
+        for g in range(scratch.tops_HG.shape[1]):
+            scratch.tops_HG[h, g], scratch.totals_HG[h, g] = paused.tops_BHG[row, h, g], paused.totals_BHG[row, h, g]
+
+
+@njit(fastmath=REORDERED)
+def _attend_shared(
+    q_BHGD: np.ndarray,
+    pages: Pages,
+    rows: Rows,
+    softmax: Softmax,
+    out_BHGD: np.ndarray,
+    own_rows: Span,
+    heads: Span,
+    scratch: Scratch,
+    paused: Paused,
+) -> None:
+    """What rows share, chunk by chunk, one row after the other: what the first has read is in a cache for the next.
+    Each row adds up in the order in which it would by itself."""
+    most = 0
+    for row in range(own_rows[0], own_rows[1]):
+        if rows.shared_B[row]:
+            most = max(most, rows.shared_B[row])
+            _begin(softmax, heads, scratch)
+            _pause(paused, row, heads, scratch)
+    for chunk in range(0, most, CHUNK_TOKENS):
+        last = chunk + CHUNK_TOKENS
+        for row in range(own_rows[0], own_rows[1]):
+            first = max(chunk, rows.begins_B[row])
+            if last > rows.shared_B[row] or first >= last:
+                continue
+            _resume(paused, row, heads, scratch)
+            q_HGD, table_n, sums_HGD, end = q_BHGD[row], rows.tables_Bn[row], out_BHGD[row], rows.ends_B[row]
+            _attend_chunk(q_HGD, pages, table_n, first, last, end, heads, softmax.softcap, scratch, sums_HGD)
+            _pause(paused, row, heads, scratch)
+
+
+@njit(fastmath=REORDERED)
 def _attend_item(
     q_BHGD: np.ndarray,
     pages: Pages,
@@ -115,15 +168,19 @@ def _attend_item(
     own_rows: Span,
     heads: Span,
     scratch: Scratch,
+    paused: Paused,
 ) -> None:
     G, Dv = out_BHGD.shape[2:]
+    _attend_shared(q_BHGD, pages, rows, softmax, out_BHGD, own_rows, heads, scratch, paused)
     for row in range(own_rows[0], own_rows[1]):
         first, end = rows.begins_B[row], rows.ends_B[row]
         if first >= end:
             continue
-        for h in range(heads[0], heads[1]):
-            for g in range(G):
-                scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
+        if rows.shared_B[row]:
+            _resume(paused, row, heads, scratch)
+            first = max(first, rows.shared_B[row])
+        else:
+            _begin(softmax, heads, scratch)
         while first < end:
             last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
             q_HGD, table_n, sums_HGD = q_BHGD[row], rows.tables_Bn[row], out_BHGD[row]
@@ -145,6 +202,7 @@ def attend(
     out_BHGD: np.ndarray,
     items: WorkItems,
     scratch: Scratch,
+    paused: Paused,
 ) -> None:
     """Adds to `out`, which holds zeros, the work items that no other thread begins. Scaled queries and `out` are
     float32. A row that sees nothing stays zero."""
@@ -152,5 +210,5 @@ def attend(
     while i < items.spans_W4.shape[0]:
         row, last_row, head, last_head = items.spans_W4[i]
         own_rows, heads = (row, last_row), (head, last_head)
-        _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, own_rows, heads, scratch)
+        _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, own_rows, heads, scratch, paused)
         i = begin_items(items.begun, 1)

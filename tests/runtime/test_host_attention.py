@@ -15,10 +15,12 @@ import torch
 
 from runtime.attention import host_attention
 from runtime.attention.host_attention import WorkItem, cut, decode_attention, prepare_decode_attention
+from runtime.attention.host_work import rows_of
 from runtime.attention.plain_attention import decode_attention_torch
 from runtime.kernels import attention as vector_attention
 from runtime.kernels import compiled, compiler
 from runtime.kernels.amx import attention as amx_attention
+from runtime.kernels.arguments import CHUNK_TOKENS
 from tests.attention_cases import CASES, NAN, TOLERANCE, Case, P, make, naive, options
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -205,3 +207,40 @@ def test_the_compiler_is_loaded_at_first_use() -> None:
     program = "import sys, runtime.attention.host_attention; print('numba' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.usefixtures("items_of_any_size")
+def test_rows_that_share_pages_add_up_to_the_same_bits_as_rows_that_do_not(seed: int) -> None:
+    """Groups of rows begin with the same pages, some of them with more in common than others; windows begin anywhere,
+    and rows end anywhere, also in pages that are shared."""
+    draw, num_heads, dim = np.random.default_rng(seed), 2, 24
+    pages, tables = 0, list[list[int]]()
+    for _ in range(3):
+        stem = list(range(pages, pages := pages + int(draw.integers(0, 14))))
+        for _ in range(int(draw.integers(1, 5))):
+            num_common, num_own = int(draw.integers(0, len(stem) + 1)), int(draw.integers(1, 9))
+            tables.append([*stem[:num_common], *range(pages, pages := pages + num_own)])
+    width = max(map(len, tables))
+    tables_Bn = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32)
+    ends_B = torch.tensor([int(draw.integers(1, len(table) * P + 1)) for table in tables])
+    begins_B = torch.tensor([int(draw.integers(0, end)) if draw.random() < 0.3 else 0 for end in ends_B.tolist()])
+    torch.manual_seed(seed)
+    k_NPHD, v_NPHD = torch.randn(2, pages, P, num_heads, dim)
+    q_BHD, sinks_H = torch.randn(len(tables), 3 * num_heads, dim), torch.randn(3 * num_heads)
+    own_Bn = torch.arange(tables_Bn.numel(), dtype=torch.int32).view(tables_Bn.shape)  # each row's copies
+    given = {"scale": 0.3, "sinks_H": sinks_H, "softcap": 20.0 if seed % 2 else None}
+    shared = decode_attention(q_BHD, k_NPHD, v_NPHD, tables_Bn, begins_B, ends_B, **given)
+    copies = (x_NPHD[tables_Bn.long()].flatten(0, 1) for x_NPHD in (k_NPHD, v_NPHD))
+    assert torch.equal(shared, decode_attention(q_BHD, *copies, own_Bn, begins_B, ends_B, **given))
+
+
+def test_positions_count_as_shared_as_far_as_whole_chunks_of_full_pages_are_the_same() -> None:
+    tables_Bn = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5, 6], [9, 2, 3, 4, 5, 6]])
+    ends_B, per_chunk = torch.tensor([96, 96, 79, 96]), CHUNK_TOKENS // 16
+    assert per_chunk == 4
+    rows = rows_of(tables_Bn, torch.zeros(4), ends_B, 16)
+    assert rows.shared_B.tolist() == [64, 64, 64, 0]
+    rows = rows_of(tables_Bn, torch.zeros(4), torch.tensor([96, 63, 96, 96]), 16)
+    assert rows.shared_B.tolist() == [0, 0, 0, 0]
+    assert rows_of(tables_Bn[:1], torch.zeros(1), ends_B[:1], 16).shared_B.tolist() == [0]
