@@ -16,7 +16,18 @@ from .batching.balance import Block
 from .budgets import device_limited, require_within
 from .closing import Closing
 from .completions import CompletionStream, Result, ResultStream
-from .config import Admission, Attention, PolicyKind, RuntimeConfig, SamplingOverrides, SharePrefixes
+from .config import (
+    Admission,
+    Attention,
+    PolicyKind,
+    Pooling,
+    Readout,
+    RuntimeConfig,
+    SamplingOverrides,
+    SharePrefixes,
+)
+from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
+from .engine.encoding_requests import Wanted, require_readable, require_text
 from .engine.engine import Engine
 from .engine.requests import Rejected, make_request
 from .engine.sampling.grammar import with_schema
@@ -27,7 +38,7 @@ from .engine.setup import Setup, prepare_attention, prepare_kernels
 from .engine.sharing import sizes_sharing
 from .engine.streams import open_streams
 from .engine.tokens import tokenize
-from .errors import ClosedError
+from .errors import ClosedError, require
 from .kept import Kept
 from .measure.machine_cache import Host, find_products
 from .model.attention_way import placed
@@ -43,6 +54,7 @@ from .plan.placement.placer import kv_tiers
 from .plan.planner import RunPlan
 from .plan.search.policy import Policy
 from .planning import Planner
+from .probing.heads import Head
 from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
 from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
 from .session import Session
@@ -56,6 +68,7 @@ from .units import MIB, format_bytes
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 V = TypeVar("V")
+E = TypeVar("E", bound=Encoded)
 
 
 class Runtime(Closing):
@@ -87,7 +100,7 @@ class Runtime(Closing):
         self._should_stop, self.trace = should_stop, trace
         self._kept: Kept | None = None
         self._is_closed = False
-        self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored]] | None = None
+        self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
         self.device = device if isinstance(device, ComputeDevice) else ComputeDevice(name)
         if self.config.machine.num_threads is not None:
@@ -274,7 +287,9 @@ class Runtime(Closing):
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
         with blocks of half the size.
         """
-        if any(request.scoring is not None for request in requests):
+        if any(request.scoring is not None for request in requests) or (
+            self.model.head is not Head.none and any(request.encoding is not None for request in requests)
+        ):
             slice_head(self.model.staged)
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
@@ -326,6 +341,7 @@ class Runtime(Closing):
         """
         self._require_open()
         require_prompts(prompts, window)
+        require_text(self.model)
         self._end_latest("a later call")
         ids: dict[str, int] = {}
         stream = ResultStream(
@@ -349,6 +365,7 @@ class Runtime(Closing):
         """
         self._require_open()
         require_prompts(pairs, window)
+        require_text(self.model)
         self._end_latest("a later call")
         parts = windows_of(pairs, Targets.of, window)
         stream = ResultStream(self._by_window(parts, self._scored_of, window))
@@ -363,6 +380,79 @@ class Runtime(Closing):
         require_prompts(documents, None)
         cut = cut_documents(self.model, documents, max_tokens)
         return cut.scored(self.score(cut.pairs) if cut.pairs else [])
+
+    def embed(
+        self, prompts: Iterable[PromptLike], *, pooling: str | Pooling | None = None, normalize: bool = False
+    ) -> list[Embedded]:
+        """A vector for each prompt, in their order; `embed_stream` says of what."""
+        with self.embed_stream(prompts, pooling=pooling, normalize=normalize) as stream:
+            return sorted(stream, key=lambda each: each.prompt_index)
+
+    def embed_stream(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        pooling: str | Pooling | None = None,
+        normalize: bool = False,
+        window: int | None = None,
+    ) -> ResultStream[Embedded]:
+        """Vectors as their prompts are done; what has none comes first, with its `error`. Each is made of the hidden
+        states behind the model's last norm: `last` that of the last token, `cls` of the first, `mean` of all; None: as
+        the checkpoint says, else `mean` of an encoder and `last` of a decoder. `normalize`: of length 1.
+
+        `prompts`, `window` and what is raised as for `stream`; texts get the tokenizer's special tokens.
+        """
+        names = [way.value for way in Pooling]
+        require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling is one of {names}, got {pooling!r}")
+        wanted = Wanted(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
+        return self._encoded_stream(prompts, wanted, window, Embedded)
+
+    def classify(self, prompts: Iterable[PromptLike]) -> list[Classified]:
+        """What a `*ForSequenceClassification` checkpoint says of each prompt, in their order."""
+        with self.classify_stream(prompts) as stream:
+            return sorted(stream, key=lambda each: each.prompt_index)
+
+    def classify_stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> ResultStream[Classified]:
+        """Classes, or rewards, as their prompts are done; otherwise as `embed_stream`."""
+        return self._encoded_stream(prompts, Wanted(readout=Readout.classes), window, Classified)
+
+    def fill_masks(self, prompts: Iterable[PromptLike], *, num_top: int = 5) -> list[Filled]:
+        """What fits the masks of each prompt, in their order, of a `*ForMaskedLM` checkpoint."""
+        with self.fill_masks_stream(prompts, num_top=num_top) as stream:
+            return sorted(stream, key=lambda each: each.prompt_index)
+
+    def fill_masks_stream(
+        self, prompts: Iterable[PromptLike], *, num_top: int = 5, window: int | None = None
+    ) -> ResultStream[Filled]:
+        """The `num_top` likeliest tokens in place of each mask, as their prompts are done; otherwise as
+        `embed_stream`."""
+        most = self.model.shape.vocab_size
+        require(1 <= num_top <= most, f"num_top must be 1 to {most:,} tokens, got {num_top}")
+        return self._encoded_stream(prompts, Wanted(readout=Readout.masks, num_top=num_top), window, Filled)
+
+    def _encoded_stream(
+        self, prompts: Iterable[PromptLike], wanted: Wanted, window: int | None, kind: type[E]
+    ) -> ResultStream[E]:
+        self._require_open()
+        require_prompts(prompts, window)
+        require_readable(self.model, wanted)
+        self._end_latest("a later call")
+
+        def results_of(part: Sequence[tuple[int, Prompt]]) -> Generator[E]:
+            for each in self._encoded_of(wanted, part):
+                assert isinstance(each, kind)
+                yield each
+
+        stream = ResultStream(self._by_window(windows_of(prompts, Prompt.of, window), results_of, window))
+        self._latest = weakref.ref(stream)
+        return stream
+
+    def _encoded_of(self, wanted: Wanted, prompts: Sequence[tuple[int, Prompt]]) -> Generator[Encoded]:
+        asked = ask_encodings(self.model, wanted, prompts)
+        for why in asked.rejected:
+            yield refused(why, wanted.readout)
+        for place, completion in self._completions(asked.requests):
+            yield encoded(self.model, wanted, asked.places[place], completion)
 
     def _by_window(
         self,

@@ -110,6 +110,22 @@ class DType(Enum):
     float16 = "float16"
 
 
+class Pooling(Enum):
+    """What a prompt's embedding is made of: the hidden state of its last token, of its first, or the mean of all."""
+
+    last = "last"
+    mean = "mean"
+    cls = "cls"
+
+
+class Readout(Enum):
+    """What is read off a prompt: one vector, the classes of a classifier, or what fits the places of its masks."""
+
+    embedding = "embedding"
+    classes = "classes"
+    masks = "masks"
+
+
 class SelfCheck(Enum):
     """Whether an excerpt of the model is compared with transformers' own code before a run. `auto`: of model types that
     are not proven, and where it costs next to nothing; `full`: always, with all layers if memory has room for them."""

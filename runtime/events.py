@@ -46,7 +46,8 @@ Weights = Mapping[str, torch.Tensor]
 class HeadSlices:
     """Where the model's head is run over some of a pass's tokens at a time: `selected_N` are their places among all,
     `begin` and `end` those of `selected_N` that come next. `owner` is the model below the head, `output` what it has
-    returned, `hidden_1ND` its hidden states of the selected tokens; None until it has run."""
+    returned, `hidden_1ND` its hidden states of the selected tokens; None until it has run. `is_below`: nothing is wanted
+    of the head, and the pass ends where it would begin. `as_rows`: each of the selected tokens is a row of its own."""
 
     selected_N: torch.Tensor
     owner: object = None
@@ -54,6 +55,8 @@ class HeadSlices:
     end: int = 0
     output: object = None
     hidden_1ND: torch.Tensor | None = None
+    is_below: bool = False
+    as_rows: bool = False
 
 
 class LaneRun(greenlet):

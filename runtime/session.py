@@ -191,6 +191,7 @@ class Session:
             error=sequence.error,
             logprobs=tuple(sequence.logprobs),
             scores=tuple(sequence.scores),
+            vector=sequence.vector,
         )
 
     def _parts(self, sequence: Running) -> Parts:

@@ -52,6 +52,7 @@ class Engine:
             prefill_chunk_tokens=chunk_tokens(setup.config.policy),
             has_whole_prompts=loaded.shape.has_whole_prompts,
             head_rows=head_rows(loaded.shape.vocab_size),
+            last_stage=len(loaded.shape.stages) - 1,
             rope_lengths=loaded.rope_lengths,
         )
         self.lanes = LaneFactory(model=loaded, context=context, pages=pages)

@@ -8,14 +8,19 @@ import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..cache.shared import SharedPages
+from ..config import Pooling
 from ..plan.placement.memory import SequenceSize
 from .sampling.guide import Guide
 
 log = logging.getLogger(__name__)
+Vector: TypeAlias = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,20 @@ class Scoring:
         return [*range(self.num_positions - part.num_positions, num_before), *lasts]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """What is read off a request's prompt, of which nothing is generated: a vector, by `pooling` of the hidden states,
+    or the logits of classes; or, with `masked`, the likeliest tokens at these places, `num_top` of them. `num_read`: of
+    how many hidden states, the last of the prompt, that is made."""
+
+    num_read: int
+    pooling: Pooling = Pooling.last
+    normalize: bool = False
+    has_classes: bool = False
+    masked: tuple[int, ...] = ()
+    num_top: int = 0
+
+
 class FinishReason(Enum):
     length = "length"
     eos = "eos"
@@ -93,8 +112,8 @@ class Request:
     """`prompt_ids` must not be empty. `id` and `sample_index` together, the `key`, are unique in a run.
 
     `temperature` 0 is greedy. `top_p`: None is the run's. With `scoring` nothing is generated: `max_new_tokens` is 1,
-    as the scores come with the prompt's last pass, where a first token would. `grammar`: what the completion must be,
-    in llguidance's form; None: anything.
+    as the scores come with the prompt's last pass, where a first token would. So it is with an `encoding`. `grammar`:
+    what the completion must be, in llguidance's form; None: anything.
     """
 
     id: str
@@ -105,6 +124,7 @@ class Request:
     sample_index: int = 0
     own_seed: int | None = None
     scoring: Scoring | None = None
+    encoding: Encoding | None = None
     top_p: float | None = None
     grammar: str | None = None
 
@@ -132,8 +152,21 @@ class Request:
 
     @property
     def num_scored(self) -> int:
-        """Positions whose next tokens are scored."""
+        """Positions whose next tokens are scored, or whose hidden states are read."""
+        if self.encoding is not None:
+            return self.encoding.num_read
         return self.scoring.num_positions if self.scoring is not None else 0
+
+    @property
+    def num_scores(self) -> int:
+        """Tokens that get a score."""
+        if self.encoding is not None:
+            return len(self.encoding.masked)
+        return self.scoring.num_scores if self.scoring is not None else 0
+
+    @property
+    def generates(self) -> bool:
+        return self.scoring is None and self.encoding is None
 
     def seed(self, run_seed: int) -> int:
         """The same for a row wherever it lands in a batch, whichever worker runs it and however often it is
@@ -165,6 +198,7 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per generated token, where they are asked for
     scores: list[TokenScore] = field(default_factory=list)  # one per given token, in their order
+    vector: Vector | None = None  # what was read off the prompt, so far
     num_cached: int = 0
     finish: FinishReason | None = None
     error: str | None = None
@@ -207,17 +241,19 @@ class Sequence:
         or those that scored tokens follow on. `SequenceSize.num_selected` says the same to a plan."""
         if self.fills is not None:
             return 0
-        return len(self.given(self.num_cached, new)) if self.request.scoring is not None else self._ends_known(new)
+        return self._ends_known(new) if self.request.generates else len(self.given(self.num_cached, new))
 
     def _ends_known(self, new: int) -> int:
         return int(new > 0 and self.num_cached + new == self.num_known)
 
     def given(self, past: int, new: int) -> list[tuple[int, ...]]:
         """What is scored behind each of `new` tokens behind `past` others that a scored token follows on: one token, or
-        several in one place."""
+        several in one place; nothing where only hidden states are read."""
         if self.fills is not None:
             return []
-        scoring = self.request.scoring
+        scoring, encoding = self.request.scoring, self.request.encoding
+        if encoding is not None:
+            return [()] * max(0, past + new - max(past, len(self.request.prompt_ids) - encoding.num_read))
         assert scoring is not None, "asked of a sequence that is generated"
         ids, end = self.request.prompt_ids, past + new
         if scoring.decoder_ids is not None:
@@ -257,7 +293,8 @@ class Completion:
 
     `text` ends before a stop string or EOS; `token_ids` are all that were generated, `logprobs` theirs, or empty. Where
     `sampling.reasoning` tells them apart, `reasoning` is what was thought, and `text` what follows.
-    `scores` are those of tokens that were given, if the request has a `scoring`.
+    `scores` are those of tokens that were given, if the request has a `scoring`, or of those in masks' places, and
+    `vector` what was read off the prompt, float32, if it has an `encoding`.
     `prompt_index`: the place of its prompt in the input of `Runtime.generate` or `Runtime.stream`.
     """
 
@@ -269,6 +306,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     scores: tuple[TokenScore, ...] = ()
     reasoning: str | None = None
+    vector: Vector | None = None
     prompt_index: int = 0
 
     @property

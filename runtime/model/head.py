@@ -22,6 +22,10 @@ class HasLogits(Protocol):
     logits: torch.Tensor
 
 
+class _BelowHeadAlone(Exception):
+    """The model below the head has run, and the head is not wanted."""
+
+
 class BelowHead(torch.nn.Module):
     """Stands in the place of a module that may be the model below the head. The first of them that a pass calls is it:
     inside `sliced_logits` it runs once, and from then on what came of it is handed out, of the slice's tokens alone.
@@ -49,7 +53,10 @@ class BelowHead(torch.nn.Module):
             slices.output = self.inner(*args, **kwargs)
             slices.hidden_1ND = _selected(slices.output, slices.selected_N)
             slices.output = _with_hidden(slices.output, slices.hidden_1ND[:, :0])
-        return _with_hidden(slices.output, slices.hidden_1ND[:, slices.begin : slices.end])
+            if slices.is_below:
+                raise _BelowHeadAlone
+        part = slices.hidden_1ND[:, slices.begin : slices.end]
+        return _with_hidden(slices.output, part.transpose(0, 1) if slices.as_rows else part)
 
 
 def sliced_logits(
@@ -68,6 +75,39 @@ def sliced_logits(
             yield begin, logits.reshape(-1, logits.shape[-1])
     finally:
         run.head = None
+
+
+def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> HeadSlices:
+    """The last hidden states of the selected tokens, as the class's head gets them. Called inside a lane's run; `forward`
+    as in `sliced_logits`, or of a model without a head."""
+    run = getcurrent()
+    assert isinstance(run, LaneRun), "asked outside a lane"
+    slices = run.head = HeadSlices(selected_N=selected_N, is_below=True)
+    try:
+        slices.hidden_1ND = _selected(forward(), selected_N)
+    except _BelowHeadAlone:
+        pass
+    finally:
+        run.head = None
+    return slices
+
+
+def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Logits (N, C) of a decoder's classes, float32: of each hidden state in `slices`, which is that of the token in
+    `ids_N`. To the class each of them is a prompt of one token, whose last one it looks for."""
+    run = getcurrent()
+    assert isinstance(run, LaneRun), "asked outside a lane"
+    parts = list[torch.Tensor]()
+    slices.is_below, slices.as_rows = False, True
+    run.head = slices
+    try:
+        for slices.begin in range(0, len(ids_N), num_rows):
+            slices.end = min(slices.begin + num_rows, len(ids_N))
+            out = model(input_ids=ids_N[slices.begin : slices.end, None], use_cache=False)
+            parts.append(out.logits.float())
+    finally:
+        run.head = None
+    return torch.cat(parts)
 
 
 def slice_head(staged: StagedModel) -> None:

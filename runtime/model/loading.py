@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..config import DType, ModelConfig, Verify
+from ..config import DType, Lanes, ModelConfig, Verify
 from ..errors import ConfigError
 from ..kernels.compiler import has_compiler
 from ..origin.generation_config import ModelGeneration, read_generation
@@ -20,6 +20,8 @@ from ..origin.net import class_refused, one_line
 from ..plan.shape.auto_dtype import auto_dtype
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
+from ..probing.guards import NO_DECODER
+from ..probing.heads import Head, head_of, looks_ahead
 from ..probing.meta import build_meta_model
 from ..probing.padded_probe import PaddedHabits, padded_habits
 from ..profiles import BackendTable
@@ -41,7 +43,7 @@ from .host_ops import host_ops
 from .rope_lengths import RopeLengths, follow_lengths
 from .sizes import shape_of
 from .stages import StagedModel, stage_model
-from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache
+from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, without_cache
 from .unread import leave_unread
 
 
@@ -84,6 +86,8 @@ class LoadedModel:
     digests: Mapping[str, str]
     expands_latents: bool  # see traits.CacheShape
     habits: PaddedHabits  # of a decoder in padded lanes
+    head: Head
+    looks_ahead: bool  # attention is over the whole prompt, in both directions: an encoder's
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
     backends: BackendTable | None = None  # which linear backend is taken for what; None: by the rule
 
@@ -122,6 +126,7 @@ class _Lanes:
     is_packed: bool
     habits: PaddedHabits
     cache: CacheShape
+    looks_ahead: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +172,13 @@ def load_model(
             shape,
             has_decode_kernel=in_kernel,
             has_whole_prompts=bool(lanes.habits.whole),
+            bounded_layers=frozenset() if lanes.looks_ahead else shape.bounded_layers,
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
         ),
         expands_latents=lanes.cache.is_latent,
         habits=lanes.habits,
+        head=head_of(hollow.model),
+        looks_ahead=lanes.looks_ahead,
         rope_lengths=rope_lengths,
         dtypes=dtypes,
         compute_dtype=hollow.dtype,
@@ -216,6 +224,8 @@ def _open(config: ModelConfig, device: torch.device, cache_dir: str | None, exce
 def _choose_lanes(hollow: _Hollow, config: ModelConfig, excerpt: Excerpt | None) -> _Lanes:
     """Runs the class without weights to see what it does in lanes, and registers our functions with it."""
     model = hollow.model
+    if head_of(model) is not Head.text and looks_ahead(model):
+        return _whole_lanes(hollow, config)
     with class_refused(hollow.class_name):
         is_packed, reason = choose_lanes(model, config.lanes) if excerpt is None else (excerpt.is_packed, "")
         is_probed = not is_packed and not hollow.is_seq2seq
@@ -226,7 +236,18 @@ def _choose_lanes(hollow: _Hollow, config: ModelConfig, excerpt: Excerpt | None)
         log.info("lanes are padded: %s", reason)
     for reason in filter(None, (habits.apart, habits.whole)):
         log.info("padded lanes: %s", reason)
-    return _Lanes(is_packed=is_packed, habits=habits, cache=cache)
+    return _Lanes(is_packed=is_packed, habits=habits, cache=cache, looks_ahead=False)
+
+
+def _whole_lanes(hollow: _Hollow, config: ModelConfig) -> _Lanes:
+    """Lanes of an encoder: rectangles without a cache, which pass the model once."""
+    if config.lanes is Lanes.packed:
+        raise ConfigError(f"model.lanes=packed: {hollow.class_name} cannot: {NO_DECODER}")
+    with class_refused(hollow.class_name):
+        _register(hollow.model, is_packed=False)
+        cache = without_cache(hollow.model)
+    whole = "the class is an encoder, which sees all of a prompt at once"
+    return _Lanes(is_packed=False, habits=PaddedHabits(whole=whole), cache=cache, looks_ahead=True)
 
 
 def _map_bytes(

@@ -41,7 +41,7 @@ def shape_of(
         num_kv_heads=num_kv_heads if is_packed else num_heads,  # own attention code may repeat KV heads
         head_dim=head_size(config),
         vocab_size=config.vocab_size,
-        context_tokens=getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS,
+        context_tokens=_context_tokens(model, config),
         kv_layer_bytes=cache.layer_bytes_per_token,
         compute_dtype_bytes=model.dtype.itemsize,
         is_packed=is_packed,
@@ -55,6 +55,14 @@ def shape_of(
         delta_rule=delta_rule(model),
         score_heads=num_heads // num_kv_heads if has_own_scores else 0,
     )
+
+
+def _context_tokens(model: nn.Module, config: PreTrainedConfig) -> int:
+    """Of a table of positions with a row for padding, as RoBERTa's, the first token's row is the one behind it."""
+    num_rows = getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS
+    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    paddings = [t.padding_idx for name, t in tables if "position" in name and t.num_embeddings == num_rows]
+    return num_rows - max((padding + 1 for padding in paddings if padding is not None), default=0)
 
 
 def has_fused_gate(layer: nn.Module) -> bool:

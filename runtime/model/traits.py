@@ -17,6 +17,7 @@ from ..probing.decoder_config import decoder_config, head_size, largest, num_att
 from ..probing.generating import cache_argument
 from ..probing.guards import NO_DECODER
 from ..probing.hollow import without_values
+from ..probing.layer_lists import layer_lists
 from ..probing.packed_probe import is_latent, latent_rank, why_not_packed
 from .experts import is_experts
 
@@ -152,6 +153,19 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
         bytes_per_sequence=sum(of_two) - 2 * sum(per_token),
         is_latent=any(is_latent(_tensors(layer), rank) for layer in two.layers),
     )
+
+
+def without_cache(model: PreTrainedModel) -> CacheShape:
+    """That of an encoder, of which nothing is kept. Raises ConfigError where its layers are not as many modules as its
+    config says: ALBERT's are one, which is run again and again."""
+    [found] = layer_lists(model)
+    num_layers = decoder_config(model.config).num_hidden_layers
+    if len(found.layers) != num_layers:
+        raise ConfigError(
+            f"model.path: {type(model).__name__} has {num_layers} layers and {len(found.layers)} of them in "
+            f"{found.path}: layers that share weights cannot be streamed one by one"
+        )
+    return CacheShape(layer_bytes_per_token=(0,) * num_layers, bytes_per_sequence=0, is_latent=False)
 
 
 def _estimated_cache(model: PreTrainedModel) -> CacheShape:

@@ -17,13 +17,13 @@ _CODE = re.compile(
     r"auto_map|trust_remote_code|code_revision|custom_generate|use_kernels|kernel_config"
     r"|_?(?:attn|attention|experts|mlp)_implementation(?:_internal)?"
 )
-# What the library shall answer with, and the labels of classifiers: nothing of the model that generates.
-_ANSWERS = re.compile(
-    r"return_dict|use_return_dict|output_(?:attentions|hidden_states)|torchscript|num_labels|id2label|label2id"
-    r"|problem_type"
-)
+# What the library shall answer with, and the labels of classifiers: nothing of a model that is none.
+_ANSWERS = re.compile(r"return_dict|use_return_dict|output_(?:attentions|hidden_states)|torchscript")
+_LABELS = re.compile(r"num_labels|id2label|label2id|problem_type")
+_CLASSIFIER = "ForSequenceClassification"
 
 LARGEST = 2**31 - 1
+MOST_LABELS = 1_000_000  # transformers names each of them
 MOST_LAYERS = 256  # where the checkpoint has fewer tensors: an absent tower's layers; they are built in a second
 
 
@@ -94,6 +94,11 @@ RULES = (
         holds=_whole(-1),
     ),
     Rule(
+        keys=re.compile(r"num_labels"),
+        meaning=f"a whole number from 1 to {MOST_LABELS:,}",
+        holds=lambda value: type(value) is int and 1 <= value <= MOST_LABELS,
+    ),
+    Rule(
         keys=re.compile(r"sliding_window"),
         meaning="another number of tokens: with a window of 1 the caches of transformers keep every token",
         holds=lambda value: type(value) is not int or value != 1,
@@ -115,9 +120,22 @@ def require_sound(values: JsonObject, place: Path, *, num_tensors: int | None = 
 
 
 def without_code(values: JsonObject) -> JsonObject:
-    """A copy without the keys that name code or shape answers, on every level."""
-    kept = {key: value for key, value in values.items() if not (_CODE.fullmatch(key) or _ANSWERS.fullmatch(key))}
-    return {key: without_code(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+    """A copy without the keys that name code or shape answers, on every level; only a classifier has labels."""
+    names = values.get("architectures")
+    is_classifier = isinstance(names, list) and any(str(name).endswith(_CLASSIFIER) for name in names)
+    return _without(values, has_labels=is_classifier)
+
+
+def _without(values: JsonObject, *, has_labels: bool) -> JsonObject:
+    kept = {
+        key: value
+        for key, value in values.items()
+        if not (_CODE.fullmatch(key) or _ANSWERS.fullmatch(key) or (_LABELS.fullmatch(key) and not has_labels))
+    }
+    return {
+        key: _without(value, has_labels=has_labels) if isinstance(value, Mapping) else value
+        for key, value in kept.items()
+    }
 
 
 def code_keys(values: JsonObject) -> list[str]:

@@ -26,6 +26,16 @@ class PassInputs:
         """The arguments as the class itself prepares them: recurrent classes drop the mask once prompts have passed.
         The cache stays the lane's, also where a class would begin another one (Phi-3's LongRoPE). Only the last logits
         are kept."""
+        if not model.can_generate():
+            known = {
+                "input_ids": self.ids_BT,
+                "attention_mask": self.mask_BS,
+                "position_ids": self.positions_BT,
+                "use_cache": True,
+                cache_argument(model): cache,
+            }
+            names = inspect.signature(model.forward).parameters
+            return {name: value for name, value in known.items() if name in names}
         prepared = model.prepare_inputs_for_generation(  # pyright: ignore[reportCallIssue] - a mixin that it does not see
             self.ids_BT,
             attention_mask=self.mask_BS,

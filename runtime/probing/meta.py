@@ -9,18 +9,30 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from ..errors import CheckpointError, ConfigError
 from ..units import GIB, format_bytes
+from .heads import AUTO, Head, saved_head
 
-AutoClass = AutoModelForCausalLM | AutoModelForImageTextToText | AutoModelForMultimodalLM | AutoModelForSeq2SeqLM
+AutoClass = (
+    AutoModelForCausalLM
+    | AutoModelForImageTextToText
+    | AutoModelForMultimodalLM
+    | AutoModelForSeq2SeqLM
+    | AutoModel
+    | AutoModelForMaskedLM
+    | AutoModelForSequenceClassification
+)
 
 _SMALL_NUMEL = 1 << 18
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
@@ -82,7 +94,11 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 def auto_class(config: PreTrainedConfig) -> type[AutoClass]:
     """The class of transformers that generates text with this config: for a composite model, which also looks or
-    listens, that of the whole. Raises ConfigError where there is none."""
+    listens, that of the whole. Where the config says that it was saved from one that generates none, that one. Raises
+    ConfigError where there is none."""
+    head = saved_head(config)
+    if head is not Head.text:
+        return AUTO[head]
     first = [AutoModelForSeq2SeqLM] if config.is_encoder_decoder else [AutoModelForCausalLM]
     for auto in (*first, AutoModelForMultimodalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
         if type(config) in auto._model_mapping:

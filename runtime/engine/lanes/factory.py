@@ -13,6 +13,7 @@ from .lane import Lane, LaneContext
 from .packed import PackedLane
 from .padded import PaddedLane
 from .seq2seq import Seq2SeqLane
+from .whole import WholeLane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class LaneFactory:
         """A lane of at least one sequence. `chunk_tokens`: how many it prefills in a pass; None: as the policy says."""
         if self.model.shape.is_packed:
             return self.packed(sequences, chunk_tokens)
+        if self.model.looks_ahead:
+            return WholeLane(self.context, sequences)
         context, start = self._context(chunk_tokens), self.model.start_token_id
         if start is not None:
             return Seq2SeqLane(context, sequences, start)

@@ -3,7 +3,7 @@ engine. Its kinds are `PackedLane`, `PaddedLane` and `Seq2SeqLane`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -14,11 +14,13 @@ from transformers import Cache, PreTrainedModel
 from ...attention.upload import upload
 from ...cache.base import KVCache
 from ...cache.pages import PagePool
-from ...events import Event, LaneRun, NeedStage, Weights
+from ...events import Event, LaneRun, NeedStage, Weights, need_stage
 from ...model.head import HasLogits, sliced_logits
 from ...model.rope_lengths import RopeLengths
 from ...stream.device import ComputeDevice
 from ..records import PassCounts
+from ..sampling.pooling import Picked, read_vectors
+from ..sampling.pooling import tell as tell_vectors
 from ..sampling.sampler import Sampler
 from ..sampling.scoring import Given, Scores
 from ..sampling.scoring import tell as tell_scores
@@ -38,6 +40,7 @@ class LaneContext:
     prefill_chunk_tokens: int
     has_whole_prompts: bool = False  # in padded lanes
     head_rows: int = 1  # scored tokens whose logits are made at a time
+    last_stage: int = 0
     rope_lengths: RopeLengths | None = None
 
 
@@ -52,9 +55,9 @@ class Lane(ABC):
         self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None
         self._drawing: list[Sequence] = []
-        self._head_rows = context.head_rows
-        self._given: Given | None = None  # what the prepared pass scores; None where it generates
-        self._scores: Scores | None = None
+        self._head_rows, self._last_stage = context.head_rows, context.last_stage
+        self._given: Given | Picked | None = None  # what the prepared pass scores or reads; None where it generates
+        self._read: torch.Tensor | None = None  # what it has found there
         self._num_passes = 0
 
     @property
@@ -95,9 +98,9 @@ class Lane(ABC):
     def draw(self) -> torch.Tensor:
         """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for
         each sequence that asks."""
-        if self._scores is not None and self._given is not None:
-            self._drawing, numbers, self._scores = list(self._given.sequences), self._scores.numbers, None
-            return numbers
+        if self._read is not None and self._given is not None:
+            self._drawing, read, self._read = list(self._given.sequences), self._read, None
+            return read
         assert self._logits_BV is not None, "the pass has not ended"
         self._drawing, logits_BV = self._sampled_sequences(), self._logits_BV
         self._logits_BV = None
@@ -139,17 +142,37 @@ class Lane(ABC):
 
     def _tell(self, drawn: torch.Tensor) -> int:
         """Those who asked; returns how many got a token, or a score."""
+        if isinstance(self._given, Picked):
+            return tell_vectors(self._drawing, drawn, self._num_passes)
         if self._given is not None:
             return tell_scores(self._drawing, drawn, self._num_passes)
         self._sampler.tell(self._drawing, drawn, self._num_passes)
         return sum(sequence.finish is not FinishReason.error for sequence in self._drawing)
 
-    def _score(self, given: Given, forward: Callable[[], HasLogits]) -> None:
-        """Runs the model, and its head over a slice of what is scored at a time."""
-        scores = Scores(given, self._sampler.num_top, self._device)
+    @property
+    def _is_read(self) -> bool:
+        """Whether its prompts are read, and nothing is generated."""
+        return any(not sequence.request.generates for sequence in self.sequences)
+
+    def _given_of(self, parts: Iterable[tuple[Sequence, int, list[tuple[int, ...]]]]) -> Given | Picked:
+        """What `parts` say, as `Given.of` takes them: of a run, all are scored, or all are read."""
+        return (Given if any(s.request.num_scores for s in self.sequences) else Picked).of(parts)
+
+    def _read_given(self, forward: Callable[[], HasLogits]) -> None:
+        """Runs the model. Its head over a slice of what is scored at a time; of hidden states none but that of
+        classes."""
+        given, text = self._given, self._model.config.get_text_config()
+        if isinstance(given, Picked):
+            num_rows = 1 if getattr(text, "pad_token_id", None) is None else self._head_rows
+            self._read = read_vectors(self._model, given, forward, self._device, num_rows)
+            need_stage(self._last_stage)  # where no module of the class has asked for it
+            return
+        assert given is not None, "asked of a pass that generates"
+        num_top = max((s.request.encoding.num_top for s in self.sequences if s.request.encoding is not None), default=0)
+        scores = Scores(given, max(num_top, self._sampler.num_top), self._device)
         for begin, logits_NV in sliced_logits(forward, upload(given.places, self._device), self._head_rows):
             scores.add(begin, logits_NV)
-        self._scores = scores
+        self._read = scores.numbers
 
     def _sliced_rows(self, marks: torch.Tensor) -> list[bool] | None:
         """`rows_with` of what the head is given a slice of; None where it is given no slice."""
@@ -157,7 +180,7 @@ class Lane(ABC):
         if head is None or head.hidden_1ND is None or self._given is None:
             return None
         marked = set(torch.nonzero(marks.flatten()).flatten().tolist())
-        pairs = zip(self._given.rows, self._given.sequences, strict=True)
+        pairs = zip(self._given.rows, self._given.owners, strict=True)
         found = {id(sequence) for row, sequence in pairs if row - head.begin in marked}
         return [id(sequence) in found for sequence in self.sequences]
 

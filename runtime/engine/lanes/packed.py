@@ -9,6 +9,7 @@ from ...cache.paged import PagedKV
 from ...events import NeedStage
 from ...model.head import HasLogits
 from ..records import PassCounts
+from ..sampling.pooling import Picked
 from ..sampling.scoring import Given
 from ..sequence import Sequence
 from .lane import Lane, LaneContext
@@ -103,17 +104,17 @@ class PackedLane(Lane):
         pairs = zip(self.sequences, self._new, strict=True)
         self._num_selected = [sequence.num_selected(new) for sequence, new in pairs]
         self._cache.begin_pass(self._new, self._num_selected)
-        self._given = self._scored() if any(s.request.scoring is not None for s in self.sequences) else None
+        self._given = self._scored() if self._is_read else None
 
-    def _scored(self) -> Given:
-        """What the pass scores."""
+    def _scored(self) -> Given | Picked:
+        """What the pass scores or reads."""
         parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
         end = 0
         for s, past, new in zip(self.sequences, self._cache.past, self._new, strict=True):
             end += new
             tokens = s.given(past, new)
             parts.append((s, end - len(tokens), tokens))
-        return Given.of(parts)
+        return self._given_of(parts)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -122,8 +123,8 @@ class PackedLane(Lane):
         return torch.tensor([[n for s, past, new in each for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
-        if self._given is not None and self._given.places:
-            self._score(self._given, self._called)
+        if self._given is not None and (self._given.places or isinstance(self._given, Picked)):
+            self._read_given(self._called)
             return
         out = self._called(self._cache.selected_B)
         logits_TV = out.logits[0]
@@ -131,12 +132,13 @@ class PackedLane(Lane):
         self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
 
     def _called(self, logits_to_keep: torch.Tensor | int = 0) -> HasLogits:
+        kept = {"logits_to_keep": logits_to_keep} if self._model.can_generate() else {}
         return self._model(
             input_ids=self._ids_1T,
             position_ids=self._positions_1T,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=logits_to_keep,
+            **kept,
         )
 
     def _sampled_sequences(self) -> list[Sequence]:

@@ -14,6 +14,7 @@ from ...cache.rectangle import RectangleKV, rectangle_cache
 from ...plan.placement.memory import chunk_columns
 from ...probing.generating import PassInputs
 from ..records import PassCounts
+from ..sampling.pooling import Picked
 from ..sampling.scoring import Given
 from ..sequence import Sequence
 from .lane import LaneContext
@@ -53,10 +54,10 @@ class PaddedLane(RectangleLane):
             self._ids_BT = self._prompts_BS[:, self._done : self._done + self._columns]
         self._end = self._done + self._ids_BT.shape[1]
         self._positions_BT = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)[:, self._done : self._end]
-        self._given = self._scored() if any(s.request.scoring is not None for s in self.sequences) else None
+        self._given = self._scored() if self._is_read else None
 
-    def _scored(self) -> Given:
-        """What the pass scores: all prompts end in the last column."""
+    def _scored(self) -> Given | Picked:
+        """What the pass scores or reads: all prompts end in the last column."""
         parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
         num_columns = self._ids_BT.shape[1]
         for row, s in enumerate(self.sequences):
@@ -64,7 +65,7 @@ class PaddedLane(RectangleLane):
             past, end = max(0, self._done - num_pads), max(0, self._end - num_pads)
             tokens = s.given(past, end - past)
             parts.append((s, (row + 1) * num_columns - len(tokens), tokens))
-        return Given.of(parts)
+        return self._given_of(parts)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
@@ -80,8 +81,9 @@ class PaddedLane(RectangleLane):
             is_first=self._done < self._width,
         )
         arguments = inputs.of(self._model, self._cache)
-        if self._given is not None and self._given.places:
-            self._score(self._given, lambda: self._model(**{**arguments, "logits_to_keep": 0}))
+        if self._given is not None and (self._given.places or isinstance(self._given, Picked)):
+            every = {**arguments, "logits_to_keep": 0} if "logits_to_keep" in arguments else arguments
+            self._read_given(lambda: self._model(**every))
             return
         self._logits_BV = self._model(**arguments).logits[:, -1]
 

@@ -49,7 +49,7 @@ class Seq2SeqLane(RectangleLane):
 
     def _prepare(self) -> None:
         """The next columns of the start token and all that was generated: nearly always the last one alone."""
-        if any(s.request.scoring is not None for s in self.sequences):
+        if self._is_read:
             self._given = self._prepare_scored()
             return
         begin, end = max(0, self._done - 1), self._done + self._columns - 1
@@ -67,7 +67,7 @@ class Seq2SeqLane(RectangleLane):
 
     def _forward(self) -> None:
         if self._given is not None:
-            self._score(self._given, self._called)
+            self._read_given(self._called)
             return
         self._logits_BV = self._called().logits[:, -1].contiguous()  # the others' memory is given back
 

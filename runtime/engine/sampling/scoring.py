@@ -23,6 +23,11 @@ class Given:
     tokens: Rows[int]
     sequences: Rows[Sequence]
 
+    @property
+    def owners(self) -> Rows[Sequence]:
+        """Whose each of `rows` is."""
+        return self.sequences
+
     @staticmethod
     def of(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "Given":
         """What `parts` say of each sequence of a pass: itself, its first place, and what is scored behind each of its
@@ -89,8 +94,6 @@ def tell(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
             continue
         num_good += 1
         sequence.scores.append(TokenScore(own=token.own, top_ids=token.top_ids, top=token.top, greedy_id=greedy_id))
-        scoring = sequence.request.scoring
-        assert scoring is not None, "its tokens are scored"
-        if len(sequence.scores) == scoring.num_scores:
+        if len(sequence.scores) == sequence.request.num_scores:
             sequence.finish = FinishReason.length
     return num_good

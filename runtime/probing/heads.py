@@ -1,0 +1,100 @@
+"""What a transformers class has behind its layers, and so what a checkpoint of it can be asked."""
+
+from contextlib import suppress
+from enum import Enum
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from .decoder_config import decoder_config
+from .hollow import Reached, with_values
+from .layer_lists import layer_lists
+from .packed_probe import UNKNOWING
+
+PooledClass = type[AutoModel] | type[AutoModelForMaskedLM] | type[AutoModelForSequenceClassification]
+NUM_TOKENS = 4
+
+
+class Head(Enum):
+    """`text`: logits of a next token; `classes`: of the whole prompt; `masks`: of the token in a mask's place."""
+
+    text = "text"
+    classes = "classes"
+    masks = "masks"
+    none = "none"
+
+
+AUTO: dict[Head, PooledClass] = {
+    Head.classes: AutoModelForSequenceClassification,
+    Head.masks: AutoModelForMaskedLM,
+    Head.none: AutoModel,
+}
+
+
+def saved_head(config: PreTrainedConfig) -> Head:
+    """That of the class which a checkpoint says it was saved from. A decoder saved without a head has one nevertheless
+    where its embedding is the head, and behind an encoder only text is asked for."""
+    names = set(getattr(config, "architectures", None) or ())
+    if config.is_encoder_decoder:
+        return Head.text
+    for head in AUTO:
+        if names & _class_names(AUTO[head], config) and not (head is Head.none and _has_text(config)):
+            return head
+    return Head.text
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """That of a class as it was built."""
+    if model.can_generate():
+        return Head.text
+    name = type(model).__name__
+    return next((head for head, auto in AUTO.items() if name in _class_names(auto, model.config)), Head.text)
+
+
+def _has_text(config: PreTrainedConfig) -> bool:
+    is_part = decoder_config(config) is not config
+    is_decoder = type(config) in AutoModelForCausalLM._model_mapping and getattr(config, "is_decoder", True) is not False
+    return is_part or (is_decoder and getattr(config, "tie_word_embeddings", True))
+
+
+def _class_names(auto: PooledClass, config: PreTrainedConfig) -> set[str]:
+    if type(config) not in auto._model_mapping:
+        return set()
+    found = auto._model_mapping[type(config)]
+    names = {each.__name__ for each in (found if isinstance(found, tuple | list) else (found,))}
+    return {name for name in names if not name.endswith("LMHeadModel")}
+
+
+def looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether what a token becomes depends on those behind it: seen in the first layers of a copy without the
+    checkpoint's weights. False where that cannot be run."""
+    ids_1S = torch.arange(5, 5 + NUM_TOKENS)[None]
+    others_1S = torch.where(ids_1S == ids_1S.max(), 4, ids_1S)
+    try:
+        probe = with_values(model)
+        return bool((_first_token(probe, ids_1S) - _first_token(probe, others_1S)).abs().max() > 0)
+    except UNKNOWING:
+        return False
+
+
+@torch.no_grad()
+def _first_token(probe: PreTrainedModel, ids_1S: torch.Tensor) -> torch.Tensor:
+    """Its hidden state behind the last layer that the copy has."""
+    found = list[torch.Tensor]()
+
+    def look(module: torch.nn.Module, given: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        found.append(out[0] if isinstance(out, tuple) else out)
+
+    handles = [layer.register_forward_hook(look) for layer in layer_lists(probe)[0].layers]
+    with suppress(Reached):
+        probe(input_ids=ids_1S)
+    for handle in handles:
+        handle.remove()
+    return found[-1][0, 0]
