@@ -12,7 +12,7 @@ from ..config import SamplingConfig
 from ..engine.lanes.factory import LaneFactory
 from ..engine.lanes.lane import Lane, LaneContext
 from ..engine.sampling.sampler import Sampler
-from ..engine.sequence import Request
+from ..engine.sequence import Encoding, Request
 from ..engine.sequence import Sequence as Running
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
 from ..model.loading import LoadedModel
@@ -64,7 +64,8 @@ class ProfilingPass:
     def single(self) -> LayerSeconds:
         """The seconds of a first pass of one token, in a lane of the kind that the model's class allows. The median;
         weights may come from the processor's caches."""
-        request = Request(id="", prompt_ids=(0,), max_new_tokens=1)
+        encoding = Encoding(num_read=1) if self.loaded.looks_ahead else None
+        request = Request(id="", prompt_ids=(0,), max_new_tokens=1, encoding=encoding)
         lanes = self._lanes(1)
         times = [self._once(lanes.lane([Running(request=request)])) for _ in range(NUM_SINGLE + 1)][1:]
         return sorted(times, key=lambda each: each.inside)[NUM_SINGLE // 2]

@@ -23,6 +23,7 @@ from ...model.loading import LoadedModel, load_model
 from ...origin.net import one_line, reason_of
 from ...plan.placement.placement import Budgets
 from ...plan.planner import RunPlan, plan_run
+from ...probing.heads import Head
 from ...store.reader import Reader
 from ...stream.device import ComputeDevice
 from ...units import MIB, format_bytes
@@ -68,7 +69,9 @@ class _Compared:
 
 def is_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
     """`run_seconds` is how long the run is to take, 0 where nobody knows. What is proven needs no check, and gets one
-    where it is as good as free."""
+    where it is as good as free; what generates nothing has no `generate` to be compared with."""
+    if mode is SelfCheck.auto and model.head is not Head.text:
+        return False
     if mode is not SelfCheck.auto:
         return mode is SelfCheck.full
     if not is_proven(model):
