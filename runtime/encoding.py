@@ -2,7 +2,7 @@
 `Embedded`, a `Classified` or a `Filled`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -111,9 +111,7 @@ def _made(
 
 def refused(why: Rejected, readout: Readout) -> Encoded:
     """What stands for a prompt of which nothing was asked, or nothing came."""
-    found = _Read(
-        prompt_index=why.prompt_index, id=why.id, error=why.error, num_prompt_tokens=why.num_prompt_tokens
-    )
+    found = _Read(prompt_index=why.prompt_index, id=why.id, error=why.error, num_prompt_tokens=why.num_prompt_tokens)
     if readout is Readout.embedding:
         return Embedded(**vars(found), vector=np.zeros(0, np.float32))
     return (Classified if readout is Readout.classes else Filled)(**vars(found))
@@ -142,7 +140,8 @@ def encoded(model: LoadedModel, wanted: Wanted, index: int, completion: Completi
 def labels(model: LoadedModel) -> tuple[str, ...]:
     """The names of a classifier's classes, in the order of its logits."""
     config = model.staged.model.config
-    return tuple(str(config.id2label.get(number, number)) for number in range(config.num_labels))
+    names: Mapping[int, str] = config.id2label or {}  # pyright: ignore[reportAssignmentType] - of numbers since 5.0
+    return tuple(str(names.get(number, number)) for number in range(config.num_labels or 0))
 
 
 def probabilities(model: LoadedModel, logits: Vector) -> tuple[float, ...]:
@@ -159,4 +158,4 @@ def filled_text(model: LoadedModel, completion: Completion) -> str:
     assert encoding is not None, "its masks are filled"
     for place, score in zip(encoding.masked, completion.scores, strict=True):
         ids[place] = score.greedy_id
-    return model.tokenizer.decode(ids, skip_special_tokens=True) if model.tokenizer is not None else ""
+    return str(model.tokenizer.decode(ids, skip_special_tokens=True)) if model.tokenizer is not None else ""

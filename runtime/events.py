@@ -46,8 +46,8 @@ Weights = Mapping[str, torch.Tensor]
 class HeadSlices:
     """Where the model's head is run over some of a pass's tokens at a time: `selected_N` are their places among all,
     `begin` and `end` those of `selected_N` that come next. `owner` is the model below the head, `output` what it has
-    returned, `hidden_1ND` its hidden states of the selected tokens; None until it has run. `is_below`: nothing is wanted
-    of the head, and the pass ends where it would begin. `as_rows`: each of the selected tokens is a row of its own."""
+    returned, `hidden_1ND` its hidden states of the selected tokens; None until it has run. `is_below`: nothing is
+    wanted of the head, and the pass ends where it would begin. `as_rows`: each selected token is a row of its own."""
 
     selected_N: torch.Tensor
     owner: object = None

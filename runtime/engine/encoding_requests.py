@@ -79,13 +79,11 @@ def _encoding(model: LoadedModel, ids: tuple[int, ...], wanted: Wanted) -> Encod
     if wanted.readout is Readout.classes:
         return Encoding(num_read=1, has_classes=True)
     pooling = wanted.pooling or own_pooling(model)
-    return Encoding(
-        num_read=1 if pooling is Pooling.last else len(ids), pooling=pooling, normalize=wanted.normalize
-    )
+    return Encoding(num_read=1 if pooling is Pooling.last else len(ids), pooling=pooling, normalize=wanted.normalize)
 
 
 def own_pooling(model: LoadedModel) -> Pooling:
-    """As the checkpoint says, where it was made with sentence-transformers. Raises ConfigError for a way that is none
+    """The checkpoint's own way, where it was made with sentence-transformers. Raises ConfigError for one that is none
     of ours."""
     path = model.checkpoint.path / POOLING_FILE
     if not path.is_file():

@@ -1,5 +1,6 @@
-"""The model families that are proven, token for token: a tiny shape of each, which `jobs.models` describes and the
-tests run. A family that is not here may run as well; nothing but this table and its tests knows any by name.
+"""The model families that are proven, token for token, and the encoders, number for number: a tiny shape of each, which
+`jobs.models` describes and the tests run. A family that is not here may run as well; nothing but these tables and their
+tests knows any by name.
 """
 
 from collections.abc import Mapping
@@ -211,5 +212,33 @@ FAMILIES: dict[str, Family] = {
             zero_expert_num=2,
             moe_topk=2,
         ),
+    )
+}
+
+_ENCODER = {
+    "vocab_size": 640, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
+    "max_position_embeddings": 130,
+}  # fmt: skip
+_LETTERS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+ENCODERS: dict[str, Family] = {
+    family.name: family
+    for family in (
+        _family("bert", "bert", _ENCODER),
+        _family("roberta", "roberta", _ENCODER),
+        _family("xlm-roberta", "xlm-roberta", _ENCODER),
+        _family(
+            "distilbert",
+            "distilbert",
+            vocab_size=640,
+            dim=64,
+            n_layers=3,
+            n_heads=4,
+            hidden_dim=128,
+            max_position_embeddings=130,
+        ),
+        _family("electra", "electra", _ENCODER, embedding_size=32),
+        _family("modernbert", "modernbert", _ENCODER, _LETTERS, local_attention=8),
+        _family("mpnet", "mpnet", _ENCODER),
+        _family("nomic-bert", "nomic_bert", _ENCODER),
     )
 }

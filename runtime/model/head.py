@@ -78,8 +78,8 @@ def sliced_logits(
 
 
 def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> HeadSlices:
-    """The last hidden states of the selected tokens, as the class's head gets them. Called inside a lane's run; `forward`
-    as in `sliced_logits`, or of a model without a head."""
+    """The last hidden states of the selected tokens, as the class's head gets them. Called inside a lane's run.
+    `forward` as in `sliced_logits`, or of a model without a head."""
     run = getcurrent()
     assert isinstance(run, LaneRun), "asked outside a lane"
     slices = run.head = HeadSlices(selected_N=selected_N, is_below=True)

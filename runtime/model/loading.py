@@ -152,8 +152,6 @@ def load_model(
     `express`: see `map_weights`. `excerpt` loads a part of a model that was loaded whole before. Raises CheckpointError
     or ConfigError with what to change.
     """
-    if config.compile:
-        require_accelerator(device)
     hollow = _open(config, device, cache_dir, excerpt)
     lanes = _choose_lanes(hollow, config, excerpt)
     weights = _map_bytes(hollow, config, cache_dir, express=express, should_stop=should_stop)
@@ -172,7 +170,6 @@ def load_model(
             shape,
             has_decode_kernel=in_kernel,
             has_whole_prompts=bool(lanes.habits.whole),
-            bounded_layers=frozenset() if lanes.looks_ahead else shape.bounded_layers,
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
         ),
         expands_latents=lanes.cache.is_latent,
@@ -195,6 +192,8 @@ def load_model(
 
 def _open(config: ModelConfig, device: torch.device, cache_dir: str | None, excerpt: Excerpt | None) -> _Hollow:
     """Reads the small files and the headers of a checkpoint, and builds the model without its weights."""
+    if config.compile:
+        require_accelerator(device)
     path = find_checkpoint(config, cache_dir)
     checkpoint = open_checkpoint(path)
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))

@@ -48,7 +48,7 @@ def shape_of(
         state_bytes_per_sequence=cache.bytes_per_sequence,
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
         expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
-        bounded_layers=frozenset() if is_packed else bounded_layers(model),
+        bounded_layers=frozenset() if is_packed or not cache.is_kept else bounded_layers(model),
         has_fused_gates=not cache.bytes_per_sequence  # beside recurrent mixers, which may be as wide
         and all(has_fused_gate(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),
         has_bare_experts=_has_bare_experts(model),
@@ -58,7 +58,8 @@ def shape_of(
 
 
 def _context_tokens(model: nn.Module, config: PreTrainedConfig) -> int:
-    """Of a table of positions with a row for padding, as RoBERTa's, the first token's row is the one behind it."""
+    """The rows of a table of positions, or what else bounds them. In one with a row for padding, as RoBERTa's, the
+    first token's row is the one behind that."""
     num_rows = getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS
     tables = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     paddings = [t.padding_idx for name, t in tables if "position" in name and t.num_embeddings == num_rows]

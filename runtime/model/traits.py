@@ -51,6 +51,7 @@ class CacheShape:
     bytes_per_sequence: int
     is_latent: bool
     cross_bytes_per_token: int = 0
+    is_kept: bool = True  # False of an encoder, which passes a prompt once
 
     @property
     def bytes_per_token(self) -> int:
@@ -165,7 +166,7 @@ def without_cache(model: PreTrainedModel) -> CacheShape:
             f"model.path: {type(model).__name__} has {num_layers} layers and {len(found.layers)} of them in "
             f"{found.path}: layers that share weights cannot be streamed one by one"
         )
-    return CacheShape(layer_bytes_per_token=(0,) * num_layers, bytes_per_sequence=0, is_latent=False)
+    return CacheShape(layer_bytes_per_token=(0,) * num_layers, bytes_per_sequence=0, is_latent=False, is_kept=False)
 
 
 def _estimated_cache(model: PreTrainedModel) -> CacheShape:

@@ -60,7 +60,9 @@ def head_of(model: PreTrainedModel) -> Head:
 
 def _has_text(config: PreTrainedConfig) -> bool:
     is_part = decoder_config(config) is not config
-    is_decoder = type(config) in AutoModelForCausalLM._model_mapping and getattr(config, "is_decoder", True) is not False
+    is_decoder = (
+        type(config) in AutoModelForCausalLM._model_mapping and getattr(config, "is_decoder", True) is not False
+    )
     return is_part or (is_decoder and getattr(config, "tie_word_embeddings", True))
 
 
@@ -68,7 +70,7 @@ def _class_names(auto: PooledClass, config: PreTrainedConfig) -> set[str]:
     if type(config) not in auto._model_mapping:
         return set()
     found = auto._model_mapping[type(config)]
-    names = {each.__name__ for each in (found if isinstance(found, tuple | list) else (found,))}
+    names = {each.__name__ for each in (found if isinstance(found, tuple | list) else (found,)) if each is not None}
     return {name for name in names if not name.endswith("LMHeadModel")}
 
 

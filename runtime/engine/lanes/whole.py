@@ -25,14 +25,14 @@ class WholeLane(Lane):
 
     @property
     def cache(self) -> None:
-        """Nothing is kept."""
+        """The class keeps nothing of a prompt."""
 
     @property
     def kv(self) -> KVCache:
         return _NoKV()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """The lane holds nothing that others want."""
 
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
         """Padding may be whatever it is."""
@@ -104,10 +104,10 @@ class _NoKV(KVCache):
         return ()
 
     def bind(self, layer: int, pages: torch.Tensor) -> None:
-        """No layer travels."""
+        """The call has no effect: no layer travels."""
 
     def unbind(self, layer: int) -> None:
-        """No layer travels."""
+        """The call has no effect: no layer travels."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """The lane holds nothing that others want."""

@@ -47,7 +47,8 @@ class Picked:
 
 
 def _share(sequence: Sequence, hidden_ND: torch.Tensor) -> torch.Tensor:
-    """Of states that come in order: all of them, or the first or last of the prompt's, if it is among these."""
+    """The part of a prompt's vector that is made of these states, which come in order: of all of them, or of the
+    prompt's first or last, if that is among them."""
     encoding = _encoding(sequence)
     if encoding.pooling is Pooling.mean:
         return hidden_ND.float().sum(0) / encoding.num_read
@@ -90,16 +91,12 @@ def tell(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
             sequence.fail(f"the model gave NaN or infinite hidden states (pass {step})")
             continue
         num_good += 1
-        sequence.vector = row.copy() if sequence.vector is None else _added(sequence, row)
-        if sequence.num_cached == len(sequence.request.prompt_ids):
-            sequence.vector = _finished(_encoding(sequence), sequence.vector)
+        vector = row.copy() if sequence.vector is None else sequence.vector + row
+        is_read = sequence.num_cached == len(sequence.request.prompt_ids)
+        sequence.vector = _finished(_encoding(sequence), vector) if is_read else vector
+        if is_read:
             sequence.finish = FinishReason.length
     return num_good
-
-
-def _added(sequence: Sequence, row: Vector) -> Vector:
-    assert sequence.vector is not None, "its prompt has begun"
-    return row.copy() if _encoding(sequence).pooling is Pooling.last else sequence.vector + row
 
 
 def _finished(encoding: Encoding, vector: Vector) -> Vector:
