@@ -18,6 +18,7 @@ from .config import (
     Order,
     PolicyConfig,
     PolicyKind,
+    Pooling,
     Prefetch,
     PrefetchConfig,
     RuntimeConfig,
@@ -32,6 +33,7 @@ from .config import (
 if TYPE_CHECKING:
     from .api import Runtime
     from .completions import CompletionStream, Result
+    from .encoding import Classified, Embedded, Filled
     from .engine.requests import Rejected
     from .engine.sequence import Completion, FinishReason, Request
     from .prompt import Prompt, PromptLike
@@ -41,16 +43,19 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "Admission", "Attention", "Completion", "CompletionStream", "DType", "ExpertPaging", "FeedForward",
-    "FinishReason", "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order",
-    "PolicyConfig", "PolicyKind", "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request",
+    "Admission", "Attention", "Classified", "Completion", "CompletionStream", "DType", "Embedded", "ExpertPaging",
+    "FeedForward", "Filled", "FinishReason", "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order",
+    "PolicyConfig", "PolicyKind", "Pooling", "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request",
     "Result", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides", "Scored", "ScoredDocument",
     "SelfCheck", "Settings", "SharePrefixes", "Targets", "Tier", "Verify",
 ]  # fmt: skip
 
 LATER = {
+    "Classified": "encoding",
     "Completion": "engine.sequence",
     "CompletionStream": "completions",
+    "Embedded": "encoding",
+    "Filled": "encoding",
     "FinishReason": "engine.sequence",
     "Prompt": "prompt",
     "PromptLike": "prompt",
