@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Admission", "Attention", "Classified", "Completion", "CompletionStream", "DType", "Embedded", "ExpertPaging",
-    "FeedForward", "Filled", "FinishReason", "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig", "OffloadConfig", "Order",
-    "PolicyConfig", "PolicyKind", "Pooling", "Prefetch", "PrefetchConfig", "Prompt", "PromptLike", "Rejected", "Request",
-    "Result", "Runtime", "RuntimeConfig", "SamplingConfig", "SamplingOverrides", "Scored", "ScoredDocument",
-    "SelfCheck", "Settings", "SharePrefixes", "Targets", "Tier", "Verify",
+    "FeedForward", "Filled", "FinishReason", "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig",
+    "OffloadConfig", "Order", "PolicyConfig", "PolicyKind", "Pooling", "Prefetch", "PrefetchConfig", "Prompt",
+    "PromptLike", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig", "SamplingConfig",
+    "SamplingOverrides", "Scored", "ScoredDocument", "SelfCheck", "Settings", "SharePrefixes", "Targets", "Tier",
+    "Verify",
 ]  # fmt: skip
 
 LATER = {

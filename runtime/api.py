@@ -287,6 +287,8 @@ class Runtime(Closing):
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
         with blocks of half the size.
         """
+        if any(request.encoding is None for request in requests):
+            require_text(self.model)
         if any(request.scoring is not None for request in requests) or (
             self.model.head is not Head.none and any(request.encoding is not None for request in requests)
         ):

@@ -17,10 +17,10 @@ POOLING_KEYS = {
     "pooling_mode_mean_tokens": Pooling.mean,
     "pooling_mode_lasttoken": Pooling.last,
 }
-DOORS = {  # by what a checkpoint has: what is asked of it, on the command line and in the library
-    Head.classes: ("encode.output=classes or embedding", "Runtime.classify or Runtime.embed"),
-    Head.masks: ("encode.output=masks or embedding", "Runtime.fill_masks or Runtime.embed"),
-    Head.none: ("encode.output=embedding", "Runtime.embed"),
+CALLS = {  # by what a checkpoint has: what it can be asked
+    Head.classes: "Runtime.classify or Runtime.embed",
+    Head.masks: "Runtime.fill_masks or Runtime.embed",
+    Head.none: "Runtime.embed",
 }
 
 
@@ -39,9 +39,8 @@ def require_text(model: LoadedModel) -> None:
     """Raises ConfigError where the checkpoint is of a class that generates none."""
     if model.head is Head.text:
         return
-    words, calls = DOORS[model.head]
     name = type(model.staged.model).__name__
-    raise ConfigError(f"model.path: {name} generates no text: ask python -m jobs.encode {words}, or {calls}")
+    raise ConfigError(f"model.path: {name} generates no text: in Python, ask {CALLS[model.head]}")
 
 
 def require_readable(model: LoadedModel, wanted: Wanted) -> None:
@@ -92,8 +91,8 @@ def own_pooling(model: LoadedModel) -> Pooling:
         said = json.loads(path.read_bytes())
         modes = [key for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: {error}; set encode.pooling") from error
-    require(len(modes) == 1 and modes[0] in POOLING_KEYS, f"{path} pools by {', '.join(modes)}: set encode.pooling")
+        raise ConfigError(f"{path}: {error}; set pooling") from error
+    require(len(modes) == 1 and modes[0] in POOLING_KEYS, f"{path} pools by {', '.join(modes)}: set pooling")
     return POOLING_KEYS[modes[0]]
 
 
