@@ -237,6 +237,6 @@ def test_an_interrupted_pass_lets_go_of_its_lanes_and_another_session_goes_on(re
 
 
 def gc_lanes() -> list[LaneRun]:
+    """Asks for types alone: a weak proxy of what is gone would be asked for more."""
     gc.collect()
-    """Of types themselves: a weak proxy of what is gone has none to ask for."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), LaneRun) and not thing.dead]
