@@ -109,9 +109,9 @@ def bench(reference: Callable[[str], Reference], shared_home: Path) -> Callable[
     return cache(get)
 
 
-def nothing_stays(placer: placer._Placer) -> Iterable[frozenset[int]]:
+def nothing_stays(placer: placer._Placer) -> Iterable[tuple[frozenset[int], int]]:
     """As where not even embeddings and head fit."""
-    return RESIDENTS(placer) if placer._keeps_all else [frozenset[int]()]
+    return RESIDENTS(placer) if placer._keeps_all else [(frozenset[int](), 0)]
 
 
 RESIDENTS = placer._Placer._residents

@@ -23,12 +23,31 @@ from .work import EXPANDED_TRIPS, LOGIT_TRIPS, StageWork, stage_works
 LOGIT_BYTES = 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class PricedStages:
+    """What each stage of a placement asks of a pass, and the first stage that asks the same: all passes share them."""
+
+    works: Sequence[StageWork]
+    like: Sequence[int]
+
+    @staticmethod
+    def of(shape: ModelShape, placement: Placement) -> "PricedStages":
+        works, first = stage_works(shape, placement.paged, placement.shared), dict[StageWork, int]()
+        return PricedStages(works=works, like=[first.setdefault(work, stage) for stage, work in enumerate(works)])
+
+
 def durations(
-    shape: ModelShape, placement: Placement, walk: Walk, lanes: Sequence[LaneWork], rates: MachineRates
+    shape: ModelShape,
+    placement: Placement,
+    walk: Walk,
+    lanes: Sequence[LaneWork],
+    rates: MachineRates,
+    stages: PricedStages | None = None,
 ) -> Durations:
     """The durations of a pass over `walk`. A lane that has prompts attends where it computes; where only single tokens
-    are, and the walk says so, the CPU's workers attend."""
-    bill = _Bill(shape=shape, placement=placement, walk=walk, lanes=lanes, rates=rates)
+    are, and the walk says so, the CPU's workers attend. `stages`: None works them out."""
+    stages = stages or PricedStages.of(shape, placement)
+    bill = _Bill(shape=shape, placement=placement, walk=walk, lanes=lanes, rates=rates, stages=stages)
     kv, has_device = placement.kv, placement.has_device
     is_on_disk = bool(kv.page_bytes) and kv.tier is KVTier.nvme
     come = rates.disk_bytes_per_second if is_on_disk else rates.link_in_bytes_per_second
@@ -43,7 +62,7 @@ def durations(
         pre=bill.per_turn(bill.early),
         attend=bill.per_turn(bill.attend),
         post=bill.per_turn(lambda work, lane: bill.late(work, lane) + bill.experts(work, lane)),
-        route=bill.route,
+        route=bill.per_turn(bill.route),
         experts=bill.all_experts,
         fetch=bill.pages(come, lambda lane: lane.held_pages),
         store=bill.pages(leave, lambda lane: lane.changed_pages),
@@ -64,20 +83,24 @@ class _Bill:
     walk: Walk
     lanes: Sequence[LaneWork]
     rates: MachineRates
+    stages: PricedStages
 
-    @cached_property
-    def works(self) -> list[StageWork]:
-        return stage_works(self.shape, self.placement.paged, self.placement.shared)
+    @property
+    def works(self) -> Sequence[StageWork]:
+        return self.stages.works
 
     @cached_property
     def _expert_reads(self) -> dict[tuple[Op, int, int | None, bool], ExpertReads | None]:
         return {}
 
     @cached_property
-    def _like(self) -> list[int]:
+    def _batched(self) -> dict[int, float]:
+        return {}
+
+    @property
+    def _like(self) -> Sequence[int]:
         """The first stage that works as each stage does."""
-        first: dict[StageWork, int] = {}
-        return [first.setdefault(work, stage) for stage, work in enumerate(self.works)]
+        return self.stages.like
 
     def per_turn(self, price: Callable[[StageWork, LaneWork], float]) -> Callable[[int, int], float]:
         known: dict[tuple[int, int], float] = {}
@@ -144,16 +167,19 @@ class _Bill:
         own = self.attention(work, lane) if lane.prefill_pairs and not self._is_narrow(work, lane) else 0.0
         return self._behind_attention(work, lane) + own
 
-    def route(self, stage: int, lane: int) -> float:
-        """The seconds from the entrance, or from attention, to the experts."""
-        work, its = self.works[stage], self.lanes[lane]
-        if stage in self.walk.attending:
-            return self.late(work, its)
-        return self.dense(work, its) + self.attention(work, its)
+    def route(self, work: StageWork, lane: LaneWork) -> float:
+        """The seconds from the entrance, or from attention, to the experts. Where the CPU attends, it does in every
+        layer."""
+        if self.walk.attending:
+            return self.late(work, lane)
+        return self.dense(work, lane) + self.attention(work, lane)
 
     def all_experts(self, stage: int) -> float:
-        work = self.works[stage]
-        return self._experts(work, sum(self._tokens_behind(work, lane) for lane in self.lanes))
+        first = self._like[stage]
+        if first not in self._batched:
+            work = self.works[stage]
+            self._batched[first] = self._experts(work, sum(self._tokens_behind(work, lane) for lane in self.lanes))
+        return self._batched[first]
 
     def pages(
         self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], int]

@@ -6,7 +6,7 @@ stretches of passes, and the one in the middle of a stretch stands for all of it
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from ...batching.admission import AdmissionLimits
@@ -18,7 +18,7 @@ from ..placement.placement import Placement
 from ..schedule.schedule import make_schedule
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
-from .durations import durations
+from .durations import PricedStages, durations
 from .lane_work import LaneWork, decode_work, prefill_works
 from .mixed_passes import mixed_passes
 from .rates import MachineRates
@@ -140,11 +140,36 @@ def decode_pass_seconds(
 
 
 def predict_roughly(
-    shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], chunk_tokens: int, rates: MachineRates
+    shape: ModelShape,
+    placement: Placement,
+    lanes: Sequence[MicroBatch],
+    chunk_tokens: int,
+    rates: MachineRates,
+    *,
+    max_prefills: int = 3,
 ) -> Prediction:
     """The prediction for one block, by few of its passes."""
-    stretches = list(block_stretches(shape, lanes, chunk_tokens, max_prefills=3, max_decodes=1))
+    stretches = list(block_stretches(shape, lanes, chunk_tokens, max_prefills=max_prefills, max_decodes=1))
     return _Clock(shape=shape, placement=placement, rates=rates).added(stretches)
+
+
+def predict_by_one(
+    shape: ModelShape,
+    placement: Placement,
+    blocks: Sequence[Block],
+    sizes: Sequence[SequenceSize],
+    chunk_tokens: int,
+    rates: MachineRates,
+) -> Prediction:
+    """The prediction for all blocks, by one prefill pass and one decode pass of the block in the middle."""
+    blocks = [block for block in (_generating(block, sizes) for block in blocks) if block.members]
+    if not blocks:
+        return Prediction(prefill=PhaseTime(), decode=PhaseTime())
+    lanes = [[sizes[i] for i in group] for group in blocks[len(blocks) // 2].micro_batches]
+    found = predict_roughly(shape, placement, lanes, chunk_tokens, rates, max_prefills=1)
+    return Prediction(
+        prefill=PhaseTime().plus(found.prefill, len(blocks)), decode=PhaseTime().plus(found.decode, len(blocks))
+    )
 
 
 def block_stretches(
@@ -257,7 +282,7 @@ class _Clock:
         """A pass that finds slots empty; and one behind others like it, what the second and third of three take on
         average."""
         walk = self._walk(stretch)
-        seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates)
+        seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates, self._priced)
         one, three = simulate_each(_script(walk, len(stretch.lanes), seconds.links), [1, 3], seconds)
         steady = PhaseTime(
             num_passes=1,
@@ -267,6 +292,10 @@ class _Clock:
         )
         first = PhaseTime(seconds=one.seconds + self.rates.pass_seconds, stall_seconds=one.stall_seconds)
         return first, steady
+
+    @cached_property
+    def _priced(self) -> PricedStages:
+        return PricedStages.of(self.shape, self.placement)
 
     def _walk(self, stretch: Stretch) -> Walk:
         """Only passes of prompts alone take the prefill walk."""

@@ -10,6 +10,7 @@ from ...config import KVTier
 from ...units import MIB, round_up
 from ..shape.extents import ALIGNMENT_BYTES, pinned_bytes
 from ..shape.model import ModelShape
+from ..shape.stage_sizes import spread
 from .ledger import Entry
 from .memory import PAGE_TOKENS
 
@@ -166,8 +167,3 @@ def _pinned(layout: KVLayout) -> Entry:
         equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {len(layout.page_bytes)} "
         "layers, pinned",
     )
-
-
-def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
-    """Positions of `num_chosen` of `num_layers`: each resident one buys time to bring the next one in."""
-    return tuple(int((turn + 0.5) * num_layers / num_chosen) for turn in range(num_chosen))

@@ -7,11 +7,11 @@ from ...config import ExpertPaging, KVTier, RuntimeConfig, Tier, require
 from ...orders import PLAIN
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
-from ..shape.shapes import StageKind
+from ..shape.stage_sizes import spread
 from .exchange import exchange_size
 from .experts import Phase, choose_paging, pageable_stages
 from .feedforward import CpuShare, cpu_multiplies, host_entries, require_possible
-from .kv import KVLayout, kv_layout, spread, travelling_layers
+from .kv import KVLayout, kv_layout, travelling_layers
 from .load import Load
 from .placement import Budgets, Placement
 from .requirements import Requirements
@@ -77,7 +77,7 @@ class _Placer:
     def candidates(self) -> Iterator[_Candidate]:
         """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
         and spread over the depth they are others. So all numbers of them are tried."""
-        residents = [(each, self.shape.sizes.resident_bytes(each)) for each in self._residents()]
+        residents = list(self._residents())
         for kv in self._kv_layouts():
             needs = Requirements(shape=self.shape, config=self.config, budgets=self.budgets, load=self.load, kv=kv)
             for paging in self._pagings():
@@ -142,17 +142,17 @@ class _Placer:
         tier = self.config.offload.tier
         return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
 
-    def _residents(self) -> Iterator[frozenset[int]]:
-        layers = [stage.index for stage in self.shape.stages if stage.kind.is_layer]
-        outer = [stage.index for stage in self.shape.stages if not stage.kind.is_layer]
+    def _residents(self) -> Iterator[tuple[frozenset[int], int]]:
+        """Stages that may stay, and their bytes: the most layers first, and last of all layers alone."""
+        sizes, wanted = self.shape.sizes, self.config.offload.resident_layers
+        num_layers = sizes.num_layers
         if self._keeps_all:
-            yield frozenset({*outer, *layers})
+            yield sizes.kept(num_layers, has_outer=True)
             return
-        wanted = self.config.offload.resident_layers
-        counts = range(len(layers), -1, -1) if wanted is None else [min(wanted, len(layers))]
+        counts = range(num_layers, -1, -1) if wanted is None else [min(wanted, num_layers)]
         for num_resident in counts:
-            yield frozenset({*outer, *_kept_layers(self.shape, num_resident)})
-        yield frozenset(_kept_layers(self.shape, counts[-1]))
+            yield sizes.kept(num_resident, has_outer=True)
+        yield sizes.kept(counts[-1], has_outer=False)
 
     def placement(self, candidate: _Candidate) -> Placement:
         """The placement of the candidate, with as many of its streamed stages in host memory as the tier says."""
@@ -217,13 +217,3 @@ class _Placer:
             cpu_share=self._cpu_share if paged & in_host else None,
         )
         return replace(placement, ledgers=candidate.needs.ledgers(placement))
-
-
-def _kept_layers(shape: ModelShape, num_resident: int) -> list[int]:
-    """The decoder's layers first, which every pass needs; an encoder's are needed once per block."""
-    kept: list[int] = []
-    for kind in (StageKind.layer, StageKind.encoder):
-        stages = shape.of_kind(kind)
-        num_kept = min(num_resident - len(kept), len(stages))
-        kept += [stages[place].index for place in spread(len(stages), num_kept)]
-    return kept

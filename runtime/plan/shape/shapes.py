@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 
 class StageKind(Enum):
@@ -23,6 +24,14 @@ class StageKind(Enum):
     @property
     def is_layer(self) -> bool:
         return self in (StageKind.layer, StageKind.encoder)
+
+
+class FileExtent(NamedTuple):
+    """The bytes of a file from an offset."""
+
+    file: str
+    offset: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,13 @@ class TensorSlice:
         """A stack of one of its matrices."""
         part = self.expert(index)
         return replace(part, shape=(1, *part.shape))
+
+    def extent_of(self, part: tuple[int, int] | None) -> FileExtent:
+        """Where it lies; or one of so many equal runs of it."""
+        if part is None:
+            return FileExtent(self.file, self.offset, self.num_bytes)
+        num_bytes = self.num_bytes // part[1]
+        return FileExtent(self.file, self.offset + part[0] * num_bytes, num_bytes)
 
     def rows(self, turn: int, num_parts: int) -> "TensorSlice | None":
         """The `turn`-th of equal runs of a matrix's rows; None where a run would end inside a block with one scale."""
@@ -113,6 +129,12 @@ class Parameter:
         assert self.is_pageable, f"{self.name} cannot be read by expert"
         pieces = (self.pieces[index],) if self.is_stacked else ((self.pieces[0][0].stack_of(index),),)
         return replace(self, shape=(1, *self.shape[1:]), pieces=pieces)
+
+    def extents_of(self, index: int) -> list[FileExtent]:
+        """Where that expert's slices lie, scales included."""
+        entry, parts = (self.pieces[index], None) if self.is_stacked else (self.pieces[0], (index, self.shape[0]))
+        tensors = [*entry, *(piece.scales.tensor for piece in entry if piece.scales is not None)]
+        return [tensor.extent_of(parts) for tensor in tensors]
 
     @property
     def slices(self) -> tuple[TensorSlice, ...]:

@@ -1,19 +1,20 @@
 """What stages take as they are placed: not their own bytes alone but the aligned extents that hold them."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .extents import group_layout, pinned_bytes, resident_groups, slot_layout
+from ...units import round_down
+from .extents import ALIGNMENT_BYTES, MERGE_GAP_BYTES, group_layout, pinned_bytes, resident_groups, slot_layout
 from .moves import misaligned_bytes
-from .shapes import Stage
+from .shapes import Stage, StageKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """The sizes of the experts of one stage: the largest one, and all where they live in pinned memory. Making it takes
-    some milliseconds."""
+    """The sizes of the experts of one stage: the largest one, and all where they live in pinned memory. Experts that
+    lie alike are laid out once."""
 
     num_experts: int
     slot_bytes: int
@@ -21,7 +22,12 @@ class ExpertSizes:
 
     @staticmethod
     def of(stage: Stage) -> "ExpertSizes":
-        sizes = [slot_layout(stage.expert(expert)).num_bytes for expert in range(stage.num_experts)]
+        known, sizes = dict[Hashable, int](), list[int]()
+        for expert in range(stage.num_experts):
+            pattern = _pattern(stage, expert)
+            if pattern not in known:
+                known[pattern] = slot_layout(stage.expert(expert)).num_bytes
+            sizes.append(known[pattern])
         return ExpertSizes(num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_bytes, sizes)))
 
 
@@ -61,6 +67,34 @@ class StageSizes:
         """The sizes of experts, by stage."""
         return {stage.index: ExpertSizes.of(stage) for stage in self.stages if stage.experts}
 
+    @cached_property
+    def num_layers(self) -> int:
+        """The layers of decoder and encoder."""
+        return sum(stage.kind.is_layer for stage in self.stages)
+
+    def kept(self, num_layers: int, *, has_outer: bool) -> tuple[frozenset[int], int]:
+        """Stages of which so many layers stay, with or without all that are no layer, and their `resident_bytes`. The
+        decoder's come first, which every pass needs; an encoder's are needed once per block."""
+        key = (num_layers, has_outer)
+        if key not in self._kept:
+            stages = frozenset(self._kept_layers(num_layers))
+            if has_outer:
+                stages |= {stage.index for stage in self.stages if not stage.kind.is_layer}
+            self._kept[key] = stages, self.resident_bytes(stages)
+        return self._kept[key]
+
+    def _kept_layers(self, num_layers: int) -> list[int]:
+        kept = list[int]()
+        for kind in (StageKind.layer, StageKind.encoder):
+            stages = [stage.index for stage in self.stages if stage.kind is kind]
+            num_kept = min(num_layers - len(kept), len(stages))
+            kept += [stages[place] for place in spread(len(stages), num_kept)]
+        return kept
+
+    @cached_property
+    def _kept(self) -> dict[tuple[int, bool], tuple[frozenset[int], int]]:
+        return {}
+
     def resident_bytes(self, resident: Collection[int]) -> int:
         """The bytes of the buffers that hold these stages: tied weights once."""
         tied = [self.stages[index] for index in sorted(self._tied.intersection(resident))]
@@ -74,3 +108,23 @@ class StageSizes:
         uses = Counter(name for each in names for name in each)
         shared = {name for name, count in uses.items() if count > 1}
         return frozenset(index for index, each in enumerate(names) if each & shared)
+
+
+def _pattern(stage: Stage, expert: int) -> Hashable:
+    """Equal for experts whose tensors lie alike: in the same order, and as far from each other where they are read in
+    one go, and from where that begins."""
+    extents = [extent for parameter in stage.experts for extent in parameter.extents_of(expert)]
+    pattern, file, begin, end = list[tuple[int, int, int]](), "", 0, 0
+    for turn in sorted(range(len(extents)), key=lambda turn: extents[turn]):
+        extent = extents[turn]
+        if extent.file != file or extent.offset > end + MERGE_GAP_BYTES:
+            file, begin = extent.file, round_down(extent.offset, ALIGNMENT_BYTES)
+            pattern.append((-1, 0, 0))
+        end = extent.offset + extent.num_bytes
+        pattern.append((turn, extent.offset - begin, extent.num_bytes))
+    return tuple(pattern)
+
+
+def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
+    """Positions of `num_chosen` of `num_layers`: each resident one buys time to bring the next one in."""
+    return tuple(int((turn + 0.5) * num_layers / num_chosen) for turn in range(num_chosen))
