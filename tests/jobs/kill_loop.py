@@ -1,10 +1,12 @@
 """Ends runs of one long block again and again, at any moment, and holds what they come to against a run that nothing
-ended: python -m tests.jobs.kill_loop kills=40 stops=20 family=llama kv=auto seconds=0.3
+ended: python -m tests.jobs.kill_loop kills=40 stops=20 family=llama kv=auto seconds=0.3 prompts=shared
 
-`family`: llama goes in packed lanes, bloom in padded ones, t5 behind an encoder. What a kill may cost is the time since
+`family`: llama goes in packed lanes, bloom in padded ones, t5 behind an encoder. `prompts`: bundled ones, or such as
+begin alike. What a kill may cost is the time since
 the block was last saved; what a stop may cost is a pass, so that no token is recorded twice.
 """
 
+import json
 import logging
 import random
 import signal
@@ -21,6 +23,7 @@ import pyarrow.parquet as pq
 from jobs.config.settings import GenerateConfig
 from jobs.config.signals import StopFlag
 from jobs.datasets import DatasetConfig
+from jobs.datasets.config import DatasetKind
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from runtime.config import DType, KVConfig, KVTier, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
@@ -44,6 +47,7 @@ class Case:
     checkpoint_seconds: float = 0.3
     num_rows: int = 12
     num_new_tokens: int = 120
+    begin_alike: bool = False
 
     def config(self, name: str) -> GenerateConfig:
         return GenerateConfig(
@@ -52,15 +56,27 @@ class Case:
             model=ModelConfig(name="test", path=str(self.home / self.family), dtype=DType.float32),
             offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=1),
             kv=KVConfig(tier=self.kv, device_fraction=None if self.kv is KVTier.auto else 0.0),
-            dataset=DatasetConfig(limit=self.num_rows),
+            dataset=self.dataset(),
             policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=-(-self.num_rows // 3), num_micro_batches=3),
             sampling=SamplingConfig(max_new_tokens=self.num_new_tokens, ignore_eos=True),
             checkpoint_seconds=self.checkpoint_seconds,
         )
 
-    def make_model(self) -> None:
+    def dataset(self) -> DatasetConfig:
+        if not self.begin_alike:
+            return DatasetConfig(limit=self.num_rows)
+        return DatasetConfig(kind=DatasetKind.jsonl, path=str(self.home / "alike.jsonl"))
+
+    def make_inputs(self) -> None:
+        """The model, and prompts of two tasks behind the same instructions, which are drawn."""
         directory = synthesize(self.family, self.home / self.family)
         byte_level_tokenizer(640).save_pretrained(directory)
+        drawn = random.Random(1)
+        stem, *tasks = ("".join(drawn.choices("abcdefgh ", k=50)) for _ in range(3))
+        own = ("".join(drawn.choices("abcdefgh ", k=drawn.randint(1, 30))) for _ in range(self.num_rows))
+        prompts = [stem + tasks[turn % 2] + text for turn, text in enumerate(own)]
+        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        (self.home / "alike.jsonl").write_text("".join(lines))
 
     def directory(self, name: str) -> RunDirectory:
         return RunDirectory(path=self.home / "generate" / name)
@@ -94,9 +110,11 @@ class Tally:
 def loop(case: Case, *, num_kills: int, num_stops: int, seed: int = 0) -> Tally:
     """Raises AssertionError where a run came to anything else than the one that nothing ended."""
     moments, tally = random.Random(seed), Tally()
-    case.make_model()
+    case.make_inputs()
     generate(case.config("whole"), lambda: False)
     expected = case.tokens("whole")
+    passes = pq.read_table(case.directory("whole").throughput_part(0))
+    assert (sum(passes["spared_tokens"].to_pylist()) > 0) == case.begin_alike
     while tally.num_kills < num_kills or tally.num_stops < num_stops:
         name = f"ended-{tally.num_runs}"
         while not _ended(case, name, tally, moments, num_kills, num_stops):
@@ -197,6 +215,7 @@ def main() -> None:
             family=given.get("family", "llama"),
             kv=KVTier(given.get("kv", "auto")),
             checkpoint_seconds=float(given.get("seconds", "0.3")),
+            begin_alike=given.get("prompts", "bundled") == "shared",
         )
         kills, stops, seed = (
             int(given.get(key, default)) for key, default in (("kills", 40), ("stops", 20), ("seed", 0))
