@@ -12,11 +12,12 @@ half of a memory is unused.
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 from jobs.planning.config import PlanConfig, WorkloadConfig
 from jobs.planning.planning import Planned, plan_on
@@ -24,7 +25,7 @@ from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind,
 from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.search import finalists
+from runtime.plan.search import finalists, trials
 from runtime.units import GIB
 from tests.published import machine
 
@@ -32,7 +33,19 @@ MACHINES = ("rtx3060", "rtx4090", "t4", "l4", "a10", "a100-40", "h100", "cpu")
 NEW_TOKENS = (32, 128, 512)
 MODELS = sorted(path.stem for path in Path("conf/model").glob("*.yaml") if path.stem not in ("hf", "tiny", "random"))
 WORKLOAD = WorkloadConfig(num_requests=256, mean_prompt_tokens=100, max_prompt_tokens=300)
-WIDER = {"NUM_WAYS": 40, "NUM_BLOCKS": 12, "NUM_TRIES": 16, "WORTHWHILE": 3.0}
+WIDER = {
+    finalists: {"NUM_WAYS": 12, "NUM_BLOCKS": 12},
+    trials: {
+        "HOPELESS": 1.5,
+        "WAITING": 0.0,
+        "FAR": 0.0,
+        "NUM_FIRST": 4,
+        "NUM_NEAR": 16,
+        "NEAR": 1.5,
+        "NUM_BLOCKS": 10,
+        "NUM_TRIES": 16,
+    },
+}
 SLOW, IDLE = 1.03, 0.5
 
 
@@ -80,14 +93,18 @@ class Case:
 
 @contextmanager
 def wider() -> Iterator[None]:
-    before = {name: getattr(finalists, name) for name in WIDER}
-    for name, value in WIDER.items():
-        setattr(finalists, name, value)
+    before = {module: {name: getattr(module, name) for name in values} for module, values in WIDER.items()}
+    _set(WIDER)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(finalists, name, value)
+        _set(before)
+
+
+def _set(constants: Mapping[ModuleType, Mapping[str, float]]) -> None:
+    for module, values in constants.items():
+        for name, value in values.items():
+            setattr(module, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The few policies of a grid that are made into plans: whether the ledger lets them through, and how long they take."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -15,17 +15,15 @@ from .blocks import of_blocks
 from .candidate import PlacedRun, Problem
 from .choice import Candidate
 from .chunks import balanced
-from .grid import Bools, Floats, PolicyGrid
+from .grid import Floats, PolicyGrid
 from .policy import Policy
+from .trials import Trial, Trials
 from .workload import Workload
 
-NUM_WAYS = 6  # each with its best block
-NUM_SHARED = 3  # more, in which the CPU multiplies experts too
-NUM_BLOCKS = 4  # more, of the best way
-NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
+NUM_WAYS = 4  # each with its best block
+NUM_BLOCKS = 5  # more, of any way
 NEXT_SHARE = 0.75  # of a refused block's sequences, where none of those blocks fits
-NOTABLE = 0.02  # of a run's time
-WORTHWHILE = 1.5  # times the best roofline: beyond that no simulation turns the tables
+NOTABLE = 0.01  # of a run's time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,47 +52,26 @@ class Finalists:
         return self.roofline(self.grid)
 
     def table(self) -> tuple[Finalist, ...]:
-        """The best block of each way, then more blocks of the best way, sorted by what the simulator says.
+        """The best block of each of a few ways, then more blocks of any, sorted by what the simulator says.
 
         Raises BudgetError, with the equation, when not even the smallest block fits.
         """
-        alone, shared = self._ways(~self.grid.shares), self._ways(self._promising)
-        ways = {**alone, **shared}
-        first = [*list(alone.values())[:NUM_WAYS], *list(shared.values())[:NUM_SHARED]]
-        found = [each for places in first for each in islice(self._that_fit(places), 1)]
+        trials = Trials(problem=self.problem, grid=self.grid, bounds=self.seconds, blocks_of=self._blocks_of).best()
+        best_of_ways = dict[Hashable, Trial]()
+        for trial in trials:
+            best_of_ways.setdefault(trial.policy.way, trial)
+        ways = list(best_of_ways.values())[:NUM_WAYS]
+        others = [trial for trial in trials if trial not in ways]
+        found = [*self._that_fit(ways), *islice(self._that_fit(others), NUM_BLOCKS)]
         if not found:
             found = [self._smaller()]
         found += self._usual(found)
-        best = min(found, key=_seconds).candidate.policy
-        more = self._that_fit(ways.get(best.way, [])[: NUM_BLOCKS + NUM_TRIES])
-        known = {_as_asked(each.candidate.policy) for each in found}
-        found += islice((each for each in more if _as_asked(each.candidate.policy) not in known), NUM_BLOCKS)
         return tuple(sorted(found, key=self._rank))
 
     def _rank(self, finalist: Finalist) -> float:
         """Predictions are not so sharp that a hair's breadth is worth leaving the usual policy."""
         is_usual = self.usual is not None and _as_asked(finalist.candidate.policy) == _as_asked(self.usual)
         return finalist.candidate.seconds * (1 - NOTABLE if is_usual else 1)
-
-    @property
-    def _promising(self) -> Bools:
-        """Policies that share experts with the CPU, of which the roofline promises more than of any that does not."""
-        shares = self.grid.shares
-        return shares & (self.seconds < np.min(self.seconds[~shares], initial=np.inf))
-
-    def _ways(self, which: Bools) -> dict[tuple[object, ...], list[int]]:
-        """Places in the grid, by way: of each block once, with as many resident layers as fit; the fastest first."""
-        ways: dict[tuple[object, ...], dict[tuple[int, int], int]] = {}
-        limit = WORTHWHILE * float(np.min(self.seconds[which], initial=np.inf))
-        for place in np.argsort(self.seconds, kind="stable"):
-            if self.seconds[place] > limit:
-                break
-            if not which[place]:
-                continue
-            policy = self.grid.policy(int(place))
-            size = (policy.micro_batch_size, policy.num_micro_batches)
-            ways.setdefault(policy.way, {}).setdefault(size, int(place))
-        return {way: list(blocks.values()) for way, blocks in ways.items()}
 
     def _usual(self, found: list[Finalist]) -> list[Finalist]:
         """The usual policy as a finalist; none where it was found already, or does not fit."""
@@ -105,11 +82,11 @@ class Finalists:
         except BudgetError:
             return []
 
-    def _that_fit(self, places: list[int]) -> Iterator[Finalist]:
-        for place in places[:NUM_TRIES]:
+    def _that_fit(self, trials: Sequence[Trial]) -> Iterator[Finalist]:
+        for trial in trials:
             try:
-                yield self._at(place)
-            except BudgetError:  # the longest requests need more than the mean: the next block takes less
+                yield self._at(trial.place)
+            except BudgetError:
                 continue
 
     def _smaller(self) -> Finalist:
@@ -172,7 +149,3 @@ def _as_asked(policy: Policy) -> Policy:
 def _binding(prediction: Prediction) -> Resource:
     """The resource that binds decode passes, or where there are none prefill passes."""
     return prediction.decode.binding or prediction.prefill.binding or Resource.compute
-
-
-def _seconds(finalist: Finalist) -> float:
-    return finalist.candidate.seconds

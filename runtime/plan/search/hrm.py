@@ -1,8 +1,8 @@
 """Searches for the policy with the highest throughput: MoE-Lightning's (N, mu, A, F, r_w, r_c), and the order.
 
-First the whole grid by the hierarchical roofline, at once, with the smallest chunks of prompts; then the best few as
-plans in the chunks that are best for each, with the ledger's word on whether they fit and the simulator's on how long
-they take.
+First the whole grid by the hierarchical roofline, at once, as if each block's prompts went in one pass; then the best
+of each way placed and timed by two passes; then the best few as plans in the chunks that are best for each, with the
+ledger's word on whether they fit and the simulator's on how long they take.
 """
 
 from dataclasses import dataclass
@@ -96,6 +96,7 @@ def roofline_of(shape: ModelShape, machine: Machine, workload: Workload, config:
         has_device=machine.device_bytes is not None,
         in_host=lambda grid: layers_in_host(shape, config, workload, grid, machine.budgets),
         is_packed=shape.is_packed,
+        cross_kv_bytes=shape.cross_kv_bytes_per_token,
     )
 
 

@@ -14,7 +14,6 @@ from ...resources import Resource
 from ..cost.cpu_share import share_of
 from ..cost.rates import MachineRates
 from ..cost.work import LayerWork
-from ..placement.defaults import chunk_tokens
 from .grid import Floats, PolicyGrid
 from .workload import Workload
 
@@ -38,6 +37,7 @@ class Roofline:
     has_device: bool
     in_host: Callable[[PolicyGrid], Floats]
     is_packed: bool = True
+    cross_kv_bytes: int = 0  # of one prompt token that an encoder made; the decoder then keeps its answer's alone
 
     def seconds(self, grid: PolicyGrid) -> Floats:
         """The seconds of the whole workload, by blocks alike."""
@@ -64,17 +64,19 @@ class Roofline:
         return grid.by_lane_size(self.workload.mean_spared_tokens) if self.is_packed else np.zeros_like(grid.rows)
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
-        """Tokens of a lane in one prefill pass; a padded one takes a column at least."""
-        limit = np.maximum(chunk_tokens(self.config.policy), 0 if self.is_packed else grid.rows)
-        return np.minimum(limit, grid.rows * self._prompt_tokens(grid))
+        """Tokens of a lane in one prefill pass; a padded one takes a column at least. Where nobody says how many, all:
+        larger chunks bring fewer bytes, and what they take of memory is for plans to tell."""
+        whole, asked = grid.rows * self._prompt_tokens(grid), self.config.policy.prefill_chunk_tokens
+        return whole if asked is None else np.minimum(np.maximum(asked, 0 if self.is_packed else grid.rows), whole)
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:
         """The times of a decode pass at half of the answers' length."""
-        spared = self._spared_tokens(grid)
-        held = self._prompt_tokens(grid) + self.workload.max_new_tokens / 2
+        spared, prompts = self._spared_tokens(grid), self._prompt_tokens(grid)
+        held = (0 if self.cross_kv_bytes else prompts) + self.workload.max_new_tokens / 2
         layers, rates, work = self.work.num_layers, self.rates, self.work
         kv_bytes = layers * grid.sequences * (held + spared) * work.kv_bytes
         compute = self._products(grid, grid.rows, np.ones_like(grid.rows))
+        compute = compute + grid.sequences * prompts * self.cross_kv_bytes / rates.attention_bytes_per_second
         cpu, device = grid.cpu_attends, ~grid.cpu_attends
         compute = compute + device * kv_bytes / rates.attention_bytes_per_second
         attend = cpu * kv_bytes / rates.cpu_attention_bytes_per_second

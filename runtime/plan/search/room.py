@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...config import KVTier, RuntimeConfig, Tier
+from ...units import round_up
 from ..cost.work import LayerWork
 from ..placement.defaults import chunk_tokens
 from ..placement.exchange import STORES_IN_FLIGHT, TRIP_PARTS
 from ..placement.experts import NUM_STAGING_SLOTS, batch_entries, visit_entries
 from ..placement.kv import SEGMENT_BYTES
-from ..placement.memory import ALLOCATOR_SLACK_BYTES, SequenceSize, lane_entries, pass_tokens
+from ..placement.memory import ALLOCATOR_SLACK_BYTES, PAGE_TOKENS, SequenceSize, lane_entries, pass_tokens
 from ..placement.placement import Budgets
 from ..shape.extents import (
     ALIGNMENT_BYTES,
@@ -128,11 +129,14 @@ class _Need:
         return (self._grid.resident > 0) * _pinned(np.minimum(resident, LOADING_BYTES))
 
     def _positions(self) -> Floats:
+        grid, workload = self._grid, self._workload
         if self._shape.is_packed:
-            spared = self._grid.by_lane_size(self._workload.mean_spared_tokens)
-            return np.ceil(self._grid.sequences) * (self._workload.mean_capacity_tokens - spared)
-        per_sequence = self._workload.prompt_tokens[-1] + self._workload.max_new_tokens
-        return np.ceil(self._grid.sequences) * per_sequence
+            per_sequence = workload.mean_capacity_tokens - grid.by_lane_size(workload.mean_spared_tokens)
+        elif self._shape.has_encoder:
+            per_sequence = round_up(max(workload.max_new_tokens, workload.num_scored), PAGE_TOKENS)
+        else:
+            per_sequence = round_up(workload.prompt_tokens[-1] + workload.max_new_tokens, PAGE_TOKENS)
+        return np.ceil(grid.sequences) * per_sequence
 
     def _kv(self) -> Floats:
         """The bytes of keys and values: of layers that stay all; of the others a slot for each of a few lanes, or what

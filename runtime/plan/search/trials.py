@@ -1,0 +1,142 @@
+"""Which policies of a grid are worth a plan: each way's best blocks, placed and timed by two passes of one block.
+
+The roofline, in which weights come once for all prompts of a block, is hardly ever above what the simulator says of the
+best chunks: what it holds to be much slower than a policy that was timed is not timed itself. A trial takes some
+milliseconds, a plan in the best chunks, all of whose passes are timed as far as they differ, ten times as long.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TypeAlias
+
+import numpy as np
+
+from ...batching.balance import Block
+from ..cost.predict import predict_by_one
+from ..placement.defaults import CHUNK_TOKENS
+from .candidate import Problem
+from .grid import Floats, PolicyGrid
+from .policy import Policy
+
+SWEEP_TOKENS = 16 * CHUNK_TOKENS  # of all lanes' chunks together: their products take about as long as the weights
+FACTOR = 4  # times as many where prompts wait for weights all the same, and as few for ways that are near the best
+WAITING = 0.05  # of the time, in prefill passes
+FAR = 1.1  # times the roofline's seconds
+MANY_LANES = 4
+HOPELESS = 1.1  # times the shortest trial: what the roofline holds to be slower is not tried
+NUM_FIRST = 2  # blocks of each way: the best by the roofline, and the best of many lanes
+NUM_NEAR = 4  # ways that are tried further
+NEAR = 1.15  # times the best of the first trials
+NUM_BLOCKS = 6  # of a way that is near
+NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
+
+Way: TypeAlias = tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The seconds of the whole workload, by the block in the middle."""
+
+    place: int
+    policy: Policy
+    seconds: float
+    stall_seconds: float  # in which prompts wait for bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """`bounds`: the roofline's seconds of each policy of the grid."""
+
+    problem: Problem
+    grid: PolicyGrid
+    bounds: Floats
+    blocks_of: Callable[[Policy], tuple[Block, ...]]
+
+    def best(self) -> list[Trial]:
+        """The best trial of each policy, the fastest first; empty where none fits."""
+        found = dict[Way, list[Trial]]()
+        shortest = float("inf")
+        for way, places in self._ways.items():
+            if self.bounds[places[0]] < HOPELESS * shortest:
+                found[way] = list(islice(self._that_fit(self._first(places)), NUM_FIRST))
+                shortest = min([shortest, *(each.seconds for each in found[way])])
+        near = sorted((way for way in found if found[way]), key=lambda way: _shortest(found[way]))[:NUM_NEAR]
+        every = [trial for trials in found.values() for trial in trials]
+        for way in near:
+            if _shortest(found[way]) < NEAR * shortest:
+                every += self._more(self._ways[way], found[way], shortest)
+        best = dict[int, Trial]()
+        for trial in sorted(every, key=lambda trial: trial.seconds):
+            best.setdefault(trial.place, trial)
+        return list(best.values())
+
+    def _first(self, places: Sequence[int]) -> list[int]:
+        """The order in which blocks of a way are tried: the best, the best of many lanes, then all others."""
+        many = [place for place in places[1:] if self.grid.lanes[place] >= MANY_LANES][:1]
+        return list(dict.fromkeys([places[0], *many, *places]))[:NUM_TRIES]
+
+    def _that_fit(self, places: Sequence[int]) -> Iterator[Trial]:
+        return (trial for trial in map(self._tried, places) if trial is not None)
+
+    def _more(self, places: Sequence[int], known: Sequence[Trial], shortest: float) -> list[Trial]:
+        """More blocks of a way, and the best of them in smaller chunks."""
+        tried = {trial.place for trial in known}
+        worth = [each for each in places[:NUM_BLOCKS] if self.bounds[each] < HOPELESS * shortest and each not in tried]
+        trials = list(self._that_fit(worth))
+        best = min([*known, *trials], key=lambda trial: trial.seconds)
+        smaller = self._trial(best.place, SWEEP_TOKENS // FACTOR)
+        return trials if smaller is None else [*trials, smaller]
+
+    def _tried(self, place: int) -> Trial | None:
+        """The best of some chunks; None where nothing fits. Larger ones where prompts wait for weights; the smallest
+        where something takes much longer than it should, as layers or keys and values had to leave."""
+        first = self._trial(place, SWEEP_TOKENS)
+        if first is None:
+            return None
+        found = [first]
+        if first.stall_seconds > WAITING * first.seconds:
+            found.append(self._trial(place, FACTOR * SWEEP_TOKENS) or first)
+        if first.seconds > FAR * self.bounds[place]:
+            found.append(self._trial(place, CHUNK_TOKENS) or first)
+        return min(found, key=lambda trial: trial.seconds)
+
+    def _trial(self, place: int, sweep_tokens: int) -> Trial | None:
+        """The trial in the largest chunks of up to so many tokens of all lanes that fit; None where none do."""
+        policy = self.grid.policy(place)
+        problem, blocks = self.problem.of(policy), self.blocks_of(policy)
+        asked = problem.config.policy.prefill_chunk_tokens
+        chunk = asked or max(CHUNK_TOKENS, _doubled(-(-sweep_tokens // policy.num_micro_batches)))
+        while True:
+            run = problem.placed(blocks, chunk)
+            if run.placement.fits:
+                break
+            if asked or chunk <= CHUNK_TOKENS:
+                return None
+            chunk //= 2
+        assert problem.rates is not None, "a search goes by rates"
+        found = predict_by_one(problem.shape, run.placement, blocks, problem.sizes, chunk, problem.rates)
+        return Trial(place=place, policy=policy, seconds=found.seconds, stall_seconds=found.prefill.stall_seconds)
+
+    @cached_property
+    def _ways(self) -> dict[Way, list[int]]:
+        """Places in the grid, by way: of each block once, with as many resident layers as fit; the fastest first."""
+        grid, order = self.grid, np.argsort(self.bounds, kind="stable")
+        sizes = np.stack([np.ceil(grid.rows), grid.lanes], axis=1)
+        axes = np.stack([grid.order, grid.attention, grid.kv_fraction, grid.shares], axis=1)
+        _, first = np.unique(np.concatenate([axes, sizes], axis=1)[order], axis=0, return_index=True)
+        ways = dict[Way, list[int]]()
+        for at in np.sort(first):
+            place = int(order[at])
+            ways.setdefault(tuple(axes[place]), []).append(place)
+        return ways
+
+
+def _shortest(trials: Sequence[Trial]) -> float:
+    return min(trial.seconds for trial in trials)
+
+
+def _doubled(num_tokens: int) -> int:
+    """The smallest of the powers of two that is no smaller."""
+    return 1 << max(0, num_tokens - 1).bit_length()

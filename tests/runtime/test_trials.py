@@ -1,0 +1,104 @@
+"""Trials: which policies are worth a plan, found with fewer plans than a search that makes all of them."""
+
+import pytest
+
+from runtime.config import PolicyConfig, PolicyKind, RuntimeConfig, Tier
+from runtime.plan.cost.machine import Machine
+from runtime.plan.planner import plan_policy
+from runtime.plan.search import trials
+from runtime.plan.search.candidate import PlacedRun, Problem
+from runtime.plan.search.grid import Choices
+from runtime.plan.search.hrm import fitting, roofline_of, search
+from runtime.plan.search.trials import Trial, Trials
+from runtime.plan.search.workload import Workload
+from runtime.plan.shape.model import ModelShape
+from tests.default_table import SLOW as SLOW_RATIO
+from tests.default_table import wider
+from tests.runtime.test_hrm import SHAPES, SLOW, WITH_DEVICE, WITHOUT, config, problem
+from tests.toy import toy_shape
+
+WORKLOAD = Workload.from_mean(48, mean=40, longest=120, max_new_tokens=24)
+NAMES = [*SHAPES, "encoder"]
+
+
+def shape_of(name: str) -> ModelShape:
+    return toy_shape(is_packed=False, num_encoder_layers=3) if name == "encoder" else SHAPES[name]
+
+
+def tried(name: str, machine: Machine, asked: RuntimeConfig | None = None) -> Trials:
+    shape, asked = shape_of(name), asked or config()
+    case = problem(shape, machine, asked, WORKLOAD)
+    grid = Choices.of(shape, asked, 48, has_device=machine.device_bytes is not None).grid(48)
+    within = fitting(shape, machine, WORKLOAD, asked, grid)
+    bounds = roofline_of(shape, machine, WORKLOAD, asked).seconds(within)
+    return Trials(problem=case, grid=within, bounds=bounds, blocks_of=case.blocks_of)
+
+
+@pytest.fixture(params=NAMES)
+def found(request: pytest.FixtureRequest) -> tuple[Trials, list[Trial]]:
+    every = tried(str(request.param), WITH_DEVICE)
+    return every, every.best()
+
+
+def test_trials_are_of_different_policies_the_fastest_first(found: tuple[Trials, list[Trial]]) -> None:
+    _, best = found
+    assert len({trial.place for trial in best}) == len(best) > 1
+    assert [trial.seconds for trial in best] == sorted(trial.seconds for trial in best)
+
+
+def test_a_trial_is_within_a_third_of_what_the_plan_takes(found: tuple[Trials, list[Trial]]) -> None:
+    every, best = found
+    for trial in best[:3]:
+        plan = plan_policy(every.problem.of(trial.policy))
+        assert plan.prediction is not None
+        assert trial.seconds == pytest.approx(plan.prediction.seconds, rel=1 / 3)
+
+
+def test_what_the_roofline_holds_to_be_hopeless_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for_all, best = tried("moe", WITHOUT), dict[float, list[Trial]]()
+    for slack in (1.0, 100.0):
+        monkeypatch.setattr(trials, "HOPELESS", slack)
+        best[slack] = for_all.best()
+    assert len(best[1.0]) < len(best[100.0])
+    assert best[1.0][0].seconds <= 1.01 * best[100.0][0].seconds
+
+
+def test_where_prompts_wait_for_weights_larger_chunks_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = list[int]()
+    placed = Problem.placed
+
+    def noted(self: Problem, blocks: tuple[object, ...], num_tokens: int) -> PlacedRun:
+        chunks.append(num_tokens)
+        return placed(self, blocks, num_tokens)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Problem, "placed", noted)
+    for share, are_tried in ((0.0, True), (2.0, False)):
+        monkeypatch.setattr(trials, "WAITING", share)
+        chunks.clear()
+        tried("dense", WITH_DEVICE).best()
+        assert (max(chunks) > trials.SWEEP_TOKENS) is are_tried
+
+
+def test_chunks_that_are_set_are_those_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = RuntimeConfig(offload=config().offload, policy=PolicyConfig(kind=PolicyKind.hrm, prefill_chunk_tokens=96))
+    chunks = set[int]()
+    placed = Problem.placed
+
+    def noted(self: Problem, blocks: tuple[object, ...], num_tokens: int) -> PlacedRun:
+        chunks.add(num_tokens)
+        return placed(self, blocks, num_tokens)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(Problem, "placed", noted)
+    tried("moe", WITH_DEVICE, asked).best()
+    assert chunks == {96}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("machine", [WITH_DEVICE, WITHOUT], ids=lambda machine: machine.name)
+def test_a_search_is_as_good_as_one_of_several_times_as_many_candidates(name: str, machine: Machine) -> None:
+    machine = Machine(**{**vars(machine), "rates": SLOW})
+    asked = problem(shape_of(name), machine, config(Tier.auto if machine.device_bytes else Tier.nvme), WORKLOAD)
+    seconds = search(asked, workload=WORKLOAD).choice.best.seconds
+    with wider():
+        wide = search(asked, workload=WORKLOAD).choice
+    assert seconds < SLOW_RATIO * wide.best.seconds
