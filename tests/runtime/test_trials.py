@@ -1,9 +1,14 @@
 """Trials: which policies are worth a plan, found with fewer plans than a search that makes all of them."""
 
+from collections import Counter
+
 import pytest
 
+from runtime.batching.balance import Block
+from runtime.batching.prefixes import SharedPrefix
 from runtime.config import PolicyConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.plan.cost.machine import Machine
+from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import plan_policy
 from runtime.plan.search import trials
 from runtime.plan.search.candidate import PlacedRun, Problem
@@ -31,7 +36,7 @@ def tried(name: str, machine: Machine, asked: RuntimeConfig | None = None) -> Tr
     grid = Choices.of(shape, asked, 48, has_device=machine.device_bytes is not None).grid(48)
     within = fitting(shape, machine, WORKLOAD, asked, grid)
     bounds = roofline_of(shape, machine, WORKLOAD, asked).seconds(within)
-    return Trials(problem=case, grid=within, bounds=bounds, blocks_of=case.blocks_of)
+    return Trials(problem=case, grid=within, bounds=bounds)
 
 
 @pytest.fixture(params=NAMES)
@@ -102,3 +107,40 @@ def test_a_search_is_as_good_as_one_of_several_times_as_many_candidates(name: st
     with wider():
         wide = search(asked, workload=WORKLOAD).choice
     assert seconds < SLOW_RATIO * wide.best.seconds
+
+
+def test_a_trial_of_many_requests_places_one_block_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes to about the seconds that all blocks come to."""
+    policy = PolicyConfig(kind=PolicyKind.hrm, micro_batch_size=4, num_micro_batches=4)
+    asked, counts = RuntimeConfig(offload=config().offload, policy=policy), list[int]()
+    placed = Problem.placed
+
+    def noted(self: Problem, blocks: tuple[Block, ...], num_tokens: int) -> PlacedRun:
+        counts.append(sum(len(block.members) for block in blocks))
+        return placed(self, blocks, num_tokens)
+
+    whole = {trial.place: trial.seconds for trial in tried("dense", WITH_DEVICE, asked).best()}
+    monkeypatch.setattr(trials, "MANY_REQUESTS", 10)
+    monkeypatch.setattr(Problem, "placed", noted)
+    some = {trial.place: trial.seconds for trial in tried("dense", WITH_DEVICE, asked).best()}
+    assert max(counts) == 4 * 4
+    both = whole.keys() & some.keys()
+    assert len(both) > 3
+    assert all(some[place] == pytest.approx(whole[place], rel=0.1) for place in both)
+
+
+def test_of_requests_that_begin_alike_some_are_neighbours() -> None:
+    tasks = [SharedPrefix(num_tokens=40) for _ in range(10)]
+    prompts = [(SharedPrefix(num_tokens=60, parent=task), turn) for turn in range(20) for task in tasks]
+    sizes = [
+        SequenceSize(num_prompt_tokens=90 + turn, max_new_tokens=4, prefix=prefix)
+        for prefix, turn in prompts
+        for _ in range(4)
+    ]
+    case = Problem(shape=SHAPES["dense"], config=config(), budgets=WITH_DEVICE.budgets, sizes=sizes, rates=None)
+    some = case.some(200).sizes
+    assert len(some) == 200
+    shared = Counter(size.prefix for size in some)
+    assert sum(count == 4 for count in shared.values()) >= 48
+    assert len({size.prefix.parent for size in some if size.prefix is not None}) <= 8
+    assert case.some(800) is case

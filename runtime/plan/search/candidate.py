@@ -19,6 +19,7 @@ from ..placement.run_load import bare, run_load
 from ..shape.model import ModelShape
 from .policy import Policy
 
+RUN = 64  # requests, of a sample
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
 
 
@@ -68,6 +69,26 @@ class Problem:
     @cached_property
     def _prefixes(self) -> Sequence[SharedPrefix | None]:
         return [size.prefix for size in self.sizes] if self.shape.is_packed else ()
+
+    def some(self, count: int) -> "Problem":
+        """The problem for so many of its requests, evenly; of those that begin alike runs of neighbours."""
+        if count >= len(self.sizes):
+            return self
+        runs = [self._alike[begin : begin + RUN] for begin in range(0, len(self._alike), RUN)]
+        num_taken = -(-count // RUN)
+        taken = [each for turn in range(num_taken) for each in runs[turn * len(runs) // num_taken]]
+        return replace(self, sizes=taken[:count])
+
+    @cached_property
+    def _alike(self) -> Sequence[SequenceSize]:
+        """All sizes in the order of the trie of their prefixes."""
+        met = dict[SharedPrefix, int]()
+
+        def path(size: SequenceSize) -> list[int]:
+            chain = size.prefix.chain if size.prefix is not None else ()
+            return [met.setdefault(each, len(met)) for each in chain][::-1]
+
+        return sorted(self.sizes, key=path)
 
     def placed(self, blocks: tuple[Block, ...], num_tokens: int) -> PlacedRun:
         """The run of these blocks with prompts in chunks of `num_tokens`."""

@@ -56,7 +56,7 @@ class Finalists:
 
         Raises BudgetError, with the equation, when not even the smallest block fits.
         """
-        trials = Trials(problem=self.problem, grid=self.grid, bounds=self.seconds, blocks_of=self._blocks_of).best()
+        trials = Trials(problem=self.problem, grid=self.grid, bounds=self.seconds, blocks=self.blocks).best()
         best_of_ways = dict[Hashable, Trial]()
         for trial in trials:
             best_of_ways.setdefault(trial.policy.way, trial)

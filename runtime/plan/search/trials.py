@@ -5,7 +5,7 @@ best chunks: what it holds to be much slower than a policy that was timed is not
 milliseconds, a plan in the best chunks, all of whose passes are timed as far as they differ, ten times as long.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -30,6 +30,7 @@ NUM_FIRST = 2  # blocks of each way: the best by the roofline, and the best of m
 NUM_NEAR = 4  # ways that are tried further
 NEAR = 1.15  # times the best of the first trials
 NUM_BLOCKS = 6  # of a way that is near
+MANY_REQUESTS = 8192  # are not all placed in a trial
 NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
 
 Way: TypeAlias = tuple[object, ...]
@@ -46,13 +47,22 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Blocks of some of the requests; all of them take `times` as long."""
+
+    problem: Problem
+    blocks: tuple[Block, ...]
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trials:
-    """`bounds`: the roofline's seconds of each policy of the grid."""
+    """`bounds`: the roofline's seconds of each policy of the grid. `blocks`: None makes those of each policy."""
 
     problem: Problem
     grid: PolicyGrid
     bounds: Floats
-    blocks_of: Callable[[Policy], tuple[Block, ...]]
+    blocks: tuple[Block, ...] | None = None
 
     def best(self) -> list[Trial]:
         """The best trial of each policy, the fastest first; empty where none fits."""
@@ -105,7 +115,8 @@ class Trials:
     def _trial(self, place: int, sweep_tokens: int) -> Trial | None:
         """The trial in the largest chunks of up to so many tokens of all lanes that fit; None where none do."""
         policy = self.grid.policy(place)
-        problem, blocks = self.problem.of(policy), self.blocks_of(policy)
+        sample = self._sample(policy.micro_batch_size, policy.num_micro_batches)
+        problem, blocks = sample.problem.of(policy), sample.blocks
         asked = problem.config.policy.prefill_chunk_tokens
         chunk = asked or max(CHUNK_TOKENS, _doubled(-(-sweep_tokens // policy.num_micro_batches)))
         while True:
@@ -117,7 +128,24 @@ class Trials:
             chunk //= 2
         assert problem.rates is not None, "a search goes by rates"
         found = predict_by_one(problem.shape, run.placement, blocks, problem.sizes, chunk, problem.rates)
-        return Trial(place=place, policy=policy, seconds=found.seconds, stall_seconds=found.prefill.stall_seconds)
+        seconds, stall_seconds = (sample.times * each for each in (found.seconds, found.prefill.stall_seconds))
+        return Trial(place=place, policy=policy, seconds=seconds, stall_seconds=stall_seconds)
+
+    def _sample(self, micro_batch_size: int, num_micro_batches: int) -> Sample:
+        """Blocks of one size are made once: that takes longer than to place them. Of many packed requests one block,
+        as these are alike."""
+        key, problem = (micro_batch_size, num_micro_batches), self.problem
+        if key not in self._samples:
+            num_blocks = -(-len(problem.sizes) // (micro_batch_size * num_micro_batches))
+            is_one = self.blocks is None and problem.shape.is_packed and len(problem.sizes) > MANY_REQUESTS
+            times = num_blocks if is_one else 1
+            problem = problem.some(-(-len(problem.sizes) // times))
+            self._samples[key] = Sample(problem=problem, blocks=self.blocks or problem.blocks(*key), times=times)
+        return self._samples[key]
+
+    @cached_property
+    def _samples(self) -> dict[tuple[int, int], Sample]:
+        return {}
 
     @cached_property
     def _ways(self) -> dict[Way, list[int]]:
