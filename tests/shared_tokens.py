@@ -45,12 +45,13 @@ def questions_of(texts: Sequence[tuple[str, str]], num_shots: int) -> Iterator[t
 
 
 def generating(prompts: Sequence[str], num_samples: int = 1) -> Ask:
-    def ask(runtime: Runtime) -> list[Request]:
+    def ask(runtime: Runtime) -> tuple[list[Request], int]:
         encode = runtime.model.tokenizer.encode
         ids = [
             (f"{index}-{sample}", encode(text)) for index, text in enumerate(prompts) for sample in range(num_samples)
         ]
-        return [request for each in ids if isinstance(request := runtime.request(*each), Request)]
+        requests = [request for each in ids if isinstance(request := runtime.request(*each), Request)]
+        return requests, sum(len(request.prompt_ids) for request in requests)
 
     return ask
 
