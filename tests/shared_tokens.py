@@ -71,14 +71,9 @@ def gsm8k(data: Path) -> Ask:
 
 
 def bbh(data: Path) -> Ask:
-    """Three choices each, of the tasks that have choices."""
-    pairs = list[tuple[str, Sequence[str]]]()
-    for name in ("boolean_expressions", "date_understanding", "logical_deduction_three_objects"):
-        examples = json.loads((data / "bbh" / f"{name}.json").read_text())["examples"]
-        texts = [(each["input"], each["target"]) for each in examples]
-        choices = [" True", " False", " None"] if name == "boolean_expressions" else [" (A)", " (B)", " (C)"]
-        pairs += [(prompt, choices) for prompt, _ in questions_of(texts, 3)]
-    return scoring(pairs)
+    examples = json.loads((data / "bbh" / "logical_deduction_three_objects.json").read_text())["examples"]
+    texts = [(each["input"], each["target"]) for each in examples]
+    return scoring([(prompt, [" (A)", " (B)", " (C)"]) for prompt, _ in questions_of(texts, 3)])
 
 
 def helm(data: Path) -> Ask:
