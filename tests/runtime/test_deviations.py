@@ -12,9 +12,9 @@ from tests.published import Setting, settings
 README = Path(__file__).resolve().parents[2] / "conf" / "machine" / "README.md"
 MOST = {
     "theirs": 2.7,
-    "ours": 3.3,
+    "ours": 3.4,
 }  # times what was published, in either direction; our blocks are up to twice as large
-UNEXPLAINED = "mixtral, l4, MTBench 256 padded"  # all assumptions together leave 1.64
+UNEXPLAINED = "mixtral, l4, MTBench 256 padded"  # all assumptions together leave more than LARGE
 WITH_POLICY = [setting for setting in settings() if setting.policy is not None]
 
 
