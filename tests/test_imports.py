@@ -51,7 +51,7 @@ JOBS = {
     "reporting": {"config", "files", "pictures", "run"},
     "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},
-    "benchmarks": {"config", "files", "datasets", "pictures", "run"},
+    "benchmarks": {"config", "files", "datasets", "evaluating", "pictures", "run"},
     "grading": {"exporting", "files", "run"},
     "training": set[str](),
 }

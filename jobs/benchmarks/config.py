@@ -18,6 +18,7 @@ class Suite(Enum):
     offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's start as
     its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one checkpoint.
     `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least.
+    `evaluation`: scores of lm-evaluation-harness, ours beside those of its own model, in memory and offloaded.
     `gpu`: weights in host memory in front of a device, see `gpu/`."""
 
     speed = "speed"
@@ -26,6 +27,7 @@ class Suite(Enum):
     scale = "scale"
     blocks = "blocks"
     floor = "floor"
+    evaluation = "evaluation"
     gpu = "gpu"
 
 
@@ -35,7 +37,7 @@ class BenchConfig:
 
     Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
     same. `batch_size` is the peers', `batch_sizes` has those of some of them instead; None: the best is searched.
-    `peer_minutes` limits each measurement of a peer.
+    `peer_minutes` limits each measurement of a peer; of an evaluation its requests are fewer then.
     `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -89,7 +91,7 @@ class BenchConfig:
         require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
         require(
             self.suite is not Suite.speed or not self.checkpoints,
-            "checkpoints are for suite=predictions, policies and floor; otherwise set model.path",
+            "checkpoints are for suite=predictions, policies, floor and evaluation; otherwise set model.path",
         )
         require(
             self.suite is not Suite.policies or self.num_prompts >= 4,

@@ -11,6 +11,7 @@ from runtime.errors import MillraceError
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks, needed_sequences
 from .config import BenchConfig, Suite, task_of
 from .contenders import Contender, Ours, Peer
+from .evaluation import run_evaluation
 from .floor import floors_of, floors_table, product_seconds
 from .gpu.suite import run_gpu
 from .policies import Attempt, attempts, policies_table, worth_repeating
@@ -33,6 +34,8 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     why. Raises MillraceError where none is left, and where Millrace fails later."""
     if config.suite is Suite.gpu:
         return run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
+    if config.suite is Suite.evaluation:
+        return run_evaluation(config, say)
     if config.suite is Suite.policies:
         return _policies(config, paths, say, measure)
     if config.suite is Suite.scale:
