@@ -51,7 +51,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Of each document the log-probabilities of its choices, and whether the right one has the highest."""
+    """Log-probabilities of the choices of each document, and whether the right one has the highest."""
 
     result: Result
     logprobs: list[list[float]]
@@ -72,7 +72,7 @@ def measure(asked: Asked) -> Scores:
 
 
 def _millrace(asked: Asked, folder: Path) -> Scores:
-    """As `jobs.evaluate` does it, with parts on disk."""
+    """It goes the way of `jobs.evaluate`, with parts on disk."""
     from ..evaluating.asking import Answerer
     from ..evaluating.model import HarnessModel
 

@@ -49,7 +49,7 @@ def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(m
     assert rounds == expected * 2
     tried = {each.batch_size for each in asked[:-6] if Entrant(each.entrant) is Entrant.hf}
     assert tried == set(BATCH_SIZES[Entrant.hf])
-    assert "| lm-eval hf, in memory | 4 | 28 | 0.500 (0.500-0.500) | 2.00x | 2.00 MiB | 100% |" in found.table
+    assert "| lm-eval hf, in memory | 4 | 28 | 0.500 (0.500-0.500) | 2.00x | 2 MiB | 100% |" in found.table
     assert found.peers == ["lm-eval hf, in memory", "lm-eval hf, disk offload"]
 
 
@@ -80,7 +80,7 @@ def test_every_entrant_scores_the_same_requests_alike(model: Path, tmp_path: Pat
             num_threads=1, batch_size=BATCH_SIZES[entrant][0] if BATCH_SIZES[entrant] else None,
         )  # fmt: skip
         found[entrant] = measure(asked)
-        assert 0 < found[entrant].result.seconds
+        assert found[entrant].result.seconds > 0
         assert [len(each) for each in found[entrant].logprobs] == [4, 4]
     for scores in found.values():
         assert scores.is_right == found[Entrant.hf].is_right
