@@ -2,19 +2,21 @@
 
     python -m tests.default_table            every model, machine and length of answers
     python -m tests.default_table every=12   each twelfth of them
+    python -m tests.default_table kept=FILE  rows made before are read from it, new ones added (all take hours)
 
 256 prompts of 100 tokens in the mean and 300 at most, by each machine's data sheet; `cpu` is made up in `cpu_machine`.
 `best`: the fastest of the tiers by themselves and of a search that makes plans of several times as many candidates. A
 row is `slow` where the default takes 3 % longer than that, and `idle` where it computes one sequence at a time while
-half of a memory is unused.
+half of a memory is unused. Planning is timed in seconds of a processor.
 """
 
+import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +27,7 @@ from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind,
 from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import MachineRates
+from runtime.plan.planner import SEARCH_PAYS_SECONDS
 from runtime.plan.search import finalists, trials
 from runtime.units import GIB
 from tests.published import machine
@@ -69,6 +72,9 @@ class Case:
     machine: str
     max_new_tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.model}, {self.machine}, {self.max_new_tokens}"
+
     def planned(self, tier: Tier = Tier.auto, kind: PolicyKind = PolicyKind.auto) -> Planned | None:
         """None where it is refused."""
         config = PlanConfig(
@@ -109,63 +115,101 @@ def _set(constants: Mapping[ModuleType, Mapping[str, float]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`ratio`: of the default's time to the best; None where the default is refused. `planning_seconds` are the
-    processor's."""
+    """`way`: the default's, None where it is refused. Predicted seconds of its run and of the best, which is None where
+    nothing fits. `planning_seconds` are the processor's."""
 
-    case: Case
-    planned: Planned | None
-    best_seconds: float
+    case: str
+    way: str | None
+    seconds: float | None
+    best_seconds: float | None
     planning_seconds: float
+    is_searched: bool
+    is_idle: bool
 
     @staticmethod
     def of(case: Case) -> "Row":
         begin = time.process_time()
         planned = case.planned()
-        seconds = time.process_time() - begin
-        return Row(case=case, planned=planned, best_seconds=case.best_seconds(), planning_seconds=seconds)
+        spent = time.process_time() - begin
+        best = case.best_seconds()
+        return Row(
+            case=str(case),
+            way=None if planned is None else way(planned),
+            seconds=None if planned is None else planned.prediction.seconds,
+            best_seconds=best if best < float("inf") else None,
+            planning_seconds=spent,
+            is_searched=planned is not None and planned.run.choice is not None,
+            is_idle=planned is not None and is_idle(planned),
+        )
 
     @property
     def ratio(self) -> float | None:
-        return None if self.planned is None else self.planned.prediction.seconds / self.best_seconds
+        """The default's time to the best."""
+        return None if self.seconds is None or self.best_seconds is None else self.seconds / self.best_seconds
 
     @property
-    def is_idle(self) -> bool:
-        if self.planned is None or self.planned.run.block_size > 1:
-            return False
-        return all(each.total_bytes < IDLE * each.budget_bytes for each in self.planned.run.placement.ledgers)
+    def is_missed(self) -> bool:
+        return self.way is None and self.best_seconds is not None
+
+    @property
+    def is_slow(self) -> bool:
+        """Runs too short for a search are planned without one: they may lose what a search would take."""
+        return self.ratio is not None and self.ratio > SLOW and self.is_searched
 
     def __str__(self) -> str:
-        head = f"{self.case.model}, {self.case.machine}, {self.case.max_new_tokens}"
-        if self.planned is None or self.ratio is None:
-            is_missed = self.best_seconds < float("inf")
-            return f"| {head} | {'refused' if is_missed else 'nothing fits'} | | {self.planning_seconds:.1f} | |"
-        run = self.planned.run
-        policy = run.policy
-        assert policy.schedule is not None, "a plan says it"
-        assert policy.attention is not None, "a plan says it"
-        way = f"{run.num_lanes} x {run.lane_size}, {policy.schedule.value}, {policy.attention.value}"
-        doubts = " ".join(["slow"] * (self.ratio > SLOW) + ["idle"] * self.is_idle)
-        return f"| {head} | {way} | {self.ratio:.3f} | {self.planning_seconds:.1f} | {doubts} |"
+        if self.ratio is None:
+            what = "refused" if self.is_missed else "nothing fits"
+            return f"| {self.case} | {what} | | {self.planning_seconds:.1f} | |"
+        doubts = " ".join(word for word, holds in (("slow", self.is_slow), ("idle", self.is_idle)) if holds)
+        return f"| {self.case} | {self.way} | {self.ratio:.3f} | {self.planning_seconds:.1f} | {doubts} |"
+
+
+def way(planned: Planned) -> str:
+    policy = planned.run.policy
+    assert policy.schedule is not None, "a plan says it"
+    assert policy.attention is not None, "a plan says it"
+    return f"{planned.run.num_lanes} x {planned.run.lane_size}, {policy.schedule.value}, {policy.attention.value}"
+
+
+def is_idle(planned: Planned) -> bool:
+    if planned.run.block_size > 1:
+        return False
+    return all(each.total_bytes < IDLE * each.budget_bytes for each in planned.run.placement.ledgers)
 
 
 def summary(rows: Sequence[Row]) -> str:
-    ratios = [row.ratio for row in rows if row.ratio is not None]
+    searched = [row.ratio for row in rows if row.ratio is not None and row.is_searched]
+    short = [row for row in rows if row.ratio is not None and not row.is_searched]
+    lost = max((row.seconds - row.best_seconds for row in short if row.seconds and row.best_seconds), default=0.0)
     times = [row.planning_seconds for row in rows]
-    missed = sum(row.planned is None and row.best_seconds < float("inf") for row in rows)
     return (
-        f"{len(rows)} cases, {len(ratios)} planned, {missed} refused though something fits; the default takes "
-        f"{statistics.median(ratios):.3f} (median) to {max(ratios):.3f} times the best, "
-        f"{sum(ratio > SLOW for ratio in ratios)} are slow, {sum(row.is_idle for row in rows)} idle; planning takes "
-        f"{statistics.median(times):.1f} s of a processor in the median and {max(times):.1f} at most"
+        f"{len(rows)} cases, {len(searched) + len(short)} planned, {sum(row.is_missed for row in rows)} refused though "
+        f"something fits; the default takes {statistics.median(searched):.3f} (median) to {max(searched):.3f} times "
+        f"the best, {sum(row.is_slow for row in rows)} are slow, {sum(row.is_idle for row in rows)} idle; {len(short)} "
+        f"runs below {SEARCH_PAYS_SECONDS} s by rule are planned without a search and lose {lost:.2f} s at most; "
+        f"planning takes {statistics.median(times):.1f} s of a processor in the median and {max(times):.1f} at most"
     )
 
 
+def rows_of(cases: Sequence[Case], kept: Path | None) -> Iterator[Row]:
+    """`kept`: a file of rows made before, one JSON object per line, which is added to."""
+    known = {}
+    if kept is not None and kept.exists():
+        known = {row.case: row for row in (Row(**json.loads(line)) for line in kept.read_text().splitlines())}
+    for case in cases:
+        row = known.get(str(case)) or Row.of(case)
+        if kept is not None and str(case) not in known:
+            with kept.open("a") as file:
+                print(json.dumps(asdict(row)), file=file)
+        yield row
+
+
 if __name__ == "__main__":
-    every = int(dict(argument.split("=") for argument in sys.argv[1:]).get("every", "1"))
+    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
     cases = [Case(model=m, machine=n, max_new_tokens=t) for m, n, t in product(MODELS, MACHINES, NEW_TOKENS)]
     print("| model, machine, new tokens | default | times the best | planning s | |\n|---|---|---|---|---|")
     made = []
-    for case in cases[::every]:
-        made.append(Row.of(case))
-        print(made[-1], flush=True)
+    for row in rows_of(cases[:: int(given.get("every", "1"))], Path(given["kept"]) if "kept" in given else None):
+        made.append(row)
+        print(row, flush=True)
     print(f"\n{summary(made)}")
