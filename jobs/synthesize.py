@@ -39,6 +39,7 @@ def main(composed: Composed) -> None:
             seed=config.seed,
             dtype=getattr(torch, config.dtype.value),
             max_shard_bytes=int(config.max_shard_gib * GIB),
+            alignment_bytes=config.alignment_bytes,
             tokenizer_path=Path(config.tokenizer) if config.tokenizer else None,
             progress=progress,
         )

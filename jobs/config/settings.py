@@ -189,6 +189,7 @@ class SynthesizeConfig:
     seed: int = 0
     dtype: DType = DType.bfloat16
     max_shard_gib: float = 4.0
+    alignment_bytes: int = 8
     tokenizer: str | None = None
     output_root: str = "outputs"
     log_level: LogLevel = LogLevel.info
@@ -200,6 +201,10 @@ class SynthesizeConfig:
             self.dtype is not DType.auto, "dtype must be float32, bfloat16 or float16 for a new checkpoint, got auto"
         )
         require(self.max_shard_gib > 0, f"max_shard_gib must be above 0 GiB, got {self.max_shard_gib}")
+        require(
+            self.alignment_bytes >= 8 and self.alignment_bytes % 8 == 0,
+            f"alignment_bytes must be a multiple of 8 bytes, as safetensors asks, got {self.alignment_bytes}",
+        )
         model_type = self.architecture.get("model_type")
         require(
             isinstance(model_type, str) and bool(model_type),

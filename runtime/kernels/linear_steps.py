@@ -133,8 +133,10 @@ def _add_products(
         next_rows, apart = first_of(context, builder, ahead, given.ahead), apart_of(builder, given.ahead)
 
         def ask_ahead(k: Value) -> None:
+            # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
+            last = builder.add(k, k.type(LANES - 1))
             with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
-                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), k))
+                prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
 
         for vectors in range(1, MOST_VECTORS + 1):
             with builder.if_then(_is(builder, given.num_vectors, vectors)):

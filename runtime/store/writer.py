@@ -21,7 +21,8 @@ from ..units import format_bytes, round_up
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DATA_ALIGNMENT = 4096  # tensor data starts on a page of the file, so that O_DIRECT reads waste least
+PAGE_BYTES = 4096  # weights begin on a page of the file, so that O_DIRECT reads waste least
+PUBLISHED_ALIGNMENT_BYTES = 8  # where they begin in a file that safetensors writes
 _LENGTH_BYTES = 8
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -82,14 +83,19 @@ def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[Shard
     ]
 
 
-def write_checkpoint(directory: Path, shards: Sequence[Shard], tensors: Iterable[torch.Tensor]) -> int:
+def write_checkpoint(
+    directory: Path, shards: Sequence[Shard], tensors: Iterable[torch.Tensor], *, alignment_bytes: int = PAGE_BYTES
+) -> int:
     """Write every shard and, when there are several, the index last; returns the bytes of all files written.
 
     `tensors` yields one tensor for each spec of each shard, in order; each is dropped before the next is asked for.
     Raises OutputError when the directory cannot be written; files already published stay.
     """
     iterator = iter(tensors)
-    written_bytes = sum(write_safetensors(directory / shard.file_name, shard.specs, iterator) for shard in shards)
+    written_bytes = sum(
+        write_safetensors(directory / shard.file_name, shard.specs, iterator, alignment_bytes=alignment_bytes)
+        for shard in shards
+    )
     if len(shards) > 1:
         written_bytes += _write_index(directory / INDEX_FILE, shards)
     return written_bytes
@@ -99,7 +105,7 @@ def write_outline(directory: Path, shards: Sequence[Shard]) -> None:
     """Writes what `write_checkpoint` does, with holes where the tensors' bytes would be: they read as zeros and take no
     disk. Raises OutputError when the directory cannot be written."""
     for shard in shards:
-        header = _encode_header(shard.specs)
+        header = _encode_header(shard.specs, PUBLISHED_ALIGNMENT_BYTES)
         num_bytes = len(header) + sum(spec.num_bytes for spec in shard.specs)
         with _publish(directory / shard.file_name, len(header)) as file:
             file.write(header)
@@ -108,12 +114,15 @@ def write_outline(directory: Path, shards: Sequence[Shard]) -> None:
         _write_index(directory / INDEX_FILE, shards)
 
 
-def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor]) -> int:
+def write_safetensors(
+    path: Path, specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor], *, alignment_bytes: int = PAGE_BYTES
+) -> int:
     """Write one file, published under `path` only when it is complete and on the disk; returns its bytes.
 
-    Takes exactly `len(specs)` tensors from `tensors`, in order. Raises OutputError when writing fails.
+    Takes exactly `len(specs)` tensors from `tensors`, in order. The first begins at a multiple of `alignment_bytes`
+    in the file, each other where the one before ends. Raises OutputError when writing fails.
     """
-    header = _encode_header(specs)
+    header = _encode_header(specs, alignment_bytes)
     num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
     iterator = iter(tensors)
     with _publish(path, num_bytes) as file:
@@ -123,7 +132,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable
     return num_bytes
 
 
-def _encode_header(specs: Sequence[TensorSpec]) -> bytes:
+def _encode_header(specs: Sequence[TensorSpec], alignment_bytes: int) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
@@ -136,7 +145,7 @@ def _encode_header(specs: Sequence[TensorSpec]) -> bytes:
         }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    padded_bytes = round_up(_LENGTH_BYTES + len(text), _DATA_ALIGNMENT) - _LENGTH_BYTES
+    padded_bytes = round_up(_LENGTH_BYTES + len(text), alignment_bytes) - _LENGTH_BYTES
     return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes)
 
 

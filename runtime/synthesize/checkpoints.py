@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ..errors import CheckpointError, ConfigError, OutputError
 from ..foreign import deepseek_moe
 from ..probing.meta import build_meta_model, untie_head
-from ..store.writer import plan_shards, write_checkpoint, write_outline
+from ..store.writer import PUBLISHED_ALIGNMENT_BYTES, plan_shards, write_checkpoint, write_outline
 from ..units import GIB
 from .random_weights import RandomWeights
 from .tokenizer import byte_level_tokenizer, tokenizer_from
@@ -58,11 +58,13 @@ def synthesize_checkpoint(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 5 * GIB,
+    alignment_bytes: int = PUBLISHED_ALIGNMENT_BYTES,
     tokenizer_path: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SynthesisReport:
     """Write a random checkpoint of `model`: a transformers model type with `overrides` of its config, or a config.
 
+    Weights begin in each file at a multiple of `alignment_bytes`, as transformers writes them unless told otherwise.
     Memory: the largest tensor and a few MiB. Token ids of bos, eos and pad become the tokenizer's, unless overridden.
     `progress(done_bytes, total_bytes)` is called before the first tensor and as each is made. Raises ConfigError when
     `directory` is not empty or the config is impossible, OutputError when it cannot be written.
@@ -76,7 +78,9 @@ def synthesize_checkpoint(
         _claim(directory)
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
-        num_bytes = write_checkpoint(directory, shards, _draw_all(weights, progress or _ignore))
+        num_bytes = write_checkpoint(
+            directory, shards, _draw_all(weights, progress or _ignore), alignment_bytes=alignment_bytes
+        )
         _write_marker(directory, _recipe_digest(meta_model.config.model_type, overrides, seed, dtype))
     return SynthesisReport(
         num_parameters=sum(spec.num_elements for spec in weights.specs),

@@ -254,6 +254,7 @@ def test_architecture_takes_any_key_of_transformers() -> None:
         ("out=null", "out is not set"),
         ("dtype=auto", "dtype must be float32, bfloat16 or float16"),
         ("max_shard_gib=0", "max_shard_gib must be above 0 GiB"),
+        ("alignment_bytes=12", "alignment_bytes must be a multiple of 8 bytes"),
         ("architecture.model_type=null", "architecture.model_type must name a model type"),
         ("architecture=llama", "architecture must be a group of keys"),
         ("sead=1", "unknown key sead: did you mean seed?"),

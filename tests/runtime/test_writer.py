@@ -13,7 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from runtime.errors import OutputError
-from runtime.store.writer import INDEX_FILE, Shard, TensorSpec, plan_shards, write_checkpoint, write_safetensors
+from runtime.store.writer import (
+    INDEX_FILE,
+    PAGE_BYTES,
+    Shard,
+    TensorSpec,
+    plan_shards,
+    write_checkpoint,
+    write_safetensors,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 SHAPES = ((3, 5), (), (0,), (7,), (2, 3, 4))
@@ -144,3 +152,18 @@ def test_a_refused_write_is_an_output_error_and_leaves_nothing(tmp_path: Path) -
 def test_a_missing_directory_is_an_output_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="No such file or directory; it needs"):
         write_checkpoint(tmp_path / "gone", [Shard(file_name="f", specs=())], [])
+
+
+@pytest.mark.parametrize("alignment_bytes", [8, 64, PAGE_BYTES])
+def test_weights_begin_at_a_multiple_and_are_read_as_written(alignment_bytes: int, tmp_path: Path) -> None:
+    begins = set()
+    for length in range(1, 18):
+        path = tmp_path / f"{length}.safetensors"
+        tensor = torch.arange(length)
+        spec = TensorSpec(name="w" * length, shape=(length,), dtype=torch.int64)
+        num_bytes = write_safetensors(path, [spec], [tensor], alignment_bytes=alignment_bytes)
+        begin = num_bytes - spec.num_bytes
+        begins.add(begin % (2 * alignment_bytes))
+        assert begin % alignment_bytes == 0
+        assert load_file(path)[spec.name].equal(tensor)
+    assert alignment_bytes > 8 or begins == {0, 8}
