@@ -18,7 +18,7 @@ from runtime.plan.search.trials import Trial, Trials
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
 from tests.default_table import SLOW as SLOW_RATIO
-from tests.default_table import wider
+from tests.default_table import Case, wider
 from tests.runtime.test_hrm import SHAPES, SLOW, WITH_DEVICE, WITHOUT, config, problem
 from tests.toy import toy_shape
 
@@ -144,3 +144,27 @@ def test_of_requests_that_begin_alike_some_are_neighbours() -> None:
     assert sum(count == 4 for count in shared.values()) >= 48
     assert len({size.prefix.parent for size in some if size.prefix is not None}) <= 8
     assert case.some(800) is case
+
+
+@pytest.mark.parametrize(
+    ("case", "tier"),
+    [
+        pytest.param(Case(model="glm-4.7", machine="rtx3060", max_new_tokens=512), Tier.nvme, id="dense first layers"),
+        pytest.param(Case(model="opt-30b", machine="cpu", max_new_tokens=32), Tier.none, id="a short last chunk"),
+    ],
+)
+def test_all_tiers_together_are_as_fast_as_one_by_itself(case: Case, tier: Tier) -> None:
+    found, alone = case.planned(), case.planned(tier, PolicyKind.hrm)
+    assert found is not None
+    assert alone is not None
+    assert found.prediction.seconds < SLOW_RATIO * alone.prediction.seconds
+
+
+def test_blocks_whose_padded_lanes_differ_are_tried_by_more_than_one_of_them() -> None:
+    case = Case(model="flan-t5-xxl", machine="l4", max_new_tokens=32)
+    found = case.planned()
+    with wider():
+        wide = case.planned(kind=PolicyKind.hrm)
+    assert found is not None
+    assert wide is not None
+    assert found.prediction.seconds < SLOW_RATIO * wide.prediction.seconds

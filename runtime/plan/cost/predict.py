@@ -25,6 +25,7 @@ from .rates import MachineRates
 from .script import Links, Script
 from .simulator import simulate_each
 
+MANY_PREFILLS = 8  # passes, of which the last one is no longer worth one of its own
 MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike
 MAX_STRETCHES = 8  # of a phase of a block
 MAX_MIXED_STRETCHES = 24  # of a run whose passes carry both
@@ -153,23 +154,26 @@ def predict_roughly(
     return _Clock(shape=shape, placement=placement, rates=rates).added(stretches)
 
 
-def predict_by_one(
+def predict_by_few(
     shape: ModelShape,
     placement: Placement,
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
     chunk_tokens: int,
     rates: MachineRates,
+    *,
+    num_timed: int,
 ) -> Prediction:
-    """The prediction for all blocks, by one prefill pass and one decode pass of the block in the middle."""
+    """The prediction for all blocks, by `num_timed` of them: those in the middle of as many runs of neighbours. Of each
+    a full prefill pass, the last one where there are few, and a decode pass are timed."""
     blocks = [block for block in (_generating(block, sizes) for block in blocks) if block.members]
-    if not blocks:
-        return Prediction(prefill=PhaseTime(), decode=PhaseTime())
-    lanes = [[sizes[i] for i in group] for group in blocks[len(blocks) // 2].micro_batches]
-    found = predict_roughly(shape, placement, lanes, chunk_tokens, rates, max_prefills=1)
-    return Prediction(
-        prefill=PhaseTime().plus(found.prefill, len(blocks)), decode=PhaseTime().plus(found.decode, len(blocks))
-    )
+    prefill, decode, count = PhaseTime(), PhaseTime(), min(num_timed, len(blocks))
+    for turn in range(count):
+        run = blocks[turn * len(blocks) // count : (turn + 1) * len(blocks) // count]
+        lanes = [[sizes[i] for i in group] for group in run[len(run) // 2].micro_batches]
+        found = predict_roughly(shape, placement, lanes, chunk_tokens, rates, max_prefills=2)
+        prefill, decode = prefill.plus(found.prefill, len(run)), decode.plus(found.decode, len(run))
+    return Prediction(prefill=prefill, decode=decode)
 
 
 def block_stretches(
@@ -192,7 +196,9 @@ def block_stretches(
         return [work for lane in lanes if (work := decode_work(shape, lane, turn)) is not None]
 
     counts = set(map(len, prompts))
-    for part in _cut({*counts, max(counts, default=1) - 1}, max_prefills):
+    most = max(counts, default=0)
+    parts = _cut({*counts, most - 1}, max_prefills) if most else []
+    for part in parts if max_prefills > 2 else _full_and_rest(most):
         yield Stretch(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
     for part in _cut(ends, max_decodes):
         yield Stretch(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
@@ -239,6 +245,13 @@ def _cut(ends: Collection[int], most: int) -> list[range]:
         at, middle = parts.index(longest), (longest.start + longest.stop) // 2
         parts[at : at + 1] = [range(longest.start, middle), range(middle, longest.stop)]
     return parts
+
+
+def _full_and_rest(count: int) -> list[range]:
+    """All of so many prefill passes but the last, which has what is left, and the last where there are few."""
+    if count > MANY_PREFILLS:
+        return [range(count)]
+    return [part for part in (range(count - 1), range(max(0, count - 1), count)) if part]
 
 
 def _parts(count: int, most: int) -> list[range]:

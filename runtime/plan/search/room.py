@@ -59,8 +59,8 @@ def layers_in_host(
     streamed = len(shape.layers) - grid.resident
     if not budgets.has_device or config.offload.tier is not Tier.auto:
         return streamed * (config.offload.tier is Tier.cpu)
-    need = _Need(shape, config, workload, grid, has_device=True, is_paged=False)
-    return need.in_host(budgets.host_bytes)
+    ways = (_Need(shape, config, workload, grid, has_device=True, is_paged=is_paged) for is_paged in (False, True))
+    return np.maximum(*(way.in_host(budgets.host_bytes) for way in ways))
 
 
 class _Need:
@@ -77,8 +77,9 @@ class _Need:
         self._shape, self._config, self._workload, self._grid = shape, config, workload, grid
         self._has_device, self._is_paged = has_device, is_paged
         self._work = LayerWork.of(shape)
-        layer = shape.layers[0]
-        self._layer_bytes = float(slot_layout(layer.dense if is_paged else layer).num_bytes)
+        layer_bytes = [slot_layout(layer.dense if is_paged else layer).num_bytes for layer in shape.layers]
+        self._layer_bytes = float(max(layer_bytes))  # which slots are for
+        self._mean_pinned_bytes = sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes)
         self._slots = grid.num_slots(config.prefetch)
         self._in_host = has_device & grid.cpu_attends  # keys and values, for good
 
@@ -118,10 +119,10 @@ class _Need:
 
     @property
     def _living(self) -> float:
-        """The bytes of a layer that lives in host memory."""
+        """The bytes of a layer that lives in host memory, in the mean: the first ones of a mixture may be dense."""
         work = self._work
         experts = work.num_experts * self._is_paged * pinned_bytes(int(work.expert_bytes))
-        return float(pinned_bytes(int(self._layer_bytes)) + experts)
+        return self._mean_pinned_bytes + experts
 
     def _loading(self) -> Floats:
         """What stays passes through it; where no layer does, nothing need."""

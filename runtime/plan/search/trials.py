@@ -1,4 +1,4 @@
-"""Which policies of a grid are worth a plan: each way's best blocks, placed and timed by two passes of one block.
+"""Which policies of a grid are worth a plan: each way's best blocks, placed and timed by few passes of a block.
 
 The roofline, in which weights come once for all prompts of a block, is hardly ever above what the simulator says of the
 best chunks: what it holds to be much slower than a policy that was timed is not timed itself. A trial takes some
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ...batching.balance import Block
-from ..cost.predict import predict_by_one
+from ..cost.predict import predict_by_few
 from ..placement.defaults import CHUNK_TOKENS
 from .candidate import Problem
 from .grid import Floats, PolicyGrid
@@ -25,11 +25,12 @@ FACTOR = 4  # times as many where prompts wait for weights all the same, and as 
 WAITING = 0.05  # of the time, in prefill passes
 FAR = 1.1  # times the roofline's seconds
 MANY_LANES = 4
-HOPELESS = 1.1  # times the shortest trial: what the roofline holds to be slower is not tried
+HOPELESS = 1.25  # times the shortest trial: what the roofline holds to be slower is not tried
 NUM_FIRST = 2  # blocks of each way: the best by the roofline, and the best of many lanes
-NUM_NEAR = 4  # ways that are tried further
+NUM_NEAR = 6  # ways that are tried further
 NEAR = 1.15  # times the best of the first trials
 NUM_BLOCKS = 6  # of a way that is near
+NUM_TIMED = 3  # blocks of a run whose lanes are padded, as these differ
 MANY_REQUESTS = 8192  # are not all placed in a trial
 NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
 
@@ -38,12 +39,18 @@ Way: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The seconds of the whole workload, by the block in the middle."""
+    """The seconds of the whole workload, by the block in the middle; where lanes are padded, by a few."""
 
     place: int
     policy: Policy
     seconds: float
     stall_seconds: float  # in which prompts wait for bytes
+    bound_seconds: float  # the roofline's
+
+    @property
+    def doubted_seconds(self) -> float:
+        """What others are held against: where the roofline says more, either may be wrong."""
+        return max(self.seconds, self.bound_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +78,7 @@ class Trials:
         for way, places in self._ways.items():
             if self.bounds[places[0]] < HOPELESS * shortest:
                 found[way] = list(islice(self._that_fit(self._first(places)), NUM_FIRST))
-                shortest = min([shortest, *(each.seconds for each in found[way])])
+                shortest = min([shortest, *(each.doubted_seconds for each in found[way])])
         near = sorted((way for way in found if found[way]), key=lambda way: _shortest(found[way]))[:NUM_NEAR]
         every = [trial for trials in found.values() for trial in trials]
         for way in near:
@@ -127,9 +134,18 @@ class Trials:
                 return None
             chunk //= 2
         assert problem.rates is not None, "a search goes by rates"
-        found = predict_by_one(problem.shape, run.placement, blocks, problem.sizes, chunk, problem.rates)
+        num_timed = 1 if problem.shape.is_packed else NUM_TIMED
+        found = predict_by_few(
+            problem.shape, run.placement, blocks, problem.sizes, chunk, problem.rates, num_timed=num_timed
+        )
         seconds, stall_seconds = (sample.times * each for each in (found.seconds, found.prefill.stall_seconds))
-        return Trial(place=place, policy=policy, seconds=seconds, stall_seconds=stall_seconds)
+        return Trial(
+            place=place,
+            policy=policy,
+            seconds=seconds,
+            stall_seconds=stall_seconds,
+            bound_seconds=float(self.bounds[place]),
+        )
 
     def _sample(self, micro_batch_size: int, num_micro_batches: int) -> Sample:
         """Blocks of one size are made once: that takes longer than to place them. Of many packed requests one block,
