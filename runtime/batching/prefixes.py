@@ -6,7 +6,7 @@ spare enough. Every choice follows from the prompts alone, so a run that is stop
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 # A prefix goes on from its parent for so many tokens at least. A page holds no more, and so sharing takes no more pages
@@ -29,6 +29,27 @@ class SharedPrefix:
         while found is not None:
             yield found
             found = found.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingRule:
+    """How far prefixes may be shared. `among_lanes`: not only in each. `in_pass`: those who go on from one may begin in
+    the pass that computes it. `page_tokens`: of a page that cannot be copied, so that only whole ones are shared."""
+
+    among_lanes: bool
+    in_pass: bool = True
+    page_tokens: int = 1
+
+    def num_shared(self, prefix: SharedPrefix | None) -> int:
+        """Tokens of the prefix that are shared."""
+        return prefix.num_tokens // self.page_tokens * self.page_tokens if prefix is not None else 0
+
+    def parts(self, groups: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+        """The lanes of a block, those together that share among themselves."""
+        return [groups] if self.among_lanes else [[group] for group in groups]
+
+
+IN_LANES = SharingRule(among_lanes=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +81,21 @@ class Shares:
             of=[firsts[prefix] for prefix in prefixes],
             parents={prefix: _first_of(prefix.parent, places) for prefix in kept},
         )
+
+    def num_spared(self, rule: SharingRule = IN_LANES) -> int:
+        """Tokens of prompts that need not be computed."""
+        kept = (rule.num_shared(prefix) - rule.num_shared(parent) for prefix, parent in self.parents.items())
+        return sum(map(rule.num_shared, self.of)) - sum(kept)
+
+
+def num_spared(
+    blocks: Iterable[Sequence[Sequence[int]]], prefixes: Sequence[SharedPrefix | None], rule: SharingRule
+) -> int:
+    """Tokens of prompts that a run in blocks of such lanes of requests need not compute."""
+    if not prefixes:
+        return 0
+    parts = (part for groups in blocks for part in rule.parts(groups))
+    return sum(Shares.among([prefixes[i] for group in part for i in group]).num_spared(rule) for part in parts)
 
 
 def _first_of(prefix: SharedPrefix | None, kept: Mapping[SharedPrefix, None]) -> SharedPrefix | None:

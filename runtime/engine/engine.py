@@ -55,7 +55,7 @@ class Engine:
             last_stage=len(loaded.shape.stages) - 1,
             rope_lengths=loaded.rope_lengths,
         )
-        self.lanes = LaneFactory(model=loaded, context=context, pages=pages)
+        self.lanes = LaneFactory(model=loaded, context=context, pages=pages, rule=placement.sharing)
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes

@@ -2,22 +2,11 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 
-from ..batching.prefixes import SharedPrefix, Shares, shared_prefixes
+from ..batching.prefixes import SharedPrefix, Shares, SharingRule, shared_prefixes
 from ..cache.shared import SharedPages
-from ..plan.placement.memory import PAGE_TOKENS, SequenceSize
+from ..plan.placement.memory import SequenceSize
 from .sequence import Request, Sequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharingRule:
-    """How far prefixes may be shared. `among_lanes`: not only in each. `in_pass`: those who go on from one may begin in
-    the pass that computes it. `whole_pages`: a page that is not full cannot be copied."""
-
-    among_lanes: bool
-    in_pass: bool
-    whole_pages: bool
 
 
 def sizes_sharing(requests: Rows[Request]) -> list[SequenceSize]:
@@ -41,9 +30,7 @@ def with_prefixes(
 ) -> list[list[Sequence]]:
     """Lanes of those of each group that are running, and before them, in the first lane that needs it, each prefix that
     they go on from. Which these are follows from all members of `groups`, running or not. Mutates `running`."""
-    if rule.among_lanes:
-        return _lanes(groups, prefixes, running, rule)
-    return [lane for group in groups for lane in _lanes([group], prefixes, running, rule)]
+    return [lane for part in rule.parts(groups) for lane in _lanes(part, prefixes, running, rule)]
 
 
 def _lanes(
@@ -81,7 +68,7 @@ def _opened(
     if prefix not in opened:
         parent = shares.parents[prefix]
         behind = _opened(parent, shares, tokens, rule, opened, lane) if parent is not None else None
-        num_tokens = prefix.num_tokens // PAGE_TOKENS * PAGE_TOKENS if rule.whole_pages else prefix.num_tokens
+        num_tokens = rule.num_shared(prefix)
         opened[prefix] = SharedPages(num_tokens=num_tokens, in_pass=rule.in_pass)
         request = Request(id="", prompt_ids=tokens[:num_tokens], max_new_tokens=0)
         lane.append(Sequence(request=request, fills=opened[prefix], behind=behind))

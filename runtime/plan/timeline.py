@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..batching.prefixes import SharingRule
 from ..config import Admission
 from .cost.durations import durations
-from .cost.lane_work import LaneWork, decode_work, prefill_works
+from .cost.lane_work import LaneWork, block_prefills, decode_work
 from .cost.predict import Stretch, mixed_stretches
 from .cost.rates import MachineRates
 from .cost.script import Durations
@@ -47,7 +48,7 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
         shown = _mixed(plan, sizes)
     else:
         lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
-        shown = _of_block(shape, lanes, chunk_tokens(plan.policy))
+        shown = _of_block(shape, lanes, chunk_tokens(plan.policy), plan.placement.sharing)
     passes = [_priced(shape, plan.placement, each, rates) for each in shown.stretches]
     return Timeline(which=shown.which, names=shown.names, passes=play_passes(passes, rates.pass_seconds))
 
@@ -69,8 +70,8 @@ def _mixed(plan: RunPlan, sizes: Sequence[SequenceSize]) -> _Passes:
     )
 
 
-def _of_block(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> _Passes:
-    prompts = [prefill_works(shape, lane, chunk_tokens) for lane in lanes]
+def _of_block(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> _Passes:
+    prompts = block_prefills(shape, lanes, chunk_tokens, rule)
     num_prefill = max(map(len, prompts))
     num_decode = max(size.max_new_tokens for lane in lanes for size in lane) - 1
     num_shown = min(NUM_DECODE_PASSES, num_decode)

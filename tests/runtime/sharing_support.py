@@ -6,9 +6,12 @@ from pathlib import Path
 from random import Random
 
 from runtime import Runtime, RuntimeConfig
+from runtime.batching.prefixes import num_spared
 from runtime.config import SharePrefixes
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request
+from runtime.plan.cost.lane_work import block_prefills
+from runtime.plan.placement.defaults import chunk_tokens
 from tests.support import clear_tokens, made_once, transformers_model
 
 STEM, BRANCH = 21, 20  # tokens; neither ends at the end of a page
@@ -69,6 +72,15 @@ def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
         for block in plan.blocks:
             found |= dict(zip(block.members, session.run(block, requests, passes.append), strict=True))
         pool = session._engine.lanes.pages.pool
+    planned = num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, plan.placement.sharing)
+    assert planned == sum(record.counts.spared_tokens for record in passes)
+    sizes, chunk, rule = runtime.sizes(requests), chunk_tokens(plan.policy), plan.placement.sharing
+    works = [[[sizes[i] for i in group] for group in block.micro_batches] for block in plan.blocks]
+    prefills = [block_prefills(runtime.model.shape, lanes, chunk, rule) for lanes in works]
+    computed = [work.num_tokens for lanes in prefills for lane in lanes for work in lane if work is not None]
+    assert sum(computed) == sum(record.counts.prompt_tokens for record in passes)
+    planned_passes = sum(max(map(len, lanes)) for lanes in prefills)
+    assert planned_passes == sum(record.counts.prompt_tokens > 0 for record in passes)
     assert all(completion.is_ok for completion in found.values()), found
     return Ran(
         tokens=[list(found[i].token_ids) for i in range(len(prompts))],

@@ -3,11 +3,11 @@
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
+from ...batching.prefixes import IN_LANES, SharingRule
 from ...cache.paged import PagedKV
 from ...cache.pages import KVPages
 from ...model.loading import LoadedModel
 from ..sequence import Sequence
-from ..sharing import SharingRule
 from .apart import ApartLane
 from .lane import Lane, LaneContext
 from .packed import PackedLane
@@ -23,6 +23,7 @@ class LaneFactory:
     model: LoadedModel
     context: LaneContext
     pages: KVPages
+    rule: SharingRule = IN_LANES  # of the placement
 
     @property
     def num_free_pages(self) -> int:
@@ -34,8 +35,7 @@ class LaneFactory:
         pages, and where embeddings know a sequence's length equal tokens of two have other keys."""
         if not self.model.shape.is_packed or self.context.rope_lengths is not None:
             return None
-        in_host = bool(self.pages.host_layers)
-        return SharingRule(among_lanes=not self.context.travels, in_pass=not in_host, whole_pages=in_host)
+        return self.rule
 
     def packed(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> PackedLane:
         cache = PagedKV(self.pages, expands=self.model.expands_latents, travels=self.context.travels)

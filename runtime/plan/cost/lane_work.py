@@ -1,10 +1,11 @@
 """What lanes compute in a pass, as far as time follows from it: mirrors of `engine/lanes/packed.py`, `padded.py` and
 `seq2seq.py` on sizes alone."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from ...batching.prefixes import SharedPrefix
+from ...batching.prefixes import IN_LANES, SharedPrefix, SharingRule
 from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize, prompt_columns, shares_of
 from ..shape.model import ModelShape
 
@@ -93,7 +94,7 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
         return [_encoding(lane)]
     if not shape.is_packed:
         return list(_columns(shape, lane, chunk_tokens))
-    return list(_chunks(lane, chunk_tokens))
+    return [work for work in _together([lane], chunk_tokens, IN_LANES)[0] if work is not None]
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
@@ -120,57 +121,108 @@ def _pages(num_positions: int) -> int:
     return -(-num_positions // PAGE_TOKENS)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Row:
     """A prompt, or what several prompts begin with, whose tokens from `done` up to `end` are left; the first `begin`
-    are another row's. `size`: None of what is shared."""
+    are another row's, `behind`, which `ended` in that pass. `size`: None of what is shared."""
 
     begin: int
-    done: int
     end: int
+    behind: "_Row | None"
     size: SequenceSize | None
+    done: int = field(init=False)
+    ended: int | None = None
+    num_held: int = 0
+
+    def __post_init__(self) -> None:
+        self.done = self.begin
+
+    def may_begin(self, turn: int) -> bool:
+        return self.behind is None or (self.behind.ended is not None and self.behind.ended <= turn)
 
     def piece(self, most: int) -> Piece:
         new, past = min(most, self.end - self.done), self.done
         self.done += new
-        return Piece(past, new, self.size.num_selected(past, new) if self.size is not None else 0, self.begin)
+        piece = Piece(past, new, self.size.num_selected(past, new) if self.size is not None else 0, self.begin)
+        self.num_held = piece.num_held
+        return piece
 
 
-def _rows(lane: MicroBatch) -> list[_Row]:
-    """The rows of a lane in its order, each behind those that it goes on from."""
-    shares = shares_of(lane)
+@dataclass(kw_only=True)
+class _Lane:
+    """The rows of a lane that wait for their turn, in order; `num_held`: pages of all its rows."""
+
+    waiting: deque[_Row]
+    num_held: int = 0
+
+    def work(self, chunk_tokens: int, turn: int, delay: int) -> LaneWork | None:
+        """The next pass: rows in order until the chunk is full, the last one perhaps in part, without those that wait
+        for what they go on from; None where all of them do."""
+        pieces, kept, left, held = list[Piece](), list[_Row](), chunk_tokens, self.num_held
+        while self.waiting and left:
+            row = self.waiting.popleft()
+            if row.may_begin(turn):
+                held -= row.num_held
+                pieces.append(row.piece(left))
+                left -= pieces[-1].new
+            if row.done < row.end:
+                kept.append(row)
+            else:
+                row.ended = turn + delay
+        self.waiting.extendleft(reversed(kept))
+        if not pieces:
+            return None
+        self.num_held = held + sum(piece.num_held for piece in pieces)
+        return packed_work(pieces, held)
+
+
+def block_prefills(
+    shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule
+) -> list[list[LaneWork | None]]:
+    """The prefill passes of a block, of each lane what it computes, None in a pass that it waits for; those who may
+    share with other lanes wait for them."""
+    if not shape.is_packed:
+        return [[*prefill_works(shape, lane, chunk_tokens)] for lane in lanes]
+    numbers = rule.parts([[i] for i in range(len(lanes))])
+    return [works for part in numbers for works in _together([lanes[i] for [i] in part], chunk_tokens, rule)]
+
+
+def _together(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> list[list[LaneWork | None]]:
+    rows = [_Lane(waiting=deque(each)) for each in _rows(lanes, rule)]
+    works = [list[LaneWork | None]() for _ in lanes]
+    turn = 0
+    while any(lane.waiting for lane in rows):
+        for lane, found in zip(rows, works, strict=True):
+            if lane.waiting:
+                found.append(lane.work(chunk_tokens, turn, 0 if rule.in_pass else 1))
+        turn += 1
+    return works
+
+
+def _rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_Row]]:
+    """The rows of each lane in its order, each behind those that it goes on from."""
+    shares = shares_of([size for lane in lanes for size in lane])
     if shares is None:
-        return [_Row(begin=0, done=0, end=size.num_prompt_tokens, size=size) for size in lane]
-    rows, opened = list[_Row](), set[SharedPrefix]()
+        return [[_Row(begin=0, end=size.num_prompt_tokens, behind=None, size=size) for size in lane] for lane in lanes]
+    found, opened, of = list[list[_Row]](), dict[SharedPrefix, _Row](), iter(shares.of)
 
-    def behind(prefix: SharedPrefix | None) -> int:
+    def behind(prefix: SharedPrefix | None) -> _Row | None:
         if prefix is None:
-            return 0
+            return None
         if prefix not in opened:
-            opened.add(prefix)
-            begin = behind(shares.parents[prefix])
-            rows.append(_Row(begin=begin, done=begin, end=prefix.num_tokens, size=None))
-        return prefix.num_tokens
+            parent = behind(shares.parents[prefix])
+            begin = parent.end if parent is not None else 0
+            opened[prefix] = _Row(begin=begin, end=rule.num_shared(prefix), behind=parent, size=None)
+            found[-1].append(opened[prefix])
+        return opened[prefix]
 
-    for size, prefix in zip(lane, shares.of, strict=True):
-        begin = behind(prefix)
-        rows.append(_Row(begin=begin, done=begin, end=size.num_prompt_tokens, size=size))
-    return rows
-
-
-def _chunks(lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
-    """Prompts in order until the chunk is full, the last one perhaps in part."""
-    pieces, left, held = list[Piece](), chunk_tokens, 0
-    for row in _rows(lane):
-        while row.done < row.end:
-            if not left:
-                yield packed_work(pieces, held)
-                held += sum(piece.num_held for piece in pieces[: -1 if row.done > row.begin else None])
-                pieces, left = [], chunk_tokens
-            pieces.append(row.piece(left))
-            left -= pieces[-1].new
-    if pieces:
-        yield packed_work(pieces, held)
+    for lane in lanes:
+        found.append([])
+        for size in lane:
+            row = behind(next(of))
+            begin = row.end if row is not None else 0
+            found[-1].append(_Row(begin=begin, end=size.num_prompt_tokens, behind=row, size=size))
+    return found
 
 
 def _columns(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from ...batching.admission import AdmissionLimits
 from ...batching.balance import Block
+from ...batching.prefixes import IN_LANES, SharingRule
 from ...config import Admission
 from ...resources import Resource
 from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize
@@ -19,7 +20,7 @@ from ..schedule.schedule import make_schedule
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from .durations import PricedStages, durations
-from .lane_work import LaneWork, decode_work, prefill_works
+from .lane_work import LaneWork, block_prefills, decode_work
 from .mixed_passes import mixed_passes
 from .rates import MachineRates
 from .script import Links, Script
@@ -122,9 +123,9 @@ def predict(
         return Prediction(prefill=PhaseTime(), decode=PhaseTime())
     if admission is Admission.continuous and shape.is_packed:
         return clock.added(mixed_stretches(placement, blocks, sizes, chunk_tokens))
-    chosen = evenly(blocks, MAX_BLOCKS)
+    chosen, rule = evenly(blocks, MAX_BLOCKS), placement.sharing
     lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in chosen]
-    stretches = [stretch for block in lanes for stretch in block_stretches(shape, block, chunk_tokens)]
+    stretches = [stretch for block in lanes for stretch in block_stretches(shape, block, chunk_tokens, rule)]
     found, times = clock.added(stretches, num_blocks=len(chosen)), len(blocks) / len(chosen)
     return Prediction(prefill=PhaseTime().plus(found.prefill, times), decode=PhaseTime().plus(found.decode, times))
 
@@ -150,7 +151,8 @@ def predict_roughly(
     max_prefills: int = 3,
 ) -> Prediction:
     """The prediction for one block, by few of its passes."""
-    stretches = list(block_stretches(shape, lanes, chunk_tokens, max_prefills=max_prefills, max_decodes=1))
+    rule, most = placement.sharing, max_prefills
+    stretches = list(block_stretches(shape, lanes, chunk_tokens, rule, max_prefills=most, max_decodes=1))
     return _Clock(shape=shape, placement=placement, rates=rates).added(stretches)
 
 
@@ -180,17 +182,18 @@ def block_stretches(
     shape: ModelShape,
     lanes: Sequence[MicroBatch],
     chunk_tokens: int,
+    rule: SharingRule = IN_LANES,
     *,
     max_prefills: int = MAX_STRETCHES,
     max_decodes: int = MAX_STRETCHES,
 ) -> Iterator[Stretch]:
     """Prefill passes, from which lanes drop out as they have no prompts left, the last with what is left of them; then
     decode passes, from which they drop out as their sequences end."""
-    prompts = [prefill_works(shape, lane, chunk_tokens) for lane in lanes]
+    prompts = block_prefills(shape, lanes, chunk_tokens, rule)
     ends = {size.max_new_tokens - 1 for lane in lanes for size in lane}
 
     def prefilling(turn: int) -> list[LaneWork]:
-        return [works[turn] for works in prompts if turn < len(works)]
+        return [work for works in prompts if turn < len(works) and (work := works[turn]) is not None]
 
     def decoding(turn: int) -> list[LaneWork]:
         return [work for lane in lanes if (work := decode_work(shape, lane, turn)) is not None]

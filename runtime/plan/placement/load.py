@@ -10,7 +10,7 @@ from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, lane_entries, pass_token
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """`num_kv_pages` are shared by the lanes; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
+    """`num_kv_pages` are shared by the lanes, of which each keeps its own prefixes; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
     block may have more pages, rows or tokens than any of `lanes`: `most_...` and `all_...` are the most of any."""
 
     shape: ModelShape
@@ -23,6 +23,7 @@ class Load:
     most_positions: int  # that one sequence caches
     all_rows: int  # sequences of all lanes of a block
     all_tokens: int  # of all lanes of a block in one pass
+    num_spared_pages: int  # of `num_kv_pages`, where lanes share among themselves
     num_prefill_passes: float  # of the whole run or of one block: what counts is how they compare
     num_decode_passes: float
 
@@ -31,11 +32,13 @@ class Load:
         """Pages so many that every sequence can run to its limit."""
         pages = [kv_tokens(shape, [lane]) // PAGE_TOKENS for lane in lanes]
         tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in lanes]
+        together = kv_tokens(shape, lanes, among_lanes=True) // PAGE_TOKENS
         return Load(
             shape=shape,
             lanes=lanes,
             chunk_tokens=chunk_tokens,
             num_kv_pages=sum(pages),
+            num_spared_pages=sum(pages) - together,
             most_pages=max(pages, default=0),
             most_rows=max(map(len, lanes), default=0),
             most_tokens=max(tokens, default=0),
@@ -52,9 +55,11 @@ class Load:
         may be fewer than another's, which the pool must hold all the same."""
         loads = [Load.of(shape, lanes, chunk_tokens) for lanes in blocks] or [Load.of(shape, [], chunk_tokens)]
         heaviest = max(loads, key=lambda load: load.lane_bytes)
+        num_kv_pages = max(load.num_kv_pages for load in loads)
         return replace(
             heaviest,
-            num_kv_pages=max(load.num_kv_pages for load in loads),
+            num_kv_pages=num_kv_pages,
+            num_spared_pages=num_kv_pages - max(load.num_kv_pages - load.num_spared_pages for load in loads),
             most_pages=max(load.most_pages for load in loads),
             most_rows=max(load.most_rows for load in loads),
             most_tokens=max(load.most_tokens for load in loads),

@@ -66,12 +66,14 @@ class SequenceSize:
 MicroBatch = Sequence[SequenceSize]
 
 
-def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> int:
+def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], *, among_lanes: bool = False) -> int:
     """KV positions of a block, when every sequence has run to its limit. A padded lane holds a rectangle as wide as its
     longest prompt and longest answer; of an encoder-decoder's, the decoder's own positions are those of the answer.
-    Those that sequences of a lane share are counted once: pages that are whole, and one that is not."""
+    Those that sequences of a lane share, or with `among_lanes` of the block, are counted once: pages that are whole,
+    and one that is not."""
     if shape.is_packed:
-        return sum(size.capacity_tokens for lane in micro_batches for size in lane) - sum(map(_spared, micro_batches))
+        sharing = [[size for lane in micro_batches for size in lane]] if among_lanes else micro_batches
+        return sum(size.capacity_tokens for lane in micro_batches for size in lane) - sum(map(_spared, sharing))
     return sum(len(lane) * _longest(shape, lane) for lane in micro_batches if lane)
 
 
@@ -105,9 +107,7 @@ def computed_tokens(lane: MicroBatch) -> int:
     shares, num_tokens = shares_of(lane), sum(size.num_prompt_tokens for size in lane)
     if shares is None:
         return num_tokens
-    spared = sum(prefix.num_tokens for prefix in shares.of if prefix is not None)
-    kept = sum(p.num_tokens - (parent.num_tokens if parent is not None else 0) for p, parent in shares.parents.items())
-    return num_tokens - spared + kept
+    return num_tokens - shares.num_spared()
 
 
 def _longest(shape: ModelShape, lane: MicroBatch) -> int:

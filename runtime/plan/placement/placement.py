@@ -5,12 +5,14 @@ that takes of each memory; and where it is too much, which config keys can make 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ...batching.prefixes import SharingRule
 from ...config import ExpertPaging, KVTier
 from ..schedule.walk import Walk
 from .exchange import ExchangeSize
 from .feedforward import CpuShare
 from .kv import KVLayout
 from .ledger import Ledger
+from .memory import PAGE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,14 @@ class Placement:
     @property
     def host_layers(self) -> frozenset[int]:
         return frozenset(self.kv.page_bytes) if self.kv.stays_in_host else frozenset()
+
+    @property
+    def sharing(self) -> SharingRule:
+        """How far prompts share what they begin with. Lanes that keep keys and values in host memory have no copy of a
+        page there, nor anybody's in the pass that computes them; those that travel come to one lane at a time."""
+        in_host = self.kv.stays_in_host
+        among_lanes = in_host or not self.kv.page_bytes
+        return SharingRule(among_lanes=among_lanes, in_pass=not in_host, page_tokens=PAGE_TOKENS if in_host else 1)
 
     @property
     def shared(self) -> frozenset[int]:

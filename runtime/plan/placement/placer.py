@@ -95,13 +95,15 @@ class _Placer:
                 if key in seen:
                     continue
                 seen.add(key)
+                num_slots = 0 if beside_cpu else self.config.kv.num_slots
+                spared = 0 if layers and num_slots else self.load.num_spared_pages
                 yield kv_layout(
                     self.shape,
                     tier,
                     layers,
-                    num_pages=self.load.num_kv_pages,
+                    num_pages=self.load.num_kv_pages - spared,
                     slot_pages=min(self.load.most_pages, self.load.num_kv_pages),
-                    num_slots=0 if beside_cpu else self.config.kv.num_slots,
+                    num_slots=num_slots,
                 )
 
     def _pagings(self) -> list[ExpertPaging]:

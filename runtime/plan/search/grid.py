@@ -78,6 +78,14 @@ class PolicyGrid:
         sizes, place = np.unique(self.micro_batch, return_inverse=True)
         return np.array([number_of(int(size)) for size in sizes])[place]
 
+    def by_sharing_size(self, number_of: Callable[[int], float], has_device: bool) -> Floats:
+        """A number that follows from how many sequences may share a prefix: those of a block, and of a lane where keys
+        and values travel."""
+        travels = (self.kv_fraction < 1) & ~(has_device & self.cpu_attends)
+        most = np.where(travels, self.micro_batch, np.ceil(self.sequences)).astype(np.int64)
+        sizes, place = np.unique(most, return_inverse=True)
+        return np.array([number_of(int(size)) for size in sizes])[place]
+
     def policy(self, at: int) -> Policy:
         """The policy at a place of the grid, with the sizes that come out, which are no larger than those asked for and
         make the same blocks."""

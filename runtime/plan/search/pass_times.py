@@ -61,7 +61,10 @@ class Roofline:
 
     def _spared_tokens(self, grid: PolicyGrid) -> Floats:
         """The tokens of each prompt that others compute and hold."""
-        return grid.by_lane_size(self.workload.mean_spared_tokens) if self.is_packed else np.zeros_like(grid.rows)
+        return self._shared(grid, self.workload.mean_spared_tokens) if self.is_packed else np.zeros_like(grid.rows)
+
+    def _shared(self, grid: PolicyGrid, number_of: Callable[[int], float]) -> Floats:
+        return grid.by_sharing_size(number_of, self.has_device)
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
         """Tokens of a lane in one prefill pass; a padded one takes a column at least. Where nobody says how many, all:
@@ -100,7 +103,7 @@ class Roofline:
         share = chunk / np.maximum(1e-9, grid.rows * prompts)  # of the block's prompts, in this pass
         pairs = prompts**2
         if self.is_packed:
-            pairs = self.workload.mean_squared_tokens - grid.by_lane_size(self.workload.mean_spared_squares)
+            pairs = self.workload.mean_squared_tokens - self._shared(grid, self.workload.mean_spared_squares)
         attention = layers * grid.sequences * share * pairs / 2 * work.pair_flops
         compute = self._products(grid, chunk, max(1, self.workload.num_scored) / np.maximum(1.0, prompts))
         kv_bytes = layers * grid.lanes * chunk * work.kv_bytes * (1 - grid.kv_fraction)

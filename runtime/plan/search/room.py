@@ -132,7 +132,8 @@ class _Need:
     def _positions(self) -> Floats:
         grid, workload = self._grid, self._workload
         if self._shape.is_packed:
-            per_sequence = workload.mean_capacity_tokens - grid.by_lane_size(workload.mean_spared_tokens)
+            spared = grid.by_sharing_size(workload.mean_spared_tokens, self._has_device)
+            per_sequence = workload.mean_capacity_tokens - spared
         elif self._shape.has_encoder:
             per_sequence = round_up(max(workload.max_new_tokens, workload.num_scored), PAGE_TOKENS)
         else:

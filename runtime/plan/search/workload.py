@@ -22,7 +22,7 @@ class SharedStretch:
     count: int
 
     def num_spared(self, lane_size: int) -> int:
-        """How often it need not be computed, if those who share it fill lanes of so many sequences."""
+        """How often it need not be computed, if those who share it fill lanes, or blocks, of so many sequences."""
         return self.count * (self.num_sharing - -(-self.num_sharing // lane_size))
 
 
@@ -94,7 +94,7 @@ class Workload:
         return sum(longest) / max(1, num_lanes)
 
     def mean_spared_tokens(self, lane_size: int) -> float:
-        """The tokens of each prompt that need not be computed because another one of its lane has them."""
+        """The tokens of each prompt that need not be computed because another one has them, of lanes or blocks of so many."""
         spared = sum((each.end - each.begin) * each.num_spared(lane_size) for each in self.shared)
         return spared / max(1, self.num_requests)
 
