@@ -17,14 +17,12 @@ from .budgets import device_limited, require_within
 from .closing import Closing
 from .completions import CompletionStream, Result, ResultStream
 from .config import (
-    Admission,
     Attention,
     PolicyKind,
     Pooling,
     Readout,
     RuntimeConfig,
     SamplingOverrides,
-    SharePrefixes,
 )
 from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
 from .engine.encoding_requests import Wanted, require_readable, require_text
@@ -47,7 +45,7 @@ from .model.head import slice_head
 from .model.loading import LoadedModel, load_model
 from .opening import Opening
 from .plan.cost.rates import MachineRates
-from .plan.facts import PlanFacts
+from .plan.facts import PlanFacts, why_unshared
 from .plan.placement.memory import SequenceSize
 from .plan.placement.placement import Budgets
 from .plan.placement.placer import kv_tiers
@@ -222,9 +220,8 @@ class Runtime(Closing):
 
     def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
         """What a plan asks of all requests of a run, with what they share where they may."""
-        policy, shape = self.config.policy, self.model.shape
-        is_wave = policy.share_prefixes is SharePrefixes.auto and policy.admission is Admission.wave
-        if is_wave and shape.is_packed and self.model.rope_lengths is None:
+        has_lengths = self.model.rope_lengths is not None
+        if why_unshared(self.config, self.model.shape, has_rope_lengths=has_lengths) is None:
             return sizes_sharing(requests)
         return [request.size for request in requests]
 

@@ -140,7 +140,8 @@ class Planner:
 
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
-        return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype)
+        has_lengths = self.model.rope_lengths is not None
+        return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype, has_rope_lengths=has_lengths)
 
     def announce(self, plan: RunPlan, advised: set[str]) -> None:
         """Logs what the plan is, its ledgers, and advice on it; of that only what is not in `advised`, to which it is

@@ -29,11 +29,16 @@ def _counts(summary: Summary) -> list[Line]:
         *((f"rows {status}", f"{count:,}", "") for status, count in summary.rows.items() if count or status == "ok"),
         *_elapsed(summary),
         ("prompt tokens", f"{prompt:,}", ""),
-        *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else []),
+        *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else _unshared(summary)),
         *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
         (done, f"{useful:,}", ""),
         *([(f"{done}, of ended rows too", f"{issued:,}", "")] if issued != useful else []),
     ]
+
+
+def _unshared(summary: Summary) -> list[Line]:
+    why = summary.plan.why_unshared if summary.plan is not None else None
+    return [(f"prompt tokens spared by sharing, off: {why}", "0", "")] if why else []
 
 
 def _elapsed(summary: Summary) -> list[Line]:

@@ -2,11 +2,26 @@
 
 from dataclasses import dataclass
 
-from ..config import Attention, FeedForward, KVTier, RuntimeConfig
+from ..batching.prefixes import num_spared
+from ..config import Admission, Attention, FeedForward, KVTier, RuntimeConfig, SharePrefixes
 from ..units import counted
 from .placement.defaults import chunk_tokens
 from .planner import RunPlan
 from .shape.model import ModelShape
+
+
+def why_unshared(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: bool) -> str | None:
+    """Why no prompt shares what it begins with; None where they may. Rectangles have no pages, and where embeddings
+    know a sequence's length equal tokens of two have other keys."""
+    if config.policy.share_prefixes is SharePrefixes.off:
+        return "policy.share_prefixes=off"
+    if not shape.is_packed:
+        return "this model's lanes are padded"
+    if has_rope_lengths:
+        return "this model's rotary embeddings know each prompt's length"
+    if config.policy.admission is not Admission.wave:
+        return f"policy.admission={config.policy.admission.value}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +52,17 @@ class PlanFacts:
     num_lanes: int
     lane_size: int  # most sequences of a micro-batch
     prefill_chunk_tokens: int  # of a micro-batch in one pass, at most
+    sharing: str = ""  # block or micro-batch: among whom prompts share what they begin with; off
+    why_unshared: str | None = None
+    num_spared_tokens: int = 0  # of prompts, because others compute them
 
     @staticmethod
-    def of(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, dtype: str) -> "PlanFacts":
-        placement = plan.placement
+    def of(
+        config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, dtype: str, has_rope_lengths: bool = False
+    ) -> "PlanFacts":
+        placement, rule = plan.placement, plan.placement.sharing
+        why = why_unshared(config, shape, has_rope_lengths=has_rope_lengths)
+        groups = [block.micro_batches for block in plan.blocks]
         attention = Attention.cpu if placement.decode_walk.attending else Attention.device
         kv = placement.kv.tier if placement.kv.page_bytes else KVTier.device
         return PlanFacts(
@@ -65,6 +87,9 @@ class PlanFacts:
             num_lanes=plan.num_lanes,
             lane_size=plan.lane_size,
             prefill_chunk_tokens=chunk_tokens(plan.policy),
+            sharing="off" if why else "block" if rule.among_lanes else "micro-batch",
+            why_unshared=why,
+            num_spared_tokens=0 if why else num_spared(groups, plan.prefixes, rule),
         )
 
     def __str__(self) -> str:
@@ -73,6 +98,7 @@ class PlanFacts:
                 "plan:",
                 f"  blocks    {self._blocks}, admission={self.admission}, {self.dtype}",
                 f"  prompts   up to {self.prefill_chunk_tokens:,} tokens of a micro-batch in one pass",
+                f"  sharing   {self._sharing}",
                 f"  schedule  {self.schedule}, decode attention={self.attention}",
                 f"  weights   {self.weights}{self._streaming}",
                 f"  experts   paging={self.expert_paging}{self._paging}",
@@ -85,6 +111,12 @@ class PlanFacts:
         each = ", each" if self.num_blocks > 1 else ""
         lanes = "1 micro-batch" if self.num_lanes == 1 else f"{self.num_lanes} micro-batches"
         return f"{counted(self.num_blocks, 'block')}{each} of up to {lanes} of {counted(self.lane_size, 'sequence')}"
+
+    @property
+    def _sharing(self) -> str:
+        if self.why_unshared:
+            return f"off: {self.why_unshared}"
+        return f"in each {self.sharing}: {self.num_spared_tokens:,} tokens that prompts begin with are spared"
 
     @property
     def _streaming(self) -> str:

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.batching.prefixes import SharedPrefix
 from runtime.config import (
+    Admission,
     Attention,
     ExpertPaging,
     KVConfig,
@@ -16,6 +18,7 @@ from runtime.config import (
     Prefetch,
     PrefetchConfig,
     RuntimeConfig,
+    SharePrefixes,
     Tier,
 )
 from runtime.plan.cost.rates import MachineRates
@@ -94,3 +97,31 @@ def test_paged_are_the_streamed_mixtures(paging: ExpertPaging, num_paged: int) -
     config = replace(NVME, offload=OffloadConfig(tier=Tier.nvme, resident_layers=2, expert_paging=paging))
     found = facts(config, toy_mixture())
     assert (found.expert_paging, found.num_paged_stages) == (paging.value, num_paged)
+
+
+def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
+    prefix = SharedPrefix(num_tokens=20)
+    sizes = [size.behind(prefix) for size in sizes_of([30] * 6)]
+
+    def sharing(shape: ModelShape, config: RuntimeConfig = NVME, *, has_rope_lengths: bool = False) -> PlanFacts:
+        plan = plan_run(shape, config, Budgets(host_bytes=GIB), sizes, rates=RATES)
+        return PlanFacts.of(config, shape, plan, dtype="float32", has_rope_lengths=has_rope_lengths)
+
+    found = sharing(toy_shape())
+    assert (found.sharing, found.num_spared_tokens, found.why_unshared) == ("block", 5 * 20, None)
+    assert "in each block: 100 tokens that prompts begin with are spared" in str(found)
+    travelling = sharing(toy_shape(), replace(NVME, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)))
+    assert (travelling.sharing, travelling.num_spared_tokens) == ("micro-batch", 4 * 20)
+    off = {
+        "policy.share_prefixes=off": sharing(
+            toy_shape(), replace(NVME, policy=replace(POLICY, share_prefixes=SharePrefixes.off))
+        ),
+        "policy.admission=continuous": sharing(
+            toy_shape(), replace(NVME, policy=replace(POLICY, admission=Admission.continuous))
+        ),
+        "padded": sharing(replace(toy_shape(), is_packed=False)),
+        "rotary": sharing(toy_shape(), has_rope_lengths=True),
+    }
+    for why, facts in off.items():
+        assert (facts.sharing, facts.num_spared_tokens) == ("off", 0)
+        assert why in str(facts)

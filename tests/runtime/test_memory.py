@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.batching.prefixes import SharedPrefix
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize, chunk_columns, kv_tokens, lane_entries
 from runtime.plan.shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
 from runtime.units import MIB
@@ -69,3 +70,10 @@ def test_attention_on_an_accelerator_is_counted_by_its_way(way: AttentionWay) ->
         longest=1024,
     )
     assert counted.equation.endswith(f"attention {device_attention_bytes(way, sizes):,} B")
+
+
+def test_lanes_that_share_hold_a_prefix_once() -> None:
+    prefix = SharedPrefix(num_tokens=40)
+    lanes = [[SequenceSize(num_prompt_tokens=50, max_new_tokens=3, prefix=prefix)] * 2] * 3
+    assert kv_tokens(toy_shape(), lanes) == 3 * (48 + 2 * (64 - 32))
+    assert kv_tokens(toy_shape(), lanes, among_lanes=True) == 48 + 6 * (64 - 32)

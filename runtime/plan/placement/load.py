@@ -10,7 +10,8 @@ from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, lane_entries, pass_token
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """`num_kv_pages` are shared by the lanes, of which each keeps its own prefixes; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
+    """`num_kv_pages` are shared by the lanes, each of which keeps prefixes of its own, and `num_spared_pages` fewer
+    serve where lanes share those too; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
     block may have more pages, rows or tokens than any of `lanes`: `most_...` and `all_...` are the most of any."""
 
     shape: ModelShape

@@ -94,7 +94,7 @@ class Workload:
         return sum(longest) / max(1, num_lanes)
 
     def mean_spared_tokens(self, lane_size: int) -> float:
-        """The tokens of each prompt that need not be computed because another one has them, of lanes or blocks of so many."""
+        """The tokens of each prompt that need not be computed because others of its lane or block have them."""
         spared = sum((each.end - each.begin) * each.num_spared(lane_size) for each in self.shared)
         return spared / max(1, self.num_requests)
 
