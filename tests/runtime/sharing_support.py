@@ -12,6 +12,7 @@ from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request
 from runtime.plan.cost.lane_work import block_prefills
 from runtime.plan.placement.defaults import chunk_tokens
+from runtime.plan.planner import RunPlan
 from tests.support import clear_tokens, made_once, transformers_model
 
 STEM, BRANCH = 21, 20  # tokens; neither ends at the end of a page
@@ -69,18 +70,9 @@ def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
     assert len(requests) == len(prompts), made
     plan, passes, found = runtime.plan(requests), list[PassRecord](), dict[int, Completion]()
     with runtime.session(plan) as session:
-        for block in plan.blocks:
-            found |= dict(zip(block.members, session.run(block, requests, passes.append), strict=True))
+        found |= dict(session.generate(requests, passes.append))
         pool = session._engine.lanes.pages.pool
-    planned = num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, plan.placement.sharing)
-    assert planned == sum(record.counts.spared_tokens for record in passes)
-    sizes, chunk, rule = runtime.sizes(requests), chunk_tokens(plan.policy), plan.placement.sharing
-    works = [[[sizes[i] for i in group] for group in block.micro_batches] for block in plan.blocks]
-    prefills = [block_prefills(runtime.model.shape, lanes, chunk, rule) for lanes in works]
-    computed = [work.num_tokens for lanes in prefills for lane in lanes for work in lane if work is not None]
-    assert sum(computed) == sum(record.counts.prompt_tokens for record in passes)
-    planned_passes = sum(max(map(len, lanes)) for lanes in prefills)
-    assert planned_passes == sum(record.counts.prompt_tokens > 0 for record in passes)
+    _require_as_planned(runtime, plan, requests, passes)
     assert all(completion.is_ok for completion in found.values()), found
     return Ran(
         tokens=[list(found[i].token_ids) for i in range(len(prompts))],
@@ -88,6 +80,25 @@ def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
         num_spared=sum(record.counts.spared_tokens for record in passes),
         num_pages_left=pool.num_pages - pool.num_free,
     )
+
+
+def _require_as_planned(runtime: Runtime, plan: RunPlan, requests: list[Request], passes: list[PassRecord]) -> None:
+    """What is spared, and what is computed in how many passes, is what the plan says."""
+    sizes, rule = runtime.sizes(requests), plan.placement.sharing
+    spared = num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, rule)
+    assert sum(record.counts.spared_tokens for record in passes) == spared
+    prefills = [
+        block_prefills(
+            runtime.model.shape,
+            [[sizes[i] for i in group] for group in block.micro_batches],
+            chunk_tokens(plan.policy),
+            rule,
+        )
+        for block in plan.blocks
+    ]
+    computed = [work.num_tokens for lanes in prefills for lane in lanes for work in lane if work is not None]
+    assert sum(record.counts.prompt_tokens for record in passes) == sum(computed)
+    assert sum(record.counts.prompt_tokens > 0 for record in passes) == sum(max(map(len, lanes)) for lanes in prefills)
 
 
 def unshared(config: RuntimeConfig) -> RuntimeConfig:

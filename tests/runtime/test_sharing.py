@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -117,6 +118,47 @@ def test_scores_behind_random_tries_are_those_of_each_prompt_by_itself(
     shared = Runtime(config).score(pairs)
     alone = Runtime(unshared(config)).score(pairs)
     for one, other in zip(shared, alone, strict=True):
+        assert one.error is None
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
+
+
+PLACES = ("device", "cpu", "nvme", "attention")  # of keys and values
+
+
+def tried(seed: int) -> list[list[int]]:
+    """Prompts of a random trie; one alone, equal ones, and some that part where a page ends or beside that."""
+    rng = Random(seed)
+    if seed % 4 == 3:
+        stem = rng.choices(range(5, 600), k=rng.choice((15, 16, 17, 31, 32, 33)))
+        return [[*stem, token, *rng.choices(range(5, 600), k=rng.randint(0, 20))] for token in range(20, 28)]
+    drawn = [list(prompt) for prompt in drawn_prompts(seed, floor=5) if prompt]
+    return [drawn[:1], drawn[:1] * 7, drawn][seed % 3] if seed % 4 == 1 else drawn
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 9])
+def test_random_tries_get_the_tokens_and_scores_of_each_prompt_by_itself(
+    seed: int, place: str, reference: References
+) -> None:
+    rng, prompts = Random(seed), tried(seed)
+    order = rng.choice([each for each in Order if place == "attention" or not each.style.needs_cpu_attention])
+    ways = policy(
+        micro_batch_size=rng.randint(1, 6),
+        num_micro_batches=rng.randint(1, 4),
+        prefill_chunk_tokens=rng.choice((5, 16, 64)),
+        schedule=order,
+        attention=Attention.cpu if place == "attention" else Attention.device,
+    )
+    kv = KVConfig(tier=KVTier(place), device_fraction=0.5) if place in ("cpu", "nvme") else KVConfig()
+    config = replace(config_for(reference("llama")), kv=kv, policy=ways)
+    device = FakeDevice() if place in ("cpu", "attention") else None
+    shared, alone = (run_alike(Runtime(each, device=device), prompts) for each in (config, unshared(config)))
+    assert shared.tokens == alone.tokens
+    assert (shared.num_pages_left, alone.num_spared) == (0, 0)
+    assert shared.num_computed + shared.num_spared == alone.num_computed
+    pairs = [Targets(tuple(prompt), [prompt[-3:], [5, 6]]) for prompt in prompts[:6]]
+    scores = (Runtime(each, device=device).score(pairs) for each in (config, unshared(config)))
+    for one, other in zip(*scores, strict=True):
         assert one.error is None
         assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
 
