@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from jobs.datasets.config import DatasetConfig, DatasetKind, read_rows
 from runtime import Runtime, Targets
+from runtime.batching.prefixes import num_spared
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
-from runtime.plan.placement.memory import computed_tokens
 from runtime.scoring import ask_scores
 from runtime.synthesize.tokenizer import tokenizer_from
 
@@ -101,8 +101,8 @@ def num_computed(runtime: Runtime, requests: Sequence[Request]) -> tuple[int, in
         for block in plan.blocks:
             session.run(block, requests, passes.append)
     facts = f"{len(plan.blocks)} blocks of up to {plan.num_lanes} x {plan.lane_size}"
-    sizes = runtime.sizes(requests)
-    planned = sum(computed_tokens([sizes[i] for i in lane]) for block in plan.blocks for lane in block.micro_batches)
+    spared = num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, plan.placement.sharing)
+    planned = sum(len(request.prompt_ids) for request in requests) - spared
     return planned, sum(record.counts.prompt_tokens for record in passes), facts
 
 

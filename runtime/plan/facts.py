@@ -116,6 +116,8 @@ class PlanFacts:
     def _sharing(self) -> str:
         if self.why_unshared:
             return f"off: {self.why_unshared}"
+        if not self.num_spared_tokens:
+            return f"in each {self.sharing}: no prompts are known to begin alike"
         return f"in each {self.sharing}: {self.num_spared_tokens:,} tokens that prompts begin with are spared"
 
     @property

@@ -112,6 +112,7 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
     assert "in each block: 100 tokens that prompts begin with are spared" in str(found)
     travelling = sharing(toy_shape(), replace(NVME, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)))
     assert (travelling.sharing, travelling.num_spared_tokens) == ("micro-batch", 4 * 20)
+    assert "in each block: no prompts are known to begin alike" in str(facts(NVME))
     off = {
         "policy.share_prefixes=off": sharing(
             toy_shape(), replace(NVME, policy=replace(POLICY, share_prefixes=SharePrefixes.off))
@@ -122,6 +123,6 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
         "padded": sharing(replace(toy_shape(), is_packed=False)),
         "rotary": sharing(toy_shape(), has_rope_lengths=True),
     }
-    for why, facts in off.items():
-        assert (facts.sharing, facts.num_spared_tokens) == ("off", 0)
-        assert why in str(facts)
+    for why, each in off.items():
+        assert (each.sharing, each.num_spared_tokens) == ("off", 0)
+        assert why in str(each)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from runtime.batching.prefixes import SharedPrefix
 from runtime.config import (
     Admission,
     Attention,
@@ -141,3 +142,15 @@ def test_what_is_aware_of_costs_reads_one_stage_ahead_while_nothing_is_measured(
     found = plan_run(SHAPE, config, Budgets(host_bytes=4 * GIB), SIZES[:4])
     assert found.prefetch == PrefetchConfig(kind=Prefetch.lookahead, depth=1)
     assert found.placement.walk.num_slots == 2
+
+
+@pytest.mark.parametrize(
+    ("kv", "num_copies"), [(KVConfig(tier=KVTier.device), 1), (KVConfig(tier=KVTier.nvme, device_fraction=0.0), 4)]
+)
+def test_a_block_has_pages_for_a_prefix_once_where_its_lanes_share_it(kv: KVConfig, num_copies: int) -> None:
+    prefix = SharedPrefix(num_tokens=400)
+    sizes = [size.behind(prefix) for size in sizes_of([410] * 16, max_new_tokens=6)]
+    policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=4)
+    plan = plan_run(toy_shape(), RuntimeConfig(policy=policy, kv=kv), Budgets(host_bytes=GIB), sizes)
+    assert (plan.block_size, plan.num_lanes) == (16, 4)
+    assert plan.placement.kv.num_pages == num_copies * 400 // PAGE_TOKENS + 16
