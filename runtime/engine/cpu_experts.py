@@ -4,7 +4,7 @@ The engine's thread sends the tokens down, queues all that is brought and comput
 the device works at that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from ..model.experts import Visits, multiplied_bare
 from ..model.loading import LoadedModel
 from ..plan.placement.feedforward import CpuShare
+from ..plan.shape.shapes import Stage
 from ..stream.exchange import HostExchange, Trip
 from ..stream.experts import ExpertStream
 from ..weights.stage_weights import stage_weights
@@ -84,7 +85,16 @@ class CpuExperts:
 
     def _matrices(self, errand: Errand, expert: int) -> dict[str, torch.Tensor]:
         found = self.stream.in_host(errand.stage, expert)
-        dtypes = {parameter.name: torch.float32 for parameter in found.stage.parameters}
-        placed = found.placed
-        weights = stage_weights(found.stage, placed.buffer, placed.tensor_offsets, dtypes, self.loaded.backends)
-        return {name.removeprefix(f"{errand.path}."): weight[0] for name, weight in weights.items()}
+        return host_matrices(
+            self.loaded, found.stage, found.placed.buffer, found.placed.tensor_offsets, prefix=f"{errand.path}."
+        )
+
+
+def host_matrices(
+    loaded: LoadedModel, expert: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int], *, prefix: str
+) -> dict[str, torch.Tensor]:
+    """The matrices of one expert where its bytes lie in host memory, to be multiplied in float32, by the names that
+    their module has behind `prefix`."""
+    dtypes = {parameter.name: torch.float32 for parameter in expert.parameters}
+    weights = stage_weights(expert, buffer, tensor_offsets, dtypes, loaded.backends)
+    return {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}

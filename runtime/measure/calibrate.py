@@ -18,6 +18,7 @@ from ..plan.cost.lane_work import packed_work
 from ..plan.cost.rates import UNLIMITED, MachineRates
 from ..plan.cost.typical_load import TypicalLoad
 from ..plan.cost.work import stage_works
+from ..plan.placement.experts import pageable_stages
 from ..plan.placement.memory import GATED_ROWS, PAGE_TOKENS
 from ..plan.shape.extents import device_layout, slot_layout
 from ..plan.shape.model import ModelShape
@@ -27,7 +28,7 @@ from ..stream.device import ComputeDevice
 from ..units import MIB
 from .attention import AttentionShape, decoding, prefilling
 from .disk import reading
-from .experts import ExpertProbes
+from .experts import ExpertProbes, on_cpu
 from .linear import multiplying
 from .memory import copying, gating
 from .profiling_pass import ProfilingPass
@@ -62,6 +63,7 @@ def measure_rates(
         memory_bytes_per_second=run.memory().rate(),
         attention_bytes_per_second=run.decode_attention(device).rate() if device.is_accelerator else beside,
         cpu_attention_bytes_per_second=beside,
+        cpu_flops_per_second=run.cpu_products(),
         prefill_attention_flops_per_second=run.prompt_attention().rate(),
     )
     return run.profiled(rates)
@@ -151,6 +153,15 @@ class RunProbes:
         runs its own."""
         probes = ExpertProbes.of(self.loaded, self.device, layer.stage, layer.weights, layer.expert)
         return probes.rates(self.usual.product_rows) if probes is not None else {}
+
+    def cpu_products(self) -> float | None:
+        """FLOPs per second of an expert on the CPU beside an accelerator; None where it multiplies none."""
+        stage = self.typical
+        if not self.device.is_accelerator or not self.shape.has_bare_experts:
+            return None
+        if self.shape.has_encoder or stage.index not in pageable_stages(self.shape):
+            return None
+        return on_cpu(self.loaded, stage, self._read(stage.expert(0))[0]).rate()
 
     def memory(self) -> Timed:
         """The activation between two products, as it streams through memory."""

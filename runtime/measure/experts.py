@@ -5,15 +5,19 @@ from dataclasses import dataclass
 
 import torch
 
+from ..engine.cpu_experts import host_matrices
 from ..engine.experts import BatchedExperts
 from ..events import NeedExperts, Weights
-from ..model.experts import Visits, bound_matrices, is_experts, mixed
+from ..model.experts import Visits, bound_matrices, is_experts, mixed, multiplied_bare
 from ..model.loading import LoadedModel
 from ..model.stages import StreamedModule
 from ..plan.cost.work import StageWork, stage_works
+from ..plan.shape.extents import slot_layout
 from ..plan.shape.shapes import Stage
 from ..stream.device import ComputeDevice
 from .timing import Timed
+
+HOST_ROWS = 64  # of an expert on the CPU: its weights are read once for all of them, and reading has a rate of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +97,15 @@ class ExpertProbes:
             return mixed(self.module, hidden_TD, visits, [(0, bound_matrices(self.module, 0, self.paged))])
 
         return Timed(self._flops(num_rows), act, self.device.finish)
+
+
+def on_cpu(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timed:
+    """FLOPs of expert 0 of `stage`, whose bytes alone lie in `host`, as the CPU multiplies it beside an accelerator."""
+    streamed = next(module for module in loaded.staged.modules if module.stage == stage.index)
+    path, module = next((path, each) for path, each in streamed.inner.named_modules() if is_experts(each))
+    expert = stage.expert(0)
+    offsets = slot_layout(expert).tensor_offsets
+    matrices = host_matrices(loaded, expert, host, offsets, prefix=f"{streamed.name}.{path}.")
+    x_VD = torch.ones(HOST_ROWS, loaded.shape.hidden_size)
+    work = stage_works(loaded.shape, frozenset())[stage.index]
+    return Timed(2.0 * HOST_ROWS * work.expert_weights, lambda: multiplied_bare(module, matrices, 0, x_VD))

@@ -1,6 +1,7 @@
 """A run's own layers, experts and lanes are measured, of every kind of lane; how fast: test_calibrate_numbers.py."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from runtime.config import ModelConfig
 from runtime.measure import calibrate
-from runtime.measure.calibrate import measure_rates
+from runtime.measure.calibrate import RunProbes, measure_rates
+from runtime.measure.experts import HOST_ROWS
+from runtime.measure.timing import Timed
 from runtime.model.loading import load_model
 from runtime.plan.cost.rates import UNLIMITED
 from runtime.plan.cost.typical_load import TypicalLoad
@@ -17,6 +20,7 @@ from runtime.plan.placement.experts import pageable_stages
 from runtime.plan.shape.extents import slot_layout
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
+from tests.fake_device import FakeDevice
 from tests.support import synthesize
 from tests.toy import sizes_of, toy_shape
 
@@ -44,6 +48,39 @@ def test_every_rate_that_a_plan_asks_for_is_measured(family: str, is_paged: bool
     assert 0 < rates.attention_bytes_per_second < UNLIMITED
     assert 0 < rates.pass_seconds < 1
     assert 0 <= rates.turn_seconds < 1
+
+
+@pytest.mark.parametrize(
+    ("family", "is_shared"), [("mixtral", True), ("deepseek-v3", True), ("gpt-oss", False), ("llama", False)]
+)
+def test_products_on_the_cpu_are_measured_where_it_may_multiply_experts_beside_a_device(
+    family: str, is_shared: bool, tmp_path: Path
+) -> None:
+    """gpt-oss has experts with biases."""
+    loaded = load_model(ModelConfig(name=family, path=str(synthesize(family, tmp_path))), torch.device("cpu"), None)
+    with Reader(num_threads=2) as reader:
+        beside, alone = (
+            RunProbes(loaded=loaded, reader=reader, device=device, usual=USUAL, paged=frozenset()).cpu_products()
+            for device in (FakeDevice(), DEVICE)
+        )
+    assert alone is None
+    assert (beside is not None) is is_shared
+    assert beside is None or 0 < beside < UNLIMITED
+
+
+def test_products_on_the_cpu_are_two_flops_for_each_row_and_weight_of_an_expert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(synthesize("mixtral", tmp_path))
+    loaded = load_model(ModelConfig(name="mixtral", path=path), torch.device("cpu"), None)
+    taken: list[torch.Tensor] = []
+    monkeypatch.setattr(Timed, "seconds", lambda self: taken.append(self.act()) or 0.5)
+    with Reader(num_threads=2) as reader:
+        run = RunProbes(loaded=loaded, reader=reader, device=FakeDevice(), usual=USUAL, paged=frozenset())
+        found = run.cpu_products()
+    num_weights = sum(prod(parameter.shape) for parameter in run.typical.expert(0).parameters)
+    assert found == 2 * HOST_ROWS * num_weights / 0.5
+    assert {(each.shape, each.dtype) for each in taken} == {((HOST_ROWS, loaded.shape.hidden_size), torch.float32)}
 
 
 def test_layers_that_take_a_block_more_than_the_middle_one_are_no_damage(tmp_path: Path) -> None:
