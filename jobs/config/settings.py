@@ -17,7 +17,9 @@ from runtime.config import (
     ModelConfig,
     OffloadConfig,
     PolicyConfig,
+    Pooling,
     PrefetchConfig,
+    Readout,
     RuntimeConfig,
     SamplingConfig,
     require,
@@ -177,6 +179,37 @@ class ScoreConfig(GenerateConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncodeSettings:
+    """What is read off each prompt. `pooling` and `normalize` are of embeddings, `num_top` of classes and masks."""
+
+    output: Readout = Readout.embedding
+    pooling: Pooling | None = None
+    normalize: bool = False
+    num_top: int = 5
+
+    def __post_init__(self) -> None:
+        is_embedding = self.output is Readout.embedding
+        has_no_effect = f"has no effect with encode.output={self.output.value}: it is of embeddings"
+        require(self.pooling is None or is_embedding, f"encode.pooling {has_no_effect}")
+        require(not self.normalize or is_embedding, f"encode.normalize {has_no_effect}")
+        require(self.num_top >= 1, f"encode.num_top must be 1 or more, got {self.num_top}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeConfig(GenerateConfig):
+    """All settings of `jobs.encode`; mirrors conf/encode.yaml."""
+
+    encode: EncodeSettings = field(default_factory=EncodeSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.sampling.n == 1, f"sampling.n={self.sampling.n} means nothing where prompts are encoded")
+        structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
+        require(not structures, f"sampling.{''.join(structures)} means nothing where prompts are encoded")
+        require(not self.dataset.has_turns, "one prompt of a row is encoded: dataset.turns have no meaning here")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SynthesizeConfig:
     """All settings of `jobs.synthesize`; mirrors conf/synthesize.yaml. Of `model` only the name is used.
 
@@ -298,7 +331,9 @@ def run_name(config: GenerateConfig) -> str:
 
 
 def run_directory(config: GenerateConfig) -> Path:
-    return Path(config.output_root) / ("score" if isinstance(config, ScoreConfig) else "generate") / run_name(config)
+    jobs = {ScoreConfig: "score", EncodeConfig: "encode"}
+    job = next((name for kind, name in jobs.items() if isinstance(config, kind)), "generate")
+    return Path(config.output_root) / job / run_name(config)
 
 
 def doubtful_settings(config: GenerateConfig) -> list[str]:

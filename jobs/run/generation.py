@@ -39,7 +39,7 @@ from .passes import Start
 from .plan_file import PlannedRequest, chunk_tokens_of, fix_plan, read_plan
 from .predicted_spans import PredictedSpans
 from .progress import Progress
-from .requests import Asked, MakeRequests, ask, completions_of, rejected_rows, seat, unseat
+from .requests import Asked, MakeRequests, Read, ask, completions_of, rejected_rows, seat, unseat
 from .run_dir import RunDirectory, RunState, format_begun_with, open_run
 from .running import remove_committed
 from .success import is_finished
@@ -79,7 +79,8 @@ class Task:
     `GenerationRow.values` that every output row has, whatever it brought along, as `generation_schema` makes them.
     `rows` are asked for without a runtime first, unless the settings need one to tell them. `totals`: what the parts in
     a directory come to beside what every run's summary says, of these input rows. `identity`: what makes the run this
-    run beside its settings."""
+    run beside its settings. `check` raises ConfigError where the model cannot do the task. `read`: makes what reads the
+    columns of a request with an encoding."""
 
     directory: Path
     columns: Columns
@@ -87,6 +88,8 @@ class Task:
     rows: Callable[[GenerateConfig, Runtime | None], list[Row]] = dataset_rows
     totals: Callable[[Path, Sequence[Row]], Mapping[str, JsonValue] | None] = lambda *_: None
     identity: Mapping[str, JsonValue] = field(default_factory=dict)
+    check: Callable[[Runtime], None] = ignore
+    read: Callable[[Runtime], Read] = lambda _: lambda _: {}
 
 
 def generation(config: GenerateConfig) -> Task:
@@ -115,6 +118,7 @@ def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool],
     trace = Trace() if config.trace else None
     read_first = task.rows(config, None) if config.dataset.window_tokens is None else None
     runtime = Runtime(_asked_by_rows(config, read_first or []), should_stop=should_stop, trace=trace)
+    task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     all_rows = task.rows(config, runtime) if read_first is None else read_first
     begun_with = format_begun_with(task.directory)
@@ -188,6 +192,7 @@ class _Run:
         """Generates what is left, commits it and sums the run up. Where the first block shows that another way is
         faster, the session ends, and the run goes on as one that is resumed would."""
         asked = ask(self._runtime, self._rows, self._task.requests)
+        asked = replace(asked, read=self._task.read(self._runtime))
         if (begun := _known_plan(self._state)) is not None:
             asked = asked.seated(begun)
         if not asked.requests:

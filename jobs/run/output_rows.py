@@ -92,6 +92,7 @@ class GenerationRow:
 
     `columns`: the input row's own, and `source_file` where that was read. `error` says what went wrong where the status
     is not `ok`. Log-probabilities are empty where they were not asked for; `reasoning` is what came before the answer.
+    `encoding`: what was read off the prompt, by its columns, as JSON can hold it.
     """
 
     id: str
@@ -107,6 +108,7 @@ class GenerationRow:
     error: str | None = None
     columns: Mapping[str, object] = field(default_factory=dict)
     source_file: str | None = None
+    encoding: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -133,6 +135,7 @@ class GenerationRow:
             "top_logprobs": list(self.top_logprobs),
             "reasoning": None if self.reasoning is None else clean_text(self.reasoning),
             **self._scores(request),
+            **self.encoding,
             **encode_columns(columns, self.columns),
         }
 

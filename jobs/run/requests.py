@@ -24,6 +24,7 @@ from .plan_file import PlannedRequest, Seat
 Prompt: TypeAlias = str | tuple[int, ...]  # a text, which a template has spelt out where the row is a chat, or tokens
 # What rows with these prompts ask of the engine: of each, in their order, its output rows, or why there are none.
 MakeRequests: TypeAlias = Callable[[Runtime, Sequence[tuple[Row, Prompt]]], Iterable[Sequence[Request | Rejected]]]
+Read: TypeAlias = Callable[[Completion], Mapping[str, object]]  # what was read off a prompt, as columns
 ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
 
 
@@ -31,13 +32,14 @@ ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together;
 class Asked:
     """Each row's output rows: one of `requests` for each that is computed, `rejected` are all the others. Both by row,
     then by sample, and beside each the row that it came from. `seats`: those of a plan that is fixed, by key: what has
-    one of its own there is computed by itself."""
+    one of its own there is computed by itself. `read`: the columns of what a request with an encoding came to."""
 
     requests: Sequence[Request]
     request_rows: Sequence[Row]
     rejected: Sequence[Rejected]
     rejected_rows: Sequence[Row]
     seats: Mapping[tuple[str, int], Seat] = field(default_factory=dict)
+    read: Read = lambda _: {}
 
     @cached_property
     def joined(self) -> Sequence[Joined]:
@@ -58,14 +60,22 @@ def completions_of(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Ite
     """The requests for what comes behind each prompt, `sampling.n` times."""
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in asked)}
     most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
+    for row, ids in tokenized(runtime, asked, most_tokens):
+        failed = Rejected(id=row.id, error=ids) if isinstance(ids, str) else None
+        made = failed or runtime.request(row.id, () if isinstance(ids, str) else ids, overrides=row.overrides)
+        yield runtime.samples(made, row.overrides.n)
+
+
+def tokenized(
+    runtime: Runtime, asked: Sequence[tuple[Row, Prompt]], most_tokens: int | None
+) -> Iterator[tuple[Row, Sequence[int] | str]]:
+    """Each row with the token ids of its prompt, or with a text that says why it has none."""
     found = {}
     for is_chat in (False, True):
         texts = [text for row, text in asked if isinstance(text, str) and (row.messages is not None) == is_chat]
         found[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, most_tokens=most_tokens))
     for row, text in asked:
-        ids = next(found[row.messages is not None]) if isinstance(text, str) else text
-        failed = Rejected(id=row.id, error=ids) if isinstance(ids, str) else None
-        yield runtime.samples(failed or runtime.request(row.id, ids, overrides=row.overrides), row.overrides.n)
+        yield row, next(found[row.messages is not None]) if isinstance(text, str) else text
 
 
 def ask(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Asked:
@@ -179,7 +189,9 @@ def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]
 def completed_rows(asked: Asked, place: int, completion: Completion) -> Iterator[GenerationRow]:
     """The output rows that what is computed at `place` has come to."""
     for i in asked.joined[place].members:
-        yield _completed(asked.request_rows[i], asked.requests[i], completion)
+        row = _completed(asked.request_rows[i], asked.requests[i], completion)
+        is_read = asked.requests[i].encoding is not None and completion.error is None
+        yield replace(row, encoding=asked.read(completion)) if is_read else row
 
 
 def _completed(row: Row, request: Request, completion: Completion) -> GenerationRow:

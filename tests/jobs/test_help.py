@@ -11,7 +11,7 @@ import runtime
 from jobs.benchmarks.config import BenchConfig
 from jobs.config.help import help_text
 from jobs.config.listing import JobSettings, read
-from jobs.config.settings import GenerateConfig, ModelsConfig, ScoreConfig, SynthesizeConfig, TraceConfig
+from jobs.config.settings import EncodeConfig, GenerateConfig, ModelsConfig, ScoreConfig, SynthesizeConfig, TraceConfig
 from jobs.config.typed import enum_members, field_types, known_keys
 from jobs.evaluating.config import EvaluateConfig
 from jobs.exporting.config import ExportConfig
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS: dict[str, type] = {
     "generate": GenerateConfig,
     "score": ScoreConfig,
+    "encode": EncodeConfig,
     "evaluate": EvaluateConfig,
     "export": ExportConfig,
     "metrics": MetricsConfig,

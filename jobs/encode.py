@@ -1,0 +1,50 @@
+"""python -m jobs.encode: embeddings, classes or masked tokens, read off prompts, resumably."""
+
+import logging
+import time
+
+from jobs.config.process import start_settled, uncollected
+
+if __name__ == "__main__":
+    start_settled()  # before the imports that take long
+
+import hydra
+
+from jobs.config.cli import as_job, run_job, say
+from jobs.config.logs import log_start, log_to_stderr
+from jobs.config.settings import Composed, EncodeConfig, load
+
+HOW_TO_READ = """
+output: {folder}
+
+    import pandas as pd
+    rows = pd.read_parquet("{folder}")
+    print(rows.drop(columns=["block", "micro_batch"]).head())"""
+
+
+@hydra.main(config_path="../conf", config_name="encode", version_base=None)
+@as_job
+def main(composed: Composed) -> int:
+    began_at, began = time.time(), time.monotonic()
+    config = load(EncodeConfig, composed)
+    log_to_stderr(config.log_level)
+    log_start(logging.getLogger("jobs.encode"), config)
+
+    # torch and transformers are loaded only once the config is known to be good
+    with uncollected():
+        from jobs.config.signals import StopFlag
+        from jobs.run.encoding import encode
+        from jobs.run.passes import Start
+        from jobs.run.summary_table import format_table
+
+    with StopFlag() as stop:
+        outcome = encode(config, stop, Start(at=began_at, clock=began))
+    if outcome.was_finished:
+        say(f"{outcome.directory} is finished: nothing to do")
+    say(format_table(outcome.summary))
+    say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    run_job(main, EncodeConfig)

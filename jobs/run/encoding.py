@@ -1,0 +1,117 @@
+"""Encoding as a run's task: an embedding of each row's prompt, the classes of a classifier, or what fits its masks."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import pyarrow as pa
+
+from runtime.api import Runtime
+from runtime.config import Readout
+from runtime.encoding import Classified, Embedded, encoded
+from runtime.engine.encoding_requests import Wanted, make_encoding, require_readable
+from runtime.engine.requests import Rejected
+from runtime.engine.sequence import Completion, Request
+from runtime.errors import require
+
+from ..config.settings import EncodeConfig, EncodeSettings, run_directory
+from ..datasets import Row
+from .generation import Outcome, Task, perform
+from .output_rows import SOURCE_FIELDS, clean_text
+from .passes import Start
+from .requests import Prompt, Read, tokenized
+
+FIRST_FIELDS = (
+    pa.field("id", pa.string(), nullable=False),
+    pa.field("sample_index", pa.int32(), nullable=False),  # 0: by the name that all runs have
+    pa.field("status", pa.string(), nullable=False),
+)
+READ_FIELDS = {  # null where there is an error
+    Readout.embedding: (pa.field("embedding", pa.list_(pa.float32())),),
+    Readout.classes: (  # likeliest first
+        pa.field("label", pa.string()),  # null where there is only one: its logit is a reward
+        pa.field("labels", pa.list_(pa.string())),
+        pa.field("logits", pa.list_(pa.float32())),
+        pa.field("probabilities", pa.list_(pa.float64())),
+    ),
+    Readout.masks: (  # a list for each mask, likeliest first
+        pa.field("filled_text", pa.string()),
+        pa.field("mask_token_ids", pa.list_(pa.list_(pa.int32()))),
+        pa.field("mask_logprobs", pa.list_(pa.list_(pa.float32()))),
+    ),
+}
+LAST_FIELDS = (
+    pa.field("num_prompt_tokens", pa.int32(), nullable=False),
+    pa.field("error", pa.string()),
+    pa.field("block", pa.int32(), nullable=False),
+    pa.field("micro_batch", pa.int32(), nullable=False),
+    *SOURCE_FIELDS,
+)
+
+
+def encode_schema(readout: Readout, *, has_source: bool, has_logprobs: bool) -> pa.Schema:
+    """`generation_schema`, of a run that encodes, where log-probabilities of generated tokens have no place."""
+    del has_logprobs
+    assert has_source, "no earlier version began such runs"
+    return pa.schema([*FIRST_FIELDS, *READ_FIELDS[readout], *LAST_FIELDS])
+
+
+def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
+    """`perform`, for what is read off prompts: a row for each."""
+    settings = config.encode
+    wanted = Wanted(
+        readout=settings.output,
+        pooling=settings.pooling,
+        normalize=settings.normalize,
+        num_top=settings.num_top if settings.output is Readout.masks else 1,
+    )
+    task = Task(
+        directory=run_directory(config),
+        columns=partial(encode_schema, settings.output),
+        requests=partial(encodings_of, wanted),
+        check=partial(_check, wanted),
+        read=lambda runtime: _reader(settings, wanted, runtime),
+    )
+    return perform(task, config, should_stop, start)
+
+
+def encodings_of(
+    wanted: Wanted, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]
+) -> Iterable[Sequence[Request | Rejected]]:
+    """The request for what is `wanted` of each prompt."""
+    for row, ids in tokenized(runtime, asked, runtime.model.shape.context_tokens):
+        if isinstance(ids, str):
+            yield [Rejected(id=row.id, error=ids)]
+        else:
+            yield [make_encoding(runtime.model, row.id, ids, wanted)]
+
+
+def _check(wanted: Wanted, runtime: Runtime) -> None:
+    require_readable(runtime.model, wanted)
+    most = runtime.model.shape.vocab_size
+    require(wanted.num_top <= most, f"encode.num_top={wanted.num_top:,} is above the model's {most:,} tokens")
+
+
+def _reader(settings: EncodeSettings, wanted: Wanted, runtime: Runtime) -> Read:
+    def read(completion: Completion) -> Mapping[str, object]:
+        found = encoded(runtime.model, wanted, 0, completion)
+        if isinstance(found, Embedded):
+            return {"embedding": found.vector.tolist()}
+        if isinstance(found, Classified):
+            return _likeliest(found, settings.num_top)
+        return {
+            "filled_text": clean_text(found.text),
+            "mask_token_ids": [list(ids) for ids in found.token_ids],
+            "mask_logprobs": [list(values) for values in found.logprobs],
+        }
+
+    return read
+
+
+def _likeliest(found: Classified, num_top: int) -> Mapping[str, object]:
+    order = sorted(range(len(found.logits)), key=lambda place: -found.logits[place])[:num_top]
+    return {
+        "label": found.label,
+        "labels": [found.labels[place] for place in order],
+        "logits": [found.logits[place] for place in order],
+        "probabilities": [found.probabilities[place] for place in order],
+    }

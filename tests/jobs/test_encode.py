@@ -1,0 +1,121 @@
+"""`jobs.encode`: a row for each prompt, the same as the library's, however often the run was stopped."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hydra import compose, initialize_config_dir
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from jobs.config.settings import EncodeConfig, load, run_directory
+from jobs.run.encoding import encode
+from jobs.run.output_rows import GenerationRow
+from jobs.run.running import _finished_row, _finished_values
+from runtime import Runtime
+from runtime.errors import ConfigError, Interrupted
+from tests.runtime.encoding_support import checkpoints
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+TEXTS = [" ".join(["here", "[MASK]", "there"] * length) for length in (1, 4, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type], Path]:
+    make = checkpoints(tmp_path_factory)
+    return cache(lambda auto: make("bert", auto))
+
+
+def config_for(folder: Path, *words: str, texts: list[str] | None = None) -> EncodeConfig:
+    folder.mkdir(exist_ok=True)
+    path = folder / "rows.jsonl"
+    rows = [{"id": str(i), "prompt": text} for i, text in enumerate(TEXTS if texts is None else texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    settings = ["dataset=jsonl", f"dataset.path={path}", "dataset.id_field=id", f"output_root={folder}", "run=mine"]
+    fixed = ["policy=fixed", "policy.micro_batch_size=1", "policy.num_micro_batches=2", "offload=nvme"]
+    with initialize_config_dir(str(CONF), version_base=None):
+        return load(EncodeConfig, compose("encode", overrides=[*settings, *fixed, *words]))
+
+
+def never() -> bool:
+    return False
+
+
+def rows_of(config: EncodeConfig) -> list[dict[str, object]]:
+    rows = pq.read_table(run_directory(config) / "generations").to_pylist()
+    return sorted(rows, key=lambda row: row["row_index"])
+
+
+def test_embeddings_are_those_of_the_library_and_a_bad_row_is_an_error_row(tmp_path: Path) -> None:
+    words = ("model=random", "encode.pooling=mean", "encode.normalize=true")
+    config = config_for(tmp_path, *words, texts=[*TEXTS, "here " * 100_000])
+    outcome = encode(config, never)
+    *good, bad = rows_of(config)
+    expected = Runtime(config.runtime).embed(TEXTS, pooling="mean", normalize=True)
+    assert outcome.exit_code == 3
+    assert len(good) == len(expected)
+    for row, each in zip(good, expected, strict=True):
+        assert row["embedding"] == pytest.approx(each.vector.tolist(), abs=1e-5)
+        assert row["num_prompt_tokens"] == each.num_prompt_tokens
+    assert bad["embedding"] is None
+    assert "tokens" in str(bad["error"])
+
+
+def test_classes_come_likeliest_first(tmp_path: Path, checkpoint: Callable[[type], Path]) -> None:
+    path = checkpoint(AutoModelForSequenceClassification)
+    model = ("model=hf", f"model.path={path}", "model.dtype=float32")
+    config = config_for(tmp_path, *model, "encode.output=classes", "encode.num_top=2")
+    assert encode(config, never).exit_code == 0
+    for row, each in zip(rows_of(config), Runtime(config.runtime).classify(TEXTS), strict=True):
+        assert row["label"] == each.label
+        assert row["logits"] == pytest.approx(sorted(each.logits, reverse=True)[:2], abs=1e-5)
+        assert row["probabilities"] == pytest.approx(sorted(each.probabilities, reverse=True)[:2], abs=1e-5)
+
+
+def test_masks_are_filled_and_other_classes_refused(tmp_path: Path, checkpoint: Callable[[type], Path]) -> None:
+    path = checkpoint(AutoModelForMaskedLM)
+    model = ("model=hf", f"model.path={path}", "model.dtype=float32")
+    config = config_for(tmp_path, *model, "encode.output=masks", "encode.num_top=3", texts=[*TEXTS, "here"])
+    assert encode(config, never).exit_code == 3
+    *good, bad = rows_of(config)
+    for row, each in zip(good, Runtime(config.runtime).fill_masks(TEXTS, num_top=3), strict=True):
+        assert row["mask_token_ids"] == [list(ids) for ids in each.token_ids]
+        assert row["filled_text"] == each.text
+    assert "no mask" in str(bad["error"])
+    other = config_for(tmp_path / "other", *model, "encode.output=classes")
+    with pytest.raises(ConfigError, match="has no classes"):
+        encode(other, never)
+    assert not run_directory(other).exists()
+
+
+def test_a_run_that_is_stopped_comes_to_the_same_rows(tmp_path: Path) -> None:
+    whole, stopped = (config_for(tmp_path / name, "model=random") for name in ("whole", "stopped"))
+    encode(whole, never)
+    folder = run_directory(stopped) / "generations"
+    with pytest.raises(Interrupted):
+        encode(stopped, lambda: any(folder.glob("*.parquet")))
+    num_parts = len(list(folder.glob("*.parquet")))
+    encode(stopped, never)
+    assert 0 < num_parts < len(list(folder.glob("*.parquet")))
+    assert rows_of(stopped) == rows_of(whole)
+
+
+def test_a_checkpoint_keeps_what_was_read() -> None:
+    row = GenerationRow(id="a", sample_index=0, status="ok", encoding={"embedding": [0.1, -2.5e-8]})
+    assert _finished_row(_finished_values(row)).encoding == row.encoding
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["sampling.n=2"], ["encode.num_top=0"], ["encode.output=masks", "encode.pooling=cls"]],
+)
+def test_settings_that_mean_nothing_here_are_refused(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words[-1].partition("=")[0]):
+        config_for(tmp_path, *words)
+
+
+def test_defaults_of_yaml_and_code_are_the_same() -> None:
+    with initialize_config_dir(str(CONF), version_base=None):
+        assert load(EncodeConfig, compose("encode")) == EncodeConfig()
