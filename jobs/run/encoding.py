@@ -1,6 +1,7 @@
 """Encoding as a run's task: an embedding of each row's prompt, the classes of a classifier, or what fits its masks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pyarrow as pa
@@ -56,7 +57,8 @@ def encode_schema(readout: Readout, *, has_source: bool, has_logprobs: bool) -> 
 
 
 def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
-    """`perform`, for what is read off prompts: a row for each."""
+    """`perform`, for what is read off prompts: a row for each. Nothing is kept of a block that was stopped
+    inside, which begins anew: checkpoints have no place for what was read."""
     settings = config.encode
     wanted = Wanted(
         readout=settings.output,
@@ -71,7 +73,7 @@ def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start |
         check=partial(_check, wanted),
         read=lambda runtime: _reader(settings, wanted, runtime),
     )
-    return perform(task, config, should_stop, start)
+    return perform(task, replace(config, checkpoint_seconds=None), should_stop, start)
 
 
 def encodings_of(

@@ -88,7 +88,7 @@ class Task:
     rows: Callable[[GenerateConfig, Runtime | None], list[Row]] = dataset_rows
     totals: Callable[[Path, Sequence[Row]], Mapping[str, JsonValue] | None] = lambda *_: None
     identity: Mapping[str, JsonValue] = field(default_factory=dict)
-    check: Callable[[Runtime], None] = ignore
+    check: Callable[[Runtime], None] = lambda _: None
     read: Callable[[Runtime], Read] = lambda _: lambda _: {}
 
 

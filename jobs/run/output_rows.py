@@ -92,7 +92,7 @@ class GenerationRow:
 
     `columns`: the input row's own, and `source_file` where that was read. `error` says what went wrong where the status
     is not `ok`. Log-probabilities are empty where they were not asked for; `reasoning` is what came before the answer.
-    `encoding`: what was read off the prompt, by its columns, as JSON can hold it.
+    `encoding`: what was read off the prompt, by its columns.
     """
 
     id: str

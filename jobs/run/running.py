@@ -49,7 +49,6 @@ RUNNING_SCHEMA = pa.schema(
         pa.field("generator_state", pa.binary()),
     ]
 )
-ENCODING_SCHEMA = RUNNING_SCHEMA.append(pa.field("encoding", pa.string()))  # where prompts are read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +79,7 @@ class RunningFile:
         """Replaces what was saved before. False, and a warning, when it cannot be written: the run goes on without."""
         rows = [_finished_values(row) for row in running.finished]
         rows += [_unfinished_values(key, unfinished) for key, unfinished in running.unfinished.items()]
-        schema = ENCODING_SCHEMA if any(row.encoding for row in running.finished) else RUNNING_SCHEMA
-        table = sign(pa.Table.from_pylist(rows, schema=schema), self._footer(running))
+        table = sign(pa.Table.from_pylist(rows, schema=RUNNING_SCHEMA), self._footer(running))
         try:
             return publish(
                 self.path,
@@ -119,7 +117,7 @@ class RunningFile:
     def _parse(self, data: bytes) -> Running:
         table = parse_parquet(data)
         values = self._read_footer(table.schema.metadata or {})
-        if not any(map(table.schema.equals, (RUNNING_SCHEMA, ENCODING_SCHEMA))):
+        if not table.schema.equals(RUNNING_SCHEMA):
             raise ValueError("its columns are not those of a checkpoint")
         if not is_signed(table):
             raise ValueError("it has no digest, as an earlier version of Millrace wrote it")
@@ -173,15 +171,11 @@ def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
 def _finished_values(row: GenerationRow) -> dict[str, object]:
     values = {name: getattr(row, name) for name in RUNNING_SCHEMA.names if name in GenerationRow.__dataclass_fields__}
     error = None if row.error is None else clean_text(row.error)
-    encoding = json.dumps(dict(row.encoding)) if row.encoding else None
-    texts = {"completion": clean_text(row.completion), "error": error}
-    return {**values, **texts, "generator_state": None, "encoding": encoding}
+    return {**values, "completion": clean_text(row.completion), "error": error, "generator_state": None}
 
 
 def _finished_row(values: RunningRow) -> GenerationRow:
-    encoding = json.loads(values.get("encoding") or "{}")
-    known = {key: value for key, value in values.items() if key not in ("generator_state", "encoding")}
-    return GenerationRow(**known, encoding=encoding)
+    return GenerationRow(**{key: value for key, value in values.items() if key != "generator_state"})
 
 
 def _unfinished_values(key: RequestKey, unfinished: Unfinished) -> dict[str, object]:
