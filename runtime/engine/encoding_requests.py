@@ -22,6 +22,7 @@ CALLS = {  # by what a checkpoint has: what it can be asked
     Head.masks: "Runtime.fill_masks or Runtime.embed",
     Head.none: "Runtime.embed",
 }
+OUTPUTS = {Head.classes: Readout.classes, Head.masks: Readout.masks, Head.none: Readout.embedding}  # of millrace encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,11 @@ def require_text(model: LoadedModel) -> None:
     if model.head is Head.text:
         return
     name = type(model.staged.model).__name__
-    raise ConfigError(f"model.path: {name} generates no text: in Python, ask {CALLS[model.head]}")
+    output = OUTPUTS[model.head]
+    raise ConfigError(
+        f"model.path: {name} generates no text: in Python, ask {CALLS[model.head]}; "
+        f"for the rows of a data set, millrace encode encode.output={output.value}"
+    )
 
 
 def require_readable(model: LoadedModel, wanted: Wanted) -> None:
