@@ -153,7 +153,7 @@ def predict_roughly(
     """The prediction for one block, by few of its passes."""
     rule, most = placement.sharing, max_prefills
     stretches = list(block_stretches(shape, lanes, chunk_tokens, rule, max_prefills=most, max_decodes=1))
-    return _Clock(shape=shape, placement=placement, rates=rates).added(stretches)
+    return _Clock(shape=shape, placement=placement, rates=rates, num_steady=1).added(stretches)
 
 
 def predict_by_few(
@@ -270,6 +270,7 @@ class _Clock:
     shape: ModelShape
     placement: Placement
     rates: MachineRates
+    num_steady: int = 2  # passes behind the first, whose mean a steady pass is
 
     def added(self, stretches: Sequence[Stretch], num_blocks: int = 1) -> Prediction:
         """Each phase's passes, and what its first one takes longer where slots are empty: at the start of the run, or
@@ -295,16 +296,16 @@ class _Clock:
         return self._first_and_steady(stretch)[1]
 
     def _first_and_steady(self, stretch: Stretch) -> tuple[PhaseTime, PhaseTime]:
-        """A pass that finds slots empty; and one behind others like it, what the second and third of three take on
-        average."""
+        """A pass that finds slots empty; and one behind others like it, what those after the first take on average."""
         walk = self._walk(stretch)
         seconds = durations(self.shape, self.placement, walk, stretch.lanes, self.rates, self._priced)
-        one, three = simulate_each(_script(walk, len(stretch.lanes), seconds.links), [1, 3], seconds)
+        count, script = self.num_steady, _script(walk, len(stretch.lanes), seconds.links)
+        one, all_ = simulate_each(script, [1, 1 + count], seconds)
         steady = PhaseTime(
             num_passes=1,
-            seconds=(three.seconds - one.seconds) / 2 + self.rates.pass_seconds,
-            stall_seconds=max(0.0, three.stall_seconds - one.stall_seconds) / 2,
-            busy_seconds={r: (three.busy_seconds[r] - one.busy_seconds[r]) / 2 for r in Resource},
+            seconds=(all_.seconds - one.seconds) / count + self.rates.pass_seconds,
+            stall_seconds=max(0.0, all_.stall_seconds - one.stall_seconds) / count,
+            busy_seconds={r: (all_.busy_seconds[r] - one.busy_seconds[r]) / count for r in Resource},
         )
         first = PhaseTime(seconds=one.seconds + self.rates.pass_seconds, stall_seconds=one.stall_seconds)
         return first, steady

@@ -90,13 +90,16 @@ class Durations:
     num_pages: int = 1
     links: Links = OVER_LINK
 
-    def of(self, line: Line) -> float:
-        if line.kind == SYNC:
-            return 0.0
-        seconds, action = getattr(self, line.price), line.action
-        if action.lane is not None:
-            return seconds(action.stage, action.lane)
-        return seconds(action.stage) / (1 if action.page is None else self.num_pages)
+    def of(self, lines: Lines) -> list[float]:
+        """The seconds of each line; a barrier takes none by itself."""
+        prices: dict[str, Callable[..., float]]
+        prices = {price: getattr(self, price, _of_stage) for price in {line.price for line in lines}}
+        return [
+            prices[line.price](line.action.stage, line.action.lane)
+            if line.action.lane is not None
+            else prices[line.price](line.action.stage) / (1 if line.action.page is None else self.num_pages)
+            for line in lines
+        ]
 
 
 class Events:

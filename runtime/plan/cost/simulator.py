@@ -97,7 +97,7 @@ class _Timed:
     def of(lines: Lines, durations: Durations) -> "_Timed":
         ask = durations.expert_reads
         reads = [None if ask is None or line.kind != COMPUTE else ask(line.action) for line in lines]
-        return _Timed(lines, [durations.of(line) for line in lines], reads)
+        return _Timed(lines, durations.of(lines), reads)
 
     def busy(self) -> list[float]:
         """Seconds of each resource, by its number."""

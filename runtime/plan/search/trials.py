@@ -23,7 +23,7 @@ from .policy import Policy
 SWEEP_TOKENS = 16 * CHUNK_TOKENS  # of all lanes' chunks together: their products take about as long as the weights
 FACTOR = 4  # times as many where prompts wait for weights all the same, and as few for ways that are near the best
 WAITING = 0.05  # of the time, in prefill passes
-FAR = 1.1  # times the roofline's seconds
+FAR = 1.0  # times the roofline's seconds
 MANY_LANES = 4
 HOPELESS = 1.25  # times the shortest trial: what the roofline holds to be slower is not tried
 NUM_FIRST = 2  # blocks of each way: the best by the roofline, and the best of many lanes
@@ -77,7 +77,7 @@ class Trials:
         shortest = float("inf")
         for way, places in self._ways.items():
             if self.bounds[places[0]] < HOPELESS * shortest:
-                found[way] = list(islice(self._that_fit(self._first(places)), NUM_FIRST))
+                found[way] = list(islice(self._that_fit(self._first(places), shortest), NUM_FIRST))
                 shortest = min([shortest, *(each.doubted_seconds for each in found[way])])
         near = sorted((way for way in found if found[way]), key=lambda way: _shortest(found[way]))[:NUM_NEAR]
         every = [trial for trials in found.values() for trial in trials]
@@ -94,26 +94,28 @@ class Trials:
         many = [place for place in places[1:] if self.grid.lanes[place] >= MANY_LANES][:1]
         return list(dict.fromkeys([places[0], *many, *places]))[:NUM_TRIES]
 
-    def _that_fit(self, places: Sequence[int]) -> Iterator[Trial]:
-        return (trial for trial in map(self._tried, places) if trial is not None)
+    def _that_fit(self, places: Sequence[int], shortest: float) -> Iterator[Trial]:
+        return (trial for place in places if (trial := self._tried(place, shortest)) is not None)
 
     def _more(self, places: Sequence[int], known: Sequence[Trial], shortest: float) -> list[Trial]:
         """More blocks of a way, and the best of them in smaller chunks."""
         tried = {trial.place for trial in known}
         worth = [each for each in places[:NUM_BLOCKS] if self.bounds[each] < HOPELESS * shortest and each not in tried]
-        trials = list(self._that_fit(worth))
+        trials = list(self._that_fit(worth, shortest))
         best = min([*known, *trials], key=lambda trial: trial.seconds)
         smaller = self._trial(best.place, SWEEP_TOKENS // FACTOR)
         return trials if smaller is None else [*trials, smaller]
 
-    def _tried(self, place: int) -> Trial | None:
-        """The best of some chunks; None where nothing fits. Larger ones where prompts wait for weights; the smallest
-        where something takes much longer than it should, as layers or keys and values had to leave."""
+    def _tried(self, place: int, shortest: float) -> Trial | None:
+        """The best of some chunks; None where nothing fits. Larger ones where prompts wait for weights, and without
+        that wait it would be near the shortest; the smallest where something takes longer than it should, as layers or
+        keys and values had to leave."""
         first = self._trial(place, SWEEP_TOKENS)
         if first is None:
             return None
         found = [first]
-        if first.stall_seconds > WAITING * first.seconds:
+        worked = first.seconds - first.stall_seconds  # larger chunks can save no more than the wait
+        if first.stall_seconds > WAITING * first.seconds and worked < NEAR * shortest:
             found.append(self._trial(place, FACTOR * SWEEP_TOKENS) or first)
         if first.seconds > FAR * self.bounds[place]:
             found.append(self._trial(place, CHUNK_TOKENS) or first)
