@@ -13,7 +13,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # What each part of runtime may import of the others. `plan` is values only, so everyone may use it.
-MODEL = {"plan", "store", "stream", "cache", "attention", "kernels", "linear", "weights", "events", "probing", "origin"}
+MODEL = {
+    "plan",
+    "store",
+    "stream",
+    "cache",
+    "attention",
+    "kernels",
+    "linear",
+    "formats",
+    "weights",
+    "events",
+    "probing",
+    "origin",
+}
 ALLOWED = {
     "plan": {"batching"},
     "batching": set[str](),
@@ -24,7 +37,8 @@ ALLOWED = {
     "attention": {"plan", "stream", "kernels"},
     "cache": {"plan", "stream", "attention"},
     "linear": {"plan", "kernels", "attention", "model"},
-    "weights": {"plan", "store", "linear"},
+    "formats": {"plan", "store", "linear"},
+    "weights": {"plan", "store", "linear", "formats"},
     "events": set[str](),
     "probing": {"plan", "events", "attention"},
     "foreign": set[str](),

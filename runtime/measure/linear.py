@@ -12,12 +12,13 @@ from itertools import cycle
 import torch
 import torch.nn.functional as F
 
+from ..formats.gguf_blocks import GgufRows
+from ..formats.scaled_rows import ScaledRows
 from ..linear.panels import panels
-from ..linear.rows import Rows, ScaledRows
+from ..linear.rows import Rows
 from ..linear.stored import StoredWeight
 from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
-from ..weights.gguf_blocks import GgufRows
 from .timing import Probe, Timed
 
 MOST_ROWS_BESIDE = 256  # of kinds that only a person looks at

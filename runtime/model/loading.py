@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import DType, Lanes, ModelConfig, Verify
 from ..errors import ConfigError
+from ..formats.registry import pair_companions
 from ..kernels.compiler import has_compiler
 from ..origin.generation_config import ModelGeneration, read_generation
 from ..origin.location import find_checkpoint, load_tokenizer, read_config
@@ -33,7 +34,7 @@ from ..weights.computed import keep_computed
 from ..weights.conversions import convert_once
 from ..weights.gguf_layout import map_gguf
 from ..weights.layout import map_weights
-from ..weights.quantization import pair_scales, take_quantization
+from ..weights.quantization import take_quantization
 from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts
 from .compiled_ops import compiled_ops, require_accelerator
@@ -257,7 +258,7 @@ def _map_bytes(
     if checkpoint.gguf is not None:
         weights = map_gguf(model, checkpoint)
     else:
-        weights = map_weights(model, pair_scales(checkpoint.tensors, hollow.quantization), express=express)
+        weights = map_weights(model, pair_companions(checkpoint.tensors, hollow.quantization), express=express)
     kept, is_verified = cache_root(cache_dir), config.verify is Verify.full
     fingerprint = checkpoint.fingerprint()
     digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}

@@ -162,7 +162,13 @@ class _Parser:
             )
         num_bytes = prod(shape) // block.num_numbers * block.num_bytes
         return TensorSlice(
-            name=name, file=str(self._path), offset=offset, num_bytes=num_bytes, dtype=dtype, shape=shape
+            name=name,
+            file=str(self._path),
+            offset=offset,
+            num_bytes=num_bytes,
+            dtype=dtype,
+            shape=shape,
+            format=dtype if block.num_numbers > 1 else "",
         )
 
     def _value(self, kind: int) -> Value:

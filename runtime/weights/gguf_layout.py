@@ -72,7 +72,9 @@ def _sources(tags: np.ndarray, tensors: Sequence[TensorSlice]) -> list[TensorSli
     if not np.array_equal(np.sort(order), np.arange(first.shape[0])):
         return []
     is_transposed = len(first.shape) == 2 and tags.shape[0] != first.shape[0]
-    return [replace(first, row_order=_runs(order.tobytes()), is_transposed=is_transposed)]
+    runs = _runs(order.tobytes())
+    storage = first.dtype if runs else first.format
+    return [replace(first, format=storage, row_order=runs, is_transposed=is_transposed)]
 
 
 def _experts(stacks: Sequence[TensorSlice]) -> Pieces:

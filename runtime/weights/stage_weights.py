@@ -1,23 +1,23 @@
 """A stage's bytes as the arguments its module wants."""
 
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 
 import torch
 
+from ..formats.registry import FORMATS
+from ..formats.storage_format import Stored
 from ..linear.panels import Block, plain_rows
-from ..linear.rows import ScaledRows
 from ..linear.stored import StoredWeight
 from ..plan.shape.shapes import Parameter, Stage, TensorSlice
 from ..profiles import BackendTable
-from .gguf_blocks import GgufRows
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
+BLOCK_BYTES = 2  # what stored blocks of any kind are read as, at least
 
 
 def stage_weights(
@@ -40,9 +40,8 @@ def load_tensor(piece: TensorSlice) -> torch.Tensor:
     """Reads one tensor whole, to convert it: as it is, or in float32 where it is quantised."""
     if not is_plain(piece) and len(piece.shape) == 3:
         return torch.stack([load_tensor(piece.expert(index)) for index in range(piece.shape[0])])
-    scales = () if piece.scales is None else (piece.scales.tensor,)
     offsets, parts = {}, [b""]
-    for part in (*scales, piece):
+    for part in piece.with_companions():
         offsets[part.name] = sum(map(len, parts))
         parts.append(_read(part))
     rows = _rows(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), offsets, piece)
@@ -97,24 +96,16 @@ def _plain_argument(
 
 def is_plain(piece: TensorSlice) -> bool:
     """Its bytes are a tensor of the parameter's rows."""
-    return piece.dtype in TORCH_DTYPES and piece.scales is None and not piece.row_order
+    return not piece.format and piece.dtype in TORCH_DTYPES
 
 
 def _rows(buffer: torch.Tensor, offsets: Mapping[str, int], piece: TensorSlice) -> Block:
     if is_plain(piece):
         return _view(buffer, offsets[piece.name], piece)
-    raw_NB = _raw(buffer, offsets[piece.name], piece, 2).view(piece.shape[0], -1)
-    if piece.scales is None:
-        runs = [torch.arange(run.start, run.stop, run.step, device=buffer.device) for run in piece.row_order]
-        return GgufRows(raw_NB, piece.dtype, prod(piece.shape[1:]), torch.cat(runs) if runs else None)
-    factors = piece.scales.tensor
-    return ScaledRows(
-        raw_NB,
-        TORCH_DTYPES.get(piece.dtype),
-        _view(buffer, offsets[factors.name], factors),
-        piece.scales.block_rows,
-        piece.scales.block_columns,
-    )
+    companions = {each.role: _view(buffer, offsets[each.tensor.name], each.tensor) for each in piece.companions}
+    dtype = TORCH_DTYPES.get(piece.dtype, torch.uint8)
+    raw = _raw(buffer, offsets[piece.name], piece, max(BLOCK_BYTES, dtype.itemsize))
+    return FORMATS[piece.format].rows(Stored(piece, raw, companions))
 
 
 def _view(buffer: torch.Tensor, offset: int, piece: TensorSlice) -> torch.Tensor:

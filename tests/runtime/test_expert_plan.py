@@ -34,7 +34,7 @@ from runtime.plan.planner import plan_run
 from runtime.plan.schedule.walk import Walk
 from runtime.plan.shape.extents import slot_layout
 from runtime.plan.shape.model import ModelShape
-from runtime.plan.shape.shapes import Parameter, Scales, Stage, StageKind, TensorSlice
+from runtime.plan.shape.shapes import Companion, Parameter, Stage, StageKind, TensorSlice
 from runtime.plan.shape.stage_sizes import ExpertSizes
 from runtime.units import GIB, KIB
 from tests.runtime.expert_support import unpageable_stacks
@@ -44,7 +44,7 @@ NUM_EXPERTS, ROWS, COLUMNS = 6, 128, 64
 MATRIX_BYTES = ROWS * COLUMNS * 2
 
 
-def matrix(name: str, offset: int, scales: Scales | None = None) -> TensorSlice:
+def matrix(name: str, offset: int, companion: Companion | None = None) -> TensorSlice:
     return TensorSlice(
         name=name,
         file="model",
@@ -52,13 +52,13 @@ def matrix(name: str, offset: int, scales: Scales | None = None) -> TensorSlice:
         num_bytes=MATRIX_BYTES,
         dtype="BF16",
         shape=(ROWS, COLUMNS),
-        scales=scales,
+        companions=() if companion is None else (companion,),
     )
 
 
-def factors(name: str, offset: int) -> Scales:
+def factors(name: str, offset: int) -> Companion:
     tensor = TensorSlice(name=name, file="model", offset=offset, num_bytes=4, dtype="F32", shape=(1, 1))
-    return Scales(tensor=tensor, block_rows=ROWS, block_columns=COLUMNS)
+    return Companion(role="scales", tensor=tensor, block_rows=ROWS, block_columns=COLUMNS)
 
 
 def parameter(name: str, pieces: Sequence[TensorSlice], *, is_experts: bool = True) -> Parameter:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from runtime.formats.gguf_blocks import DECODERS, GgufRows
 from runtime.store.gguf import TYPES
-from runtime.weights.gguf_blocks import DECODERS, GgufRows
 from tests.gguf_files import HALVES, random_blocks
 
 N, K = 24, 512

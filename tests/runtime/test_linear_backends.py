@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from runtime import Runtime
 from runtime.config import Tier
 from runtime.errors import ConfigError
+from runtime.formats.gguf_blocks import GgufRows
 from runtime.kernels.compiler import has_matrix_unit
 from runtime.linear import backends, panels
 from runtime.linear.backends import BACKENDS, STORED, backend_of, linear
@@ -22,7 +23,6 @@ from runtime.measure.machine_cache import keep
 from runtime.measure.timing import Figure
 from runtime.plan.shape.extents import slot_layout
 from runtime.profiles import BackendTable, LinearBackend
-from runtime.weights.gguf_blocks import GgufRows
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES
 from tests.support import PRODUCT_KINDS, always

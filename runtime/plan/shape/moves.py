@@ -129,6 +129,4 @@ def _places(parameters: Iterable[Parameter], tensor_offsets: Mapping[str, int]) 
 
 
 def _plain(parameter: Parameter) -> Collection[TensorSlice]:
-    return [
-        piece for rows in parameter.pieces for piece in rows if piece.scales is None and piece.dtype in NUMBER_BYTES
-    ]
+    return [piece for rows in parameter.pieces for piece in rows if not piece.format and piece.dtype in NUMBER_BYTES]

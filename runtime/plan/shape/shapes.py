@@ -40,6 +40,8 @@ class TensorSlice:
 
     `shape` counts numbers, of which a quantised tensor may hold several in a byte. Where a parameter's rows lie in
     another order, `row_order` names them as runs of the stored ones; where they lie as its columns, it `is_transposed`.
+    `format` names the storage format by which its bytes and those of its `companions` become numbers; without one they
+    are numbers of `dtype`. Of a run of rows, companions that are not cut count from `first_row` before it.
     """
 
     name: str
@@ -48,17 +50,16 @@ class TensorSlice:
     num_bytes: int
     dtype: str  # safetensors' name: F32, BF16, F8_E4M3, F4, I64 ...; or that of a GGUF block: Q8_0, Q4_K ...
     shape: tuple[int, ...]
-    scales: "Scales | None" = None
+    format: str = ""
+    companions: tuple["Companion", ...] = ()
     row_order: tuple[range, ...] = ()  # empty: as stored
     is_transposed: bool = False
+    first_row: int = 0
 
     def expert(self, index: int) -> "TensorSlice":
         """One matrix of a stack."""
         part = self._run(index, self.shape[0])
-        scales = self.scales
-        if scales is not None:
-            scales = replace(scales, tensor=scales.tensor.expert(index))
-        return replace(part, shape=self.shape[1:], scales=scales)
+        return replace(part, shape=self.shape[1:], companions=tuple(each.expert(index) for each in self.companions))
 
     def stack_of(self, index: int) -> "TensorSlice":
         """A stack of one of its matrices."""
@@ -74,12 +75,15 @@ class TensorSlice:
 
     def rows(self, turn: int, num_parts: int) -> "TensorSlice | None":
         """The `turn`-th of equal runs of a matrix's rows; None where a run would end inside a block with one scale."""
-        part, scales = self._run(turn, num_parts), self.scales
-        if scales is not None and scales.tensor.shape[0] > 1:
-            if part.shape[0] % scales.block_rows:
-                return None
-            scales = replace(scales, tensor=scales.tensor._run(turn, num_parts))
-        return replace(part, scales=scales)
+        part = self._run(turn, num_parts)
+        if not all(each.is_cut_at(part.shape[0]) for each in self.companions):
+            return None
+        companions = tuple(each.rows(turn, num_parts) for each in self.companions)
+        return replace(part, companions=companions, first_row=self.first_row + turn * part.shape[0])
+
+    def with_companions(self) -> tuple["TensorSlice", ...]:
+        """All that must be read of it."""
+        return (self, *(each.tensor for each in self.companions))
 
     def _run(self, turn: int, num_parts: int) -> "TensorSlice":
         num_bytes = self.num_bytes // num_parts
@@ -93,13 +97,35 @@ class TensorSlice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scales:
-    """The factors of a quantised matrix: number (r, c) times `tensor`'s (r // block_rows, c // block_columns). Blocks
-    at the lower and right edge may be smaller."""
+class Companion:
+    """Another tensor that the numbers of a stored matrix are made of: its factors, its zero points, its escapes. `role`
+    is what the storage format calls it.
 
+    Each of its rows belongs to `block_rows` rows of the matrix, the last one to those that are left; 0: all of it
+    belongs to every row. Of a stack, it is a stack. Columns are the format's matter: factors tell it the width of their
+    blocks by `block_columns`.
+    """
+
+    role: str
     tensor: TensorSlice
-    block_rows: int
-    block_columns: int
+    block_rows: int = 0
+    block_columns: int = 0
+
+    def expert(self, index: int) -> "Companion":
+        """That of one matrix of a stack."""
+        return replace(self, tensor=self.tensor.expert(index))
+
+    def is_cut_at(self, num_rows: int) -> bool:
+        """Tells whether a run of so many rows has rows of it to itself, or all of it is every row's."""
+        return self._is_shared or num_rows % self.block_rows == 0
+
+    def rows(self, turn: int, num_parts: int) -> "Companion":
+        """That of the `turn`-th of equal runs of the matrix's rows."""
+        return self if self._is_shared else replace(self, tensor=self.tensor._run(turn, num_parts))
+
+    @property
+    def _is_shared(self) -> bool:
+        return not self.block_rows or self.tensor.shape[0] == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +144,7 @@ class Parameter:
 
     @cached_property
     def is_pageable(self) -> bool:
-        """Its experts can be read one by one: no two of them share a byte or a scale."""
+        """Its experts can be read one by one: no two of them share a byte or a companion."""
         names = [piece.name for piece in self.slices]
         whole = self.pieces[0][0]
         is_cut = self.is_stacked and len(self.pieces) == self.shape[0] and len({*names}) == len(names)
@@ -131,16 +157,15 @@ class Parameter:
         return replace(self, shape=(1, *self.shape[1:]), pieces=pieces)
 
     def extents_of(self, index: int) -> list[FileExtent]:
-        """Where that expert's slices lie, scales included."""
+        """Where that expert's slices lie, companions included."""
         entry, parts = (self.pieces[index], None) if self.is_stacked else (self.pieces[0], (index, self.shape[0]))
-        tensors = [*entry, *(piece.scales.tensor for piece in entry if piece.scales is not None)]
-        return [tensor.extent_of(parts) for tensor in tensors]
+        return [tensor.extent_of(parts) for piece in entry for tensor in piece.with_companions()]
 
     @property
     def slices(self) -> tuple[TensorSlice, ...]:
-        """All that must be read, scales included."""
+        """All that must be read, companions included."""
         pieces = [piece for entry in self.pieces for piece in entry]
-        return (*pieces, *(piece.scales.tensor for piece in pieces if piece.scales is not None))
+        return (*pieces, *(each.tensor for piece in pieces for each in piece.companions))
 
     @property
     def is_transposed(self) -> bool:

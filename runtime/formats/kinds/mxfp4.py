@@ -1,0 +1,44 @@
+"""MXFP4 (gpt-oss): `X_blocks` beside `X_scales`, both U8, rows of the transposed parameter.
+
+Two numbers lie in each byte, and 16 bytes side by side share an exponent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from ...linear.rows import Rows
+from ...plan.shape.shapes import TensorSlice
+from ..scaled_rows import SCALES, ScaledRows, with_factors
+from ..storage_format import Loss, StorageFormat, Stored
+
+NAME, BLOCK_COLUMNS = "mxfp4", 32
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+
+
+def _rows(stored: Stored) -> Rows:
+    return ScaledRows(stored.raw_NB, None, stored.companions[SCALES], 1, BLOCK_COLUMNS)
+
+
+def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
+    """See `Method`."""
+    result = dict(tensors)
+    for name in tensors:
+        base = name.removesuffix(BLOCKS_SUFFIX)
+        if base != name and base + SCALES_SUFFIX in tensors:
+            result[base] = _scaled(result.pop(name), result.pop(base + SCALES_SUFFIX))
+    return result
+
+
+def _scaled(blocks: TensorSlice, scales: TensorSlice) -> TensorSlice:
+    shape = (*blocks.shape[:-2], prod(blocks.shape[-2:]) * 2)
+    numbers = replace(blocks, dtype="F4", format=NAME, shape=shape, is_transposed=True)
+    return with_factors(numbers, scales, 1, BLOCK_COLUMNS)
+
+
+def _row_bytes(num_columns: int) -> float:
+    return num_columns / 2 + num_columns / BLOCK_COLUMNS
+
+
+FORMATS = (StorageFormat(name=NAME, loss=Loss.exact, row_bytes=_row_bytes, rows=_rows, companions=(SCALES,)),)
+METHODS = {"mxfp4": _pair}

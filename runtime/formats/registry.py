@@ -1,0 +1,43 @@
+"""Every storage format by its name, and every method that configs name, as the modules in `kinds/` have them."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+from ..errors import CheckpointError
+from ..plan.shape.shapes import TensorSlice
+from . import kinds
+from .storage_format import Method, StorageFormat
+
+
+def _modules() -> list[ModuleType]:
+    return [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
+
+
+FORMATS: Mapping[str, StorageFormat] = {each.name: each for module in _modules() for each in module.FORMATS}
+METHODS: Mapping[str, Method] = {
+    name: method for module in _modules() for name, method in getattr(module, "METHODS", {}).items()
+}
+
+
+def pair_companions(
+    tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
+) -> Mapping[str, TensorSlice]:
+    """Returns the checkpoint as if its weights were plain: under their own names, in their own shapes, with formats and
+    companions. A config that names no method leaves it to the names of tensors. Raises CheckpointError for companions
+    that do not fit their weight."""
+    named = str(quantization.get("quant_method", ""))
+    for method in [METHODS[named]] if named else METHODS.values():
+        tensors = method(tensors, quantization)
+    return tensors
+
+
+def require_readable(method: str) -> None:
+    """Raises CheckpointError for a method that no format has."""
+    if method not in METHODS:
+        raise CheckpointError(
+            f"model.path: its weights are quantised by {method!r}, which cannot be read. Can be: "
+            f"{', '.join(sorted(METHODS))}, GGUF (model.path=FILE.gguf) and the unquantised checkpoint; most models "
+            "have one"
+        )
