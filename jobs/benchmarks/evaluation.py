@@ -34,7 +34,7 @@ SHAPE: Mapping[str, object] = {  # of Llama 3.2 1B, but for its vocabulary
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }  # fmt: skip
-BATCH_SIZES = {Entrant.millrace: (), Entrant.hf: (1, 4, 16), Entrant.hf_disk: (8, 32)}
+BATCH_SIZES = {Entrant.millrace: (), Entrant.unshared: (), Entrant.hf: (1, 4, 16), Entrant.hf_disk: (8, 32)}
 WORDS = (
     "river", "stone", "garden", "winter", "copper", "window", "morning", "basket", "candle", "harbour",
     "letter", "meadow", "orange", "pepper", "silver", "thunder", "velvet", "walnut", "yellow", "anchor",

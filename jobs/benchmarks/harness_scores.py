@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from runtime.api import Runtime
-from runtime.config import DType, MachineConfig, ModelConfig, OffloadConfig, Tier
+from runtime.config import DType, MachineConfig, ModelConfig, OffloadConfig, PolicyConfig, SharePrefixes, Tier
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from runtime.units import GIB
 
@@ -27,9 +27,11 @@ from .task import Result, forget_pages, forgetting
 
 
 class Entrant(Enum):
-    """`hf` and `hf_disk` are the harness' own model of transformers, in float32."""
+    """`unshared` computes every context whole; `hf` and `hf_disk` are the harness' own model of transformers, in
+    float32."""
 
     millrace = "millrace, nvme"
+    unshared = "millrace, nvme, share_prefixes=off"
     hf = "lm-eval hf, in memory"
     hf_disk = "lm-eval hf, disk offload"
 
@@ -66,7 +68,7 @@ def measure(asked: Asked) -> Scores:
     torch.set_num_threads(asked.num_threads)
     forget_pages(Path(asked.path))
     with tempfile.TemporaryDirectory() as folder:
-        if Entrant(asked.entrant) is Entrant.millrace:
+        if Entrant(asked.entrant) in (Entrant.millrace, Entrant.unshared):
             return _millrace(asked, Path(folder))
         return _hugging_face(asked, folder, is_offloaded=Entrant(asked.entrant) is Entrant.hf_disk)
 
@@ -76,9 +78,11 @@ def _millrace(asked: Asked, folder: Path) -> Scores:
     from ..evaluating.asking import Answerer
     from ..evaluating.model import HarnessModel
 
+    sharing = SharePrefixes.off if Entrant(asked.entrant) is Entrant.unshared else SharePrefixes.auto
     config = GenerateConfig(
         model=ModelConfig(name="hf", path=asked.path, dtype=DType.float32),
         offload=OffloadConfig(tier=Tier.nvme, host_memory_gib=_host_bytes(asked) / GIB),
+        policy=PolicyConfig(share_prefixes=sharing),
         machine=MachineConfig(num_threads=asked.num_threads),
         output_root=str(folder),
     )

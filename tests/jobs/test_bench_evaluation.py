@@ -16,7 +16,7 @@ from runtime.errors import MillraceError
 from runtime.units import MIB
 from tests.support import synthesize
 
-SECONDS_PER_REQUEST = {Entrant.millrace: 1.0, Entrant.hf: 2.0, Entrant.hf_disk: 4.0}
+SECONDS_PER_REQUEST = {Entrant.millrace: 1.0, Entrant.unshared: 1.5, Entrant.hf: 2.0, Entrant.hf_disk: 4.0}
 BEST = {Entrant.hf: 4, Entrant.hf_disk: 32}
 
 
@@ -44,10 +44,15 @@ def config(model: Path) -> BenchConfig:
 def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(model: Path) -> None:
     asked: list[Asked] = []
     found = run_evaluation(config(model), lambda line: None, lambda each: (asked.append(each), double(each))[1])
-    rounds = [(Entrant(each.entrant), each.num_documents, each.batch_size) for each in asked[-6:]]
-    expected = [(Entrant.millrace, 20, None), (Entrant.hf, 7, 4), (Entrant.hf_disk, 8, 32)]
+    rounds = [(Entrant(each.entrant), each.num_documents, each.batch_size) for each in asked[-8:]]
+    expected = [
+        (Entrant.millrace, 20, None),
+        (Entrant.unshared, 20, None),
+        (Entrant.hf, 7, 4),
+        (Entrant.hf_disk, 8, 32),
+    ]
     assert rounds == expected * 2
-    tried = {each.batch_size for each in asked[:-6] if Entrant(each.entrant) is Entrant.hf}
+    tried = {each.batch_size for each in asked[:-8] if Entrant(each.entrant) is Entrant.hf}
     assert tried == set(BATCH_SIZES[Entrant.hf])
     assert "| lm-eval hf, in memory | 4 | 28 | 0.500 (0.500-0.500) | 2.00x | 2 MiB | 100% |" in found.table
     assert found.peers == ["lm-eval hf, in memory", "lm-eval hf, disk offload"]
