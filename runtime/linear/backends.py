@@ -12,6 +12,7 @@ import torch
 
 from ..kernels.compiler import has_compiler, has_matrix_unit
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
+from ..plan.placement.memory import WIDE_ROWS
 from ..profiles import BackendTable, LinearBackend
 from .panels import Block, panels
 from .tiles import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
@@ -35,6 +36,8 @@ def prepare_products(stored: Iterable[torch.dtype]) -> None:
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
     """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
     without a table by the rule."""
+    if _widens(x_MK):
+        return _in_float32(x_MK, [blocks], table)[0]
     return BACKENDS[backend_of(x_MK, blocks, table)](x_MK, blocks)
 
 
@@ -42,6 +45,8 @@ def fused_linear(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None = None
 ) -> list[torch.Tensor]:
     """Returns that of several weights, each of blocks, at once where a kernel takes them all."""
+    if _widens(x_MK):
+        return _in_float32(x_MK, weights, table)
     way = backend_of(x_MK, [block for blocks in weights for block in blocks], table)
     plain = cast(Sequence[Sequence[torch.Tensor]], weights)
     if way is LinearBackend.tiles:
@@ -49,6 +54,27 @@ def fused_linear(
     if way is LinearBackend.vectors:
         return multiply_all_in_vectors(x_MK, plain)
     return [linear(x_MK, blocks, table) for blocks in weights]
+
+
+def _widens(x_MK: torch.Tensor) -> bool:
+    """Whether inputs of 16 bits become float32 for the product. The CPU's vectors multiply float32 fastest: torch's
+    bfloat16 reached half of its rate on a Xeon whose `vdpbf16ps` gives 0.49 of the FLOPs of float32, see
+    docs/kernels.md. A matrix unit multiplies bfloat16 itself."""
+    if not x_MK.is_cpu or x_MK.dtype not in (torch.bfloat16, torch.float16) or not has_compiler():
+        return False
+    return x_MK.dtype == torch.float16 or not has_matrix_unit()
+
+
+def _in_float32(
+    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None
+) -> list[torch.Tensor]:
+    """Sums are float32's, and are rounded once."""
+    outs = [x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks)) for blocks in weights]
+    for first in range(0, len(x_MK), WIDE_ROWS):
+        rows = slice(first, first + WIDE_ROWS)
+        for out_MN, found in zip(outs, fused_linear(x_MK[rows].float(), weights, table), strict=True):
+            out_MN[rows] = found
+    return outs
 
 
 def backend_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> LinearBackend:

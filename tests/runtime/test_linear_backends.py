@@ -34,6 +34,34 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8, 130])
+def test_inputs_of_16_bits_are_multiplied_as_float32_and_rounded_once(
+    num_rows: int, stored: torch.dtype, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(backends, "WIDE_ROWS", 48)
+    x, blocks = random(num_rows, 256).to(compute), [random(288, 256, seed=1).to(stored)]
+    expected = (x.double() @ blocks[0].double().t()).to(compute)
+    found = linear(x, blocks)
+    assert found.dtype is compute
+    is_other = found != expected
+    assert is_other.float().mean() < 0.002, (
+        "a sum of float32 between two numbers of 16 bits is seldom rounded otherwise"
+    )
+    alone = torch.cat([linear(row[None], blocks) for row in x])
+    assert torch.equal(found, alone), "a row depends on those beside it"
+
+
+def test_a_matrix_unit_multiplies_bfloat16_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "has_matrix_unit", lambda: True)
+    x = random(4, 256).to(torch.bfloat16)
+    assert not backends._widens(x)
+    assert backends._widens(x.half())
+    assert not backends._widens(x.float())
+
+
 @pytest.mark.parametrize("backend", ANYWHERE)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("num_rows", [1, 5, 130])

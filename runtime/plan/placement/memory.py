@@ -18,6 +18,7 @@ from .ledger import Entry
 PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
 PANEL_BYTES = 16 * MIB  # of widened weights, at most
 LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
+WIDE_ROWS = 512  # tokens whose inputs and outputs of 16 bits are float32 at a time on a CPU, see linear/backends.py
 GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/fused.py
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
 # What choosing tokens makes of the few logits that it takes at a time, see engine/sampling/sampler.py.
@@ -209,6 +210,8 @@ def lane_entries(
     widest = max(shape.hidden_size, heads, shape.intermediate_size)
     laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
     products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * shape.hidden_size * widest))  # few rows, then many
+    if shape.attention_way is AttentionWay.host and size < 4:
+        products += 4 * min(largest, WIDE_ROWS) * (shape.hidden_size + max(heads, 2 * shape.intermediate_size))
     return (
         *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
         *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
