@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 from .batching.admission import AdmissionLimits
 from .batching.balance import Block
+from .batching.prefixes import IN_LANES
 from .config import Admission, PolicyConfig
 from .engine.batcher import Batcher, ContinuousBatcher, StaticBatcher
 from .engine.engine import Engine
@@ -167,13 +168,16 @@ class Session:
         if not self._model.shape.is_packed:
             waiting = list(sequences.values())
             return StaticBatcher.of_line(self._engine.lanes, waiting, num_lanes=num_lanes, lane_size=lane_size)
-        limits = AdmissionLimits(
+        rule = self._engine.lanes.sharing
+        limits = AdmissionLimits.of(
+            rule or IN_LANES,
             num_lanes=num_lanes,
             lane_size=lane_size,
-            lane_tokens=max(lane_size, chunk_tokens(self._policy)),
+            chunk_tokens=chunk_tokens(self._policy),
             page_tokens=PAGE_TOKENS,
         )
-        return ContinuousBatcher(self._engine.lanes, sequences, limits)
+        prefixes = self._plan.prefixes if rule is not None else ()
+        return ContinuousBatcher(self._engine.lanes, sequences, limits, prefixes)
 
     def _take_finished(self) -> list[tuple[int, Completion]]:
         finished = [i for i, sequence in self._open.items() if sequence.finish is not None]

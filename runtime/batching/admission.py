@@ -6,31 +6,40 @@ that gives way is the last that entered. So the first seat never gives way, and 
 Sources: sequences that enter and leave between passes are Orca's (Yu et al. 2022); pieces of prompts beside tokens
 that are decoded, under one budget, Sarathi's (Agrawal et al. 2023); giving way and computing again vLLM's (Kwon et
 al. 2023).
+
+What several begin with is computed by a row of its own, which takes no seat, and its pages are held (`held.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from .held import HeldPrefix, Kept, Place
+from .prefixes import IN_LANES, SharedPrefix, SharingRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
     """A request without a seat. `num_known`: tokens of its prompt and those generated before it last gave way;
-    `num_most`: the positions that it caches if it runs to its limit, see `most_cached`."""
+    `num_most`: the positions that it caches if it runs to its limit, see `most_cached`; `prefix`: what it goes on from.
+    """
 
     request: int
     num_known: int
     num_most: int
+    prefix: SharedPrefix | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeatState:
-    """A request in a lane, between two passes. `num_cached`: of its known tokens, those whose KV is stored."""
+    """A request in a lane, between two passes. `num_cached`: of its known tokens, those whose KV is stored, and those
+    that it goes on from, stored or not."""
 
     request: int
     lane: int
     num_cached: int
     num_known: int
     num_most: int
+    prefix: SharedPrefix | None = None
 
     @property
     def num_missing(self) -> int:
@@ -41,12 +50,28 @@ class SeatState:
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
     """`lane_size`: sequences of a lane; `lane_tokens`: those that a lane computes in a pass, decoded ones included;
-    `page_tokens`: positions of a KV page."""
+    `page_tokens`: positions of a KV page; `rule`: how far prefixes are shared, of which whole pages are."""
 
     num_lanes: int
     lane_size: int
     lane_tokens: int
     page_tokens: int
+    rule: SharingRule = IN_LANES
+
+    @staticmethod
+    def of(
+        rule: SharingRule, *, num_lanes: int, lane_size: int, chunk_tokens: int, page_tokens: int
+    ) -> "AdmissionLimits":
+        """The limits of lanes that prefill so many tokens a pass, and decode one of each sequence in any case. `rule`:
+        of blocks that nobody joins. Here a page is shared whole or not at all, so that sharing never takes more pages
+        than not to, however few there are at the moment."""
+        return AdmissionLimits(
+            num_lanes=num_lanes,
+            lane_size=lane_size,
+            lane_tokens=max(lane_size, chunk_tokens),
+            page_tokens=page_tokens,
+            rule=replace(rule, page_tokens=page_tokens),
+        )
 
     def pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
@@ -57,13 +82,17 @@ class PassPlan:
     """What to do before the next pass, in this order, and what the pass computes.
 
     `preempted` give their pages back and go to the head of the waiting line, where they are listed in its order;
-    `admitted` are (request, lane), oldest first; `new_tokens` says how many of its known tokens a request brings into
-    the pass. A seated request that is not in it waits for its lane's budget.
+    prefixes that are `dropped` give theirs back; `admitted` are (request, lane), oldest first, each behind what it goes
+    on from, which begins to be held where it is not. `new_tokens` says how many of its known tokens a request brings
+    into the pass, `filled` the same of prefixes. A seated request that is not in it waits for its lane's budget, or for
+    what it goes on from.
     """
 
     preempted: tuple[int, ...]
     admitted: tuple[tuple[int, int], ...]
     new_tokens: Mapping[int, int]
+    dropped: tuple[Place, ...] = ()
+    filled: Mapping[Place, int] = field(default_factory=dict)
 
 
 def most_cached(num_prompt_tokens: int, max_new_tokens: int) -> int:
@@ -73,76 +102,136 @@ def most_cached(num_prompt_tokens: int, max_new_tokens: int) -> int:
 
 
 def plan_pass(
-    waiting: Sequence[Waiting], seats: Sequence[SeatState], free_pages: int, limits: AdmissionLimits
+    waiting: Sequence[Waiting],
+    seats: Sequence[SeatState],
+    free_pages: int,
+    limits: AdmissionLimits,
+    held: Iterable[HeldPrefix] = (),
 ) -> PassPlan:
-    """`waiting` in the order of the line, `seats` in the order of admission.
+    """`waiting` in the order of the line, as far as they may soon enter, `seats` in the order of admission, `held` in
+    that in which they were opened.
 
     A request enters when every seated one, itself included, could get from what is free the pages of its known tokens
     and one more (none beyond its limit): so those that grow rarely have to give way. Where the pages of a pass are not
-    free all the same, the youngest give way until they are, and nobody enters.
+    free all the same, prefixes that nobody seated needs and then the youngest give way until they are, and nobody
+    enters.
     """
-    staying = list(seats)
-    free, preempted = free_pages, list[int]()
-    while (needed := _needed_pages(staying, limits)) > free:
+    kept, staying, preempted = Kept(held, limits.rule, limits.page_tokens), list(seats), list[SeatState]()
+    free = free_pages + kept.drop_unwanted(_seated(staying), _line(waiting))
+    while (needed := _needed_pages(staying, kept, limits)) > free:
+        if (dropped := kept.drop_one(_seated(staying), _line([*preempted, *waiting]))) is not None:
+            free += dropped
+            continue
         assert len(staying) > 1, f"request {staying[0].request} alone needs {needed} KV pages, {free} are free"
         youngest = staying.pop()
-        free += limits.pages(youngest.num_cached)
-        preempted.insert(0, youngest.request)
-    entered = [] if preempted else _enter(waiting, staying, free, limits)
+        free += _own_pages(youngest, limits)
+        preempted.insert(0, youngest)
+    entered = [] if preempted else _enter(waiting, staying, kept, free, limits)
     assert staying or entered or not waiting, f"request {waiting[0].request} can never be admitted: {free} pages"
+    new_tokens, filled = _share_budgets([*staying, *entered], kept, limits)
     return PassPlan(
-        preempted=tuple(preempted),
+        preempted=tuple(seat.request for seat in preempted),
         admitted=tuple((seat.request, seat.lane) for seat in entered),
-        new_tokens=_share_budgets([*staying, *entered], limits),
+        new_tokens=new_tokens,
+        dropped=tuple(kept.dropped),
+        filled=filled,
     )
 
 
-def _needed_pages(seats: Sequence[SeatState], limits: AdmissionLimits) -> int:
+def _seated(seats: Iterable[SeatState]) -> list[tuple[SharedPrefix | None, int]]:
+    return [(seat.prefix, seat.lane) for seat in seats]
+
+
+def _line(waiting: Iterable[Waiting | SeatState]) -> list[SharedPrefix | None]:
+    return [each.prefix for each in waiting]
+
+
+def _own_pages(seat: SeatState, limits: AdmissionLimits) -> int:
+    """Pages that it holds alone."""
+    return limits.pages(seat.num_cached) - limits.pages(limits.rule.num_shared(seat.prefix))
+
+
+def _needed_pages(seats: Sequence[SeatState], kept: Kept, limits: AdmissionLimits) -> int:
     """That the next pass takes from the free ones."""
-    new_tokens = _share_budgets(seats, limits)
-    return sum(
-        limits.pages(seat.num_cached + new_tokens.get(seat.request, 0)) - limits.pages(seat.num_cached)
-        for seat in seats
-    )
+    new_tokens, filled = _share_budgets(seats, kept, limits)
+    grown = [(seat.num_cached, new_tokens.get(seat.request, 0)) for seat in seats]
+    grown += [(held.num_cached, filled.get(place, 0)) for place, held in kept]
+    return sum(limits.pages(cached + new) - limits.pages(cached) for cached, new in grown)
 
 
-def _share_budgets(seats: Iterable[SeatState], limits: AdmissionLimits) -> dict[int, int]:
-    """Shares out each lane's tokens: what is decoded comes first, then pieces of prompts, the oldest first."""
-    left = [limits.lane_tokens] * limits.num_lanes
-    new_tokens: dict[int, int] = {}
-    for seat in sorted(seats, key=lambda seat: seat.num_missing > 1):
-        taken = min(left[seat.lane], seat.num_missing)
-        if taken:
+def _share_budgets(
+    seats: Iterable[SeatState], kept: Kept, limits: AdmissionLimits
+) -> tuple[dict[int, int], dict[Place, int]]:
+    """Shares out each lane's tokens: what is decoded comes first, then what others wait for, lane by lane, as a lane
+    goes on from those before it; then pieces of prompts, the oldest first."""
+    left, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
+    new_tokens, filled = dict[int, int](), dict[Place, int]()
+
+    def take(lane: int, most: int) -> int:
+        taken = min(left[lane], most)
+        left[lane] -= taken
+        return taken
+
+    def may_begin(seat: SeatState) -> bool:
+        begins = seat.prefix is not None and seat.num_cached == rule.num_shared(seat.prefix)
+        return not begins or kept.may_begin(seat.prefix, seat.lane, filled)
+
+    prompts = list[SeatState]()
+    for seat in seats:
+        if seat.num_missing > 1 or not may_begin(seat):
+            prompts.append(seat)
+        elif taken := take(seat.lane, seat.num_missing):
             new_tokens[seat.request] = taken
-            left[seat.lane] -= taken
-    return new_tokens
+    for (prefix, where), held in sorted(kept, key=lambda each: each[1].lane):
+        begins = held.num_cached == rule.num_shared(prefix.parent)
+        if not begins or kept.may_begin(prefix.parent, held.lane, filled):
+            filled[prefix, where] = take(held.lane, rule.num_shared(prefix) - held.num_cached)
+    for seat in prompts:
+        if may_begin(seat) and (taken := take(seat.lane, seat.num_missing)):
+            new_tokens[seat.request] = taken
+    return new_tokens, {place: count for place, count in filled.items() if count}
 
 
 def _enter(
-    waiting: Sequence[Waiting], seats: Sequence[SeatState], free_pages: int, limits: AdmissionLimits
+    waiting: Sequence[Waiting], seats: Sequence[SeatState], kept: Kept, free_pages: int, limits: AdmissionLimits
 ) -> list[SeatState]:
-    """Each into the lane with the fewest tokens that has a free seat."""
+    """Each into the lane with the fewest tokens that has a free seat, counting what it has computed for it there."""
     num_seated, num_tokens = [0] * limits.num_lanes, [0] * limits.num_lanes
     for seat in seats:
         num_seated[seat.lane] += 1
         num_tokens[seat.lane] += seat.num_known
-    promised = sum(_wanted_pages(seat, limits) - limits.pages(seat.num_cached) for seat in seats)
+    room = free_pages - kept.promised_pages
+    room -= sum(_wanted_pages(seat, limits) - limits.pages(seat.num_cached) for seat in seats)
     entered: list[SeatState] = []
-    for request in waiting:
+    for turn, request in enumerate(waiting):
         open_lanes = [lane for lane in range(limits.num_lanes) if num_seated[lane] < limits.lane_size]
-        promised += _wanted_pages(request, limits)
-        if not open_lanes or promised > free_pages:
+        if not open_lanes:
             break
-        lane = min(open_lanes, key=lambda lane: (num_tokens[lane], lane))
+        prefix = request.prefix
+        lane = min(open_lanes, key=lambda lane: (num_tokens[lane] + kept.missing_tokens(prefix, lane), lane))
+        entering = _entering(request, lane, limits)
+        wanted = _wanted_pages(request, limits) - limits.pages(entering.num_cached) + kept.missing_pages(prefix, lane)
+        if wanted > room:
+            made = kept.make_room(wanted - room, _seated([*seats, *entered, entering]), _line(waiting[turn:]))
+            if made is None:
+                break
+            room += made
+        kept.open(prefix, lane)
+        room -= wanted
         num_seated[lane] += 1
         num_tokens[lane] += request.num_known
-        entered.append(_seated(request, lane))
+        entered.append(entering)
     return entered
 
 
-def _seated(request: Waiting, lane: int) -> SeatState:
+def _entering(request: Waiting, lane: int, limits: AdmissionLimits) -> SeatState:
     return SeatState(
-        request=request.request, lane=lane, num_cached=0, num_known=request.num_known, num_most=request.num_most
+        request=request.request,
+        lane=lane,
+        num_cached=limits.rule.num_shared(request.prefix),
+        num_known=request.num_known,
+        num_most=request.num_most,
+        prefix=request.prefix,
     )
 
 

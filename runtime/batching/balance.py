@@ -1,10 +1,11 @@
 """Requests -> blocks -> micro-batches of even length: a pure, deterministic function of lengths, sizes and prefixes."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
 
-from .grouping import grouped
+from .grouping import Group, grouped
 from .prefixes import SharedPrefix
 
 
@@ -27,15 +28,17 @@ def plan_blocks(
     num_micro_batches: int,
     is_packed: bool,
     prefixes: Sequence[SharedPrefix | None] = (),
+    in_line: bool = False,
 ) -> tuple[Block, ...]:
     """Every request in exactly one block. Longest first, ties by position, so that the plan depends on nothing else.
 
     Packed lanes carry no padding, so blocks are made *alike*: the sorted requests are dealt out in a snake, and every
     block needs about the same KV. Padded lanes pay for their longest sequence, so there neighbours in length stay
-    together. Where packed ones share `prefixes`, those that do stay together, and lanes of them are dealt out.
+    together. Where packed ones share `prefixes`, those that do stay together, and lanes of them are dealt out; or, for
+    sequences that enter `in_line` as others end, those that begin alike are one behind the other in all blocks.
     """
     if any(prefixes):
-        return _blocks_of_groups(num_tokens, prefixes, micro_batch_size, num_micro_batches)
+        return _blocks_of_groups(num_tokens, prefixes, micro_batch_size, num_micro_batches, in_line=in_line)
     order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__, reverse=True)  # stable: ties stay in order
     block_size = micro_batch_size * num_micro_batches
     num_blocks = -(-len(order) // block_size)
@@ -58,15 +61,27 @@ def _blocks_of_groups(
     prefixes: Sequence[SharedPrefix | None],
     micro_batch_size: int,
     num_micro_batches: int,
+    *,
+    in_line: bool,
 ) -> tuple[Block, ...]:
     num_blocks = -(-len(num_tokens) // (micro_batch_size * num_micro_batches))
     num_lanes = num_blocks * -(-len(num_tokens) // (num_blocks * micro_batch_size))
     lanes = grouped(num_tokens, prefixes, num_lanes=num_lanes, lane_size=micro_batch_size)
+    lanes = [lane for lane in sorted(lanes, key=lambda lane: lane.num_tokens, reverse=True) if lane.members]
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_blocks)]
-    for turn, lane in enumerate(sorted(lanes, key=lambda lane: lane.num_tokens, reverse=True)):
-        if lane.members:
-            dealt[_snake(turn, num_blocks)].append(tuple(lane.members))
+    for turn, lane in enumerate(_alike(lanes, prefixes) if in_line else lanes):
+        index = turn * min(num_blocks, len(lanes)) // len(lanes) if in_line else _snake(turn, num_blocks)
+        dealt[index].append(tuple(lane.members))
     return tuple(Block(index=index, micro_batches=tuple(groups)) for index, groups in enumerate(dealt))
+
+
+def _alike(lanes: Sequence[Group], prefixes: Sequence[SharedPrefix | None]) -> list[Group]:
+    """The lanes in their order, but for those that begin alike: these follow the first of them."""
+    found = defaultdict[SharedPrefix | None, list[Group]](list)
+    for lane in lanes:
+        first = prefixes[lane.members[0]]
+        found[[*first.chain][-1] if first is not None else None].append(lane)
+    return [lane for each in found.values() for lane in each]
 
 
 def _snake(turn: int, width: int) -> int:

@@ -153,13 +153,17 @@ class PagedKV(Cache, KVCache):
         row = self._rows.pop(position)
         self._end_copy(row)
         if row.behind is not None:  # it has never begun
-            row.behind.num_users -= 1
-            self._drop(row.behind)
+            self.release(row.behind)
         if row.fills is None:
             self._pages.pool.give(row.pages)
         else:
             row.fills.is_left = True
             self._drop(row.fills)
+
+    def release(self, shared: SharedPages) -> None:
+        """One user fewer, who has not begun or holds the pages by itself now."""
+        shared.num_users -= 1
+        self._drop(shared)
 
     def _drop(self, shared: SharedPages) -> None:
         if shared.is_left and not shared.num_users:
@@ -221,8 +225,7 @@ class PagedKV(Cache, KVCache):
         row.copied = behind.pages[num_whole] if behind.num_tokens % PAGE_TOKENS else None
         self._pages.pool.share(behind.pages[: num_pages_for(behind.num_tokens)])
         row.behind = None
-        behind.num_users -= 1
-        self._drop(behind)
+        self.release(behind)
 
     def _take(self, row: Row, count: int) -> None:
         if count:

@@ -12,7 +12,7 @@ class SharedPages:
 
     num_tokens: int
     in_pass: bool
-    num_users: int = 0  # that have not begun yet
+    num_users: int = 0  # that have not begun yet, and whoever keeps them for others to come
     num_computed: int = 0  # tokens that others may look at
     pages: list[int] = field(default_factory=list)
     is_left: bool = False

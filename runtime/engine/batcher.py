@@ -9,13 +9,16 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import islice
 
-from ..batching.admission import AdmissionLimits, SeatState, Waiting, most_cached, plan_pass
+from ..batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
+from ..batching.held import HeldPrefix, Place, places_of
+from ..batching.prefixes import SharedPrefix
 from ..closing import Closing
 from .lanes.factory import LaneFactory
 from .lanes.lane import Lane
 from .lanes.packed import PackedLane
 from .records import Phase
 from .sequence import Sequence
+from .sharing import filling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +119,24 @@ class ContinuousBatcher(Batcher):
     carries prompts beside tokens that are decoded. `batching/admission.py` decides, this acts.
 
     `sequences` by request index, in the order in which they enter; those that are finished already are left out.
+    `prefixes`: what each request shares with others of the run; empty: nothing. Each is computed by a sequence of its
+    own, and held as long as admission says.
     """
 
-    def __init__(self, lanes: LaneFactory, sequences: Mapping[int, Sequence], limits: AdmissionLimits):
+    def __init__(
+        self,
+        lanes: LaneFactory,
+        sequences: Mapping[int, Sequence],
+        limits: AdmissionLimits,
+        prefixes: Rows[SharedPrefix | None] = (),
+    ):
         super().__init__()
         self._factory, self._sequences, self._limits = lanes, sequences, limits
+        self._prefixes = {i: prefixes[i] for i in sequences} if prefixes else {}
         self._line = deque(sequences)
         self._lanes: list[PackedLane] = [lanes.packed([]) for _ in range(limits.num_lanes)]
         self._lane_of: dict[int, int] = {}  # seated requests, in the order of admission
+        self._held: dict[Place, tuple[int, Sequence]] = {}  # its lane and what computes it, in the order of opening
 
     def next_batch(self) -> Batch | None:
         self._lane_of = {i: lane for i, lane in self._lane_of.items() if self._sequences[i].finish is None}
@@ -135,27 +148,61 @@ class ContinuousBatcher(Batcher):
         return self._batch(_phase(busy), list(busy), list(busy.values()))
 
     def close(self) -> None:
+        for place in list(self._held):
+            self._drop(place)
         for lane in self._lanes:
             lane.close()
 
     def _seat(self) -> dict[int, int]:
         """Moves sequences in and out; returns how many tokens each (by `id`) brings into the pass."""
-        most = self._limits.num_lanes * self._limits.lane_size
-        waiting = [self._waiting(i) for i in islice(self._line, most)]
-        plan = plan_pass(waiting, [self._state(i) for i in self._lane_of], self._factory.num_free_pages, self._limits)
+        plan = self._planned()
         for i in reversed(plan.preempted):
             self._lanes[self._lane_of.pop(i)].leave(self._sequences[i])
             self._line.appendleft(i)
+        for place in plan.dropped:
+            self._drop(place)
         for i, lane in plan.admitted:
             assert self._line.popleft() == i, "requests enter in the order of the line"
-            self._lanes[lane].enter(self._sequences[i])
+            self._enter(self._sequences[i], self._prefixes.get(i), lane)
             self._lane_of[i] = lane
-        return {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
+        new_tokens = {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
+        return new_tokens | {id(self._held[place][1]): count for place, count in plan.filled.items()}
+
+    def _planned(self) -> PassPlan:
+        most = self._limits.num_lanes * self._limits.lane_size
+        waiting = [self._waiting(i) for i in islice(self._line, most)]
+        seats = [self._state(i) for i in self._lane_of]
+        held = [
+            HeldPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
+            for (prefix, _), (lane, sequence) in self._held.items()
+        ]
+        return plan_pass(waiting, seats, self._factory.num_free_pages, self._limits, held)
+
+    def _enter(self, sequence: Sequence, prefix: SharedPrefix | None, lane: int) -> None:
+        """Has it enter behind what it goes on from, which begins to be computed in this lane where it is not held."""
+        behind = None
+        for place in places_of(prefix, lane, self._limits.rule):
+            if place not in self._held:
+                self._held[place] = lane, filling(place[0], behind, sequence, self._limits.rule)
+                self._lanes[lane].enter(self._held[place][1])
+            behind = self._held[place][1].fills
+        sequence.behind = behind
+        if behind is not None:
+            behind.num_users += 1
+        self._lanes[lane].enter(sequence)
+
+    def _drop(self, place: Place) -> None:
+        """Holds a prefix no longer. Its pages are given back by those who have them as well."""
+        lane, sequence = self._held.pop(place)
+        if not sequence.is_filled:
+            self._lanes[lane].leave(sequence)
+        assert sequence.fills is not None, "it computes a prefix"
+        self._lanes[lane].release(sequence.fills)
 
     def _waiting(self, i: int) -> Waiting:
         s = self._sequences[i]
         num_most = most_cached(len(s.request.prompt_ids), s.request.max_new_tokens)
-        return Waiting(request=i, num_known=s.num_known, num_most=num_most)
+        return Waiting(request=i, num_known=s.num_known, num_most=num_most, prefix=self._prefixes.get(i))
 
     def _state(self, i: int) -> SeatState:
         s, waiting = self._sequences[i], self._waiting(i)
@@ -165,6 +212,7 @@ class ContinuousBatcher(Batcher):
             num_cached=s.num_cached,
             num_known=waiting.num_known,
             num_most=waiting.num_most,
+            prefix=waiting.prefix,
         )
 
 

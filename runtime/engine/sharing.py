@@ -68,9 +68,22 @@ def _opened(
     if prefix not in opened:
         parent = shares.parents[prefix]
         behind = _opened(parent, shares, tokens, rule, opened, lane) if parent is not None else None
-        num_tokens = rule.num_shared(prefix)
-        opened[prefix] = SharedPages(num_tokens=num_tokens, in_pass=rule.in_pass)
-        request = Request(id="", prompt_ids=tokens[:num_tokens], max_new_tokens=0)
-        lane.append(Sequence(request=request, fills=opened[prefix], behind=behind))
+        opened[prefix] = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass)
+        lane.append(_computing(opened[prefix], tokens, behind))
     opened[prefix].num_users += 1
     return opened[prefix]
+
+
+def _computing(pages: SharedPages, tokens: tuple[int, ...], behind: SharedPages | None) -> Sequence:
+    """The row that computes what `tokens` begin with."""
+    request = Request(id="", prompt_ids=tokens[: pages.num_tokens], max_new_tokens=0)
+    return Sequence(request=request, fills=pages, behind=behind)
+
+
+def filling(prefix: SharedPrefix, behind: SharedPages | None, user: Sequence, rule: SharingRule) -> Sequence:
+    """The row that computes a prefix of `user` where sequences come and go: whoever asked for it holds its pages, until
+    they are released once more than its users have begun."""
+    pages = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass, num_users=1)
+    if behind is not None:
+        behind.num_users += 1
+    return _computing(pages, user.request.prompt_ids, behind)

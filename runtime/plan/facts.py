@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from ..batching.prefixes import num_spared
+from ..batching.prefixes import SharingRule, num_spared
 from ..config import Admission, Attention, FeedForward, KVTier, RuntimeConfig, SharePrefixes
 from ..units import counted
 from .placement.defaults import chunk_tokens
+from .placement.memory import PAGE_TOKENS
 from .planner import RunPlan
 from .shape.model import ModelShape
 
@@ -19,8 +20,6 @@ def why_unshared(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: 
         return "this model's lanes are padded"
     if has_rope_lengths:
         return "this model's rotary embeddings know each prompt's length"
-    if config.policy.admission is not Admission.wave:
-        return f"policy.admission={config.policy.admission.value}"
     return None
 
 
@@ -52,9 +51,9 @@ class PlanFacts:
     num_lanes: int
     lane_size: int  # most sequences of a micro-batch
     prefill_chunk_tokens: int  # of a micro-batch in one pass, at most
-    sharing: str = ""  # block or micro-batch: among whom prompts share what they begin with; off
+    sharing: str = ""  # block, run (where sequences come and go) or micro-batch: who shares beginnings of prompts; off
     why_unshared: str | None = None
-    num_spared_tokens: int = 0  # of prompts, because others compute them
+    num_spared_tokens: int = 0  # of prompts, because others compute them; where sequences come and go, at most
 
     @staticmethod
     def of(
@@ -62,7 +61,6 @@ class PlanFacts:
     ) -> "PlanFacts":
         placement, rule = plan.placement, plan.placement.sharing
         why = why_unshared(config, shape, has_rope_lengths=has_rope_lengths)
-        groups = [block.micro_batches for block in plan.blocks]
         attention = Attention.cpu if placement.decode_walk.attending else Attention.device
         kv = placement.kv.tier if placement.kv.page_bytes else KVTier.device
         return PlanFacts(
@@ -87,9 +85,9 @@ class PlanFacts:
             num_lanes=plan.num_lanes,
             lane_size=plan.lane_size,
             prefill_chunk_tokens=chunk_tokens(plan.policy),
-            sharing="off" if why else "block" if rule.among_lanes else "micro-batch",
+            sharing="off" if why else _among(plan) if rule.among_lanes else "micro-batch",
             why_unshared=why,
-            num_spared_tokens=0 if why else num_spared(groups, plan.prefixes, rule),
+            num_spared_tokens=0 if why else _num_spared(plan),
         )
 
     def __str__(self) -> str:
@@ -116,9 +114,11 @@ class PlanFacts:
     def _sharing(self) -> str:
         if self.why_unshared:
             return f"off: {self.why_unshared}"
+        where = "over the run" if self.sharing == "run" else f"in each {self.sharing}"
         if not self.num_spared_tokens:
-            return f"in each {self.sharing}: no prompts are known to begin alike"
-        return f"in each {self.sharing}: {self.num_spared_tokens:,} tokens that prompts begin with are spared"
+            return f"{where}: no prompts are known to begin alike"
+        most = "up to " if self.admission == Admission.continuous.value else ""
+        return f"{where}: {most}{self.num_spared_tokens:,} tokens that prompts begin with are spared"
 
     @property
     def _streaming(self) -> str:
@@ -140,6 +140,19 @@ class PlanFacts:
     def _travelling(self) -> str:
         away, num_layers = self.num_travelling_layers, self.num_kv_layers
         return f": {away} of {num_layers} layers, the others where compute happens" if away else ""
+
+
+def _among(plan: RunPlan) -> str:
+    return "run" if plan.policy.admission is Admission.continuous else "block"
+
+
+def _num_spared(plan: RunPlan) -> int:
+    """Where sequences come and go, as if each prefix were held until nobody needs it, by one lane where each has its
+    own."""
+    if plan.policy.admission is Admission.wave:
+        return num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, plan.placement.sharing)
+    rule = SharingRule(among_lanes=True, page_tokens=PAGE_TOKENS)
+    return num_spared([[[i for block in plan.blocks for i in block.members]]], plan.prefixes, rule)
 
 
 def _depth(plan: RunPlan) -> int:

@@ -6,12 +6,15 @@ from pathlib import Path
 from random import Random
 
 from runtime import Runtime, RuntimeConfig
+from runtime.batching.admission import AdmissionLimits
 from runtime.batching.prefixes import num_spared
-from runtime.config import SharePrefixes
+from runtime.config import Admission, SharePrefixes
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request
 from runtime.plan.cost.lane_work import block_prefills
+from runtime.plan.cost.mixed_passes import mixed_passes
 from runtime.plan.placement.defaults import chunk_tokens
+from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.planner import RunPlan
 from tests.support import clear_tokens, made_once, transformers_model
 
@@ -63,12 +66,15 @@ class Ran:
     num_pages_left: int
 
 
-def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
-    """All blocks of the prompts, and what became of the pages."""
+def run_alike(runtime: Runtime, prompts: list[list[int]], *, num_kv_pages: int | None = None) -> Ran:
+    """All blocks of the prompts, and what became of the pages, of which there are as many as planned or so many."""
     made = [runtime.request(str(index), prompt) for index, prompt in enumerate(prompts)]
     requests = [each for each in made if isinstance(each, Request)]
     assert len(requests) == len(prompts), made
     plan, passes, found = runtime.plan(requests), list[PassRecord](), dict[int, Completion]()
+    if num_kv_pages is not None:
+        placement = plan.placement
+        plan = replace(plan, placement=replace(placement, kv=replace(placement.kv, num_pages=num_kv_pages)))
     with runtime.session(plan) as session:
         found |= dict(session.generate(requests, passes.append))
         pool = session._engine.lanes.pages.pool
@@ -85,6 +91,20 @@ def run_alike(runtime: Runtime, prompts: list[list[int]]) -> Ran:
 def _require_as_planned(runtime: Runtime, plan: RunPlan, requests: list[Request], passes: list[PassRecord]) -> None:
     """What is spared, and what is computed in how many passes, is what the plan says."""
     sizes, rule = runtime.sizes(requests), plan.placement.sharing
+    if plan.policy.admission is Admission.continuous:
+        order = [sizes[i] for block in plan.blocks for i in block.members]
+        limits = AdmissionLimits.of(
+            rule,
+            num_lanes=plan.num_lanes,
+            lane_size=plan.lane_size,
+            chunk_tokens=chunk_tokens(plan.policy),
+            page_tokens=PAGE_TOKENS,
+        )
+        played = mixed_passes(order, limits, plan.placement.kv.num_pages).passes
+        assert [sum(work.num_tokens for work in each.lanes) for each in played] == [
+            record.counts.real_tokens for record in passes
+        ]
+        return
     spared = num_spared([block.micro_batches for block in plan.blocks], plan.prefixes, rule)
     assert sum(record.counts.spared_tokens for record in passes) == spared
     prefills = [

@@ -23,6 +23,7 @@ from runtime.config import (
 )
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.facts import PlanFacts
+from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
 from runtime.plan.shape.model import ModelShape
@@ -112,13 +113,13 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
     assert "in each block: 100 tokens that prompts begin with are spared" in str(found)
     travelling = sharing(toy_shape(), replace(NVME, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)))
     assert (travelling.sharing, travelling.num_spared_tokens) == ("micro-batch", 4 * 20)
+    continuous = sharing(toy_shape(), replace(NVME, policy=replace(POLICY, admission=Admission.continuous)))
+    assert (continuous.sharing, continuous.num_spared_tokens) == ("run", 5 * PAGE_TOKENS)
+    assert "over the run: up to 80 tokens that prompts begin with are spared" in str(continuous)
     assert "in each block: no prompts are known to begin alike" in str(facts(NVME))
     off = {
         "policy.share_prefixes=off": sharing(
             toy_shape(), replace(NVME, policy=replace(POLICY, share_prefixes=SharePrefixes.off))
-        ),
-        "policy.admission=continuous": sharing(
-            toy_shape(), replace(NVME, policy=replace(POLICY, admission=Admission.continuous))
         ),
         "padded": sharing(replace(toy_shape(), is_packed=False)),
         "rotary": sharing(toy_shape(), has_rope_lengths=True),

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -107,3 +108,15 @@ def test_hundreds_of_thousands_are_grouped_in_no_time() -> None:
     of = [prefix for prefix in (SharedPrefix(num_tokens=64) for _ in range(25_000)) for _ in range(4)]
     lanes = grouped(range(100, 100_100), of, num_lanes=1600, lane_size=64)
     assert sum(len(lane.members) for lane in lanes) == 100_000
+
+
+def test_those_who_begin_alike_are_neighbours_in_line_over_all_blocks() -> None:
+    """Lanes that are dealt out to blocks bring each beginning into every block."""
+    prefixes = [SharedPrefix(num_tokens=32) for _ in range(4)]
+    of = [prefix for prefix in prefixes for _ in range(12)]
+    num_tokens = [100 + i % 7 for i in range(len(of))]
+    blocks = plan_blocks(num_tokens, micro_batch_size=3, num_micro_batches=2, is_packed=True, prefixes=of, in_line=True)
+    line = [of[i] for block in blocks for i in block.members]
+    assert sum(one is not other for one, other in pairwise(line)) == len(prefixes) - 1
+    assert sorted(i for block in blocks for i in block.members) == list(range(len(of)))
+    assert all(len(block.micro_batches) <= 2 for block in blocks)

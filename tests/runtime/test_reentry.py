@@ -47,7 +47,9 @@ def test_the_first_that_gave_way_is_the_first_to_go_on(monkeypatch: pytest.Monke
         ]
     )
 
-    def plan_pass(waiting: Rows[Waiting], seats: Rows[SeatState], free: int, limits: AdmissionLimits) -> PassPlan:
+    def plan_pass(
+        waiting: Rows[Waiting], seats: Rows[SeatState], free: int, limits: AdmissionLimits, held: object
+    ) -> PassPlan:
         lines.append([each.request for each in waiting])
         return next(plans)
 

@@ -154,3 +154,26 @@ def test_a_block_has_pages_for_a_prefix_once_where_its_lanes_share_it(kv: KVConf
     plan = plan_run(toy_shape(), RuntimeConfig(policy=policy, kv=kv), Budgets(host_bytes=GIB), sizes)
     assert (plan.block_size, plan.num_lanes) == (16, 4)
     assert plan.placement.kv.num_pages == num_copies * 400 // PAGE_TOKENS + 16
+
+
+@pytest.mark.parametrize(("kv", "num_copies"), [(KVTier.device, 1), (KVTier.nvme, 4)])
+def test_all_seats_have_the_pages_of_a_prefix_once_where_lanes_share_it(kv: KVTier, num_copies: int) -> None:
+    prefix = SharedPrefix(num_tokens=400)
+    sizes = [size.behind(prefix) for size in sizes_of([410] * 64, max_new_tokens=6)]
+    policy = replace(CONTINUOUS.policy, micro_batch_size=4)
+    tier = KVConfig(tier=kv, device_fraction=None if kv is KVTier.device else 0.0)
+    config = replace(CONTINUOUS, policy=policy, kv=tier)
+    found = plan_run(SHAPE, config, Budgets(host_bytes=GIB), sizes).placement.kv
+    assert found.num_pages == num_copies * 400 // PAGE_TOKENS + 16
+    assert kv is KVTier.device or found.slot_pages == 400 // PAGE_TOKENS + 4
+
+
+def test_a_slot_has_room_for_any_sequences_that_come_to_share_a_lane() -> None:
+    """Also for those that begin like nobody, though the longest begin alike."""
+    prefix = SharedPrefix(num_tokens=400)
+    alike = [size.behind(prefix) for size in sizes_of([480] * 8, max_new_tokens=0)]
+    sizes = [*alike, *sizes_of([320] * 8, max_new_tokens=0)]
+    config = replace(CONTINUOUS, policy=replace(CONTINUOUS.policy, micro_batch_size=4, num_micro_batches=2))
+    config = replace(config, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0))
+    found = plan_run(SHAPE, config, Budgets(host_bytes=GIB), sizes).placement.kv
+    assert found.slot_pages >= 4 * 320 // PAGE_TOKENS

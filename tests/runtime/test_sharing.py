@@ -8,11 +8,13 @@ from random import Random
 
 import pytest
 
-from runtime import PolicyConfig, Runtime, Targets
-from runtime.config import Attention, KVConfig, KVTier, Order, PolicyKind, SharePrefixes, Tier
+from runtime import PolicyConfig, Runtime, RuntimeConfig, Targets
+from runtime.config import Admission, Attention, KVConfig, KVTier, Order, PolicyKind, SharePrefixes, Tier
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Request
+from runtime.engine.sequence import Request, Unfinished
+from runtime.errors import Interrupted
 from runtime.model.families import FAMILIES
+from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.scoring import ask_scores
 from tests.fake_device import FakeDevice
 from tests.runtime.sharing_support import Alike, run_alike, unshared
@@ -22,6 +24,7 @@ from tests.runtime.test_resumption import Stops
 from tests.support import Reference
 
 References = Callable[[str], Reference]
+PLACES = ("device", "cpu", "nvme", "attention")  # of keys and values
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +91,48 @@ def test_sharing_changes_no_token_wherever_keys_and_values_are(
         assert (ran.num_computed + ran.num_spared, 0) == (alone.num_computed, alone.num_spared)
 
 
+def longest_pages(prompts: list[list[int]], max_new_tokens: int) -> int:
+    """Fewer can hold no run."""
+    return max(-(-(len(prompt) + max_new_tokens) // PAGE_TOKENS) for prompt in prompts)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek-v3", "gpt-oss"])
+def test_sequences_that_come_and_go_compute_what_they_begin_with_once(
+    family: str, alike: Callable[[str], Alike], reference: References
+) -> None:
+    """But for what of it is no whole page."""
+    of = alike(family)
+    coming = policy(admission=Admission.continuous, micro_batch_size=3, num_micro_batches=2)
+    ran = run_alike(Runtime(replace(config_for(reference(family)), policy=coming)), of.prompts)
+    assert ran.tokens == of.expected
+    assert ran.num_spared == NUM_SPARED_PAGES * PAGE_TOKENS
+    assert ran.num_pages_left == 0
+
+
+NUM_SPARED_PAGES = (8 - 1) + (6 - 1)  # of the stem, and of the branch
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("seed", range(4))
+def test_sequences_that_come_and_go_get_the_tokens_of_each_by_itself(
+    seed: int, place: str, reference: References
+) -> None:
+    """With all pages that are planned, and so few that sequences give way."""
+    config, device, prompts = drawn_run(seed, place, reference("llama"))
+    config = replace(config, policy=replace(config.policy, admission=Admission.continuous))
+    alone = run_alike(Runtime(unshared(config), device=device), prompts)
+    shared = run_alike(Runtime(config, device=device), prompts)
+    assert shared.tokens == alone.tokens
+    assert (shared.num_pages_left, alone.num_spared) == (0, 0)
+    assert shared.num_computed + shared.num_spared == alone.num_computed
+    if place == "device":
+        least = longest_pages(prompts, config.sampling.max_new_tokens)
+        for num_pages in (least, least + 2):
+            tight = run_alike(Runtime(config), prompts, num_kv_pages=num_pages)
+            assert (tight.tokens, tight.num_pages_left) == (alone.tokens, 0)
+            assert tight.num_computed + tight.num_spared >= alone.num_computed
+
+
 @pytest.mark.parametrize("num_passes", [1, 2, 5])
 def test_a_block_that_was_stopped_shares_what_it_would_have_shared(
     num_passes: int, alike: Callable[[str], Alike], reference: References
@@ -106,6 +151,38 @@ def test_a_block_that_was_stopped_shares_what_it_would_have_shared(
     assert again <= NUM_COMPUTED + num_generated
 
 
+@pytest.mark.parametrize("num_passes", [1, 3, 6])
+def test_a_line_that_was_stopped_goes_on_with_the_same_tokens(
+    num_passes: int, alike: Callable[[str], Alike], reference: References
+) -> None:
+    """Stopped between prompts and answers; nobody's share follows from who was left."""
+    of = alike("llama")
+    coming = policy(admission=Admission.continuous, micro_batch_size=2, num_micro_batches=2, prefill_chunk_tokens=24)
+    runtime = Runtime(replace(config_for(reference("llama")), policy=coming))
+    made = [runtime.request(str(index), prompt) for index, prompt in enumerate(of.prompts)]
+    requests = [each for each in made if isinstance(each, Request)]
+    plan, tokens, passes = runtime.plan(requests), dict[int, list[int]](), list[PassRecord]()
+    order = [i for block in plan.blocks for i in block.members]
+    unfinished = dict[int, Unfinished]()
+
+    def on_pass(record: PassRecord) -> None:
+        passes.append(record)
+        if len(passes) == num_passes:
+            raise Interrupted("stopped")
+
+    while len(tokens) < len(requests):
+        with runtime.session(plan) as session:
+            left = [i for i in order if i not in tokens]
+            try:
+                for i, completion in session.stream(left, requests, unfinished, on_pass):
+                    tokens[i] = list(completion.token_ids)
+            except Interrupted:
+                unfinished |= session.snapshot()
+    assert len(passes) > num_passes
+    assert [tokens[i] for i in range(len(requests))] == of.expected
+    assert sum(record.counts.spared_tokens for record in passes) > 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3", "gpt-oss"])
 def test_scores_behind_random_tries_are_those_of_each_prompt_by_itself(
@@ -122,9 +199,6 @@ def test_scores_behind_random_tries_are_those_of_each_prompt_by_itself(
         assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
 
 
-PLACES = ("device", "cpu", "nvme", "attention")  # of keys and values
-
-
 def tried(seed: int) -> list[list[int]]:
     """Prompts of a random trie; one alone, equal ones, and some that part where a page ends or beside that."""
     rng = Random(seed)
@@ -135,11 +209,8 @@ def tried(seed: int) -> list[list[int]]:
     return [drawn[:1], drawn[:1] * 7, drawn][seed % 3] if seed % 4 == 1 else drawn
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 9])
-def test_random_tries_get_the_tokens_and_scores_of_each_prompt_by_itself(
-    seed: int, place: str, reference: References
-) -> None:
+def drawn_run(seed: int, place: str, ref: Reference) -> tuple[RuntimeConfig, FakeDevice | None, list[list[int]]]:
+    """Prompts, and a way to run them, with keys and values in that place."""
     rng, prompts = Random(seed), tried(seed)
     order = rng.choice([each for each in Order if place == "attention" or not each.style.needs_cpu_attention])
     ways = policy(
@@ -150,8 +221,17 @@ def test_random_tries_get_the_tokens_and_scores_of_each_prompt_by_itself(
         attention=Attention.cpu if place == "attention" else Attention.device,
     )
     kv = KVConfig(tier=KVTier(place), device_fraction=0.5) if place in ("cpu", "nvme") else KVConfig()
-    config = replace(config_for(reference("llama")), kv=kv, policy=ways)
+    config = replace(config_for(ref), kv=kv, policy=ways)
     device = FakeDevice() if place in ("cpu", "attention") else None
+    return config, device, prompts
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 9])
+def test_random_tries_get_the_tokens_and_scores_of_each_prompt_by_itself(
+    seed: int, place: str, reference: References
+) -> None:
+    config, device, prompts = drawn_run(seed, place, reference("llama"))
     shared, alone = (run_alike(Runtime(each, device=device), prompts) for each in (config, unshared(config)))
     assert shared.tokens == alone.tokens
     assert (shared.num_pages_left, alone.num_spared) == (0, 0)

@@ -6,6 +6,7 @@ import torch
 
 from ...attention.upload import upload
 from ...cache.paged import PagedKV
+from ...cache.shared import SharedPages
 from ...events import NeedStage
 from ...model.head import HasLogits
 from ..records import PassCounts
@@ -54,6 +55,10 @@ class PackedLane(Lane):
         position = next(i for i, other in enumerate(self.sequences) if other is sequence)
         self._cache.remove(position)
         del self.sequences[position]
+
+    def release(self, shared: SharedPages) -> None:
+        """One user fewer of these pages, who has not begun."""
+        self._cache.release(shared)
 
     def close(self) -> None:
         for sequence in list(self.sequences):

@@ -211,11 +211,11 @@ def mixed_stretches(
     placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
 ) -> list[Stretch]:
     """Seats as a run has them: as many lanes as the block that has most, as long as the longest."""
-    lane_size = max(len(group) for block in blocks for group in block.micro_batches)
-    limits = AdmissionLimits(
+    limits = AdmissionLimits.of(
+        placement.sharing,
         num_lanes=max(len(block.micro_batches) for block in blocks),
-        lane_size=lane_size,
-        lane_tokens=max(lane_size, chunk_tokens),
+        lane_size=max(len(group) for block in blocks for group in block.micro_batches),
+        chunk_tokens=chunk_tokens,
         page_tokens=PAGE_TOKENS,
     )
     order = [sizes[i] for block in blocks for i in block.members]

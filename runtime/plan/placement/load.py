@@ -12,7 +12,8 @@ from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, lane_entries, pass_token
 class Load:
     """`num_kv_pages` are shared by the lanes, each of which keeps prefixes of its own, and `num_spared_pages` fewer
     serve where lanes share those too; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
-    block may have more pages, rows or tokens than any of `lanes`: `most_...` and `all_...` are the most of any."""
+    block may have more pages, rows or tokens than any of `lanes`: `most_...` and `all_...` are the most of any.
+    `full_pages`: with which every sequence of the lanes can run to its limit."""
 
     shape: ModelShape
     lanes: Sequence[MicroBatch]
@@ -25,6 +26,7 @@ class Load:
     all_rows: int  # sequences of all lanes of a block
     all_tokens: int  # of all lanes of a block in one pass
     num_spared_pages: int  # of `num_kv_pages`, where lanes share among themselves
+    full_pages: int
     num_prefill_passes: float  # of the whole run or of one block: what counts is how they compare
     num_decode_passes: float
 
@@ -40,6 +42,7 @@ class Load:
             chunk_tokens=chunk_tokens,
             num_kv_pages=sum(pages),
             num_spared_pages=sum(pages) - together,
+            full_pages=sum(pages),
             most_pages=max(pages, default=0),
             most_rows=max(map(len, lanes), default=0),
             most_tokens=max(tokens, default=0),
@@ -77,7 +80,7 @@ class Load:
     @property
     def is_roomy(self) -> bool:
         """Every other sequence could run to its limit, or all of them halfway."""
-        return 2 * self.num_kv_pages >= kv_tokens(self.shape, self.lanes) // PAGE_TOKENS
+        return 2 * self.num_kv_pages >= self.full_pages
 
     @cached_property
     def lane_tokens(self) -> tuple[int, ...]:

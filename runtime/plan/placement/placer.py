@@ -36,6 +36,13 @@ def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> t
     return (KVTier.device, KVTier.cpu, KVTier.nvme) if has_device else (KVTier.device, KVTier.nvme)
 
 
+def may_travel(shape: ModelShape, config: RuntimeConfig, tier: KVTier, *, has_device: bool) -> bool:
+    """Whether keys and values of some layers may come from `tier` and go back to it."""
+    fraction = config.kv.device_fraction or 0.0
+    travelling = travelling_layers(shape, tier, fraction, has_device=has_device)
+    return bool(travelling) and not (has_device and cpu_attends(shape, config, has_device=True))
+
+
 def place(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
     """The first that fits, of what keeps most in compute memory: keys and values before layers. Where nothing fits, the
     ledgers of the smallest say why. Raises ConfigError where the CPU is to do what it cannot.

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...batching.balance import Block
+from ...batching.prefixes import SharedPrefix
 from ...config import Admission, Prefetch, PrefetchConfig, RuntimeConfig
 from ..shape.model import ModelShape
 from .defaults import chunk_tokens
 from .load import Load
-from .memory import PAGE_TOKENS, MicroBatch, SequenceSize
+from .memory import PAGE_TOKENS, MicroBatch, SequenceSize, kv_tokens
 from .placement import Budgets
-from .placer import kv_tiers, place
+from .placer import kv_tiers, may_travel, place
 
 
 def micro_batches_of(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]:
@@ -58,7 +59,7 @@ def _continuous_load(
     """
     chunk = chunk_tokens(config.policy)
     if shape.is_packed:
-        whole = [replace(size, num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
+        whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
         longest = sorted(whole, key=lambda size: -size.capacity_tokens)
     else:
         most = SequenceSize(
@@ -78,21 +79,58 @@ def _continuous_load(
     )
     if not shape.is_packed or not lanes:
         return full
-    return _with_fewer_pages(shape, config, budgets, full)
+    in_lanes, together = (
+        replace(full, num_kv_pages=count, full_pages=count, most_pages=_most_pages(full, sizes))
+        for count in _full_pages(full, blocks, sizes)
+    )
+    return _with_fewer_pages(shape, config, budgets, in_lanes, together)
 
 
-def _with_fewer_pages(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, full: Load) -> Load:
+def _full_pages(full: Load, blocks: Sequence[Block], sizes: Sequence[SequenceSize]) -> tuple[int, int]:
+    """Pages for all seats, where lanes share nothing with each other and where they do. Those of the block that has
+    most, where prompts begin alike: its sequences enter one behind the other, and if others are seated together they
+    give way."""
+    if all(size.prefix is None for size in sizes):
+        return full.num_kv_pages, full.num_kv_pages
+    lanes = [micro_batches_of(block, sizes) for block in blocks]
+    counts = [max(kv_tokens(full.shape, each, among_lanes=among) for each in lanes) for among in (False, True)]
+    in_lanes, together = (max(count // PAGE_TOKENS, _least_pages(full)) for count in counts)
+    return in_lanes, together
+
+
+def _most_pages(full: Load, sizes: Sequence[SequenceSize]) -> int:
+    """Pages that any sequences may have that come to share a lane: all of the longest ones', or what most have of their
+    own beside all prefixes of the run."""
+    own = [size.capacity_tokens // PAGE_TOKENS - _pages_of(size.prefix) for size in sizes]
+    prefixes = {each for size in sizes if size.prefix is not None for each in size.prefix.chain}
+    shared = sum(_pages_of(prefix) - _pages_of(prefix.parent) for prefix in prefixes)
+    return min(full.most_pages, sum(sorted(own, reverse=True)[: full.most_rows]) + shared)
+
+
+def _pages_of(prefix: SharedPrefix | None) -> int:
+    """Whole ones."""
+    return prefix.num_tokens // PAGE_TOKENS if prefix is not None else 0
+
+
+def _least_pages(full: Load) -> int:
+    return full.most_positions // PAGE_TOKENS
+
+
+def _with_fewer_pages(
+    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, in_lanes: Load, together: Load
+) -> Load:
     """The most pages that the fastest memory holds in which the load `is_roomy`. Without one, the most that any memory
-    holds, or the fewest that are of use, for a ledger to say why they are too many.
+    holds, or the fewest that are of use, for a ledger to say why they are too many. `in_lanes`: the load with all pages
+    where keys and values travel and each lane has prefixes of its own, `together` where they do not.
 
     Answers mostly end before their limits, so half the pages of all limits seat nearly as many sequences as all of
     them, and keep keys and values where they are fast. With fewer, sequences give way and are prefilled again.
     """
-    least = max(size.capacity_tokens for lane in full.lanes for size in lane) // PAGE_TOKENS
-    counts = range(least, full.num_kv_pages + 1)
-    most = least
+    most, full = _least_pages(in_lanes), in_lanes
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
         within = bare(replace(config, kv=replace(config.kv, tier=tier)))
+        full = in_lanes if may_travel(shape, within, tier, has_device=budgets.has_device) else together
+        counts = range(_least_pages(full), full.num_kv_pages + 1)
         num_pages = _most_that_fit(shape, within, budgets, full, counts)
         if replace(full, num_kv_pages=num_pages).is_roomy:
             return replace(full, num_kv_pages=num_pages)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from ...batching.balance import Block, plan_blocks
 from ...batching.prefixes import SharedPrefix
-from ...config import Prefetch, PrefetchConfig, RuntimeConfig
+from ...config import Admission, Prefetch, PrefetchConfig, RuntimeConfig
 from ..cost.cpu_share import with_share
 from ..cost.predict import Prediction, decode_pass_seconds, predict
 from ..cost.rates import MachineRates
@@ -64,6 +64,7 @@ class Problem:
             num_micro_batches=num_micro_batches,
             is_packed=self.shape.is_packed,
             prefixes=self._prefixes,
+            in_line=self.config.policy.admission is Admission.continuous,
         )
 
     @cached_property
