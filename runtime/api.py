@@ -51,6 +51,7 @@ from .plan.placement.placement import Budgets
 from .plan.placement.placer import kv_tiers
 from .plan.planner import RunPlan
 from .plan.search.policy import Policy
+from .plan.shape.kv_dtype import keeping_kv
 from .planning import Planner
 from .probing.heads import Head
 from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
@@ -108,6 +109,7 @@ class Runtime(Closing):
         loaded = load_model(
             self.config.model, self.device.torch_device, self.config.offload.cache_dir, should_stop=should_stop
         )
+        loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
         self.model: LoadedModel = placed(loaded, self.device)
         self.config = as_the_model_says(self.config, self.model)
         self._refuse_early()

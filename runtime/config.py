@@ -35,6 +35,21 @@ class KVTier(Enum):
     nvme = "nvme"
 
 
+class KVDType(Enum):
+    """How keys and values are kept. `auto`: as they are computed, which loses nothing. `bfloat16` and `float8` (E4M3)
+    round each number; `int8` and `int4` quantise each page once it is full."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float8 = "float8"
+    int8 = "int8"
+    int4 = "int4"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self in (KVDType.int8, KVDType.int4)
+
+
 class Prefetch(Enum):
     off = "off"
     lookahead = "lookahead"
@@ -195,10 +210,11 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
-    """Where keys and values live. Off the device, those of a layer pass through `num_slots` slots, a lane at a time:
-    three let one be computed on while the next is fetched and the one before is stored."""
+    """Where keys and values live, and how. Off the device, those of a layer pass through `num_slots` slots, a lane at
+    a time: three let one be computed on while the next is fetched and the one before is stored."""
 
     tier: TextField[KVTier] = enum_field(KVTier.auto)
+    dtype: TextField[KVDType] = enum_field(KVDType.auto)
     device_fraction: float | None = None  # of the layers that have any; null: as many as fit beside the weights
     num_slots: int = 3
     directory: str | None = None  # of the unnamed file of the nvme tier; null: the system's directory for such files

@@ -38,6 +38,7 @@ T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
 OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine"})
+LOSSY_KEYS = frozenset({"kv.dtype"})  # of those groups: they change the text
 # Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
 # What model.verify=full finds is among the facts of the manifest.
 FREE_KEYS = frozenset(
@@ -55,7 +56,7 @@ LATER_KEYS = frozenset(
     {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}
     | {"dataset.tools_field", "dataset.chat_template_kwargs", "dataset.turns_field", "dataset.turns"}
     | {"dataset.answers_path", "dataset.baseline_path", "dataset.references_path", "dataset.judge_prompts_path"}
-    | {"dataset.split"}
+    | {"dataset.split", "kv.dtype"}
     | {"dataset.json_schema_field", "dataset.regex_field", "dataset.choice_field"}
 )  # of those, too: came after the first names were given, see `run_name`
 
@@ -303,7 +304,8 @@ def operational(config: GenerateConfig) -> dict[str, JsonValue]:
 def _is_semantic(key: str) -> bool:
     """A group that nobody has thought of is: to go on otherwise than begun does more harm than to refuse."""
     group, _, name = key.partition(".")
-    return bool(name) and group not in OPERATIONAL_GROUPS and key not in FREE_KEYS
+    is_operational = group in OPERATIONAL_GROUPS and key not in LOSSY_KEYS
+    return bool(name) and not is_operational and key not in FREE_KEYS
 
 
 def _is_unset(key: str, value: JsonValue) -> bool:

@@ -17,6 +17,7 @@ from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionWay
 from runtime.plan.shape.auto_dtype import auto_dtype
+from runtime.plan.shape.kv_dtype import keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.units import gib_to_bytes
 
@@ -89,7 +90,7 @@ def make_plan(config: PlanConfig) -> Planned:
 def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     """Plans what `make_plan` does, for a machine that need not be the one of the config."""
     dtype = _compute_dtype(config, machine)
-    shape = read_shape(config.model.name, dtype)
+    shape = keeping_kv(read_shape(config.model.name, dtype), config.kv.dtype)
     shape = replace(shape, attention_way=_attention_way(machine, shape, dtype))
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
@@ -110,7 +111,8 @@ def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> Attenti
         return AttentionWay.host
     if shape.score_heads:
         return AttentionWay.scored
-    return AttentionWay.flash if machine.has_bfloat16 and dtype is not DType.float32 else AttentionWay.fused
+    has_flash = machine.has_bfloat16 and dtype is not DType.float32 and not shape.kv_dtype.is_quantized
+    return AttentionWay.flash if has_flash else AttentionWay.fused
 
 
 def _run_plan(

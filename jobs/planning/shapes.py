@@ -25,9 +25,10 @@ Place: TypeAlias = tuple[int, str]  # a stage, and the name of one of its parame
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 OF_DTYPE = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequence", "cross_kv_bytes_per_token")
 STRUCTURED = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")
+OF_RUN = ("kv_dtype", "kv_heads", "kv_tail_bytes_per_sequence")  # what follows from a run's settings
 OF_HOST = ("has_decode_kernel", "has_fused_gates", "attention_way")  # what follows from where a model runs
 RARE = ("restart_tokens", "has_whole_prompts", "has_bare_experts")  # in a line only where a model has them
-SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_HOST)
+SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_RUN + OF_HOST)
 
 
 class ParameterRow(TypedDict):

@@ -31,6 +31,7 @@ def _counts(summary: Summary) -> list[Line]:
         ("prompt tokens", f"{prompt:,}", ""),
         *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else _unshared(summary)),
         *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
+        *_loss(summary),
         (done, f"{useful:,}", ""),
         *([(f"{done}, of ended rows too", f"{issued:,}", "")] if issued != useful else []),
     ]
@@ -39,6 +40,12 @@ def _counts(summary: Summary) -> list[Line]:
 def _unshared(summary: Summary) -> list[Line]:
     why = summary.plan.why_unshared if summary.plan is not None else None
     return [(f"prompt tokens spared by sharing, off: {why}", "0", "")] if why else []
+
+
+def _loss(summary: Summary) -> list[Line]:
+    """Says that keys and values were kept in less than they were computed in."""
+    loss = summary.plan.kv_loss if summary.plan is not None else None
+    return [("keys and values", loss, "")] if loss else []
 
 
 def _elapsed(summary: Summary) -> list[Line]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ..plan.shape.attention import GATHERED_BYTES, SCORED_BYTES
 from .flash_attention import HEAD_MULTIPLE, flash_applies, flash_attention
 from .layout import LayerKV
+from .quantized import QuantizedKV
 from .rule import Rule
 from .stretches import Stretches
 from .views import DecodeRows, Prompts, Reach, Segment
@@ -24,14 +25,16 @@ def fused_applies(like_q: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> boo
     return rule.is_plain and not any(like.shape[-1] % HEAD_MULTIPLE for like in (like_q, like_v))
 
 
-def decode_on_device(q_BHD: torch.Tensor, kv: LayerKV, rows: DecodeRows, reach: Reach, rule: Rule) -> torch.Tensor:
+def decode_on_device(
+    q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule
+) -> torch.Tensor:
     """One new token per row, over pages: (B, H, Dv)."""
     stretches = rows.stretches(reach)
-    if flash_applies(q_BHD, kv.k_NPHD, kv.v_NPHD, rule):
+    if isinstance(kv, LayerKV) and flash_applies(q_BHD, *kv.likes, rule):
         groups = stretches.groups(_most_positions(kv, GATHERED_BYTES), are_padded=False)
         outs = [_decode_in_flash(q, kv, group, rule) for q, group in zip(_cut(q_BHD, groups), groups, strict=True)]
     else:
-        most_bytes = GATHERED_BYTES if fused_applies(q_BHD, kv.v_NPHD, rule) else SCORED_BYTES
+        most_bytes = GATHERED_BYTES if fused_applies(q_BHD, kv.likes[1], rule) else SCORED_BYTES
         groups = stretches.groups(_most_positions(kv, most_bytes), are_padded=True)
         outs = [_decode_padded(q, kv, group, rule) for q, group in zip(_cut(q_BHD, groups), groups, strict=True)]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -64,15 +67,30 @@ def prefill_fused(
     q_HTD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, segment: Segment, reach: Reach, scale: float
 ) -> torch.Tensor:
     """(T, H, Dv) of one segment's tokens, which look at these positions as its view says."""
-    view, num_kv_heads = segment.view(reach), k_HSD.shape[0]
-    q_HGTD = q_HTD.unflatten(0, (num_kv_heads, -1))
+    view = segment.view(reach)
+    is_causal = view is None and segment.new > 1
+    return attend_fused(q_HTD, k_HSD, v_HSD, None if view is None else view.seen, scale, is_causal=is_causal)
+
+
+def attend_fused(
+    q_HTD: torch.Tensor,
+    k_HSD: torch.Tensor,
+    v_HSD: torch.Tensor,
+    seen_TS: torch.Tensor | None,
+    scale: float,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """(T, H, Dv) of tokens that look at the positions which are `seen`; None is all of them, or, where it is causal, of
+    as many positions those up to their own."""
+    q_HGTD = q_HTD.unflatten(0, (k_HSD.shape[0], -1))
     k_HGSD, v_HGSD = (each[:, None].expand(-1, q_HGTD.shape[1], -1, -1) for each in (k_HSD, v_HSD))
     out_HGTD = F.scaled_dot_product_attention(
         q_HGTD,
         k_HGSD,
         v_HGSD,
-        attn_mask=None if view is None else view.seen,
-        is_causal=view is None and segment.new > 1,
+        attn_mask=seen_TS,
+        is_causal=is_causal,
         scale=scale,
     )
     return out_HGTD.flatten(0, 1).transpose(0, 1)
@@ -83,7 +101,7 @@ def _decode_in_flash(q_BHD: torch.Tensor, kv: LayerKV, group: Stretches, rule: R
     return flash_attention(q_BHD, k_SHD, v_SHD, group, None, rule)
 
 
-def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV, group: Stretches, rule: Rule) -> torch.Tensor:
+def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: Stretches, rule: Rule) -> torch.Tensor:
     """Query heads of a KV head stand where other tokens would, so that no head is repeated."""
     k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.padded(group))
     q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))
@@ -101,7 +119,6 @@ def _cut(q_BHD: torch.Tensor, groups: tuple[Stretches, ...]) -> tuple[torch.Tens
     return q_BHD.split([len(group.parts) for group in groups])
 
 
-def _most_positions(kv: LayerKV, num_bytes: int) -> int:
+def _most_positions(kv: LayerKV | QuantizedKV, num_bytes: int) -> int:
     """Whose keys and values take no more than this."""
-    position = kv.k_NPHD[0, 0].nbytes + kv.v_NPHD[0, 0].nbytes
-    return max(1, num_bytes // position)
+    return max(1, num_bytes // kv.position_bytes)

@@ -47,10 +47,10 @@ def decode_attention(
     queries' dtype, summed in float32. Nothing outside of a row's range is looked at; a row without any gets zeros.
 
     `q_BHD` holds H times G query heads, those of a KV head side by side. Keys and values may be strided over N and are
-    float32, bfloat16 or float16. Scores are `scale * q.k`, capped to +-softcap; the sinks are scores beside them whose
-    weight is dropped. `num_threads` None: as many as torch has in the calling thread, which is one in a worker of
-    `AttentionWorkers`. Returns when all is done. `tables_Bn`, `begins_B` and `ends_B` must never be written to again:
-    the layers of a pass bring the same ones.
+    float32, bfloat16, float16 or, as uint8, the bits of float8. Scores are `scale * q.k`, capped to +-softcap; the
+    sinks are scores beside them whose weight is dropped. `num_threads` None: as many as torch has in the calling
+    thread, which is one in a worker of `AttentionWorkers`. Returns when all is done. `tables_Bn`, `begins_B` and
+    `ends_B` must never be written to again: the layers of a pass bring the same ones.
     """
     _check(k_NPHD, v_NPHD)
     num_kv_heads, num_threads = k_NPHD.shape[2], num_threads or torch.get_num_threads()

@@ -12,8 +12,13 @@ import torch
 from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS, TileScratch
 from ..kernels.arguments import CHUNK_TOKENS, Pages, Paused, Rows, Scratch, Softmax, WorkItems
 
-# As the kernels know it.
-BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+# As the kernels know it; uint8 holds the bits of float8.
+BITS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.uint8: torch.uint8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

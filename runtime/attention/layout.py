@@ -1,13 +1,14 @@
 """Where the tokens of a pass, and all that is cached of its rows, lie in pages. Letters as in paged.py."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from ..plan.placement.memory import PAGE_TOKENS
+from .page_codes import widened
 from .stretches import Stretches
 from .upload import upload
 from .views import DecodeRows, Segment
@@ -23,6 +24,16 @@ class Run(NamedTuple):
     num: int
 
 
+class ByPage(NamedTuple):
+    """Rows that decode, as pages: those that each looks at (B, n), which of them is its last one and which tail it has
+    (B), and the positions that it looks at among those of its pages (B, S)."""
+
+    tables_Bn: torch.Tensor
+    lasts_B: torch.Tensor
+    slots_B: torch.Tensor
+    at_BS: torch.Tensor
+
+
 class PassLayout:
     """Where the tokens of one pass lie. `pages[row]` are the numbers of a row's pages, in the memory that this layout
     is about."""
@@ -36,9 +47,12 @@ class PassLayout:
         device: torch.device,
         *,
         expands: bool,
+        slots: Sequence[int] = (),
     ):
-        """`new_places`: (row, first, end) positions of the pass's tokens, in their order."""
+        """`new_places`: (row, first, end) positions of the pass's tokens, in their order. `slots`: the tail of each
+        row, where pages are quantised."""
         self._pages, self._device, self._decoding = pages, device, decoding
+        self._segments, self._slots, self._by_page = segments, slots, dict[Stretches, ByPage]()
         self._numbers: dict[int, torch.Tensor] = {}
         self._packed: dict[Stretches, Places] = {}
         self._padded: dict[Stretches, Places] = {}
@@ -72,6 +86,49 @@ class PassLayout:
             position_BS = at_BS + firsts_B[:, None]
             self._padded[stretches] = tables_Bn.gather(1, position_BS // PAGE_TOKENS), position_BS % PAGE_TOKENS
         return self._padded[stretches]
+
+    def by_page(self, stretches: Stretches) -> ByPage:
+        """The places of rows that decode, of which the last page is a tail."""
+        if stretches not in self._by_page:
+            firsts_B, tables_Bn = self._looked_at(stretches)
+            counts_B = stretches.bounds[1].diff()
+            at_BS = torch.arange(stretches.most_positions, device=self._device).minimum(counts_B[:, None] - 1)
+            at_BS = at_BS + firsts_B[:, None]
+            lasts_B = (firsts_B + counts_B - 1) // PAGE_TOKENS
+            slots_B = upload([self._slots[part.row] for part in stretches.parts], self._device)
+            self._by_page[stretches] = ByPage(tables_Bn, lasts_B, slots_B, at_BS)
+        return self._by_page[stretches]
+
+    @cached_property
+    def filled_M(self) -> torch.Tensor:
+        """Pages that the pass fills: those of rows that decode, then those of segments, each in their order."""
+        decoding = self._decoding
+        rows = [] if decoding is None else [(*each, 1) for each in zip(decoding.rows, decoding.past, strict=True)]
+        rows += [(segment.row, segment.past, segment.new) for segment in self._segments]
+        filled = (self._pages[row][past // PAGE_TOKENS : (past + new) // PAGE_TOKENS] for row, past, new in rows)
+        return upload([page for pages in filled for page in pages], self._device)
+
+    @cached_property
+    def slots_B(self) -> torch.Tensor:
+        """The tails of the rows that decode."""
+        assert self._decoding is not None, "rows that decode have tails"
+        return upload([self._slots[row] for row in self._decoding.rows], self._device)
+
+    @cached_property
+    def filling_F(self) -> torch.Tensor:
+        """The tails of those that fill their page."""
+        assert self._decoding is not None, "rows that decode have tails"
+        each = zip(self._decoding.rows, self._decoding.past, strict=True)
+        return upload([self._slots[row] for row, past in each if (past + 1) % PAGE_TOKENS == 0], self._device)
+
+    @cached_property
+    def offsets_B(self) -> torch.Tensor:
+        """The places of the tokens that decode in their pages."""
+        assert self._decoding is not None, "rows that decode have tails"
+        return upload([past % PAGE_TOKENS for past in self._decoding.past], self._device)
+
+    def slot(self, row: int) -> int:
+        return self._slots[row]
 
     def _looked_at(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages that stretches look at (B, n), and the first position in the first of them (B)."""
@@ -124,24 +181,43 @@ class PassLayout:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Keys and values (N, P, H, D) of a layer, and where the pass's rows lie in them."""
+    """Keys and values (N, P, H, D) of a layer, and where the pass's rows lie in them. `dtype`: what they are handed out
+    in; None: what they are kept in."""
 
     k_NPHD: torch.Tensor
     v_NPHD: torch.Tensor
     layout: PassLayout
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    @property
+    def likes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors of the heads' sizes and of the dtype that they are handed out in."""
+        if self.dtype is None:
+            return self.k_NPHD, self.v_NPHD
+        k, v = (pages.new_empty(0, pages.shape[3], dtype=self.dtype) for pages in (self.k_NPHD, self.v_NPHD))
+        return k, v
+
+    @property
+    def position_bytes(self) -> int:
+        """Keys and values of a position, as they are handed out."""
+        num_numbers = self.k_NPHD[0, 0].numel() + self.v_NPHD[0, 0].numel()
+        return num_numbers * (self.dtype or self.k_NPHD.dtype).itemsize
+
+    def _wide(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dtype is None else widened(x, self.dtype)
 
     def row_of(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """All positions of the segment's row, (H, S, D) each, copied out of their pages."""
         numbers = self.layout.numbers(segment.row)
         k, v = (pages[numbers].flatten(0, 1)[: segment.end].transpose(0, 1) for pages in (self.k_NPHD, self.v_NPHD))
-        return k, v
+        return self._wide(k), self._wide(v)
 
     def packed(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
         """What the stretches look at, (S, H, D) each, one stretch behind the other."""
         places = self.layout.packed(stretches)
-        return self.k_NPHD[places], self.v_NPHD[places]
+        return self._wide(self.k_NPHD[places]), self._wide(self.v_NPHD[places])
 
     def padded(self, stretches: Stretches) -> tuple[torch.Tensor, torch.Tensor]:
         """What each looks at, (B, S, H, D) each; short ones end in repeats."""
         places = self.layout.padded(stretches)
-        return self.k_NPHD[places], self.v_NPHD[places]
+        return self._wide(self.k_NPHD[places]), self._wide(self.v_NPHD[places])

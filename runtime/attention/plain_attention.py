@@ -8,6 +8,7 @@ B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads
 import torch
 
 from ..units import MIB
+from .page_codes import widened
 from .rule import Rule
 
 GATHERED_BYTES = 16 * MIB  # keys of a few rows in float32; values take as much again
@@ -39,7 +40,8 @@ def decode_attention_torch(
         hidden_BS = (places_S < begins[:, None]) | (places_S >= ends[:, None])
         is_unused_Bn = hidden_BS.unflatten(1, (-1, page_tokens)).all(2)
         pages_Bn = tables_Bn[rows, first:last].long().masked_fill(is_unused_Bn, 0)
-        k_BHSD, v_BHSD = (pages[pages_Bn].flatten(1, 2).transpose(1, 2).float() for pages in (k_NPHD, v_NPHD))
+        k_BHSD, v_BHSD = (pages[pages_Bn].flatten(1, 2).transpose(1, 2) for pages in (k_NPHD, v_NPHD))
+        k_BHSD, v_BHSD = widened(k_BHSD, torch.float32), widened(v_BHSD, torch.float32)
         q_BHGD = q_BHD[rows].float().unflatten(1, (num_kv_heads, -1)) * scale
         weights_BHGS = rule.weights(q_BHGD @ k_BHSD.transpose(2, 3), sinks_HG1, hidden_BS[:, None, None])
         seen_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)  # 0 times NaN is NaN

@@ -26,6 +26,15 @@ class Reach:
         begin = 0 if self.window is None else max(0, position + 1 - self.window)
         return begin if self.chunk is None else max(begin, position // self.chunk * self.chunk)
 
+    def hides(self, queries_T1: torch.Tensor, places_1S: torch.Tensor) -> torch.Tensor:
+        """Which places lie too far back for each query (T, S)."""
+        hidden = torch.zeros(len(queries_T1), places_1S.shape[1], dtype=torch.bool, device=queries_T1.device)
+        if self.window is not None:
+            hidden |= places_1S <= queries_T1 - self.window
+        if self.chunk is not None:
+            hidden |= places_1S < queries_T1 // self.chunk * self.chunk
+        return hidden
+
 
 @dataclass(frozen=True)
 class View:
@@ -38,6 +47,16 @@ class View:
     @cached_property
     def seen(self) -> torch.Tensor | None:
         return None if self.hidden is None else ~self.hidden
+
+
+@dataclass(frozen=True)
+class PagedView:
+    """What a segment looks at where pages are quantised: `pages` of its row as they are kept, then its positions from
+    the begin of the first page that it adds to, as computed. `hidden` (T, S): of all these, what each token does not
+    see. Every token sees its own page as computed, and those before it as they are kept."""
+
+    pages: range
+    hidden: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,7 @@ class Segment:
     kv_start: int
     device: torch.device
     _views: dict[Reach, View | None] = field(default_factory=dict, compare=False)
+    _paged_views: dict[Reach, PagedView] = field(default_factory=dict, compare=False)
 
     @property
     def end(self) -> int:
@@ -73,12 +93,19 @@ class Segment:
             return View(first, self.end, None)
         places = torch.arange(first, self.end, device=self.device)[None]
         queries = torch.arange(self.past, self.end, device=self.device)[:, None]
-        hidden = places > queries
-        if reach.window is not None:
-            hidden |= places <= queries - reach.window
-        if reach.chunk is not None:
-            hidden |= places < queries // reach.chunk * reach.chunk
-        return View(first, self.end, hidden)
+        return View(first, self.end, (places > queries) | reach.hides(queries, places))
+
+    def paged_view(self, reach: Reach, page_tokens: int) -> PagedView:
+        if reach not in self._paged_views:
+            own = self.past // page_tokens * page_tokens
+            pages = range(reach.first(self.past) // page_tokens, (self.end - 1) // page_tokens)
+            kept = torch.arange(pages.start * page_tokens, pages.stop * page_tokens, device=self.device)[None]
+            computed = torch.arange(own, self.end, device=self.device)[None]
+            queries = torch.arange(self.past, self.end, device=self.device)[:, None]
+            begins = queries // page_tokens * page_tokens
+            shown = torch.cat([kept < begins, (computed >= begins) & (computed <= queries)], 1)
+            self._paged_views[reach] = PagedView(pages, ~shown | reach.hides(queries, torch.cat([kept, computed], 1)))
+        return self._paged_views[reach]
 
     def stretches(self, reach: Reach) -> Iterator[Stretch]:
         """One, or one for each chunk that its new tokens lie in."""

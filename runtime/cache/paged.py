@@ -20,21 +20,27 @@ import torch
 from transformers import Cache
 
 from ..attention.layout import LayerKV, PassLayout, Places
+from ..attention.page_codes import PageFormat, narrowed, stored_dtype, widened
+from ..attention.quantized import Pair, QuantizedKV
 from ..attention.upload import upload
 from ..attention.views import DecodeRows, Prompts, Segment
+from ..config import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
 from .base import KVCache
 from .host_lane import HostLane, HostVisit
 from .pages import KVPages, num_pages_for, split_pages
 from .shared import SharedPages
+from .tails import Tails
 
 
 @dataclass(kw_only=True)
 class Row:
     """One sequence: `past` positions are cached, in `pages`. `fills`: what it computes for others. `behind`: what it
-    goes on from; the last page of that, if it is not full, is copied to `pages` in the row's first pass."""
+    goes on from; the last page of that, if it is not full, is copied to `pages` in the row's first pass. `tail`: its
+    slot among the tails, where pages are quantised."""
 
     past: int = 0
+    tail: int = 0
     pages: list[int] = field(default_factory=list)
     fills: SharedPages | None = None
     behind: SharedPages | None = None
@@ -83,7 +89,9 @@ class PagedKV(Cache, KVCache):
         super().__init__(layers=[])
         assert not (expands and pages.host_layers), "latents are expanded where the model computes"
         self.expands, self.travels = expands, travels
+        assert not (expands and pages.dtype.is_quantized), "latents are expanded as they are cached"
         self._pages = pages
+        self._tails = Tails(pages.device) if pages.dtype.is_quantized else None
         self._host = HostLane(pages, pages.exchange) if pages.exchange is not None else None
         self._device = pages.device.torch_device
         self._rows: list[Row] = []
@@ -94,6 +102,7 @@ class PagedKV(Cache, KVCache):
         self._place_of: dict[int, int] = {}
         self._copies: _Copies | None = None
         self._view = self._look([], [])
+        self._is_stored = False  # whether the layer has all tokens of the pass, and is asked for the selected ones
         self._stop_after: int | None = None
         self._given: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
 
@@ -136,22 +145,31 @@ class PagedKV(Cache, KVCache):
     @property
     def changed(self) -> list[int]:
         """Positions in `pages` of those that the pass writes to, ascending."""
-        return sorted(
-            self._place_of[page]
-            for row, new in zip(self._rows, self._new, strict=True)
-            for page in row.pages[num_pages_for(row.past + 1) - 1 : num_pages_for(row.past + new) if new else 0]
-        )
+        pages_of = self._touched if self._tails is None else self._filled
+        pairs = zip(self._rows, self._new, strict=True)
+        return sorted(self._place_of[page] for row, new in pairs for page in pages_of(row, new))
+
+    @staticmethod
+    def _touched(row: Row, new: int) -> list[int]:
+        return row.pages[num_pages_for(row.past + 1) - 1 : num_pages_for(row.past + new) if new else 0]
+
+    @staticmethod
+    def _filled(row: Row, new: int) -> list[int]:
+        return row.pages[row.past // PAGE_TOKENS : (row.past + new) // PAGE_TOKENS]
 
     def add(self, past: int = 0, *, fills: SharedPages | None = None, behind: SharedPages | None = None) -> None:
         """A row for a new sequence, behind the others; `past` of its positions are taken for cached. `fills`: its pages
         are for those who go on from them. `behind`: it begins with these, which must be filled when it begins, by an
         earlier pass, or in this one by a row before it or by a lane before this one."""
-        self._rows.append(Row(past=behind.num_tokens if behind is not None else past, fills=fills, behind=behind))
+        begin, tail = behind.num_tokens if behind is not None else past, self._tails.take() if self._tails else 0
+        self._rows.append(Row(past=begin, fills=fills, behind=behind, tail=tail))
 
     def remove(self, position: int) -> None:
         """Takes a row out; those behind it move up."""
         row = self._rows.pop(position)
         self._end_copy(row)
+        if self._tails is not None:
+            self._tails.give(row.tail)
         if row.behind is not None:  # it has never begun
             self.release(row.behind)
         if row.fills is None:
@@ -221,6 +239,7 @@ class PagedKV(Cache, KVCache):
         if behind is None:
             return
         num_whole = behind.num_tokens // PAGE_TOKENS
+        assert self._tails is None or not behind.num_tokens % PAGE_TOKENS, "quantised pages are shared whole"
         row.pages = behind.pages[:num_whole]
         row.copied = behind.pages[num_whole] if behind.num_tokens % PAGE_TOKENS else None
         self._pages.pool.share(behind.pages[: num_pages_for(behind.num_tokens)])
@@ -247,10 +266,11 @@ class PagedKV(Cache, KVCache):
         whole = self._view
         sizes = zip(whole.past, whole.new, self._selected, strict=True)
         self._view = self._look([past + new - count for past, new, count in sizes], self._selected)
+        self._is_stored = self._tails is not None
         try:
             yield
         finally:
-            self._view = whole
+            self._view, self._is_stored = whole, False
 
     def _look(self, past: Sequence[int], new_tokens: Sequence[int]) -> _PassView:
         starts = accumulate(new_tokens, initial=0)
@@ -269,8 +289,9 @@ class PagedKV(Cache, KVCache):
         places = [(i, before, before + new) for i, (before, new, _) in sizes]
 
         def layout(pages: Sequence[Sequence[int]]) -> PassLayout:
-            return PassLayout(pages, places, decoding, segments, self._device, expands=self.expands)
+            return PassLayout(pages, places, decoding, segments, self._device, expands=self.expands, slots=slots)
 
+        slots = [row.tail for row in self._rows]
         pages, there = [row.pages for row in self._rows], None
         if self.travels:
             there = layout([[self._place_of[page] for page in own] for own in pages])
@@ -318,20 +339,38 @@ class PagedKV(Cache, KVCache):
         """Stores k, v (1, H, T, D) of the pass. Returns them unchanged, as attention reads the pages itself; for layers
         that expand latents, all positions of the pass's rows (1, H, sum of S, D). What the CPU is to attend to is
         stored by `HostVisit.attend`."""
+        if self._pages.dtype in (KVDType.bfloat16, KVDType.float8):
+            key_states, value_states = self._rounded(key_states), self._rounded(value_states)
         self._given = layer_idx, weakref.ref(key_states), weakref.ref(value_states)
         if self._host is not None and layer_idx in self._pages.host_layers:
             self._host.store_prompts(layer_idx, key_states, value_states)
             return key_states, value_states
-        kv = self.layer(layer_idx, key_states, value_states)
-        kv.k_NPHD[kv.layout.new_T] = key_states[0].transpose(0, 1)
-        kv.v_NPHD[kv.layout.new_T] = value_states[0].transpose(0, 1)
+        if self._tails is not None:
+            self._keep(self._tails, layer_idx, key_states, value_states)
+            return key_states, value_states
+        kv = self._exact(layer_idx, key_states, value_states)
+        kv.k_NPHD[kv.layout.new_T] = narrowed(key_states[0].transpose(0, 1), kv.k_NPHD.dtype)
+        kv.v_NPHD[kv.layout.new_T] = narrowed(value_states[0].transpose(0, 1), kv.v_NPHD.dtype)
         self._copy_beginnings(layer_idx, kv)
         if layer_idx == self._stop_after:
             raise StoredAlone
         if kv.layout.cached_S is None:
             return key_states, value_states
-        k, v = (pages[kv.layout.cached_S].transpose(0, 1)[None] for pages in (kv.k_NPHD, kv.v_NPHD))
+        cached = (pages[kv.layout.cached_S].transpose(0, 1)[None] for pages in (kv.k_NPHD, kv.v_NPHD))
+        k, v = (widened(pages, key_states.dtype) for pages in cached)
         return k, v
+
+    def _rounded(self, states: torch.Tensor) -> torch.Tensor:
+        """What pages will hold of them, which every token of the pass is to see, however prompts are cut."""
+        stored = stored_dtype(self._pages.dtype, states.dtype)
+        return widened(narrowed(states, stored), states.dtype)
+
+    def _keep(self, tails: Tails, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if not self._is_stored:
+            kv = self._quantized(tails, index, key_states, value_states, {})
+            tails.store(kv, (key_states, value_states), self.decoding, self.segments)
+        if index == self._stop_after:
+            raise StoredAlone
 
     def _copy_beginnings(self, index: int, kv: LayerKV) -> None:
         if self._copies is None:
@@ -347,15 +386,34 @@ class PagedKV(Cache, KVCache):
             return False
         return self._given[1]() is key and self._given[2]() is value
 
-    def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
+    def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV | QuantizedKV:
         """The keys and values of one layer, for tokens (1, H, T, D) such as these, which are the pass's where pages
         stay in host memory."""
+        if self._tails is not None:
+            return self._quantized(self._tails, index, like_k, like_v, self._tails.spans(self.segments))
+        return self._exact(index, like_k, like_v)
+
+    def _exact(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
+        """Where numbers are kept one by one."""
+        dtype = None if self._pages.dtype is KVDType.auto else like_k.dtype
         if self._host is not None and index in self._pages.host_layers:
             return self._host.layer(index, like_k, like_v)
         if index not in self.travels:
-            return LayerKV(*self._pages.layer(index, like_k, like_v), self._view.here)
+            return LayerKV(*self._pages.layer(index, like_k, like_v), self._view.here, dtype=dtype)
         assert self._view.there is not None, "the pass was begun before layers travelled"
-        return LayerKV(*split_pages(self._bound[index], like_k, like_v), self._view.there)
+        pages = split_pages(self._bound[index], like_k, like_v, self._pages.dtype)
+        return LayerKV(*pages, self._view.there, dtype=dtype)
+
+    def _quantized(
+        self, tails: Tails, index: int, like_k: torch.Tensor, like_v: torch.Tensor, spans: dict[int, Pair]
+    ) -> QuantizedKV:
+        page_format, layout = PageFormat.of(self._pages.dtype, like_k, like_v), self._view.here
+        if index in self.travels:
+            assert self._view.there is not None, "the pass was begun before layers travelled"
+            pages, layout = self._bound[index], self._view.there
+        else:
+            pages = self._pages.quantized_layer(index, page_format)
+        return QuantizedKV(page_format, pages, tails.layer(index, like_k, like_v), spans, layout)
 
     def visit(
         self, index: int, q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, sinks_H: torch.Tensor | None

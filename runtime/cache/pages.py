@@ -14,6 +14,8 @@ from itertools import accumulate
 
 import torch
 
+from ..attention.page_codes import PageFormat, stored_dtype
+from ..config import KVDType
 from ..plan.placement.kv import stretches
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
@@ -68,7 +70,7 @@ class PagePool:
 
 class KVPages:
     """The pages of a run in compute memory, those of `host_layers` in host memory, to and from where `exchange` goes;
-    its lanes share them. A layer's memory is taken at its first use.
+    its lanes share them, in which `dtype` they are kept. A layer's memory is taken at its first use.
 
     On a CPU the kernel gives a page of memory when it is first written, and gives it zeroed.
     """
@@ -80,10 +82,12 @@ class KVPages:
         host_layers: frozenset[int] = frozenset(),
         exchange: HostExchange | None = None,
         pool: PagePool | None = None,
+        dtype: KVDType = KVDType.auto,
     ):
         assert bool(host_layers) == (exchange is not None), f"layers {host_layers} in host memory, {exchange}"
         self.pool = pool or PagePool(num_pages)
-        self.device, self.host_layers, self.exchange = device, host_layers, exchange
+        self.device, self.host_layers, self.exchange, self.dtype = device, host_layers, exchange, dtype
+        self._quantized: dict[int, torch.Tensor] = {}
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,6 +99,13 @@ class KVPages:
                 self._layers[index] = self._allocate(like_k), self._allocate(like_v)
         return self._layers[index]
 
+    def quantized_layer(self, index: int, page_format: PageFormat) -> torch.Tensor:
+        """Pages, uint8 (N, bytes)."""
+        if index not in self._quantized:
+            shape = self.pool.num_pages, page_format.page_bytes
+            self._quantized[index] = self.device.zeros(shape[0] * shape[1])[: shape[0] * shape[1]].view(shape)
+        return self._quantized[index]
+
     def fill(self, value: float) -> None:
         """Every position of every layer that has memory."""
         for parts in self._layers.values():
@@ -102,9 +113,9 @@ class KVPages:
                 part.fill_(value)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        shape = self._shape(like)
-        num_bytes = shape.numel() * like.itemsize
-        return self.device.zeros(num_bytes)[:num_bytes].view(like.dtype).view(shape)
+        shape, dtype = self._shape(like), stored_dtype(self.dtype, like.dtype)
+        num_bytes = shape.numel() * dtype.itemsize
+        return self.device.zeros(num_bytes)[:num_bytes].view(dtype).view(shape)
 
     def _pin(self, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One piece: all keys, then all values. Nobody looks at what was never written, so it need not be zeros."""
@@ -118,13 +129,15 @@ class KVPages:
         return torch.Size((self.pool.num_pages, PAGE_TOKENS, like.shape[1], like.shape[3]))
 
 
-def split_pages(pages: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_pages(
+    pages: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, kv_dtype: KVDType = KVDType.auto
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of pages (N, bytes) that hold keys and then values, as (N, P, H, Dk) and (N, P, H, Dv)."""
-    views, begin = [], 0
+    views, begin, dtype = [], 0, stored_dtype(kv_dtype, like_k.dtype)
     for like in (like_k, like_v):
         shape = (PAGE_TOKENS, like.shape[1], like.shape[3])
-        num_bytes = torch.Size(shape).numel() * like.itemsize
-        views.append(pages[:, begin : begin + num_bytes].view(like.dtype).unflatten(1, shape))
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        views.append(pages[:, begin : begin + num_bytes].view(dtype).unflatten(1, shape))
         begin += num_bytes
     return views[0], views[1]
 

@@ -42,7 +42,14 @@ class Engine:
         loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
-        pages = KVPages(placement.kv.num_pages, device, placement.host_layers, streams.exchange, _pool(placement.kv))
+        pages = KVPages(
+            placement.kv.num_pages,
+            device,
+            placement.host_layers,
+            streams.exchange,
+            _pool(placement.kv),
+            dtype=loaded.shape.kv_dtype,
+        )
         context = LaneContext(
             model=loaded.staged.model,
             sampler=sampler,

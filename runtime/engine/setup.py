@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.host_attention import prepare_decode_attention
+from ..attention.page_codes import stored_dtype
 from ..config import RuntimeConfig
 from ..linear.backends import prepare_products
 from ..model.host_ops import prepare_host_ops
@@ -34,7 +35,7 @@ class Setup:
 def prepare_attention(model: LoadedModel) -> None:
     """Decode attention on the CPU, beside an accelerator too; the second time at no cost."""
     if model.shape.is_packed:
-        prepare_decode_attention(model.compute_dtype)
+        prepare_decode_attention(stored_dtype(model.shape.kv_dtype, model.compute_dtype))
 
 
 def prepare_kernels(model: LoadedModel) -> None:

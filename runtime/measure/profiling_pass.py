@@ -106,7 +106,7 @@ class ProfilingPass:
 
     def _lanes(self, num_pages: int) -> LaneFactory:
         vocab_size, place = self.loaded.shape.vocab_size, self.device.torch_device
-        pages = KVPages(num_pages, self.device)
+        pages = KVPages(num_pages, self.device, dtype=self.loaded.shape.kv_dtype)
         context = LaneContext(
             model=self.loaded.staged.model,
             sampler=Sampler(SamplingConfig(), vocab_size=vocab_size, device=place),

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from greenlet import getcurrent
 from transformers import AttentionInterface
 
-from ..attention.device_attention import decode_on_device, fused_applies, prefill_fused, prefill_in_flash
+from ..attention.device_attention import attend_fused, decode_on_device, fused_applies, prefill_fused, prefill_in_flash
 from ..attention.host_attention import decode_attention
 from ..attention.layout import LayerKV
+from ..attention.quantized import QuantizedKV
 from ..attention.rule import Rule
 from ..attention.views import DecodeRows, Prompts, Reach, Segment, View
 from ..cache.host_lane import HostVisit
@@ -83,7 +84,7 @@ class _Seen:
     """What a layer sees of the pass when it attends: the lane may have gone on, or back, before a worker gets to it.
     Without `kv`, key and value are all that is cached."""
 
-    kv: LayerKV | None
+    kv: LayerKV | QuantizedKV | None
     decoding: DecodeRows | None
     prompts: Prompts
     is_on_accelerator: bool
@@ -110,7 +111,7 @@ def _attend(
     def decoded(rows: DecodeRows, q_BHD: torch.Tensor) -> torch.Tensor:
         if kv is None:
             return _decode_expanded(q_BHD, key, value, rows, reach, rule)
-        if seen.is_on_accelerator:
+        if seen.is_on_accelerator or isinstance(kv, QuantizedKV):
             return decode_on_device(q_BHD, kv, rows, reach, rule)
         return _decode(q_BHD, kv, rows, reach, rule, num_threads)
 
@@ -174,12 +175,17 @@ def _prefill(
     seen: _Seen, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
 ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
     """Tokens of the pass and what attention gives for them, (T, H, Dv), until all segments are through."""
+    query, key, value = qkv
+    if isinstance(seen.kv, QuantizedKV):
+        for segment in seen.segments:
+            tokens = slice(segment.start, segment.start + segment.new)
+            yield tokens, _prefill_quantized(query[0, :, tokens], seen.kv, segment, reach, rule)
+        return
     if seen.is_on_accelerator and seen.segments:
         found = prefill_in_flash(qkv, seen.kv, seen.prompts, reach, rule)
         if found is not None:
             yield from found
             return
-    query, key, value = qkv
     for segment in seen.segments:
         tokens = slice(segment.start, segment.start + segment.new)
         k, v = _seen_by(segment, seen.kv, key, value)
@@ -193,6 +199,15 @@ def _prefill(
             yield tokens, prefill_fused(*qkv_HSD, segment, reach, rule.scale)
         else:
             yield tokens, _prefill_on_host(*qkv_HSD, segment, view, rule.scale)
+
+
+def _prefill_quantized(
+    q_HTD: torch.Tensor, kv: QuantizedKV, segment: Segment, reach: Reach, rule: Rule
+) -> torch.Tensor:
+    k_HSD, v_HSD, hidden_TS = kv.seen_by(segment, reach)
+    if rule.is_plain and (q_HTD.device.type == "cpu" or fused_applies(q_HTD, v_HSD, rule)):
+        return attend_fused(q_HTD, k_HSD, v_HSD, ~hidden_TS, rule.scale)
+    return _prefill_by_head(q_HTD, k_HSD, v_HSD, hidden_TS, rule)
 
 
 def _prefill_on_host(

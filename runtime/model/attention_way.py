@@ -24,7 +24,7 @@ def attention_way(model: PreTrainedModel, shape: ModelShape, device: ComputeDevi
         return AttentionWay.host
     softcap = getattr(decoder_config(model.config), "attn_logit_softcapping", None)
     like = torch.empty(0, shape.head_dim, dtype=model.dtype, device=device.torch_device)
-    if flash_applies(like, like, like, Rule(1.0, softcap)):
+    if flash_applies(like, like, like, Rule(1.0, softcap)) and not shape.kv_dtype.is_quantized:
         return AttentionWay.flash
     is_fused = not shape.score_heads and fused_applies(like, like, Rule(1.0))
     return AttentionWay.fused if is_fused else AttentionWay.scored

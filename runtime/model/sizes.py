@@ -43,6 +43,7 @@ def shape_of(
         vocab_size=config.vocab_size,
         context_tokens=_context_tokens(model, config),
         kv_layer_bytes=cache.layer_bytes_per_token,
+        kv_heads=cache.heads,
         compute_dtype_bytes=model.dtype.itemsize,
         is_packed=is_packed,
         state_bytes_per_sequence=cache.bytes_per_sequence,

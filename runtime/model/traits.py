@@ -51,6 +51,7 @@ class CacheShape:
     bytes_per_sequence: int
     is_latent: bool
     cross_bytes_per_token: int = 0
+    heads: tuple[tuple[int, int, int], ...] = ()  # of each layer: KV heads, sizes of a key and a value
     is_kept: bool = True  # False of an encoder, which passes a prompt once
 
     @property
@@ -153,6 +154,7 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
         layer_bytes_per_token=per_token,
         bytes_per_sequence=sum(of_two) - 2 * sum(per_token),
         is_latent=any(is_latent(_tensors(layer), rank) for layer in two.layers),
+        heads=tuple(_heads_of(layer) for layer in two.layers),
     )
 
 
@@ -173,7 +175,8 @@ def _estimated_cache(model: PreTrainedModel) -> CacheShape:
     config = decoder_config(model.config)
     num_heads = largest(config, "num_key_value_heads") or num_attention_heads(config)
     per_token = (2 * num_heads * head_size(config) * model.dtype.itemsize,) * config.num_hidden_layers
-    return CacheShape(layer_bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False)
+    heads = ((num_heads, head_size(config), head_size(config)),) * config.num_hidden_layers
+    return CacheShape(layer_bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False, heads=heads)
 
 
 @torch.inference_mode()
@@ -194,6 +197,12 @@ def _tensors(layer: object) -> Iterator[torch.Tensor]:
         for tensor in value.values() if isinstance(value, dict) else [value]:
             if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
                 yield tensor
+
+
+def _heads_of(layer: object) -> tuple[int, int, int]:
+    """Zeros where a layer keeps no keys and values."""
+    k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return (k.shape[1], k.shape[3], v.shape[3]) if k is not None and v is not None and k.ndim == 4 else (0, 0, 0)
 
 
 def accepted(forward: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..batching.prefixes import SharingRule, num_spared
-from ..config import Admission, Attention, FeedForward, KVTier, RuntimeConfig, SharePrefixes
+from ..config import Admission, Attention, FeedForward, KVDType, KVTier, RuntimeConfig, SharePrefixes
 from ..units import counted
 from .placement.defaults import chunk_tokens
 from .placement.memory import PAGE_TOKENS
@@ -54,6 +54,7 @@ class PlanFacts:
     sharing: str = ""  # block, run (where sequences come and go) or micro-batch: who shares beginnings of prompts; off
     why_unshared: str | None = None
     num_spared_tokens: int = 0  # of prompts, because others compute them; where sequences come and go, at most
+    kv_dtype: str = KVDType.auto.value
 
     @staticmethod
     def of(
@@ -88,6 +89,7 @@ class PlanFacts:
             sharing="off" if why else _among(plan) if rule.among_lanes else "micro-batch",
             why_unshared=why,
             num_spared_tokens=0 if why else _num_spared(plan),
+            kv_dtype=shape.kv_dtype.value,
         )
 
     def __str__(self) -> str:
@@ -100,7 +102,7 @@ class PlanFacts:
                 f"  schedule  {self.schedule}, decode attention={self.attention}",
                 f"  weights   {self.weights}{self._streaming}",
                 f"  experts   paging={self.expert_paging}{self._paging}",
-                f"  KV        {self.kv}{self._travelling}",
+                f"  KV        {self.kv}{self._travelling}{self._loss}",
             ]
         )
 
@@ -140,6 +142,15 @@ class PlanFacts:
     def _travelling(self) -> str:
         away, num_layers = self.num_travelling_layers, self.num_kv_layers
         return f": {away} of {num_layers} layers, the others where compute happens" if away else ""
+
+    @property
+    def _loss(self) -> str:
+        return f"; {self.kv_loss}" if self.kv_loss else ""
+
+    @property
+    def kv_loss(self) -> str | None:
+        """The error class of what keys and values are kept in; None where nothing is lost."""
+        return None if self.kv_dtype == KVDType.auto.value else f"KV {self.kv_dtype}: lossy"
 
 
 def _among(plan: RunPlan) -> str:

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from jobs.planning.named import architecture_digest, architectures, make_row
-from jobs.planning.shapes import OF_HOST, from_row, read_rows, read_shape
-from runtime.config import DType, ModelConfig, OffloadConfig, RuntimeConfig, Tier
+from jobs.planning.shapes import OF_HOST, OF_RUN, from_row, read_rows, read_shape
+from runtime.config import DType, KVDType, ModelConfig, OffloadConfig, RuntimeConfig, Tier
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
 from runtime.model.loading import load_model
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
+from runtime.plan.shape.kv_dtype import keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import StageKind
 from runtime.units import GIB
@@ -63,9 +64,24 @@ def test_tokens_take_the_same_flops_in_each_stage(both: Both) -> None:
 
 def test_all_other_sizes_are_the_same(both: Both) -> None:
     def sizes(shape: ModelShape) -> dict[str, object]:
-        return {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in ("stages", *OF_HOST)}
+        return {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in ("stages", *OF_RUN, *OF_HOST)}
 
     assert sizes(both.read) == sizes(both.loaded)
+
+
+@pytest.mark.parametrize("dtype", [KVDType.float8, KVDType.int8, KVDType.int4])
+def test_kept_in_fewer_bytes_keys_and_values_take_as_many(both: Both, dtype: KVDType) -> None:
+    """Of a loaded model the heads were looked at, of a line they follow from its bytes; what the one refuses the other
+    refuses."""
+
+    def kept(shape: ModelShape) -> tuple[tuple[int, ...], int] | str:
+        try:
+            found = keeping_kv(shape, dtype)
+        except ConfigError as error:
+            return str(error)
+        return found.kv_layer_bytes, found.kv_tail_bytes_per_sequence
+
+    assert kept(both.read) == kept(both.loaded)
 
 
 @pytest.mark.parametrize("tier", Tier)

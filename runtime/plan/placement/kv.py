@@ -29,6 +29,7 @@ class KVLayout:
     num_pages: int
     slot_pages: int
     num_slots: int
+    is_quantized: bool = False
 
     @property
     def stays_in_host(self) -> bool:
@@ -105,6 +106,7 @@ def kv_layout(
         num_pages=num_pages,
         slot_pages=slot_pages,
         num_slots=num_slots,
+        is_quantized=shape.kv_dtype.is_quantized,
     )
 
 

@@ -12,10 +12,10 @@ from ...batching.prefixes import SharedPrefix, Shares
 from ...units import MIB, round_up
 from ..shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
 from ..shape.delta_rule import CHUNK_COLUMNS
+from ..shape.kv_dtype import PAGE_TOKENS as PAGE_TOKENS
 from ..shape.model import ModelShape
 from .ledger import Entry
 
-PAGE_TOKENS = 16  # positions of a KV page, see cache/pages.py
 PANEL_BYTES = 16 * MIB  # of widened weights, at most
 LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
 WIDE_ROWS = 512  # tokens whose inputs and outputs of 16 bits are float32 at a time on a CPU, see linear/backends.py
@@ -214,6 +214,7 @@ def lane_entries(
         products += 4 * min(largest, WIDE_ROWS) * (shape.hidden_size + max(heads, 2 * shape.intermediate_size))
     return (
         *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
+        *(_tail_entries(shape, micro_batches) if shape.kv_tail_bytes_per_sequence else ()),
         *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
         *(_delta_rule_entries(shape, micro_batches, prefill_chunk_tokens) if shape.delta_rule is not None else ()),
         Entry(
@@ -238,6 +239,21 @@ def lane_entries(
 def _state_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
     rows, per_row = sum(map(len, micro_batches)), shape.state_bytes_per_sequence
     return (Entry(name="states", num_bytes=rows * per_row, equation=f"{rows:,} sequences x {per_row:,} B"),)
+
+
+def _tail_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
+    """What each sequence has not filled a page with yet, and each that computes for others: one at least of a lane, as
+    these may come while it goes on."""
+    shares = map(shares_of, micro_batches)
+    others = sum(max(1, len(each.parents)) if each is not None else 1 for each in shares)
+    rows, per_row = sum(map(len, micro_batches)) + others, shape.kv_tail_bytes_per_sequence
+    return (
+        Entry(
+            name="KV tails",
+            num_bytes=rows * per_row,
+            equation=f"{rows:,} sequences x {per_row:,} B of {PAGE_TOKENS} positions as they are computed",
+        ),
+    )
 
 
 def _delta_rule_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> tuple[Entry, ...]:

@@ -56,10 +56,11 @@ class Placement:
     @property
     def sharing(self) -> SharingRule:
         """How far prompts share what they begin with. Lanes that keep keys and values in host memory have no copy of a
-        page there, nor anybody's in the pass that computes them; those that travel come to one lane at a time."""
+        page there, nor anybody's in the pass that computes them; those that travel come to one lane at a time. Of
+        quantised pages whole ones are shared: what is in none yet is the lane's that computed it."""
         in_host = self.kv.stays_in_host
-        among_lanes = in_host or not self.kv.page_bytes
-        return SharingRule(among_lanes=among_lanes, in_pass=not in_host, page_tokens=PAGE_TOKENS if in_host else 1)
+        among_lanes, by_page = in_host or not self.kv.page_bytes, in_host or self.kv.is_quantized
+        return SharingRule(among_lanes=among_lanes, in_pass=not in_host, page_tokens=PAGE_TOKENS if by_page else 1)
 
     @property
     def shared(self) -> frozenset[int]:
@@ -90,9 +91,19 @@ KV_TERMS = frozenset({"KV cache", "KV pages"})
 SLOT_TERMS = frozenset({"KV slots", "KV staging"})
 LOWERED_BY = {  # which terms a lower value of the key makes smaller
     "policy.micro_batch_size": frozenset(
-        {"states", "hidden states", "delta rule", "activations", "logits", "KV exchange", *KV_TERMS, *SLOT_TERMS}
+        {
+            "states",
+            "KV tails",
+            "hidden states",
+            "delta rule",
+            "activations",
+            "logits",
+            "KV exchange",
+            *KV_TERMS,
+            *SLOT_TERMS,
+        }
     ),
-    "policy.num_micro_batches": frozenset({"states", "hidden states", *KV_TERMS}),
+    "policy.num_micro_batches": frozenset({"states", "KV tails", "hidden states", *KV_TERMS}),
     "policy.prefill_chunk_tokens": frozenset({"hidden states", "activations"}),
     "sampling.max_new_tokens": KV_TERMS | SLOT_TERMS,
     "kv.num_slots": SLOT_TERMS,

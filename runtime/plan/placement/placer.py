@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...config import ExpertPaging, KVTier, RuntimeConfig, Tier, require
+from ...config import ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
 from ...orders import PLAIN
 from ..shape.extents import pinned_bytes
 from ..shape.model import ModelShape
@@ -29,6 +29,11 @@ def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> t
             tier in (KVTier.auto, KVTier.cpu),
             f"policy.attention=cpu in front of an accelerator wants keys and values in host memory, kv={tier.value} "
             "keeps them elsewhere: kv=cpu",
+        )
+        require(
+            shape.kv_dtype is KVDType.auto,
+            f"kv.dtype={shape.kv_dtype.value} with policy.attention=cpu in front of an accelerator is not there: "
+            "kv.dtype=auto or policy.attention=device",
         )
         return (KVTier.cpu,)
     if tier is not KVTier.auto:

@@ -5,6 +5,7 @@ these.
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ...config import KVDType
 from .attention import AttentionWay
 from .delta_rule import DeltaRule
 from .shapes import Stage, StageKind
@@ -40,6 +41,9 @@ class ModelShape:
     has_whole_prompts: bool = False  # padded lanes of which no prompt is prefilled in chunks
     has_bare_experts: bool = False  # that run through our function, and have matrices alone
     delta_rule: DeltaRule | None = None  # of layers with a gated delta net
+    kv_dtype: KVDType = KVDType.auto  # how keys and values are kept, see kv_dtype.py
+    kv_heads: tuple[tuple[int, int, int], ...] = ()  # of each decoder layer: KV heads, sizes of a key and of a value
+    kv_tail_bytes_per_sequence: int = 0  # the newest page of all layers, as computed, beside quantised ones
     weight_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,104 @@
+"""What a packed lane keeps beside quantised pages: its rows' **tails**, the page of each last position as computed.
+
+A page is quantised when it is full, from the numbers as computed, so how a prompt is cut does not change what it holds.
+
+Tails stay where the model computes, whichever tier the pages live in: only pages that a pass fills travel back.
+
+Letters as in paged.py; R tails.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..attention.quantized import Pair, QuantizedKV
+from ..attention.views import DecodeRows, Segment
+from ..plan.placement.memory import PAGE_TOKENS
+from ..stream.device import ComputeDevice
+
+
+class Tails:
+    """The tails of one lane. Rows take a slot each and give it back."""
+
+    def __init__(self, device: ComputeDevice):
+        self._device = device
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._layers: dict[int, Pair] = {}
+        self._spans: dict[int, Pair] = {}  # of the layer that stored last, see `QuantizedKV`
+
+    def take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> Pair:
+        """Keys and values (R, P, H, D) for tokens (1, H, T, D) such as these. They move where rows have come."""
+        held = self._layers.get(index)
+        if held is not None and len(held[0]) == self._num_slots:
+            return held
+        grown = self._zeros(like_k), self._zeros(like_v)
+        for new, old in zip(grown, held or (), strict=False):
+            new[: len(old)] = old
+        self._layers[index] = grown
+        return grown
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        shape = torch.Size((self._num_slots, PAGE_TOKENS, like.shape[1], like.shape[3]))
+        num_bytes = shape.numel() * like.itemsize
+        return self._device.zeros(num_bytes)[:num_bytes].view(like.dtype).view(shape)
+
+    def store(
+        self,
+        kv: QuantizedKV,
+        states: Pair,
+        decoding: DecodeRows | None,
+        segments: Sequence[Segment],
+    ) -> None:
+        """Puts keys and values (1, H, T, D) of the pass into the tails of their rows, and quantises the pages that they
+        fill."""
+        new = states[0][0].transpose(0, 1), states[1][0].transpose(0, 1)
+        full: list[Pair] = []
+        if decoding is not None:
+            layout = kv.layout
+            for tails, x_THD in zip(kv.tails, new, strict=True):
+                tails[layout.slots_B, layout.offsets_B] = x_THD[decoding.tokens_B]
+            full.append((kv.tails[0][layout.filling_F], kv.tails[1][layout.filling_F]))
+        self._spans = {segment.row: _span(kv, new, segment) for segment in segments}
+        full += [_keep(kv, self._spans[segment.row], segment) for segment in segments]
+        if len(kv.layout.filled_M):
+            k_MPHD, v_MPHD = (torch.cat(pages) for pages in zip(*full, strict=True))
+            kv.pages[kv.layout.filled_M] = kv.format.encode(k_MPHD, v_MPHD)
+
+    def spans(self, segments: Sequence[Segment]) -> dict[int, Pair]:
+        """Those of segments that go on behind the begin of what was stored last, whose tokens are in it."""
+        found = {}
+        for segment in segments:
+            k_SHD, v_SHD = self._spans[segment.row]
+            own = segment.end - segment.past // PAGE_TOKENS * PAGE_TOKENS
+            found[segment.row] = k_SHD[len(k_SHD) - own :], v_SHD[len(v_SHD) - own :]
+        return found
+
+
+def _span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
+    """The segment's tokens behind those of its first page that earlier passes have computed."""
+    known, slot = segment.past % PAGE_TOKENS, kv.layout.slot(segment.row)
+    k_THD, v_THD = (x_THD[segment.start : segment.start + segment.new] for x_THD in new)
+    if not known:
+        return k_THD, v_THD
+    return torch.cat([kv.tails[0][slot, :known], k_THD]), torch.cat([kv.tails[1][slot, :known], v_THD])
+
+
+def _keep(kv: QuantizedKV, span: Pair, segment: Segment) -> Pair:
+    """Puts the page of the segment's last token into its row's tail; returns the pages that it fills (M, P, H, D)."""
+    slot, num = kv.layout.slot(segment.row), len(span[0])
+    begin = (num - 1) // PAGE_TOKENS * PAGE_TOKENS
+    for tails, x_SHD in zip(kv.tails, span, strict=True):
+        tails[slot, : num - begin] = x_SHD[begin:]
+    num_full = num // PAGE_TOKENS
+    k, v = (x_SHD[: num_full * PAGE_TOKENS].unflatten(0, (num_full, PAGE_TOKENS)) for x_SHD in span)
+    return k, v
