@@ -251,6 +251,7 @@ class ModelsConfig:
     """All settings of `jobs.models`; mirrors conf/models.yaml."""
 
     family: str | None = None
+    formats: bool = False
     format: TableFormat = TableFormat.text
     shapes: str | None = None
 

@@ -1,5 +1,5 @@
-"""What the runtime does with each proven family, read off the code with a tiny model of it without weights, and the
-table that `jobs.models` makes of it.
+"""What the runtime does with each proven family, read off the code with a tiny model of it without weights, how weights
+may be stored, and the tables that `jobs.models` makes of it.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 from runtime.config import Lanes
 from runtime.errors import ConfigError
 from runtime.foreign import deepseek_moe
+from runtime.formats.registry import FORMATS, METHODS
 from runtime.model.families import FAMILIES, Family
 from runtime.model.traits import CacheKind, ExpertKind, cache_kind, choose_lanes, expert_kind, measure_cache
 from runtime.probing.meta import build_meta_model
@@ -58,6 +59,8 @@ def describe(family: Family) -> FamilyTraits:
 
 
 _HEAD = ("family", "model_type", "lanes", "experts", "cache", "tested")
+_FORMATS_HEAD = ("format", "bytes a number", "numbers", "companions")
+_USUAL_COLUMNS = 4096
 _TESTED = "greedy, sampled"
 _FOOT = "Tested: equals transformers' generate, token for token, in every tier (tests/runtime/test_families.py)."
 
@@ -72,16 +75,35 @@ def families_named(part: str | None) -> list[Family]:
 
 
 def support_table(rows: Sequence[FamilyTraits], shape: TableFormat) -> str:
-    cells = [_HEAD, *(_cells(row) for row in rows)]
+    return _table([_HEAD, *(_cells(row) for row in rows)], shape, _FOOT)
+
+
+def format_table(shape: TableFormat) -> str:
+    """A row for each storage format, with its bytes for each number of a row of 4,096."""
+    cells = [
+        (
+            each.name,
+            f"{each.row_bytes(_USUAL_COLUMNS) / _USUAL_COLUMNS:.2f}",
+            each.loss.value,
+            ", ".join(each.companions),
+        )
+        for each in FORMATS.values()
+    ]
+    methods = ", ".join(sorted(METHODS))
+    return _table([_FORMATS_HEAD, *cells], shape, f"quant_method of config.json: {methods}; and GGUF files.")
+
+
+def _table(cells: list[tuple[str, ...]], shape: TableFormat, foot: str) -> str:
+    """The first row is the head."""
     if shape is TableFormat.markdown:
-        cells.insert(1, ("---",) * len(_HEAD))
+        cells.insert(1, ("---",) * len(cells[0]))
         lines = [f"| {' | '.join(line)} |" for line in cells]
     else:
-        widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         lines = [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
         ]
-    return "\n".join([*lines, "", _FOOT])
+    return "\n".join([*lines, "", foot])
 
 
 def _cells(row: FamilyTraits) -> tuple[str, ...]:

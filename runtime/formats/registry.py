@@ -33,6 +33,10 @@ def pair_companions(
     return tensors
 
 
+def is_of_linear(tensor: TensorSlice) -> bool:
+    return bool(tensor.format) and FORMATS[tensor.format].of_linear
+
+
 def require_readable(method: str) -> None:
     """Raises CheckpointError for a method that no format has."""
     if method not in METHODS:

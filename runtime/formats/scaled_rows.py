@@ -7,6 +7,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..plan.shape.shapes import Companion, TensorSlice
+from .integer_rows import apply_by_group
 
 SCALES = "scales"
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; the highest of its four bits is the sign
@@ -28,22 +29,16 @@ class ScaledRows:
         self.device = raw_NB.device
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        numbers_of = _numbers_of_bytes(self._dtype, self.device)
+        numbers_of = numbers_of_bytes(self._dtype, self.device)
         out = out_RK.view(numbers_of.dtype).flatten()
         torch.index_select(numbers_of, 0, self._raw_NB[rows].flatten().int(), out=out)
         numbers = torch.arange(self.shape[0], device=self.device)[rows]
-        _multiply(out_RK, self._scales[numbers // self._block_rows].float(), self._block_columns)
-
-
-def _multiply(out_RK: torch.Tensor, factors_RB: torch.Tensor, width: int) -> None:
-    """Each run of `width` columns times its factor; the last run may be shorter."""
-    num_whole = out_RK.shape[1] // width
-    out_RK[:, : num_whole * width].unflatten(1, (num_whole, width)).mul_(factors_RB[:, :num_whole, None])
-    out_RK[:, num_whole * width :].mul_(factors_RB[:, num_whole:])
+        factors_RB = self._scales[numbers // self._block_rows].float()
+        apply_by_group(out_RK, factors_RB, self._block_columns, torch.Tensor.mul_)
 
 
 @lru_cache
-def _numbers_of_bytes(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+def numbers_of_bytes(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
     """(256,): what each byte holds, a float32 or, of FP4, two of them as one element of 64 bits. Five times as fast as
     torch's own conversion of FP8 on a CPU."""
     if dtype is not None:

@@ -40,13 +40,15 @@ class Stored(NamedTuple):
 class StorageFormat:
     """`name` is what a tensor slice calls it. `rows` makes rows of a stored matrix that dequantize themselves on
     whichever device they lie; `row_bytes` says what a row of so many numbers takes, with its share of the companions,
-    whose roles are `companions`."""
+    whose roles are `companions`. A format `of_linear` layers has a row for each output, also where a class keeps its
+    weight as columns, as GPT-2's does."""
 
     name: str
     loss: Loss
     row_bytes: Callable[[int], float]
     rows: Callable[[Stored], Rows]
     companions: tuple[str, ...] = ()
+    of_linear: bool = False
 
 
 # A method that a config names, with what the config says of it: the checkpoint's tensors as if they were not stored so,

@@ -3,7 +3,8 @@
 No weight is read here."""
 
 import hashlib
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if single.exists():
         return Checkpoint(path=path, tensors=read_header(single))
     raise _unreadable(path)
+
+
+def read_bytes(tensor: TensorSlice) -> bytes:
+    """Reads a tensor whole: one of a few bytes, which says how others are stored. Raises CheckpointError or
+    StorageError."""
+    try:
+        with Path(tensor.file).open("rb") as file:
+            file.seek(tensor.offset)
+            return file.read(tensor.num_bytes)
+    except OSError as error:
+        raise read_fault(tensor.file, f"reading {tensor.name!r}", error) from error
+
+
+def read_integers(tensor: TensorSlice) -> Sequence[int]:
+    """Reads one of I32 or I64, as `read_bytes` does. Raises CheckpointError for any other dtype."""
+    code = {"I32": "i", "I64": "q"}.get(tensor.dtype)
+    if code is None:
+        raise CheckpointError(f"{tensor.file}: {tensor.name!r} is {tensor.dtype}; I32 or I64 is wanted")
+    return array(code, read_bytes(tensor))
 
 
 def is_gguf(path: Path) -> bool:

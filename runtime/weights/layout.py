@@ -7,7 +7,7 @@ nothing is copied. A converter that permutes elements cannot be said so: its tar
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -21,8 +21,10 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import CheckpointError
+from ..formats.registry import is_of_linear
 from ..plan.shape.shapes import Parameter, TensorSlice
 from .conversions import Conversion, ConverterUse
 from .stage_weights import is_plain
@@ -50,7 +52,8 @@ def map_weights(model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, e
     pieces: dict[str, Pieces] = {}
     stacked: set[str] = set()
     inexpressible = []
-    for name, tensor in plain.items():
+    for name, stored in plain.items():
+        tensor = _as_kept(model, name, stored) if name in wanted else stored
         pieces[name] = experts_of(tensor) or ((tensor,),)
         stacked.update([name] if experts_of(tensor) else [])
     for use in uses:
@@ -62,6 +65,12 @@ def map_weights(model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, e
             if any(isinstance(op, MergeModulelist) for op in use.converter.operations):
                 stacked.update(found)
     return make_map(model, pieces, stacked, inexpressible)
+
+
+def _as_kept(model: PreTrainedModel, name: str, tensor: TensorSlice) -> TensorSlice:
+    """Returns the weight of a linear layer as its class keeps it."""
+    is_conv1d = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
+    return replace(tensor, is_transposed=True) if is_conv1d and is_of_linear(tensor) else tensor
 
 
 def experts_of(tensor: TensorSlice) -> Pieces:

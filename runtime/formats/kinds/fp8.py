@@ -1,4 +1,5 @@
-"""FP8 in blocks that share a factor (DeepSeek-V3, MiniMax-M2): `X` in F8 beside `X_scale_inv`."""
+"""FP8 whose blocks share a factor (DeepSeek-V3, MiniMax-M2), or tensors or rows (FBGEMM, vLLM): `X` in F8 beside
+`X_scale_inv` or `X_scale`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +14,8 @@ from ..scaled_rows import SCALES, ScaledRows, with_factors
 from ..storage_format import Loss, StorageFormat, Stored
 
 NAME, DTYPES = "fp8", {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-SUFFIX = "_scale_inv"
+SUFFIXES = ("_scale_inv", "_scale")
+OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub")
 DEFAULT_BLOCK = (128, 128)
 
 
@@ -23,25 +25,42 @@ def _rows(stored: Stored) -> Rows:
     return ScaledRows(stored.raw_NB, dtype, factors, scales.block_rows, scales.block_columns)
 
 
+def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]) -> TensorSlice:
+    """Returns the weight with its factors: one for all of it, one for each block, row or column, or equal groups of a
+    row's columns. Raises CheckpointError for others."""
+    *stack, height, width = tensor.shape
+    (rows, columns), shape = block, factors.shape
+    if prod(shape) == 1:
+        shape, rows, columns = (1,) * len(tensor.shape), height, width
+    elif shape == (*stack, height):
+        shape, rows, columns = (*shape, 1), 1, width
+    elif shape != (*stack, -(-height // rows), -(-width // columns)):
+        if shape[:-1] == (*stack, height) and shape[-1] and width % shape[-1] == 0:
+            rows, columns = 1, width // shape[-1]
+        elif shape == (*stack, 1, width):
+            rows, columns = height, 1
+    return with_factors(replace(tensor, format=NAME), replace(factors, shape=shape), rows, columns)
+
+
+def block_of(value: object) -> tuple[int, int]:
+    """The rows and columns of a block, by what a config says."""
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
+        return value[0], value[1]
+    return DEFAULT_BLOCK
+
+
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
     """See `Method`."""
-    block = quantization.get("weight_block_size") or DEFAULT_BLOCK
-    rows, columns = block if isinstance(block, list | tuple) and len(block) == 2 else DEFAULT_BLOCK
-    result = dict(tensors)
+    block, result = block_of(quantization.get("weight_block_size")), dict(tensors)
     for name, tensor in tensors.items():
-        if tensor.dtype in DTYPES and name + SUFFIX in tensors:
-            result[name] = _scaled(tensor, result.pop(name + SUFFIX), int(rows), int(columns))
-        elif tensor.dtype in DTYPES and quantization.get("quant_method") == "fp8":
-            raise CheckpointError(f"{tensor.file}: {name!r} is {tensor.dtype}, but {name + SUFFIX!r} is missing")
+        factors = next((name + suffix for suffix in SUFFIXES if name + suffix in tensors), None)
+        if tensor.dtype in DTYPES and factors is not None:
+            result[name] = fp8_weight(tensor, result.pop(factors), block)
+            for leaf in OF_ACTIVATIONS:
+                result.pop(name.removesuffix("weight") + leaf, None)
+        elif tensor.dtype in DTYPES and str(quantization.get("quant_method")) in METHODS:
+            raise CheckpointError(f"{tensor.file}: {name!r} is {tensor.dtype}, but {name + SUFFIXES[0]!r} is missing")
     return result
-
-
-def _scaled(tensor: TensorSlice, scales: TensorSlice, rows: int, columns: int) -> TensorSlice:
-    """A single factor is one for the whole tensor."""
-    height, width = tensor.shape[-2:]
-    if prod(scales.shape) == 1:
-        scales, rows, columns = replace(scales, shape=(1,) * len(tensor.shape)), height, width
-    return with_factors(replace(tensor, format=NAME), scales, rows, columns)
 
 
 def _row_bytes(num_columns: int) -> float:
@@ -49,4 +68,4 @@ def _row_bytes(num_columns: int) -> float:
 
 
 FORMATS = (StorageFormat(name=NAME, loss=Loss.exact, row_bytes=_row_bytes, rows=_rows, companions=(SCALES,)),)
-METHODS = {"fp8": _pair}
+METHODS = {"fp8": _pair, "fbgemm_fp8": _pair}

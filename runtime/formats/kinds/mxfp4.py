@@ -1,6 +1,7 @@
 """MXFP4 (gpt-oss): `X_blocks` beside `X_scales`, both U8, rows of the transposed parameter.
 
-Two numbers lie in each byte, and 16 bytes side by side share an exponent.
+Two numbers lie in each byte, and 16 bytes side by side share an exponent. It stands alone as every format does;
+compressed-tensors has the same numbers under other names.
 """
 
 from collections.abc import Mapping

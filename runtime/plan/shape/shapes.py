@@ -41,7 +41,8 @@ class TensorSlice:
     `shape` counts numbers, of which a quantised tensor may hold several in a byte. Where a parameter's rows lie in
     another order, `row_order` names them as runs of the stored ones; where they lie as its columns, it `is_transposed`.
     `format` names the storage format by which its bytes and those of its `companions` become numbers; without one they
-    are numbers of `dtype`. Of a run of rows, companions that are not cut count from `first_row` before it.
+    are numbers of `dtype`. Of a run of rows, companions that are not cut count from `first_row` before it, and so do
+    its own bytes where it `is_interleaved`: a row's do not lie apart. `constants` are what else the format must know.
     """
 
     name: str
@@ -55,6 +56,8 @@ class TensorSlice:
     row_order: tuple[range, ...] = ()  # empty: as stored
     is_transposed: bool = False
     first_row: int = 0
+    is_interleaved: bool = False
+    constants: tuple[float, ...] = ()
 
     def expert(self, index: int) -> "TensorSlice":
         """One matrix of a stack."""
@@ -75,6 +78,9 @@ class TensorSlice:
 
     def rows(self, turn: int, num_parts: int) -> "TensorSlice | None":
         """The `turn`-th of equal runs of a matrix's rows; None where a run would end inside a block with one scale."""
+        if self.is_interleaved:
+            height = self.shape[0] // num_parts
+            return replace(self, shape=(height, *self.shape[1:]), first_row=self.first_row + turn * height)
         part = self._run(turn, num_parts)
         if not all(each.is_cut_at(part.shape[0]) for each in self.companions):
             return None

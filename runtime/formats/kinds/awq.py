@@ -1,0 +1,106 @@
+"""AWQ in its `gemm` version: `qweight` (K, N / 8), `qzeros` (G, N / 8) and `scales` (G, N).
+
+A word holds the codes of eight neighbouring rows in one column. From its lowest bits on they are those of the rows 0,
+2, 4, 6, 1, 3, 5 and 7; zero points lie alike. The number is (code - zero) * scale.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ...linear.rows import Rows
+from ...plan.shape.shapes import Companion, TensorSlice
+from ..integer_rows import Chosen, IntegerRows, columns_of, row_numbers
+from ..module_tensors import (
+    SCALES,
+    ZEROS,
+    ModuleTensors,
+    group_width,
+    modules_with,
+    require_matrix,
+    require_shape,
+    with_weights,
+)
+from ..said import refuse, whole_number
+from ..storage_format import Loss, StorageFormat, Stored
+
+NAME, NUM_BITS, PER_WORD, USUAL_WIDTH = "awq-int4", 4, 8, 128
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight rows of a word: which four bits are whose
+LEAVES = ("qweight", "qzeros", "scales")
+READABLE = "AWQ of 4 bits in version gemm"
+
+
+def _rows(stored: Stored) -> Rows:
+    piece = stored.piece
+    num_rows, num_columns = piece.shape
+    words_KW = stored.raw.view(torch.int32).view(num_columns, -1)
+    at = (num_rows, piece.first_row)
+
+    def write(rows: Chosen, out_RK: torch.Tensor) -> None:
+        out_RK.copy_(_codes(words_KW, rows, *at))
+
+    def zeros(rows: Chosen) -> torch.Tensor:
+        return _codes(stored.companions[ZEROS], rows, *at).float()
+
+    def scales(rows: Chosen) -> torch.Tensor:
+        return columns_of(stored.companions[SCALES], rows, *at).t().float()
+
+    width = next(each.block_columns for each in piece.companions if each.role == SCALES)
+    return IntegerRows((num_rows, num_columns), stored.raw.device, write, zeros, scales, width)
+
+
+def _codes(words_KW: torch.Tensor, rows: Chosen, num_rows: int, first_row: int) -> torch.Tensor:
+    """The codes of the wanted rows: (R, K). Of a run of them, each word is taken once."""
+    numbers = row_numbers(rows, num_rows, first_row, words_KW.device)
+    shifts = NUM_BITS * torch.tensor(PLACES, dtype=words_KW.dtype, device=words_KW.device)
+    if isinstance(rows, torch.Tensor) or not len(numbers):
+        return words_KW[:, numbers // PER_WORD].t() >> shifts[numbers % PER_WORD, None] & 15
+    start, stop, _ = rows.indices(num_rows)
+    first, last = (first_row + start) // PER_WORD, -(-(first_row + stop) // PER_WORD)
+    words_WK = words_KW[:, first:last].t().contiguous()
+    codes_RK = (words_WK[:, None] >> shifts[:, None] & 15).flatten(0, 1)
+    before = first_row + start - first * PER_WORD
+    return codes_RK[before : before + stop - start]
+
+
+def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
+    """See `Method`."""
+    if quantization.get("quant_method") != "awq":
+        return tensors
+    version, num_bits = str(quantization.get("version") or "gemm").lower(), whole_number(quantization, "bits", NUM_BITS)
+    if version != "gemm" or num_bits != NUM_BITS:
+        raise refuse(f"its weights are AWQ's with version {version!r} and bits {num_bits}", READABLE)
+    weights = {module.path: _weight(module) for module in modules_with(tensors, "qweight")}
+    return with_weights(tensors, weights, LEAVES)
+
+
+def _weight(module: ModuleTensors) -> TensorSlice:
+    words, scales = module.require("qweight"), module.require("scales")
+    (num_columns, num_words), (num_groups, _) = require_matrix(words), require_matrix(scales)
+    num_rows = num_words * PER_WORD
+    require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
+    zeros = require_shape(module.require("qzeros"), (num_groups, num_words), f"{words.name!r}, {words.shape},")
+    width = group_width(num_columns, scales, num_groups)
+    return replace(
+        words,
+        shape=(num_rows, num_columns),
+        format=NAME,
+        companions=(
+            Companion(role=SCALES, tensor=scales, block_columns=width),
+            Companion(role=ZEROS, tensor=zeros),
+        ),
+        is_interleaved=True,
+    )
+
+
+def _row_bytes(num_columns: int) -> float:
+    return num_columns / 2 + num_columns / USUAL_WIDTH * 2.5
+
+
+FORMATS = (
+    StorageFormat(
+        name=NAME, loss=Loss.exact, row_bytes=_row_bytes, rows=_rows, companions=(SCALES, ZEROS), of_linear=True
+    ),
+)
+METHODS = {"awq": _pair}

@@ -1,0 +1,159 @@
+"""bitsandbytes: `weight` of 4 bits beside `weight.absmax`, `weight.quant_map` and `weight.quant_state.bitsandbytes__*`,
+or in int8 beside `SCB`, a factor for each row times 127.
+
+Two codes lie in a byte, the first in its high half, rows without a seam. The number is that of the code in `quant_map`
+times the factor of its block. Factors may be quantised too: then `weight.absmax` holds bytes, whose numbers
+`weight.nested_quant_map` has, times the factor of their own block (`weight.nested_absmax`) plus one offset for all.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ...errors import CheckpointError
+from ...plan.shape.shapes import Companion, TensorSlice
+from ...store.checkpoint import read_bytes
+from ..integer_rows import Chosen, apply_by_group, as_pairs, row_numbers, write_pairs
+from ..module_tensors import SCALES, ModuleTensors, modules_with, require_matrix, require_shape, with_weights
+from ..said import mention_activations, refuse
+from ..storage_format import Loss, StorageFormat, Stored
+
+INT8, FOUR_BITS = "llm-int8", ("nf4", "fp4")
+CODES, NESTED_CODES, NESTED_SCALES = "codes", "nested codes", "nested scales"
+STATE = "weight.quant_state.bitsandbytes__"
+READABLE = "bitsandbytes' nf4, fp4 and int8"
+LEAVES = (
+    "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "SCB", "weight_format",
+    *(STATE + name for name in FOUR_BITS),
+)  # fmt: skip
+INVERSE_OF_127 = 7.874015718698502e-3  # as bitsandbytes has it
+USUAL_BLOCK, USUAL_NESTED_BLOCK = 64, 256
+
+
+class FourBitRows:
+    """Rows of codes of 4 bits times the factor of their block; see `rows.Rows`. Blocks run on from row to row."""
+
+    def __init__(self, stored: Stored):
+        self._bytes_NB, self._companions, self._piece = stored.raw_NB, stored.companions, stored.piece
+        self.shape, self.device = (stored.piece.shape[0], stored.piece.shape[1]), stored.raw.device
+
+    def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
+        codes, byte = self._companions[CODES].float(), torch.arange(256, device=self.device)
+        write_pairs(as_pairs(codes[byte >> 4], codes[byte & 15]), self._bytes_NB[rows], out_RK)
+        num_columns, width = self.shape[1], int(self._piece.constants[0])
+        numbers = row_numbers(rows, self.shape[0], self._piece.first_row, self.device) * num_columns
+        if num_columns % width:
+            columns = torch.arange(num_columns, device=self.device)
+            out_RK.mul_(self._factors((numbers[:, None] + columns) // width))
+        else:
+            groups = torch.arange(num_columns // width, device=self.device)
+            apply_by_group(out_RK, self._factors(numbers[:, None] // width + groups), width, torch.Tensor.mul_)
+
+    def _factors(self, blocks: torch.Tensor) -> torch.Tensor:
+        factors = self._companions[SCALES][blocks]
+        if NESTED_SCALES not in self._companions:
+            return factors.float()
+        _, width, offset = self._piece.constants
+        numbers = self._companions[NESTED_CODES].float()[factors.int()]
+        return numbers * self._companions[NESTED_SCALES].float()[blocks // int(width)] + offset
+
+
+class Int8Rows:
+    """Rows of bytes times a factor of 127; see `rows.Rows`."""
+
+    def __init__(self, stored: Stored):
+        self._codes_NK, self._scales = stored.raw_NB.view(torch.int8), stored.companions[SCALES]
+        self.shape, self.device = (stored.piece.shape[0], stored.piece.shape[1]), stored.raw.device
+
+    def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
+        out_RK.copy_(self._codes_NK[rows])
+        out_RK.mul_(self._scales[rows].float()).mul_(INVERSE_OF_127)
+
+
+def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
+    """See `Method`. Configs of old name no method, but how it was loaded."""
+    if quantization.get("quant_method", "bitsandbytes") != "bitsandbytes" or not quantization:
+        return tensors
+    weights = {
+        module.path: _of_four_bits(module, name) for name in FOUR_BITS for module in modules_with(tensors, STATE + name)
+    }
+    in_bytes = {module.path: _in_bytes(module) for module in modules_with(tensors, "SCB")}
+    if in_bytes:
+        mention_activations("LLM.int8")
+    return with_weights(tensors, weights | in_bytes, LEAVES)
+
+
+def _of_four_bits(module: ModuleTensors, name: str) -> TensorSlice:
+    state_tensor, words = module.require(STATE + name), module.require("weight")
+    height, width, block, nested, offset = _state(state_tensor)
+    if width % 2 or words.num_bytes * 2 != height * width:
+        raise refuse(f"{words.name!r} has {words.num_bytes} bytes for {height} rows of {width} numbers", READABLE)
+    num_blocks = -(-height * width // block)
+    pairs = [(CODES, "weight.quant_map", 16), (SCALES, "weight.absmax", num_blocks)]
+    if nested:
+        pairs += [
+            (NESTED_CODES, "weight.nested_quant_map", 256),
+            (NESTED_SCALES, "weight.nested_absmax", -(-num_blocks // nested)),
+        ]
+    companions = [
+        Companion(role=role, tensor=require_shape(module.require(leaf), (size,), f"{words.name!r}"))
+        for role, leaf, size in pairs
+    ]
+    constants = (block, nested, offset) if nested else (block,)
+    return replace(
+        words, shape=(height, width), format=name, companions=tuple(companions), constants=tuple(map(float, constants))
+    )
+
+
+def _state(tensor: TensorSlice) -> tuple[int, int, int, int, float]:
+    """Reads rows, columns, numbers in a block, factors in a block of factors (0: these are not quantised), and the
+    offset of factors."""
+    try:
+        values = json.loads(read_bytes(tensor))
+        height, width = values["shape"]
+        nested, offset = values.get("nested_blocksize", 0), values.get("nested_offset", 0.0)
+        found = int(height), int(width), int(values["blocksize"]), int(nested), float(offset)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{tensor.file}: {tensor.name!r} does not describe a matrix of 4 bits") from error
+    if min(found[:3]) < 1 or found[3] < 0:
+        raise CheckpointError(f"{tensor.file}: {tensor.name!r} has sizes below 1")
+    return found
+
+
+def _in_bytes(module: ModuleTensors) -> TensorSlice:
+    weight, layout = module.require("weight"), module.find("weight_format")
+    num_rows, _ = require_matrix(weight)
+    if weight.dtype != "I8" or (layout is not None and any(read_bytes(layout))):
+        raise refuse(f"{weight.name!r} is {weight.dtype}, laid out for a kernel (weight_format)", READABLE)
+    scales = require_shape(module.require("SCB"), (num_rows,), f"{weight.name!r}")
+    companion = Companion(role=SCALES, tensor=replace(scales, shape=(num_rows, 1)), block_rows=1)
+    return replace(weight, format=INT8, companions=(companion,))
+
+
+def _four_bit_bytes(num_columns: int) -> float:
+    return num_columns / 2 + num_columns / USUAL_BLOCK * (1 + 4 / USUAL_NESTED_BLOCK)
+
+
+def _int8_bytes(num_columns: int) -> float:
+    return num_columns + 4
+
+
+FORMATS = (
+    *(
+        StorageFormat(
+            name=name,
+            loss=Loss.exact,
+            row_bytes=_four_bit_bytes,
+            rows=FourBitRows,
+            companions=(CODES, SCALES, NESTED_CODES, NESTED_SCALES),
+            of_linear=True,
+        )
+        for name in FOUR_BITS
+    ),
+    StorageFormat(
+        name=INT8, loss=Loss.exact, row_bytes=_int8_bytes, rows=Int8Rows, companions=(SCALES,), of_linear=True
+    ),
+)
+METHODS = {"bitsandbytes": _pair}

@@ -1,0 +1,126 @@
+"""compressed-tensors (llm-compressor): which of its formats a module's tensors are, by their names and dtypes.
+
+    weight_packed in I32, weight_shape    pack-quantized: integers of 4 or 8 bits in words
+    weight_packed in U8                   nvfp4-pack-quantized with weight_global_scale, mxfp4-pack-quantized without
+    weight in I8                          int-quantized, naive-quantized
+    weight in F8                          float-quantized, mxfp8-quantized
+
+Modules of its `ignore` list have a plain `weight`, which stays one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from ...errors import CheckpointError
+from ...plan.shape.shapes import TensorSlice
+from ...store.checkpoint import read_integers
+from ..integer_rows import WORD_BITS
+from ..module_tensors import ModuleTensors, modules_with, require_matrix, with_weights
+from ..said import mapping_in, mention_activations, mention_kv_cache, refuse
+from ..scaled_rows import with_factors
+from ..storage_format import StorageFormat
+from .fp8 import DTYPES, block_of, fp8_weight
+from .integers import WORDS, integers_in_words, plain_integers
+from .mxfp4 import BLOCK_COLUMNS
+from .mxfp4 import NAME as MXFP4
+from .nvfp4 import nvfp4_weight
+
+READABLE = (
+    "compressed-tensors' pack-quantized of 4 or 8 bits, int-quantized, naive-quantized, float-quantized, "
+    "mxfp8-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized"
+)
+UNREADABLE = ("sparse-24-bitmask", "sparse-bitmask", "marlin-24", "mxfp6-pack-quantized")
+DENSE = (None, "", "dense")
+ORDERED = ("group", "dynamic", True)
+LEAVES = (
+    "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
+    "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
+    "output_zero_point",
+)  # fmt: skip
+
+
+def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
+    """See `Method`."""
+    if quantization.get("quant_method") != "compressed-tensors":
+        return tensors
+    groups = [each for each in mapping_in(quantization, "config_groups").values() if isinstance(each, Mapping)]
+    _require_readable(quantization, groups)
+    _mention(quantization, groups)
+    schemes = [mapping_in(group, "weights") for group in groups]
+    modules = chain(modules_with(tensors, "weight_packed"), modules_with(tensors, "weight_scale"))
+    weights = {module.path: _weight(module, schemes) for module in {each.path: each for each in modules}.values()}
+    return with_weights(tensors, weights, LEAVES)
+
+
+def _require_readable(quantization: Mapping[str, object], groups: Iterable[Mapping[str, object]]) -> None:
+    sparsity = mapping_in(quantization, "sparsity_config").get("format")
+    if sparsity not in DENSE:
+        raise refuse(f"its weights are sparse ({sparsity!r})", READABLE)
+    for name in (quantization.get("format"), *(group.get("format") for group in groups)):
+        if name in UNREADABLE:
+            raise refuse(f"its weights are in the format {name!r}", READABLE)
+    if mapping_in(mapping_in(quantization, "transform_config"), "config_groups"):
+        raise refuse("its weights are rotated (transform_config), and activations would have to be", READABLE)
+
+
+def _mention(quantization: Mapping[str, object], groups: Iterable[Mapping[str, object]]) -> None:
+    for scheme in (mapping_in(group, "input_activations") for group in groups):
+        if scheme:
+            kind = "dynamic" if scheme.get("dynamic") else "static"
+            mention_activations(f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}, {kind}")
+            break
+    if quantization.get("kv_cache_scheme"):
+        mention_kv_cache()
+
+
+def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
+    scales, packed = module.require("weight_scale"), module.find("weight_packed")
+    if packed is None:
+        return _in_bytes(module.require("weight"), scales, module.find("weight_zero_point"), schemes)
+    if packed.dtype == "I32":
+        return _in_words(module, packed, schemes)
+    overall = module.find("weight_global_scale")
+    if overall is not None:
+        return nvfp4_weight(packed, scales, overall, divides=True)
+    height, width = require_matrix(packed)
+    numbers = replace(packed, dtype="F4", format=MXFP4, shape=(height, 2 * width))
+    return with_factors(numbers, scales, 1, BLOCK_COLUMNS)
+
+
+def _in_bytes(
+    weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice | None, schemes: Iterable[Mapping[str, object]]
+) -> TensorSlice:
+    if weight.dtype == "I8":
+        require_matrix(weight)
+        return plain_integers(weight, scales, zeros)
+    if weight.dtype not in DTYPES:
+        raise CheckpointError(f"{weight.file}: {weight.name!r} is {weight.dtype}; beside weight_scale it is I8 or F8")
+    blocks = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]
+    return fp8_weight(weight, scales, block_of(blocks[0] if blocks else None))
+
+
+def _in_words(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
+    num_rows, num_words = require_matrix(words)
+    shape = read_integers(module.require("weight_shape"))
+    candidates = [scheme for scheme in schemes if _num_words(shape, scheme) == num_words]
+    num_bits = next((bits for scheme in candidates for bits in WORDS if scheme["num_bits"] == bits), None)
+    if len(shape) != 2 or shape[0] != num_rows or num_bits is None:
+        what = f"{words.name!r} has {num_words} words in each of {num_rows} rows for weight_shape {[*shape]}"
+        raise refuse(f"{what}, which is no packing of 4 or 8 bits that its config_groups name", READABLE)
+    is_ordered = any(scheme.get("actorder") in ORDERED for scheme in candidates)
+    groups = module.find("weight_g_idx") if is_ordered else None
+    zeros, scales = module.find("weight_zero_point"), module.require("weight_scale")
+    return integers_in_words(words, (num_rows, shape[1]), num_bits, scales, zeros, groups)
+
+
+def _num_words(shape: Sequence[int], scheme: Mapping[str, object]) -> int | None:
+    """How many words a row takes; None for a scheme that is none of integers."""
+    num_bits = scheme.get("num_bits")
+    if not shape or type(num_bits) is not int or scheme.get("type", "int") != "int" or not 0 < num_bits <= WORD_BITS:
+        return None
+    return -(-shape[-1] * num_bits // WORD_BITS)
+
+
+FORMATS = tuple[StorageFormat, ...]()
+METHODS = {"compressed-tensors": _pair}

@@ -1,0 +1,146 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it: `qweight` (K / codes in a word, N), `qzeros` (G, N / codes in a word),
+`scales` (G, N), and `g_idx` (K,), the group of each column.
+
+A word of `qweight` holds codes of neighbouring columns of one row, the first in the lowest bits; one of `qzeros` zero
+points of neighbouring rows. The number is (code - zero) * scale. The first version of the format stores zero points
+less one, modulo the number of codes; the second as they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from ...errors import CheckpointError
+from ...linear.rows import Rows
+from ...plan.shape.shapes import Companion, TensorSlice
+from ...store.checkpoint import read_integers
+from ..integer_rows import WORD_BITS, Chosen, IntegerRows, columns_of, fields, row_numbers, write_words
+from ..module_tensors import (
+    GROUPS,
+    SCALES,
+    ZEROS,
+    ModuleTensors,
+    modules_with,
+    require_matrix,
+    require_shape,
+    with_weights,
+)
+from ..said import refuse, whole_number
+from ..storage_format import Loss, StorageFormat, Stored
+
+BITS, LEAVES = (4, 8), ("qweight", "qzeros", "scales", "g_idx")
+ADDED_TO_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format
+READABLE = "GPTQ of 4 or 8 bits with checkpoint_format gptq or gptq_v2"
+USUAL_WIDTH = 128
+
+
+def _rows(num_bits: int, stored: Stored) -> Rows:
+    piece, companions = stored.piece, stored.companions
+    num_rows, num_columns = piece.shape
+    words_WN = stored.raw.view(torch.int32).view(num_columns * num_bits // WORD_BITS, -1)
+    at = (num_rows, piece.first_row)
+    added, mask = int(piece.constants[0]), (1 << num_bits) - 1
+
+    def write(rows: Chosen, out_RK: torch.Tensor) -> None:
+        words_RW = columns_of(words_WN, rows, *at).t().clone(memory_format=torch.contiguous_format)
+        write_words(words_RW, num_bits, out_RK)
+
+    def zeros(rows: Chosen) -> torch.Tensor:
+        found_GR = fields(companions[ZEROS], row_numbers(rows, *at, stored.raw.device), num_bits)
+        return (found_GR + added & mask).t().float()
+
+    def scales(rows: Chosen) -> torch.Tensor:
+        return columns_of(companions[SCALES], rows, *at).t().float()
+
+    width = next(each.block_columns for each in piece.companions if each.role == SCALES)
+    shape, device = (num_rows, num_columns), stored.raw.device
+    return IntegerRows(shape, device, write, zeros, scales, width, companions.get(GROUPS))
+
+
+def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
+    """See `Method`. AWQ's tensors have the same names: without a config nobody knows which these are."""
+    words = next(modules_with(tensors, "qweight"), None)
+    if words is not None and not quantization:
+        raise CheckpointError(
+            f"{words.require('qweight').file}: {words.path + 'qweight'!r} is GPTQ's or AWQ's, but config.json has no "
+            "quantization_config that says which, and how: copy there what quantize_config.json has"
+        )
+    if quantization.get("quant_method") != "gptq":
+        return tensors
+    version = str(quantization.get("checkpoint_format") or quantization.get("format") or "gptq")
+    if version not in ADDED_TO_ZEROS or quantization.get("is_marlin_format"):
+        raise refuse(f"its weights are GPTQ's with checkpoint_format {version!r}", READABLE)
+    modules = list(modules_with(tensors, "qweight"))
+    is_ordered = bool(quantization.get("desc_act")) or not all(map(_lies_in_turn, modules[:1] + modules[-1:]))
+    weights = {each.path: _weight(each, quantization, version, is_ordered=is_ordered) for each in modules}
+    return with_weights(tensors, weights, LEAVES)
+
+
+def _weight(
+    module: ModuleTensors, quantization: Mapping[str, object], version: str, *, is_ordered: bool
+) -> TensorSlice:
+    words, scales, groups = module.require("qweight"), module.require("scales"), module.find("g_idx")
+    (height, num_rows), (num_groups, _) = require_matrix(words), require_matrix(scales)
+    num_bits = whole_number(quantization, "bits", 4)
+    if groups is not None and groups.shape[0]:  # GPTQModel's `dynamic` gives some modules other bits
+        num_bits = WORD_BITS * height // groups.shape[0]
+    if num_bits not in BITS:
+        raise refuse(f"{words.name!r} has {num_bits} bits", READABLE)
+    num_columns = height * WORD_BITS // num_bits
+    require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
+    zeros = require_shape(module.require("qzeros"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
+    width = _width(scales, num_columns, whole_number(quantization, "group_size", -1))
+    companions = [Companion(role=SCALES, tensor=scales, block_columns=width), Companion(role=ZEROS, tensor=zeros)]
+    if is_ordered:
+        groups = require_shape(module.require("g_idx"), (num_columns,), f"{words.name!r}, {words.shape},")
+        companions.append(Companion(role=GROUPS, tensor=groups))
+    return replace(
+        words,
+        shape=(num_rows, num_columns),
+        format=f"gptq-int{num_bits}",
+        companions=tuple(companions),
+        constants=(ADDED_TO_ZEROS[version],),
+        is_interleaved=True,
+    )
+
+
+def _width(scales: TensorSlice, num_columns: int, group_size: int) -> int:
+    """The columns of a group: the config's where these make as many groups as there are, else equal ones."""
+    num_groups = scales.shape[0]
+    if group_size > 0 and -(-num_columns // group_size) == num_groups:
+        return group_size
+    if num_columns % num_groups:
+        raise CheckpointError(
+            f"{scales.file}: {scales.name!r} has {num_groups} groups; {num_columns} columns in groups of "
+            f"{group_size} (group_size in config.json) need {-(-num_columns // max(group_size, 1))}"
+        )
+    return num_columns // num_groups
+
+
+def _lies_in_turn(module: ModuleTensors) -> bool:
+    """Reads whether the groups of a module's columns ascend, as they do without `desc_act`."""
+    groups = module.find("g_idx")
+    if groups is None:
+        return True
+    return all(first <= second for first, second in pairwise(read_integers(groups)))
+
+
+def _row_bytes(num_bits: int, num_columns: int) -> float:
+    return num_columns * num_bits / 8 + num_columns / USUAL_WIDTH * (2 + num_bits / 8)
+
+
+FORMATS = tuple(
+    StorageFormat(
+        name=f"gptq-int{num_bits}",
+        loss=Loss.exact,
+        row_bytes=partial(_row_bytes, num_bits),
+        rows=partial(_rows, num_bits),
+        companions=(SCALES, ZEROS, GROUPS),
+        of_linear=True,
+    )
+    for num_bits in BITS
+)
+METHODS = {"gptq": _pair}

@@ -1,0 +1,120 @@
+"""Integers of compressed-tensors: `weight_packed` (N, words) beside `weight_scale`, or `weight` in int8.
+
+Codes of a word are those of neighbouring columns, the first in the lowest bits, each with half their range added to it;
+zero points (`weight_zero_point`) of neighbouring rows lie alike. The number is (code - zero) * scale, the scale that of
+the whole tensor, a row, or a group of columns; `weight_g_idx` says, where columns are ordered, which are which group's.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ...linear.rows import Rows
+from ...plan.shape.shapes import Companion, TensorSlice
+from ..integer_rows import WORD_BITS, Chosen, Factors, IntegerRows, Write, fields, row_numbers, write_words
+from ..module_tensors import GROUPS, SCALES, ZEROS, factors_of_rows, group_width, require_shape
+from ..storage_format import Loss, StorageFormat, Stored
+
+PLAIN, WORDS = "int8", {4: "packed-int4", 8: "packed-int8"}
+USUAL_WIDTH = 128
+
+
+def plain_integers(weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice | None) -> TensorSlice:
+    """Returns a weight of one byte for each number with its factors and zero points of rows or groups."""
+    num_rows, num_columns = weight.shape
+    companions = [_scales(scales, num_rows, num_columns)]
+    if zeros is not None:
+        companions.append(factors_of_rows(zeros, num_rows, ZEROS))
+    return replace(weight, format=PLAIN, companions=tuple(companions))
+
+
+def integers_in_words(
+    words: TensorSlice,
+    shape: tuple[int, int],
+    num_bits: int,
+    scales: TensorSlice,
+    zeros: TensorSlice | None,
+    groups: TensorSlice | None,
+) -> TensorSlice:
+    """Returns a weight of that shape whose codes of so many bits lie in words."""
+    num_rows, num_columns = shape
+    companions = [_scales(scales, num_rows, num_columns)]
+    num_groups = companions[0].tensor.shape[1]
+    if zeros is not None and zeros.dtype == "I32":
+        num_words = -(-num_rows * num_bits // WORD_BITS)
+        found = require_shape(zeros, (num_words, num_groups), f"{words.name!r} with {num_groups} groups")
+        companions.append(Companion(role=ZEROS, tensor=found, block_rows=WORD_BITS // num_bits))
+    elif zeros is not None:
+        companions.append(factors_of_rows(zeros, num_rows, ZEROS))
+    if groups is not None:
+        companions.append(Companion(role=GROUPS, tensor=require_shape(groups, (num_columns,), f"{words.name!r}")))
+    return replace(words, shape=shape, format=WORDS[num_bits], companions=tuple(companions))
+
+
+def _scales(scales: TensorSlice, num_rows: int, num_columns: int) -> Companion:
+    found = factors_of_rows(scales, num_rows)
+    return replace(found, block_columns=group_width(num_columns, found.tensor, found.tensor.shape[1]))
+
+
+def _plain_rows(stored: Stored) -> Rows:
+    codes_NK = stored.raw_NB.view(torch.int8)
+
+    def write(rows: Chosen, out_RK: torch.Tensor) -> None:
+        out_RK.copy_(codes_NK[rows])
+
+    return _integer_rows(stored, write, _plain_zeros(stored, 0))
+
+
+def _word_rows(num_bits: int, stored: Stored) -> Rows:
+    words_NW = stored.raw_NB.view(torch.int32)
+
+    def write(rows: Chosen, out_RK: torch.Tensor) -> None:
+        write_words(words_NW[rows], num_bits, out_RK)
+
+    def zeros(rows: Chosen) -> torch.Tensor:
+        numbers = row_numbers(rows, len(words_NW), 0, words_NW.device)
+        return fields(stored.companions[ZEROS].t(), numbers, num_bits).t().float()
+
+    are_packed = ZEROS in stored.companions and stored.companions[ZEROS].dtype == torch.int32
+    return _integer_rows(stored, write, zeros if are_packed else _plain_zeros(stored, 1 << (num_bits - 1)))
+
+
+def _integer_rows(stored: Stored, write: Write, zeros: Factors) -> Rows:
+    scales, shape = stored.companions[SCALES], (stored.piece.shape[0], stored.piece.shape[1])
+    width = stored.piece.companions[0].block_columns
+    groups = stored.companions.get(GROUPS)
+    return IntegerRows(shape, stored.raw.device, write, zeros, partial(_of_rows, scales, 0), width, groups)
+
+
+def _plain_zeros(stored: Stored, added: int) -> Factors:
+    """Zero points that lie as scales do, to which `added` is to be added; without any, that alone."""
+    zeros = stored.companions.get(ZEROS)
+    if zeros is None:
+        zeros = torch.zeros(1, 1, device=stored.raw.device)
+    return partial(_of_rows, zeros, added)
+
+
+def _of_rows(factors: torch.Tensor, added: int, rows: Chosen) -> torch.Tensor:
+    return (factors if len(factors) == 1 else factors[rows]).float() + added
+
+
+def _row_bytes(num_bits: int, num_columns: int) -> float:
+    return num_columns * num_bits / 8 + num_columns / USUAL_WIDTH * 2
+
+
+FORMATS = (
+    StorageFormat(
+        name=PLAIN, loss=Loss.exact, row_bytes=partial(_row_bytes, 8), rows=_plain_rows, companions=(SCALES, ZEROS)
+    ),
+    *(
+        StorageFormat(
+            name=name,
+            loss=Loss.exact,
+            row_bytes=partial(_row_bytes, num_bits),
+            rows=partial(_word_rows, num_bits),
+            companions=(SCALES, ZEROS, GROUPS),
+        )
+        for num_bits, name in WORDS.items()
+    ),
+)

@@ -1,0 +1,38 @@
+"""NVIDIA's ModelOpt: FP8 with a factor for each tensor (`weight_scale`), and NVFP4 with two (`weight_scale_2`)."""
+
+from collections.abc import Mapping
+
+from ...plan.shape.shapes import TensorSlice
+from ..module_tensors import ModuleTensors, modules_with, with_weights
+from ..said import mapping_in, mention_activations, mention_kv_cache, refuse
+from ..storage_format import StorageFormat
+from .fp8 import DEFAULT_BLOCK, DTYPES, fp8_weight
+from .nvfp4 import nvfp4_weight
+
+READABLE = "ModelOpt's FP8 and NVFP4"
+LEAVES = ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale", "k_proj.k_scale")
+
+
+def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
+    """See `Method`."""
+    if str(quantization.get("quant_method")) not in METHODS:
+        return tensors
+    weights = {module.path: _weight(module) for module in modules_with(tensors, "weight_scale")}
+    if any(each.find("input_scale") is not None for each in modules_with(tensors, "weight_scale")):
+        mention_activations(str(quantization.get("quant_algo") or "input_scale"))
+    if quantization.get("kv_cache_scheme") or mapping_in(quantization, "quantization").get("kv_cache_quant_algo"):
+        mention_kv_cache()
+    return with_weights(tensors, weights, LEAVES)
+
+
+def _weight(module: ModuleTensors) -> TensorSlice:
+    weight, scales, overall = module.require("weight"), module.require("weight_scale"), module.find("weight_scale_2")
+    if weight.dtype in DTYPES and overall is None:
+        return fp8_weight(weight, scales, DEFAULT_BLOCK)
+    if weight.dtype != "U8" or overall is None or module.find("pre_quant_scale") is not None:
+        raise refuse(f"{weight.name!r} is {weight.dtype}, in a format of ModelOpt", READABLE)
+    return nvfp4_weight(weight, scales, overall, divides=False)
+
+
+FORMATS = tuple[StorageFormat, ...]()
+METHODS = {"modelopt": _pair, "modelopt_fp4": _pair}

@@ -1,0 +1,66 @@
+"""NVFP4: two FP4 numbers in a byte, the even column in its low half, an FP8 factor for 16 columns, and one for all.
+
+compressed-tensors divides by the last (`weight_global_scale`), ModelOpt multiplies with it (`weight_scale_2`).
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ...linear.rows import Rows
+from ...plan.shape.shapes import Companion, TensorSlice
+from ..integer_rows import Chosen, apply_by_group, write_pairs
+from ..module_tensors import SCALES, require_matrix, require_shape
+from ..scaled_rows import numbers_of_bytes
+from ..storage_format import Loss, StorageFormat, Stored
+
+DIVIDED, MULTIPLIED, WIDTH = "nvfp4", "nvfp4-modelopt", 16
+OVERALL = "overall"  # the factor for all
+
+
+class Nvfp4Rows:
+    """Rows of FP4 numbers times the factor of their group, which is made of two; see `rows.Rows`."""
+
+    def __init__(self, raw_NB: torch.Tensor, scales: torch.Tensor, overall: torch.Tensor, *, divides: bool):
+        self._raw_NB, self._scales, self._overall, self._divides = raw_NB, scales, overall, divides
+        self.shape, self.device = (raw_NB.shape[0], 2 * raw_NB.shape[1]), raw_NB.device
+
+    def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
+        write_pairs(numbers_of_bytes(None, self.device), self._raw_NB[rows], out_RK)
+        scales = self._scales[rows].float()
+        factors = scales / self._overall if self._divides else scales * self._overall
+        apply_by_group(out_RK, factors, WIDTH, torch.Tensor.mul_)
+
+
+def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice, *, divides: bool) -> TensorSlice:
+    """Returns the weight with its factors. Raises CheckpointError where they do not fit."""
+    height, width = require_matrix(numbers)
+    require_shape(scales, (height, 2 * width // WIDTH), f"{numbers.name!r} in groups of {WIDTH} columns")
+    companions = (
+        Companion(role=SCALES, tensor=scales, block_rows=1, block_columns=WIDTH),
+        Companion(role=OVERALL, tensor=replace(overall, shape=(1, 1))),
+    )
+    name = DIVIDED if divides else MULTIPLIED
+    return replace(numbers, dtype="F4", shape=(height, 2 * width), format=name, companions=companions)
+
+
+def _rows(stored: Stored, *, divides: bool) -> Rows:
+    companions = stored.companions
+    return Nvfp4Rows(stored.raw_NB, companions[SCALES], companions[OVERALL], divides=divides)
+
+
+def _row_bytes(num_columns: int) -> float:
+    return num_columns / 2 + num_columns / WIDTH
+
+
+FORMATS = tuple(
+    StorageFormat(
+        name=name,
+        loss=Loss.exact,
+        row_bytes=_row_bytes,
+        rows=partial(_rows, divides=name == DIVIDED),
+        companions=(SCALES, OVERALL),
+    )
+    for name in (DIVIDED, MULTIPLIED)
+)
