@@ -33,6 +33,7 @@ def main(composed: Composed) -> int:
     # torch and transformers are loaded only once the config is known to be good
     with uncollected():
         from jobs.config.signals import StopFlag
+        from jobs.exporting.export import write_batch_files
         from jobs.run.encoding import encode
         from jobs.run.passes import Start
         from jobs.run.summary_table import format_table
@@ -42,6 +43,8 @@ def main(composed: Composed) -> int:
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
     say(format_table(outcome.summary))
+    if config.has_batch_files:
+        say("\n".join(write_batch_files(outcome.directory)))
     say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
     return outcome.exit_code
 

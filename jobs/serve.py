@@ -1,4 +1,4 @@
-"""python -m jobs.serve: OpenAI's Files and Batches routes on this machine, each batch a run of jobs.generate."""
+"""python -m jobs.serve: OpenAI's Files and Batches routes on this machine, each batch a run of another job."""
 
 import logging
 import sys
@@ -8,9 +8,9 @@ import hydra
 from hydra.errors import HydraException
 
 from jobs.config.cli import as_job, explain, quoted, run_job
-from jobs.config.settings import Composed, GenerateConfig, load
+from jobs.config.settings import Composed, EncodeConfig, GenerateConfig, load
 from jobs.config.typed import known_keys
-from jobs.serving.config import ServeConfig
+from jobs.serving.config import ServeConfig, settings_of
 from runtime.errors import ConfigError
 
 
@@ -24,15 +24,22 @@ def main(composed: Composed) -> None:
         stream=sys.stderr,
         force=True,
     )
-    try:
-        load(GenerateConfig, hydra.compose("generate", config.settings))  # what no job would take is refused now
-    except HydraException as error:
-        raise ConfigError(explain(error, known_keys(GenerateConfig))) from error
+    _require_known("generate", GenerateConfig, settings_of("generate", config.settings))
+    if settings_of("encode", config.settings) != settings_of("generate", config.settings):
+        _require_known("encode", EncodeConfig, settings_of("encode", config.settings))
     try:
         from jobs.serving.server import serve
     except ImportError as error:
         raise ConfigError(f"millrace serve needs the extra: pip install 'millrace[serve]' ({error})") from error
     serve(config, Path(config.output_root))
+
+
+def _require_known(job: str, kind: type[GenerateConfig], settings: list[str]) -> None:
+    """Raises ConfigError for settings that no such job would take."""
+    try:
+        load(kind, hydra.compose(job, settings))
+    except HydraException as error:
+        raise ConfigError(explain(error, known_keys(kind))) from error
 
 
 def with_settings(words: list[str]) -> list[str]:

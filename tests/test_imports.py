@@ -60,7 +60,7 @@ JOBS = {
     "pictures": {"files"},
     "run": {"config", "files", "datasets", "pictures"},
     "evaluating": {"config", "datasets", "files", "run"},
-    "exporting": {"files", "run"},
+    "exporting": {"datasets", "files", "run"},
     "serving": {"config", "datasets", "files", "run", "exporting"},
     "reporting": {"config", "files", "pictures", "run"},
     "planning": {"config", "files", "pictures"},

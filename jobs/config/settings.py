@@ -106,7 +106,7 @@ class GenerateConfig:
         _require_path(self.model)
         _require_output_root(self.output_root)
         require_groups_agree(self.policy, self.prefetch, self.offload)
-        is_batch, keeps = self.dataset.kind.name == Output.openai_batch.name, self.dataset.keep_columns
+        is_batch, keeps = self.is_batch, self.dataset.keep_columns
         require(
             self.output is not Output.openai_batch or is_batch,
             f"output=openai_batch answers requests: it needs dataset=openai_batch, got {self.dataset.kind.value}",
@@ -128,10 +128,14 @@ class GenerateConfig:
         )
 
     @property
+    def is_batch(self) -> bool:
+        """Whether the input is OpenAI's."""
+        return self.dataset.kind.name == Output.openai_batch.name
+
+    @property
     def has_batch_files(self) -> bool:
         """Whether the run ends with OpenAI's files. Those of a shard alone would be half of them."""
-        is_batch = self.dataset.kind.name == Output.openai_batch.name
-        return is_batch and self.output is not Output.parts and self.shard.count == 1
+        return self.is_batch and self.output is not Output.parts and self.shard.count == 1
 
     @property
     def runtime(self) -> RuntimeConfig:
@@ -208,6 +212,10 @@ class EncodeConfig(GenerateConfig):
         structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
         require(not structures, f"sampling.{''.join(structures)} means nothing where prompts are encoded")
         require(not self.dataset.has_turns, "one prompt of a row is encoded: dataset.turns have no meaning here")
+        require(
+            not self.is_batch or self.encode.output is not Readout.masks,
+            "encode.output=masks answers no request of dataset=openai_batch: embedding and classes do",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

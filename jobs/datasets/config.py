@@ -66,9 +66,10 @@ class DatasetConfig(DatasetFields):
         return self.path or f"dataset={self.kind.value}"
 
 
-def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None) -> list[Row]:
+def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None, encodes: bool = False) -> list[Row]:
     """All rows of a data set: limited, repeated, with distinct ids, in an order that only the input decides.
 
+    `encodes`: for a job that generates nothing, which only rows that say what they ask go by.
     `count_tokens` counts a prompt's tokens as the model will see it; needed for `dataset.window_tokens` only.
     Raises ConfigError when it is missing, DatasetError when the data set as a whole cannot be used: not there, not
     readable, empty, a column missing, ids that repeat (`dedupe=refuse`), a bad row (`on_bad_row=fail`).
@@ -80,6 +81,7 @@ def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None)
         len(rows) * config.repeat <= MAX_ROWS,
         f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
     )
+    rows = KINDS[config.kind.name].for_job(rows, encodes)
     refuse_bad_rows(rows, config.on_bad_row)
     warn_of_empty_fields(rows, config)
     return number_rows(resolve_duplicates(repeat_rows(rows, config.repeat), config.dedupe))

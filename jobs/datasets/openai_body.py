@@ -4,6 +4,7 @@ its request, so that none is passed over in silence.
 
 import json
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TypeAlias, TypedDict
 
 from runtime.config import SamplingOverrides
@@ -15,7 +16,6 @@ MAX_TOP_LOGPROBS = 20  # as OpenAI's own
 MAX_SEED = 2**63 - 1
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
-LATER_URLS = ("/v1/embeddings", "/v1/score", "/score", "/v1/responses")
 
 ABOUT_THE_CALLER = frozenset(  # say nothing of the answer
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
@@ -35,6 +35,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[Json, ...]] = {  # the values that ask for wh
 }
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 STRUCTURED = frozenset({"response_format", "structured_outputs", *GUIDED})  # OpenAI's, and those of vLLM
+SAMPLED = frozenset({"max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURED})
 ADVICE = {  # what does the same for all lines of a run
     "top_k": "sampling.top_k",
     "min_p": "sampling.min_p",
@@ -50,7 +51,7 @@ Asked: TypeAlias = tuple[Content, SamplingOverrides]
 def read_chat(body: Fields) -> Asked:
     """A chat with its tools, and what it asks otherwise than the run. Raises BadRecord naming the field."""
     known = {"messages", "tools", "chat_template_kwargs", "max_completion_tokens", "top_logprobs"}
-    given = _given(body, known)
+    given = given_fields(body, SAMPLED | known)
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRecord("body.messages is not a list of messages")
@@ -69,7 +70,7 @@ def _known_role(message: Message) -> Message:
 
 def read_completion(body: Fields) -> Asked:
     """A prompt, and what it asks otherwise than the run. Raises BadRecord naming the field."""
-    given = _given(body, {"prompt"})
+    given = given_fields(body, SAMPLED | {"prompt"})
     prompt = given.get("prompt")
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], str):
@@ -83,17 +84,19 @@ def read_completion(body: Fields) -> Asked:
 ENDPOINTS: Mapping[str, Callable[[Fields], Asked]] = {CHAT_URL: read_chat, COMPLETION_URL: read_completion}
 
 
-def _given(body: Fields, known: set[str]) -> Fields:
-    """The fields that are not null. Raises BadRecord for one that asks for what is not done."""
-    common = {"model", "max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURED}
+def given_fields(
+    body: Fields, known: AbstractSet[str], without_effect: Mapping[str, tuple[Json, ...]] = WITHOUT_EFFECT
+) -> Fields:
+    """The fields that are not null. Raises BadRecord for one that asks for what is not done: it is not among `known`,
+    nor has it a value that has no effect."""
     given: Fields = {key: value for key, value in body.items() if value is not None}
     for key, value in given.items():
-        if key in common | known | ABOUT_THE_CALLER:
+        if key == "model" or key in known | ABOUT_THE_CALLER:
             continue
-        if key not in WITHOUT_EFFECT:
+        if key not in without_effect:
             hint = f": {ADVICE[key]} does" if key in ADVICE else ""
             raise BadRecord(f"body.{shorten(key)[1:-1]} cannot be honoured for a single line{hint}")
-        if not any(_is_same(value, allowed) for allowed in WITHOUT_EFFECT[key]):
+        if not any(_is_same(value, allowed) for allowed in without_effect[key]):
             raise BadRecord(f"body.{key}={shorten(str(value))} cannot be honoured: leave it out")
     check_text(given.get("model"), "body.model")
     return given

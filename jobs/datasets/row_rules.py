@@ -2,7 +2,7 @@
 wrong with one record becomes the error of its row.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -36,12 +36,14 @@ CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # of ta
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """How one kind of data set becomes rows. `keys` are those that it knows of the keys which not every kind knows;
-    `has_chats`: its rows say themselves whether they are chats, whatever `chat_template` says."""
+    `has_chats`: its rows say themselves whether they are chats, whatever `chat_template` says. `for_job`: the rows with
+    an error in place of each that is for another job, where the second argument says whether this one encodes."""
 
     rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]
     keys: frozenset[str] = frozenset()
     needs: str = "dataset.path=<file or directory>"  # what is said where `path` is known and missing
     has_chats: bool = False
+    for_job: Callable[[Sequence[Row], bool], list[Row]] = lambda rows, _: [*rows]
 
 
 def prompts(read: ReadRecords, keys: frozenset[str] = frozenset(), needs: str = Kind.needs) -> Kind:

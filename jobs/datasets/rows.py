@@ -19,6 +19,21 @@ NUM_DUPLICATES_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a row has encoded: each of `texts`, some of them token ids, or, where there are `others`, how well the two
+    texts of each pair go together."""
+
+    texts: tuple[str | tuple[int, ...], ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def pairs(self) -> list[tuple[str | tuple[int, ...], str]]:
+        """One text is in a pair with each of the others."""
+        firsts = self.texts * len(self.others) if len(self.texts) == 1 else self.texts
+        return list(zip(firsts, self.others, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One prompt with its id. Replicas share their `columns` and `messages`: treat both as read-only.
 
@@ -29,7 +44,8 @@ class Row:
     `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
     `former_id`: what older versions called a row whose id cannot be read, after its file and line. `missing_field`: the
     field whose absence is the error. `prompt_ids`: the prompt as tokens, in place of a text. `later_turns`: what the
-    user says behind the answer, and behind those that follow; runs of their own ask it.
+    user says behind the answer, and behind those that follow; runs of their own ask it. `inputs`: what is encoded in
+    place of a prompt.
     """
 
     index: int
@@ -45,6 +61,7 @@ class Row:
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
     prompt_ids: tuple[int, ...] | None = None
     later_turns: tuple[str, ...] = ()
+    inputs: Inputs | None = None
 
 
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
@@ -119,7 +136,7 @@ def shard_rows(rows: Sequence[Row], shard: ShardConfig) -> list[Row]:
 
 
 def input_digest(rows: Sequence[Row]) -> str:
-    """SHA-256 over what can change generated text: each row's id, prompt, messages, whether it is an error row, and
+    """SHA-256 over what can change a row's output: its id, prompt, messages or inputs, whether it is an error row, and
     what it asks otherwise than the run.
 
     The wording of an error is left out: it quotes the JSON parser, which differs between Python versions.
@@ -136,4 +153,5 @@ def asked_bytes(row: Row) -> bytes:
     content += [row.overrides.given] if row.overrides.given else []
     content += [{"template_kwargs": row.template_kwargs}] if row.template_kwargs else []
     content += [row.prompt_ids] if row.prompt_ids is not None else []
+    content += [{"texts": row.inputs.texts, "others": row.inputs.others}] if row.inputs is not None else []
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"

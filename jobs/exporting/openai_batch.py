@@ -22,11 +22,13 @@ from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint, load_tokenizer
 from runtime.store.checkpoint import open_checkpoint
 
+from ..datasets.openai_body import CHAT_URL
+from ..datasets.openai_inputs import EMBEDDINGS_URL, SCORE_URLS
 from ..run.found import FoundRun
 from .columns import from_json, is_json
 from .config import ErrorRows
+from .openai_encoded import embeddings_body, score_body
 
-CHAT_URL = "/v1/chat/completions"
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 ID_DIGITS = 24
@@ -95,6 +97,10 @@ class BatchResults:
 
     def _body(self, first: RowValues, samples: Sequence[RowValues], digest: str) -> JsonObject:
         is_chat, asked = first["url"] == CHAT_URL, first["body"]
+        if first["url"] == EMBEDDINGS_URL:
+            return embeddings_body(asked, samples, self.model)
+        if first["url"] in SCORE_URLS:
+            return score_body(asked, samples, self.model, digest)
         choices = [self._choice(row, asked, is_chat=is_chat) for row in samples]
         num_prompt, num_new = first["num_prompt_tokens"], sum(row["num_completion_tokens"] for row in samples)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}

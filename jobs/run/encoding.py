@@ -16,6 +16,7 @@ from runtime.errors import require
 
 from ..config.settings import EncodeConfig, EncodeSettings, run_directory
 from ..datasets import Row
+from .batch_encoding import lines_of
 from .generation import Outcome, Task, perform
 from .output_rows import SOURCE_FIELDS, clean_text
 from .passes import Start
@@ -58,18 +59,19 @@ def encode_schema(readout: Readout, *, has_source: bool, has_logprobs: bool) -> 
 
 def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
     """`perform`, for what is read off prompts: a row for each. Nothing is kept of a block that was stopped
-    inside, which begins anew: checkpoints have no place for what was read."""
+    inside, which begins anew: checkpoints have no place for what was read. Vectors of an OpenAI batch have length 1, as
+    OpenAI's have."""
     settings = config.encode
     wanted = Wanted(
         readout=settings.output,
         pooling=settings.pooling,
-        normalize=settings.normalize,
+        normalize=settings.normalize or (config.is_batch and settings.output is Readout.embedding),
         num_top=settings.num_top if settings.output is Readout.masks else 1,
     )
     task = Task(
         directory=run_directory(config),
         columns=partial(encode_schema, settings.output),
-        requests=partial(encodings_of, wanted),
+        requests=partial(lines_of if config.is_batch else encodings_of, wanted),
         check=partial(_check, wanted),
         read=lambda runtime: _reader(settings, wanted, runtime),
     )

@@ -23,7 +23,7 @@ from runtime.session import Session, ignore
 from runtime.trace import Span, Trace
 
 from ..config.mistakes import mistakes_logged
-from ..config.settings import GenerateConfig, run_directory
+from ..config.settings import EncodeConfig, GenerateConfig, run_directory
 from ..datasets import Row, read_rows, shard_rows, with_former_ids
 from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, files_made_private, publish, write_all
 from ..pictures.trace_file import tracing
@@ -68,9 +68,10 @@ class Columns(Protocol):
 def dataset_rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
     """The rows of the data set; `runtime` counts tokens where it has a tokenizer."""
     log.info("reading %s", config.dataset.place)
+    encodes = isinstance(config, EncodeConfig)
     if runtime is None or runtime.model.tokenizer is None:
-        return read_rows(config.dataset)
-    return read_rows(config.dataset, count_tokens=lambda text: len(runtime.tokenize([text])[0]))
+        return read_rows(config.dataset, encodes=encodes)
+    return read_rows(config.dataset, count_tokens=lambda text: len(runtime.tokenize([text])[0]), encodes=encodes)
 
 
 @dataclass(frozen=True, kw_only=True)

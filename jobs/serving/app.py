@@ -20,6 +20,7 @@ from starlette.routing import Route
 from runtime.units import MIB
 
 from ..datasets.openai_body import ENDPOINTS
+from ..datasets.openai_inputs import ENCODED
 from .config import ServeConfig
 from .keeper import Keeper
 from .store import FINAL, BatchStore, Record, new_id
@@ -125,8 +126,9 @@ class _Routes:
         unknown = sorted(key for key in asked.keys() - known if asked[key] is not None)
         if unknown:
             raise HTTPException(400, f"{unknown[0][:60]!r} cannot be honoured: {', '.join(sorted(known))} can")
-        if asked.get("endpoint") not in ENDPOINTS:
-            raise HTTPException(400, f"endpoint must be one of {', '.join(ENDPOINTS)}")
+        endpoints = [*ENDPOINTS, *ENCODED]
+        if asked.get("endpoint") not in endpoints:
+            raise HTTPException(400, f"endpoint must be one of {', '.join(endpoints)}")
         source = self._file(str(asked.get("input_file_id")))
         metadata, window = asked.get("metadata"), str(asked.get("completion_window") or "24h")
         if source["purpose"] != "batch":

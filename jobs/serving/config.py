@@ -2,6 +2,7 @@
 reads it before it loads what takes long."""
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from runtime.errors import require
@@ -10,6 +11,12 @@ from ..config.settings import LogLevel
 
 MAX_PORT, MAX_FILE_MIB = 65_535, 100_000
 OF_THE_SERVER = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")
+
+
+def settings_of(job: str, settings: Sequence[str]) -> list[str]:
+    """Those of `settings` that a job of this name has."""
+    is_own = job == "encode"
+    return [each for each in settings if is_own or not each.lstrip("+~").startswith("encode.")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,12 @@ from pathlib import Path
 from runtime.errors import ConfigError, DamagedRunError, MillraceError
 
 from ..config.cli import quoted
+from ..datasets.openai_inputs import ENCODED
 from ..exporting.export import write_batch_files
 from ..files.publishing import read_json
 from ..run.found import is_locked
 from ..run.run_dir import RunDirectory
+from .config import settings_of
 from .store import FINAL, BatchStore, Record
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ MAX_STARTS = 3  # in one server, of a job that others interrupt
 
 class Keeper(threading.Thread):
     """Does the batches that are left, the oldest first, until `stop`; the job that runs then goes on without it.
-    `settings`: of every job, as its command line has them."""
+    `settings`: of every job, as its command line has them, those of `encode.*` of the jobs that encode."""
 
     def __init__(self, store: BatchStore, settings: list[str], output_root: Path):
         super().__init__(daemon=True, name="batches")
@@ -61,7 +63,7 @@ class Keeper(threading.Thread):
     def _do(self, batch: Record) -> None:
         """Brings one batch to its end."""
         id = str(batch["id"])
-        run = RunDirectory(path=self._output_root / "generate" / id)
+        run = RunDirectory(path=self._output_root / _job(batch) / id)
         for _ in range(MAX_STARTS):
             code = self._wait(id, run, None) if is_locked(run.lock) else None
             if code is None and not run.success.exists() and not self._is_cancelled(id):
@@ -93,12 +95,13 @@ class Keeper(threading.Thread):
             f"run={id}",
             f"output_root={quoted(str(self._output_root))}",
         ]
+        job = _job(batch)
         begun: Record = {"status": "in_progress", "in_progress_at": int(time.time())}
         self._store.change(id, lambda record: begun if record["status"] == "validating" else {})
         log.info("%s begins", id)
         with self._store.log(id).open("ab") as said:
             return subprocess.Popen(
-                [sys.executable, "-m", "jobs.generate", *self._settings, *own],
+                [sys.executable, "-m", f"jobs.{job}", *settings_of(job, self._settings), *own],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -141,6 +144,11 @@ class Keeper(threading.Thread):
         log.error("%s has failed: %s", id, message)
         problem: Record = {"code": "job_failed", "message": message, "line": None, "param": None}
         self._store.enter(id, "failed", errors={"object": "list", "data": [problem]})
+
+
+def _job(batch: Record) -> str:
+    """The job that answers requests to the batch's endpoint; its runs lie in a folder of this name."""
+    return "encode" if batch["endpoint"] in ENCODED else "generate"
 
 
 def _total(counts: object) -> int:

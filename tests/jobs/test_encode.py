@@ -89,8 +89,8 @@ def test_masks_are_filled_and_other_classes_refused(tmp_path: Path, checkpoint: 
     assert not run_directory(other).exists()
 
 
-@pytest.mark.parametrize(("chunk_tokens", "tolerance"), [("16", 0.0), ("null", 1e-5)])
-def test_a_run_that_is_stopped_comes_to_the_same_rows(chunk_tokens: str, tolerance: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk_tokens", ["16", "null"])
+def test_a_run_that_is_stopped_comes_to_the_bits_of_one_that_was_not(chunk_tokens: str, tmp_path: Path) -> None:
     words = ("model=random", f"policy.prefill_chunk_tokens={chunk_tokens}")
     whole, stopped = (config_for(tmp_path / name, *words) for name in ("whole", "stopped"))
     encode(whole, never)
@@ -101,7 +101,6 @@ def test_a_run_that_is_stopped_comes_to_the_same_rows(chunk_tokens: str, toleran
     encode(stopped, never)
     assert 0 < num_parts < len(list(folder.glob("*.parquet")))
     for row, expected in zip(rows_of(stopped), rows_of(whole), strict=True):
-        assert row.pop("embedding") == pytest.approx(expected.pop("embedding"), rel=0, abs=tolerance)
         assert row == expected
 
 

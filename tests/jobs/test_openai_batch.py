@@ -153,7 +153,7 @@ BAD_LINES = {
     "{nonsense": "not JSON",
     '{"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}': "method must be 'POST', got 'GET'",
     '{"custom_id": "x", "method": "POST", "url": "/v2", "body": {}}': "url must be one of /v1/chat/completions",
-    '{"custom_id": "x", "method": "POST", "url": "/v1/embeddings", "body": {}}': "is not answered yet",
+    '{"custom_id": "x", "method": "POST", "url": "/v1/responses", "body": {}}': "url must be one of /v1/chat/",
     '{"custom_id": "x", "method": "POST", "url": "/v1/completions"}': "body is not an object",
     '{"custom_id": "x", "method": "POST", "url": ["/v1/completions"], "body": {}}': "url must be one of",
     '{"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}': "custom_id is a number, not text",

@@ -19,7 +19,7 @@ import pytest
 from jobs.run.found import is_locked
 from jobs.run.run_dir import RunDirectory
 from jobs.serve import with_settings
-from jobs.serving.config import ServeConfig
+from jobs.serving.config import ServeConfig, settings_of
 from runtime.errors import ConfigError
 
 openai = pytest.importorskip("openai", reason="needs the extra: pip install -e '.[client]'")
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_refused_by_an_error_object(port: int) -> None:
         return refused(lambda: client.batches.create(**asked))
 
     assert refused(lambda: client.files.create(file=b"x", purpose="vision")) == (400, "purpose must be 'batch'")
-    assert batch(endpoint="/v1/embeddings")[0] == 400
+    assert batch(endpoint="/v1/responses")[0] == 400
     assert batch(input_file_id="file-0") == (404, "there is no such file")
     assert batch(input_file_id="../../run") == (404, "there is no such file")
     assert batch(output_expires_after={"anchor": "created_at", "seconds": 9})[1].startswith("'output_expires_after'")
@@ -148,6 +148,8 @@ def test_only_this_machine_is_loopback_and_settings_of_jobs_are_told_from_its_ow
     assert {host: ServeConfig(host=host).is_loopback for host in hosts} == hosts
     words = ["port=1", "model=hf", 'model.path="a b"', "--cfg", "job"]
     assert with_settings(words) == ["port=1", "--cfg", "job", r'settings=["model=hf","model.path=\"a b\""]']
+    both = ["model=hf", "encode.pooling=mean"]
+    assert (settings_of("generate", both), settings_of("encode", both)) == (["model=hf"], both)
     with pytest.raises(ConfigError, match="which the server sets for each batch"):
         ServeConfig(settings=["run=mine"])
 
@@ -167,6 +169,19 @@ def server(port: int, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
 def answers(port: int) -> bool:
     with closing(socket.socket()) as found:
         return found.connect_ex(("127.0.0.1", port)) == 0
+
+
+def embedded(client: "openai.OpenAI", folder: Path) -> "openai.types.CreateEmbeddingResponse":
+    """What a batch of embeddings over HTTP has come to, in which one line is for another job."""
+    asked = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": ["Hi", "Ho"]}}
+    file = client.files.create(file=("e.jsonl", json.dumps(asked).encode() + b"\n" + lines(1)), purpose="batch")
+    sent = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    wait_for(lambda: client.batches.retrieve(sent.id).status == "completed")
+    done = client.batches.retrieve(sent.id)
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+    assert (folder / "encode" / sent.id / "generations").is_dir()
+    result = json.loads(client.files.content(done.output_file_id).text)
+    return openai.types.CreateEmbeddingResponse.model_validate(result["response"]["body"], strict=True)
 
 
 def test_a_job_outlives_its_server_and_the_next_one_takes_it_up(tmp_path: Path) -> None:
@@ -197,4 +212,7 @@ def test_a_job_outlives_its_server_and_the_next_one_takes_it_up(tmp_path: Path) 
         assert all(openai.types.Completion.model_validate(result["response"]["body"]) for result in results)
         failed = json.loads(client.files.content(done.error_file_id).text)
         assert "custom_id is null" in failed["error"]["message"]
+        vectors = embedded(client, tmp_path)
+        assert [vector.index for vector in vectors.data] == [0, 1]
+        assert sum(number**2 for number in vectors.data[1].embedding) == pytest.approx(1)
     assert "Traceback" not in (tmp_path / "server.log").read_text()

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from runtime.errors import DatasetError
+
 from ..fields import DatasetFields
-from ..openai_body import ENDPOINTS, LATER_URLS, Asked
-from ..records import BadRecord, Fields, Record, as_chat, check_text, shorten
+from ..openai_body import ENDPOINTS
+from ..openai_inputs import ENCODED, kept_body
+from ..records import BadRecord, Fields, Json, Record, as_chat, check_text, shorten
 from ..row_rules import CountTokens, Kind
 from ..rows import Row
 from .jsonl import read_jsonl
@@ -23,16 +26,6 @@ def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Itera
     places = _first_places(records)
     for index, record in enumerate(records):
         yield replace(_row(record, index, places, config), source_file=record.source)
-
-
-KINDS = {
-    "openai_batch": Kind(
-        rows=read_batch,
-        keys=frozenset({"path"}),
-        needs="dataset.path=requests.jsonl (a file for OpenAI's Batch API)",
-        has_chats=True,
-    )
-}
 
 
 def _first_places(records: Sequence[Record]) -> Mapping[str, int]:
@@ -59,13 +52,20 @@ def _row(record: Record, index: int, places: Mapping[str, int], config: DatasetF
         error = f"{record.place}: custom_id {shorten(custom_id)} is that of request {places[custom_id]} too"
         return replace(row, id=_free_id(index, places), error=error)
     try:
-        content, overrides = _asked(fields)
+        return _asking(replace(row, id=custom_id), *_url_and_body(fields), config)
     except BadRecord as error:
         return replace(row, id=custom_id, error=f"{record.place}: {error}")
+
+
+def _asking(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
+    """The row with what its line asks. Raises BadRecord."""
+    if url in ENCODED:
+        columns = {**row.columns, "body": kept_body(body)} if config.keep_columns else row.columns
+        return replace(row, inputs=ENCODED[url](body), columns=columns)
+    content, overrides = ENDPOINTS[url](body)
     chat = as_chat(content, config) if content.messages is not None else content
     return replace(
         row,
-        id=custom_id,
         prompt=chat.prompt,
         messages=chat.messages,
         template_kwargs=chat.template_kwargs,
@@ -81,17 +81,43 @@ def _free_id(index: int, places: Mapping[str, int]) -> str:
     return found
 
 
-def _asked(fields: Fields) -> Asked:
+def _url_and_body(fields: Fields) -> tuple[str, Fields]:
     unknown = sorted(fields.keys() - FIELDS)
     if unknown:
         raise BadRecord(f"unknown field {shorten(unknown[0])}: a line has custom_id, method, url and body")
     if fields.get("method") != "POST":
         raise BadRecord(f"method must be 'POST', got {shorten(str(fields.get('method')))}")
-    url, body = fields.get("url"), fields.get("body")
-    if url in LATER_URLS:
-        raise BadRecord(f"url {shorten(str(url))} is not answered yet: {' and '.join(ENDPOINTS)} are")
-    if not isinstance(url, str) or url not in ENDPOINTS:
-        raise BadRecord(f"url must be one of {', '.join(ENDPOINTS)}, got {shorten(str(url))}")
+    url: Json = fields.get("url")
+    body: Json = fields.get("body")
+    if not isinstance(url, str) or url not in {*ENDPOINTS, *ENCODED}:
+        raise BadRecord(f"url must be one of {', '.join([*ENDPOINTS, *ENCODED])}, got {shorten(str(url))}")
     if not isinstance(body, dict):
         raise BadRecord("body is not an object")
-    return ENDPOINTS[url](body)
+    return url, body
+
+
+def for_job(rows: Sequence[Row], encodes: bool) -> list[Row]:
+    """The rows, with an error in place of those that the other job answers. Raises DatasetError where no other is
+    left."""
+    mine, others = (ENCODED, ENDPOINTS) if encodes else (ENDPOINTS, ENCODED)
+    urls, job = " and ".join(others), "generate" if encodes else "encode"
+    good = [row for row in rows if row.error is None]
+    foreign = {row.index for row in good if (row.inputs is None) == encodes}
+    if foreign and len(foreign) == len(good):
+        raise DatasetError(f"all requests of this file are to {urls}, which millrace {job} answers")
+    error = f"{urls} are answered by millrace {job}, in a run of its own: this one answers {' and '.join(mine)}"
+    return [
+        replace(row, prompt="", messages=None, inputs=None, error=error) if row.index in foreign else row
+        for row in rows
+    ]
+
+
+KINDS = {
+    "openai_batch": Kind(
+        rows=read_batch,
+        keys=frozenset({"path"}),
+        needs="dataset.path=requests.jsonl (a file for OpenAI's Batch API)",
+        has_chats=True,
+        for_job=for_job,
+    )
+}
