@@ -44,10 +44,12 @@ def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | No
 def fused_linear(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None = None
 ) -> list[torch.Tensor]:
-    """Returns that of several weights, each of blocks, at once where a kernel takes them all."""
+    """Returns that of several weights, each of blocks, at once where a kernel takes each of them: to the bits of
+    `linear`, so that it does not matter who has multiplied them before."""
     if _widens(x_MK):
         return _in_float32(x_MK, weights, table)
-    way = backend_of(x_MK, [block for blocks in weights for block in blocks], table)
+    ways = {backend_of(x_MK, blocks, table) for blocks in weights}
+    way = ways.pop() if len(ways) == 1 else None
     plain = cast(Sequence[Sequence[torch.Tensor]], weights)
     if way is LinearBackend.tiles:
         return multiply_all_in_tiles(x_MK, plain)
