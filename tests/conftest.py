@@ -16,6 +16,7 @@ from runtime.attention.host_attention import prepare_decode_attention
 from runtime.config import ModelConfig
 from runtime.linear import backends, work_items
 from runtime.linear.vectors import prepare_vectors
+from runtime.linear.window4_rows import WINDOW4
 from runtime.model import loading, traits
 from runtime.model.families import FAMILIES
 from runtime.model.host_ops import prepare_host_ops
@@ -143,8 +144,9 @@ def compiled_once(shared_home: Path) -> None:
         return
     kernels = (
         partial(prepare_decode_attention, torch.float32),
-        partial(prepare_vectors, [torch.bfloat16]),
-        partial(prepare_vectors, [torch.float32]),
+        partial(prepare_vectors, [torch.bfloat16], ()),
+        partial(prepare_vectors, [torch.float32], ()),
+        partial(prepare_vectors, (), [WINDOW4]),
         partial(prepare_decode_attention, torch.bfloat16),
         prepare_host_ops,
     )

@@ -53,5 +53,6 @@ def prepare_experts(model: LoadedModel) -> None:
 
 def _prepare_products(parameters: Iterable[Parameter]) -> None:
     slices = [piece for parameter in parameters for piece in parameter.slices]
-    stored = {piece.dtype for piece in slices if len(piece.shape) >= 2}
-    prepare_products([TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())])
+    stored = {piece.dtype for piece in slices if len(piece.shape) >= 2 and not piece.format}
+    dtypes = [TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())]
+    prepare_products(dtypes, {piece.format for piece in slices})

@@ -1,7 +1,8 @@
 """Every storage format by its name, and every method that configs name, as the modules in `kinds/` have them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import chain
 from pkgutil import iter_modules
 from types import ModuleType
 
@@ -16,9 +17,18 @@ def _modules() -> list[ModuleType]:
 
 
 FORMATS: Mapping[str, StorageFormat] = {each.name: each for module in _modules() for each in module.FORMATS}
-METHODS: Mapping[str, Method] = {
-    name: method for module in _modules() for name, method in getattr(module, "METHODS", {}).items()
-}
+
+
+def _methods() -> Mapping[str, Sequence[Method]]:
+    """Formats of one checkpoint may share a method's name: each takes the tensors that it knows."""
+    found = dict[str, list[Method]]()
+    for module in _modules():
+        for name, method in getattr(module, "METHODS", {}).items():
+            found.setdefault(name, []).append(method)
+    return found
+
+
+METHODS = _methods()
 
 
 def pair_companions(
@@ -28,7 +38,7 @@ def pair_companions(
     companions. A config that names no method leaves it to the names of tensors. Raises CheckpointError for companions
     that do not fit their weight."""
     named = str(quantization.get("quant_method", ""))
-    for method in [METHODS[named]] if named else METHODS.values():
+    for method in METHODS[named] if named else chain.from_iterable(METHODS.values()):
         tensors = method(tensors, quantization)
     return tensors
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 PAIR_ROWS = 32  # of weights, which products take at once; what is left behind the last ones they leave to others
+GROUP_NUMBERS, GROUP_BYTES = 64, 96  # of packed weights: a sign and seven bits of each number, then a nibble of each
 CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128
 Span: TypeAlias = tuple[int, int]  # from the first number up to the second
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from .arguments import PAIR_ROWS, Span
+from .arguments import GROUP_BYTES, GROUP_NUMBERS, PAIR_ROWS, Span
 from .compiled import REORDERED, kept
 from .linear_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
 from .primitives import LANES, Place, RowsAt, begin_items
+from .window4 import Escapes, put_escapes, widen_window4
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
@@ -92,12 +93,13 @@ def _multiply_tile(
     chain: Span,
     block: Block,
     sums: np.ndarray,
-    w_NK: np.ndarray,
+    K: int,
+    w: np.ndarray,
     ahead: Ahead,
 ) -> None:
     """Widened rows of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead are asked
     for beside it."""
-    K, k, vector, n, count = w_NK.shape[1], chain[0], 0, span[0], span[1] - span[0]
+    apart, k, vector, n, count = w.shape[1], chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
     next_at, num_left = ahead.at, ahead.num_rows
     share = -(-num_left // num_products)  # with each of the products
@@ -108,11 +110,92 @@ def _multiply_tile(
         for r in range(0, count, height):
             rows, now = min(height, count - r), min(share, num_left)
             own = Place(sums, (vector * CHUNK_ROWS + (n + r) * num_vectors) * LANES)
-            weights, next_rows = Place(tile, r * CHAIN_INPUTS), RowsAt(w_NK, next_at, K)
+            weights, next_rows = Place(tile, r * CHAIN_INPUTS), RowsAt(w, next_at, apart)
             x, num_inputs = Place(inputs, x_at), chain[1] - k
             add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now)
-            next_at, num_left = next_at + now * K, num_left - now
+            next_at, num_left = next_at + now * apart, num_left - now
         vector += num_vectors
+
+
+@njit(fastmath=REORDERED)
+def _place(K: int, escapes: Escapes | None, row: int, k: int) -> int:
+    """Where input `k` of a row of w lies, in its stored numbers or, if it is packed, bytes."""
+    if escapes is None:
+        return row * K + k
+    return (row * K + k) // GROUP_NUMBERS * GROUP_BYTES
+
+
+@njit(fastmath=REORDERED)
+def _widen_rows(
+    w: np.ndarray,
+    K: int,
+    escapes: Escapes | None,
+    cursors: np.ndarray,
+    own: int,
+    rows: Span,
+    chain: Span,
+    tile: np.ndarray,
+) -> None:
+    """Rows of w as float32, of a chain of inputs. Their next escapes are in `cursors` from number `own` on."""
+    first, k, num_inputs = rows[0], chain[0], chain[1] - chain[0]
+    for row in range(first, rows[1]):
+        place, begin = Place(w, _place(K, escapes, row, k)), (row - first) * CHAIN_INPUTS
+        if escapes is None:
+            widen(place, num_inputs, Place(tile, begin))
+        else:
+            widen_window4(place, num_inputs, escapes.base, Place(tile, begin))
+            place_of = own + row - first
+            cursors[place_of] = put_escapes(escapes, cursors[place_of], row, k, chain[1], tile.view(np.uint32), begin)
+
+
+@njit(fastmath=REORDERED)
+def _cursors(escapes: Escapes | None) -> np.ndarray:
+    """Room for those of a chunk's rows."""
+    return np.empty(0 if escapes is None else CHUNK_ROWS, np.int64)
+
+
+@njit(fastmath=REORDERED)
+def _set_cursors(escapes: Escapes | None, cursors: np.ndarray, first: int, count: int) -> None:
+    """Each block of x meets the rows from their first inputs on."""
+    if escapes is not None:
+        cursors[:count] = escapes.starts[first : first + count]
+
+
+@njit(fastmath=REORDERED)
+def _multiply(
+    w: np.ndarray,
+    K: int,
+    escapes: Escapes | None,
+    step: int,
+    begun: np.ndarray,
+    inputs: np.ndarray,
+    out_MN: np.ndarray,
+    begin: int,
+    num_rows: int,
+    tile: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """See `linear`. Rows of w are numbers, or, with escapes, packed."""
+    num_groups, least, num_larger = _groups(num_rows)
+    num_blocks, cursors = _num_blocks(num_groups), _cursors(escapes)
+    whole = w.shape[0] // PAIR_ROWS * PAIR_ROWS
+    top = begin_items(begun, step)
+    while top < whole:
+        width = min(step, whole - top)
+        for b in range(num_blocks):
+            block = Block(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
+            _set_cursors(escapes, cursors, top, width)
+            for k in range(0, K, CHAIN_INPUTS):
+                chain = (k, min(K, k + CHAIN_INPUTS))
+                for n in range(0, width, WEIGHT_ROWS):
+                    count = min(WEIGHT_ROWS, width - n)
+                    _widen_rows(w, K, escapes, cursors, n, (top + n, top + n + count), chain, tile)
+                    next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
+                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K else 0
+                    ahead = Ahead(_place(K, escapes, top + next_n, next_k), num_next)
+                    _multiply_tile(tile, (n, n + count), inputs, chain, block, sums, K, w, ahead)
+            _take_out(sums, width, num_rows, block, out_MN, begin + top)
+        top = begin_items(begun, step)
 
 
 # Not in named tuples, which from Python take a microsecond to unpack at each call.
@@ -132,24 +215,25 @@ def linear(
     `out_MN` from `begin` on. Threads that call it with one `begun`, of which the first number was 0, share the rows,
     `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has a `tile` and `sums` of its own, used anew again
     and again."""
-    K = w_NK.shape[1]
-    num_groups, least, num_larger = _groups(num_rows)
-    num_blocks = _num_blocks(num_groups)
-    whole = w_NK.shape[0] // PAIR_ROWS * PAIR_ROWS
-    top = begin_items(begun, step)
-    while top < whole:
-        width = min(step, whole - top)
-        for b in range(num_blocks):
-            block = Block(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
-            for k in range(0, K, CHAIN_INPUTS):
-                num_inputs = min(CHAIN_INPUTS, K - k)
-                for n in range(0, width, WEIGHT_ROWS):
-                    count = min(WEIGHT_ROWS, width - n)
-                    for r in range(count):
-                        widen(Place(w_NK, (top + n + r) * K + k), num_inputs, Place(tile, r * CHAIN_INPUTS))
-                    next_n, next_k = (n + count, k) if n + count < width else (0, k + num_inputs)
-                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K else 0
-                    ahead, chain = Ahead((top + next_n) * K + next_k, num_next), (k, k + num_inputs)
-                    _multiply_tile(tile, (n, n + count), inputs, chain, block, sums, w_NK, ahead)
-            _take_out(sums, width, num_rows, block, out_MN, begin + top)
-        top = begin_items(begun, step)
+    _multiply(w_NK, w_NK.shape[1], None, step, begun, inputs, out_MN, begin, num_rows, tile, sums)
+
+
+@kept
+def linear_window4(
+    body: np.ndarray,
+    base: int,
+    starts: np.ndarray,
+    columns: np.ndarray,
+    exponents: np.ndarray,
+    step: int,
+    begun: np.ndarray,
+    inputs: np.ndarray,
+    out_MN: np.ndarray,
+    begin: int,
+    num_rows: int,
+    tile: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """See `linear`, bit by bit the same, of packed rows (N, bytes)."""
+    K, escapes = body.shape[1] // GROUP_BYTES * GROUP_NUMBERS, Escapes(base, starts, columns, exponents)
+    _multiply(body, K, escapes, step, begun, inputs, out_MN, begin, num_rows, tile, sums)

@@ -135,6 +135,8 @@ def _add_products(
         def ask_ahead(k: Value) -> None:
             # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
             last = builder.add(k, k.type(LANES - 1))
+            if ahead.types[0].dtype == types.uint8:  # packed: one and a half for each
+                last = builder.add(last, builder.lshr(last, last.type(1)))
             with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
                 prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
 

@@ -5,7 +5,7 @@ float32, whose last bits differ between them.
 M rows of x, N of w, K inputs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -25,12 +25,12 @@ STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
 
 
-def prepare_products(stored: Iterable[torch.dtype]) -> None:
-    """Loads, and at the first time compiles, what multiplies float32 with weights of these dtypes, so that no pass
-    takes its time and memory."""
+def prepare_products(stored: Iterable[torch.dtype], formats: Collection[str] = ()) -> None:
+    """Loads, and at the first time compiles, what multiplies float32 with weights of these dtypes and storage formats,
+    so that no pass takes its time and memory."""
     if has_matrix_unit():
         prepare_tiles()
-    prepare_vectors(stored)
+    prepare_vectors(stored, formats)
 
 
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
@@ -50,11 +50,10 @@ def fused_linear(
         return _in_float32(x_MK, weights, table)
     ways = {backend_of(x_MK, blocks, table) for blocks in weights}
     way = ways.pop() if len(ways) == 1 else None
-    plain = cast(Sequence[Sequence[torch.Tensor]], weights)
     if way is LinearBackend.tiles:
-        return multiply_all_in_tiles(x_MK, plain)
+        return multiply_all_in_tiles(x_MK, cast(Sequence[Sequence[torch.Tensor]], weights))
     if way is LinearBackend.vectors:
-        return multiply_all_in_vectors(x_MK, plain)
+        return multiply_all_in_vectors(x_MK, weights)
     return [linear(x_MK, blocks, table) for blocks in weights]
 
 
@@ -128,7 +127,7 @@ def _in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 
 def _in_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    return multiply_in_vectors(x_MK, cast(Sequence[torch.Tensor], blocks))
+    return multiply_in_vectors(x_MK, blocks)
 
 
 def _weights_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:

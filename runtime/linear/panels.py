@@ -68,6 +68,15 @@ def _panel(block: Block, rows: slice, dtype: torch.dtype) -> torch.Tensor:
     return panel if dtype == torch.float32 else _buffers.take(shape, dtype, block.device).copy_(panel)
 
 
+def rows_of(block: Block, rows: slice) -> torch.Tensor:
+    """A run of them as float32, freshly allocated."""
+    if isinstance(block, torch.Tensor):
+        return block[rows].float()
+    out = torch.empty(rows.stop - rows.start, block.shape[1], device=block.device)
+    block.dequantize(rows, out)
+    return out
+
+
 def plain_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = None) -> torch.Tensor:
     """All of them, or those with these numbers; freshly allocated, unless all of a plain block of that dtype."""
     if isinstance(block, torch.Tensor):

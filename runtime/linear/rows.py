@@ -3,7 +3,7 @@
 Shapes: N rows of K numbers, of which R are wanted.
 """
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -17,4 +17,22 @@ class Rows(Protocol):
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         """Writes the numbers of some rows, or of the rows with these numbers, in that order. `out_RK`: float32,
         contiguous. Allocates a few bytes for each number of them, freed on return."""
+        ...
+
+
+class Words(NamedTuple):
+    """Rows as the kernel for vectors of that name takes them: what it is given for them before all else."""
+
+    kernel: str
+    arguments: tuple[Any, ...]  # arrays and numbers
+    num_rows: int
+
+
+@runtime_checkable
+class KernelRows(Rows, Protocol):
+    """Rows that a kernel decodes inside of the product."""
+
+    @property
+    def words(self) -> Words:
+        """Views that are valid as long as the rows are; on a CPU only."""
         ...

@@ -12,6 +12,7 @@ import torch
 from ..kernels.amx.scratch import TILE_DIMS, TILE_ROWS
 from ..kernels.arguments import PAIR_ROWS, aligned_zeros
 from ..shared_work import Spares
+from .panels import Block
 from .work_items import Target, WorkItem, Workspace, fit_kernel, in_runs_of_rows, room_for_inputs, run_work_items
 
 PART_BYTES = 6  # three bfloat16 for each float32
@@ -30,9 +31,9 @@ def _spares() -> Spares[Workspace]:
     return Spares()
 
 
-def fit_tiles(x_MK: torch.Tensor, blocks: Sequence[object]) -> bool:
+def fit_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
     """Whether `multiply_in_tiles` takes these blocks of rows of w, where there is a matrix unit."""
-    return fit_kernel(x_MK, blocks, {torch.bfloat16}, TILE_DIMS)
+    return fit_kernel(x_MK, blocks, {torch.bfloat16}, TILE_DIMS, packed=False)
 
 
 def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -57,8 +58,9 @@ def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
         lay_out_inputs(x_MK, *span, tiles)
 
     def multiply_some(item: WorkItem) -> None:
-        (words_NK, out, column), first, last = item
+        (words, out, column), first, last = item
         own = _spares().take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
+        (words_NK,) = words.arguments
         linear(words_NK, first, last, tiles, out, column, out.shape[1], num_rows, *own, tiles_shape())
         _spares().give_back(own)
 

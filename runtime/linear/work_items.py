@@ -5,7 +5,7 @@ M rows of x, N of w, K inputs.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from ..kernels.arguments import PAIR_ROWS, aligned_zeros
 from ..plan.placement.memory import LAID_OUT_BYTES
 from ..shared_work import parallel_for
 from ..units import round_down, round_up
+from .panels import Block, rows_of
+from .rows import KernelRows, Words
 
 ITEMS_PER_THREAD = 4  # so that nobody waits long for the last item
 INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
@@ -24,10 +26,10 @@ SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread ta
 
 
 class Target(NamedTuple):
-    """A block of rows of w, bits as kernels know them, and where its products belong: in columns of `out_MN` from
-    `column` on."""
+    """A block of rows of w as kernels know it, and where its products belong: in columns of `out_MN` from `column`
+    on."""
 
-    words_NK: np.ndarray
+    words: Words
     out_MN: np.ndarray
     column: int
 
@@ -78,24 +80,36 @@ def room_for_inputs(num_words: int) -> np.ndarray:
     return _inputs.take(num_words)
 
 
-def fit_kernel(x_MK: torch.Tensor, blocks: Sequence[object], dtypes: Collection[torch.dtype], step_inputs: int) -> bool:
-    """Tells whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step."""
+def fit_kernel(
+    x_MK: torch.Tensor, blocks: Sequence[Block], dtypes: Collection[torch.dtype], step_inputs: int, *, packed: bool
+) -> bool:
+    """Tells whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step.
+    `packed`: rows that a kernel decodes are welcome beside them."""
     num_rows, num_inputs = x_MK.shape
     if x_MK.dtype is not torch.float32 or not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
         return False
-    num_weights, dtype = 0, getattr(blocks[0], "dtype", None)
+    num_weights, dtype = 0, next((block.dtype for block in blocks if isinstance(block, torch.Tensor)), None)
     for block in blocks:
-        if not isinstance(block, torch.Tensor) or block.dtype is not dtype or dtype not in dtypes or block.dim() != 2:
+        if isinstance(block, torch.Tensor):
+            if block.dtype is not dtype or dtype not in dtypes or block.dim() != 2 or not block.is_contiguous():
+                return False
+        elif not (packed and isinstance(block, KernelRows)):
             return False
         height, width = block.shape
-        if width != num_inputs or not block.is_contiguous():
+        if width != num_inputs:
             return False
         num_weights += height * width
     return num_weights >= LEAST_WEIGHTS
 
 
+def _words_of(block: Block) -> Words:
+    if isinstance(block, torch.Tensor):
+        return Words("linear", (block.view(BITS[block.dtype]).numpy(),), len(block))
+    return cast(KernelRows, block).words
+
+
 def in_runs_of_rows(
-    x_MK: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]], number_bytes: int, multiply: Multiply
+    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], number_bytes: int, multiply: Multiply
 ) -> list[torch.Tensor]:
     """Returns the products (M, N) of each of these weights, whose blocks lie below each other. As many rows of x
     at a time as `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
@@ -103,14 +117,13 @@ def in_runs_of_rows(
     num_rows, num_inputs = x_MK.shape
     outs, targets, has_rests = list[torch.Tensor](), list[Target](), False
     for blocks in weights:
-        words = [block.view(BITS[block.dtype]).numpy() for block in blocks]
-        out_MN = x_MK.new_empty(num_rows, sum(map(len, words)))
+        out_MN = x_MK.new_empty(num_rows, sum(block.shape[0] for block in blocks))
         out, column = out_MN.numpy(), 0
         outs.append(out_MN)
-        for words_NK in words:
-            targets.append(Target(words_NK, out, column))
-            column += len(words_NK)
-            has_rests = has_rests or len(words_NK) % PAIR_ROWS > 0
+        for block in blocks:
+            targets.append(Target(_words_of(block), out, column))
+            column += block.shape[0]
+            has_rests = has_rests or block.shape[0] % PAIR_ROWS > 0
     x, most = x_MK.numpy(), max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
     if num_rows <= most:
         multiply(x, targets)
@@ -124,13 +137,14 @@ def in_runs_of_rows(
     return outs
 
 
-def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor], out_MN: torch.Tensor) -> None:
+def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[Block], out_MN: torch.Tensor) -> None:
     """Multiplies the rows of each block behind its last 32."""
     column = 0
     for block in blocks:
         column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
         if rest:
-            torch.mm(x_MK, block[-rest:].float().t(), out=out_MN[:, column - rest : column])
+            rows = rows_of(block, slice(block.shape[0] - rest, block.shape[0]))
+            torch.mm(x_MK, rows.t(), out=out_MN[:, column - rest : column])
 
 
 @cache
@@ -143,7 +157,7 @@ def _work_items(targets: Sequence[Target], most_rows: int) -> list[WorkItem]:
     """Cuts up all but the rows behind the last 32 of each block."""
     items, num_threads = list[WorkItem](), torch.get_num_threads()
     for target in targets:
-        height = target.words_NK.shape[0]
+        height = target.words.num_rows
         whole, step = round_down(height, PAIR_ROWS), step_of(height, num_threads, most_rows)
         items += [WorkItem(target, row, min(row + step, whole)) for row in range(0, whole, step)]
     return items

@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightConverter
 from ..plan.shape.shapes import Parameter, TensorSlice
 from ..store.header import read_header
 from ..store.writer import TensorSpec, write_safetensors
-from .stage_weights import TORCH_DTYPES, is_plain, load_tensor
+from .stage_weights import dtype_of, load_tensor
 
 
 class Conversion(Protocol):
@@ -65,7 +65,7 @@ class ConverterUse:
     @property
     def dtype(self) -> torch.dtype:
         source = self.sources[0]
-        return TORCH_DTYPES[source.dtype] if is_plain(source) else torch.float32
+        return dtype_of(source)
 
     def results(self, model: PreTrainedModel) -> Iterator[torch.Tensor]:
         loaded = {name: [load_tensor(tensor) for tensor in tensors] for name, tensors in self.collected.items()}

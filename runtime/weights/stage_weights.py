@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ..formats.registry import FORMATS
-from ..formats.storage_format import Stored
+from ..formats.storage_format import Loss, Stored
 from ..linear.panels import Block, plain_rows
 from ..linear.stored import StoredWeight
 from ..plan.shape.shapes import Parameter, Stage, TensorSlice
@@ -37,7 +37,7 @@ def stage_weights(
 
 
 def load_tensor(piece: TensorSlice) -> torch.Tensor:
-    """Reads one tensor whole, to convert it: as it is, or in float32 where it is quantised."""
+    """Reads one tensor whole, to convert it, in its `dtype_of`."""
     if not is_plain(piece) and len(piece.shape) == 3:
         return torch.stack([load_tensor(piece.expert(index)) for index in range(piece.shape[0])])
     offsets, parts = {}, [b""]
@@ -45,7 +45,7 @@ def load_tensor(piece: TensorSlice) -> torch.Tensor:
         offsets[part.name] = sum(map(len, parts))
         parts.append(_read(part))
     rows = _rows(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), offsets, piece)
-    tensor = rows if isinstance(rows, torch.Tensor) else plain_rows(rows, torch.float32).view(piece.shape)
+    tensor = rows if isinstance(rows, torch.Tensor) else plain_rows(rows, dtype_of(piece)).view(piece.shape)
     return tensor.t() if piece.is_transposed else tensor
 
 
@@ -97,6 +97,12 @@ def _plain_argument(
 def is_plain(piece: TensorSlice) -> bool:
     """Its bytes are a tensor of the parameter's rows."""
     return not piece.format and piece.dtype in TORCH_DTYPES
+
+
+def dtype_of(piece: TensorSlice) -> torch.dtype:
+    """That of its numbers, in which nothing of them is lost: float32 where it is quantised."""
+    is_itself = is_plain(piece) or FORMATS[piece.format].loss is Loss.lossless
+    return TORCH_DTYPES[piece.dtype] if is_itself else torch.float32
 
 
 def _rows(buffer: torch.Tensor, offsets: Mapping[str, int], piece: TensorSlice) -> Block:

@@ -78,6 +78,10 @@ assert LANES == 8
 torch.manual_seed(0)
 x, weight = torch.randn(350, 1040), torch.randn(96, 1040).bfloat16()
 found = multiply_in_vectors(x, [weight])
+from tests.packed import adversaries, packed_rows, tensor_of
+words = adversaries((96, 1024))["rows of mixed scales"]
+packed, plain = (multiply_in_vectors(x[:, :1024], [rows(words)]) for rows in (packed_rows, tensor_of))
+assert torch.equal(packed, plain)
 assert torch.equal(found, torch.cat([multiply_in_vectors(row[None], [weight]) for row in x]))
 print(float((found - x.double() @ weight.double().t()).abs().max()))
 """

@@ -1,0 +1,36 @@
+"""The names of tensors in a store that `millrace pack` wrote, and how they are paired: `X_FORMAT` and its companion. It
+stands alone since every format of our own has them."""
+
+from collections.abc import Callable, Mapping
+
+from ..errors import CheckpointError
+from ..plan.shape.shapes import TensorSlice
+
+METHOD = "millrace"  # `quant_method` in the store's config.json
+Fit = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
+
+
+def name_of(weight: str, part: str) -> str:
+    return f"{weight}_{part}"
+
+
+def paired(tensors: Mapping[str, TensorSlice], part: str, companion: str, fit: Fit) -> Mapping[str, TensorSlice]:
+    """Returns the tensors, each weight that lies in `part` and `companion` under its own name. Raises CheckpointError
+    for one that lacks its companion."""
+    result, suffix = dict(tensors), name_of("", part)
+    for name, tensor in tensors.items():
+        weight = name.removesuffix(suffix)
+        if weight == name or tensor.dtype not in ("U8", "I8"):
+            continue
+        beside = result.pop(name_of(weight, companion), None)
+        if beside is None:
+            raise CheckpointError(f"{tensor.file}: {name!r} lacks {name_of(weight, companion)!r} beside it")
+        result[weight] = fit(result.pop(name), beside)
+    return result
+
+
+def unfit(body: TensorSlice, beside: TensorSlice) -> CheckpointError:
+    return CheckpointError(
+        f"{body.file}: {beside.name!r}, {beside.dtype} of shape {beside.shape}, does not fit {body.name!r} of shape "
+        f"{body.shape}: pack the model anew"
+    )

@@ -1,0 +1,95 @@
+"""Rows of bfloat16 packed into 12 bits (`formats/packing.py`), decoded by operators of any device or, on a CPU, by
+compiled code inside of the product.
+
+N rows of K numbers, R of them wanted; n escapes.
+"""
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
+from ..kernels.compiler import has_compiler
+from .rows import Words
+
+WINDOW4 = "window4"  # its storage format
+HALF = GROUP_NUMBERS // 2
+BIASED_SIGN, MANTISSA = 0x80, 0x7F
+
+
+class Window4Rows:
+    """See `Rows`. Its numbers are those that were packed, bit by bit."""
+
+    def __init__(self, body_NB: torch.Tensor, escapes: torch.Tensor, num_starts: int, first_row: int = 0):
+        """`escapes`: the companion, int32, of `num_starts` - 1 rows, of which these begin at `first_row`."""
+        self._body_NB, self._escapes, self._num_starts, self._first_row = body_NB, escapes, num_starts, first_row
+        self.shape = (body_NB.shape[0], body_NB.shape[1] // GROUP_BYTES * GROUP_NUMBERS)
+        self.device = body_NB.device
+
+    @cached_property
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the companion: the base (1), starts (N + 1), columns as int16 and exponents as uint8."""
+        begin = 1 + self._num_starts
+        num_escapes = (self._escapes.numel() - begin) // 3 * 4
+        columns, exponents = self._escapes[begin:].split([num_escapes // 2, num_escapes // 4])
+        return self._escapes[:1], self._escapes[1:begin], columns.view(torch.int16), exponents.view(torch.uint8)
+
+    @cached_property
+    def words(self) -> Words:
+        """The rows as a kernel takes them; the device is a CPU."""
+        base, starts, columns, exponents = (part.numpy() for part in self._parts)
+        own = starts[self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
+        arguments = (self._body_NB.numpy(), int(base[0]), own, columns.view(np.uint16), exponents)
+        return Words("linear_window4", arguments, self.shape[0])
+
+    def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
+        """See `Rows`."""
+        if isinstance(rows, slice) and rows.step is None and self.device.type == "cpu" and has_compiler():
+            from ..kernels.window4 import unpack_rows  # numba takes 0.2 s to import
+
+            body_NB, base, starts, columns, exponents = self.words.arguments
+            unpack_rows(body_NB, base, starts, columns, exponents, rows.start or 0, out_RK.numpy().view(np.uint32))
+        else:
+            self.decode(rows, out_RK)
+
+    def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
+        """The same by plain operators, none of which has the host wait for a device."""
+        bits_RK = out_RK.view(torch.int32)
+        self._decode_coded(self._body_NB[rows], bits_RK)
+        own = torch.arange(self.shape[0], device=self.device)[rows] + self._first_row
+        places = torch.full((self._num_starts,), -1, device=self.device)
+        places[own] = torch.arange(len(own), device=self.device)
+        self._add_escapes(places, bits_RK)
+        if isinstance(rows, torch.Tensor):  # of rows that are wanted more than once, one has got its escapes
+            bits_RK.copy_(bits_RK[places[own]])
+
+    def _decode_coded(self, body_RB: torch.Tensor, bits_RK: torch.Tensor) -> None:
+        """Writes float32 as bits, escapes with an exponent of 0."""
+        groups = body_RB.unflatten(1, (-1, GROUP_BYTES)).int()
+        kept, nibbles = groups[..., :GROUP_NUMBERS], groups[..., GROUP_NUMBERS:]
+        codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
+        exponents = torch.where(codes == 0, 0, codes + self._parts[0])
+        bits = (kept & BIASED_SIGN) << 24 | exponents << 23 | (kept & MANTISSA) << 16
+        bits_RK.view(*bits.shape[:2], 2, 2, HALF // 2).copy_(bits.unflatten(-1, (2, HALF // 2, 2)).transpose(-1, -2))
+
+    def _add_escapes(self, places: torch.Tensor, bits_RK: torch.Tensor) -> None:
+        """`places`: where each row's numbers are wanted, -1 where they are not. Others add 0 to the first number."""
+        _, _, columns, exponents = self._parts
+        place = places[self._rows_of_escapes]
+        at = torch.where(place < 0, 0, place * self.shape[1] + (columns.long() & 0xFFFF))
+        added = torch.where(place < 0, 0, exponents.int() << 23)
+        bits_RK.view(-1).index_add_(0, at, added)
+
+    @cached_property
+    def _rows_of_escapes(self) -> torch.Tensor:
+        """(n,): the row of each; of what only fills up, the one behind the last."""
+        _, starts, _, exponents = self._parts
+        numbers = torch.arange(len(exponents), device=self.device, dtype=torch.int32)
+        return torch.searchsorted(starts[1:].contiguous(), numbers, right=True)
+
+
+def empty_rows(num_rows: int) -> Window4Rows:
+    """Rows of GROUP_NUMBERS zeros, to try a kernel with."""
+    body = torch.zeros(num_rows, GROUP_BYTES, dtype=torch.uint8)
+    return Window4Rows(body, torch.zeros(2 + num_rows, dtype=torch.int32), num_rows + 1)
