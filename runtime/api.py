@@ -25,11 +25,13 @@ from .config import (
     SamplingOverrides,
 )
 from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
+from .engine.beam_requests import with_beams
 from .engine.encoding_requests import Wanted, require_readable, require_text
 from .engine.engine import Engine
 from .engine.requests import Rejected, make_request
 from .engine.sampling.grammar import with_schema
 from .engine.sampling.sampler import Sampler, sampler_for
+from .engine.scoring_requests import join
 from .engine.self_check.check import check_lanes, is_due
 from .engine.sequence import Completion, Request
 from .engine.setup import Setup, prepare_attention, prepare_kernels
@@ -496,9 +498,10 @@ class Runtime(Closing):
             if isinstance(item, Rejected):
                 yield replace(item, prompt_index=index)
         places = [index for index, item in made if isinstance(item, Request)]
-        requests = [item for _, item in made if isinstance(item, Request)]
-        for place, completion in self._completions(requests):
-            yield replace(completion, prompt_index=places[place])
+        joined = list(with_beams(join([item for _, item in made if isinstance(item, Request)])))
+        for place, completion in self._completions([each.request for each in joined]):
+            for member in joined[place].members:
+                yield replace(completion, prompt_index=places[member])
 
     def _completions(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
         """What requests come to, as they finish, with their places."""

@@ -306,6 +306,24 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         require_groups_agree(self.policy, self.prefetch, self.offload)
+        require_beams_fit(self.policy, self.sampling)
+
+
+def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:
+    """Raises ConfigError where the beams of a search could not be computed side by side."""
+    num_beams, size = sampling.num_beams or 1, policy.micro_batch_size
+    if num_beams == 1:
+        return
+    require(
+        size is None or size >= num_beams,
+        f"sampling.num_beams={num_beams} sequences share a micro-batch, and policy.micro_batch_size={size} has no room "
+        f"for them: raise it to {num_beams}, or leave it open",
+    )
+    require(
+        policy.admission is Admission.wave,
+        f"sampling.num_beams={num_beams} sequences take every step together, and policy.admission="
+        f"{policy.admission.value} admits one at a time: set policy.admission=wave, or sampling.num_beams=1",
+    )
 
 
 def require_groups_agree(policy: PolicyConfig, prefetch: PrefetchConfig, offload: OffloadConfig) -> None:

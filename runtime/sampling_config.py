@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from .errors import require
 
 MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
+MAX_BEAMS = 1_000
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")  # of the whole completion; one of them at most
 
 
@@ -42,6 +43,9 @@ class SamplingConfig:
 
     follow_model: bool = False
     n: int = 1
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     max_new_tokens: int = 32
     min_new_tokens: int | None = 0
     min_length: int | None = None
@@ -92,8 +96,9 @@ class SamplingConfig:
         self._require_token_lists()
         self._require_one_structure()
         require(1 <= self.n <= MAX_SAMPLES, f"sampling.n must be 1 to {MAX_SAMPLES:,} samples, got {self.n}")
+        self._require_beams()
         require(
-            self.n == 1 or not self.is_greedy,
+            self.n == 1 or (self.num_beams or 1) > 1 or not self.is_greedy,
             f"sampling.n={self.n} needs sampling.temperature above 0: greedy gives the same text {self.n} times",
         )
 
@@ -133,6 +138,27 @@ class SamplingConfig:
             not given or not self.ignore_eos,
             f"sampling.ignore_eos=true has no end, sampling.{''.join(given)} has one: set one of them",
         )
+
+    def _require_beams(self) -> None:
+        """What a search takes no account of is refused, rather than left out."""
+        known = f"true, false or never, got {self.early_stopping}"
+        is_known = isinstance(self.early_stopping, bool | None) or self.early_stopping == "never"
+        require(is_known, f"sampling.early_stopping must be {known}")
+        self._require("num_beams", f"1 (off) to {MAX_BEAMS:,}", lambda value: 1 <= value <= MAX_BEAMS)
+        if not self.num_beams or self.num_beams == 1:
+            return
+        search = f"sampling.num_beams={self.num_beams}"
+        require(
+            self.n <= self.num_beams,
+            f"sampling.n={self.n} is above {search}: a beam search comes to {self.num_beams} completions",
+        )
+        require(
+            not self.temperature,
+            f"{search} keeps the likeliest ways, sampling.temperature={self.temperature} draws: set one of them, "
+            "num_beams=1 or temperature=0",
+        )
+        beside = [key for key in (*STRUCTURES, "reasoning") if getattr(self, key) is not None]
+        require(not beside, f"{search} does not follow sampling.{' and sampling.'.join(beside)}: set num_beams=1")
 
     @property
     def is_greedy(self) -> bool:

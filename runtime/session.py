@@ -7,6 +7,7 @@ from .batching.balance import Block
 from .batching.prefixes import IN_LANES
 from .config import Admission, PolicyConfig
 from .engine.batcher import Batcher, ContinuousBatcher, StaticBatcher
+from .engine.beam_requests import with_whole_searches
 from .engine.engine import Engine
 from .engine.records import PassRecord
 from .engine.sampling.reasoning import Parts, Reasoning
@@ -74,7 +75,7 @@ class Session:
     def run(self, block: Block, requests: Sequence[Request], on_pass: OnPass = ignore) -> list[Completion]:
         """Generates one block. Completions are in the order of `block.members`."""
         completions = dict(self.wave(block, block.members, requests, {}, on_pass))
-        return [completions[i] for i in block.members]
+        return [completions[i] for i in block.members if requests[i].is_returned]
 
     def wave(
         self,
@@ -89,6 +90,7 @@ class Session:
         `unfinished`: those that an earlier process has begun, from where they go on. With the same members left and
         none of them begun, a block always comes to the same bits.
         """
+        left = with_whole_searches(left, requests)
         lanes = [
             self._resumed_lane([i for i in group if i in left], requests, unfinished) for group in block.micro_batches
         ]
@@ -180,8 +182,8 @@ class Session:
         return ContinuousBatcher(self._engine.lanes, sequences, limits, prefixes)
 
     def _take_finished(self) -> list[tuple[int, Completion]]:
-        finished = [i for i, sequence in self._open.items() if sequence.finish is not None]
-        return [(i, self._completion(self._open.pop(i))) for i in finished]
+        finished = [(i, self._open.pop(i)) for i in [i for i, s in self._open.items() if s.finish is not None]]
+        return [(i, self._completion(sequence)) for i, sequence in finished if sequence.request.is_returned]
 
     def _completion(self, sequence: Running) -> Completion:
         assert sequence.finish is not None, "the block ended before its sequences"
@@ -194,6 +196,7 @@ class Session:
             finish=sequence.finish,
             error=sequence.error,
             logprobs=tuple(sequence.logprobs),
+            beam_score=sequence.beam_score,
             scores=tuple(sequence.scores),
             vector=sequence.vector,
         )

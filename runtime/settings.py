@@ -74,6 +74,9 @@ class Settings(TypedDict, total=False):
     pin: str | None
     follow_model: bool
     n: int
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | str | None
     max_new_tokens: int
     min_new_tokens: int | None
     min_length: int | None

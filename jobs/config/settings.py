@@ -23,6 +23,7 @@ from runtime.config import (
     RuntimeConfig,
     SamplingConfig,
     require,
+    require_beams_fit,
     require_groups_agree,
 )
 from runtime.errors import ConfigError
@@ -106,6 +107,7 @@ class GenerateConfig:
         _require_path(self.model)
         _require_output_root(self.output_root)
         require_groups_agree(self.policy, self.prefetch, self.offload)
+        require_beams_fit(self.policy, self.sampling)
         is_batch, keeps = self.is_batch, self.dataset.keep_columns
         require(
             self.output is not Output.openai_batch or is_batch,
@@ -176,6 +178,8 @@ class ScoreConfig(GenerateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.sampling.n == 1, f"sampling.n={self.sampling.n} means nothing where targets are scored")
+        num_beams = self.sampling.num_beams
+        require(num_beams in (None, 1), f"sampling.num_beams={num_beams} means nothing where targets are scored")
         structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
         require(not structures, f"sampling.{''.join(structures)} means nothing where targets are scored")
         require(not self.dataset.has_turns, "targets are scored behind one prompt: dataset.turns have no meaning here")
@@ -209,6 +213,8 @@ class EncodeConfig(GenerateConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.sampling.n == 1, f"sampling.n={self.sampling.n} means nothing where prompts are encoded")
+        num_beams = self.sampling.num_beams
+        require(num_beams in (None, 1), f"sampling.num_beams={num_beams} means nothing where prompts are encoded")
         structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
         require(not structures, f"sampling.{''.join(structures)} means nothing where prompts are encoded")
         require(not self.dataset.has_turns, "one prompt of a row is encoded: dataset.turns have no meaning here")
@@ -376,6 +382,11 @@ def _ignored_settings(config: GenerateConfig) -> list[str]:
         f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.ignore_eos=true"
         for key in ("min_new_tokens", "min_length", "exponential_decay_length_penalty")
         if getattr(sampling, key) and sampling.ignore_eos
+    ]
+    ignored += [
+        f"sampling.{key}={getattr(sampling, key)} has no effect: sampling.num_beams is not set"
+        for key in ("length_penalty", "early_stopping")
+        if getattr(sampling, key) is not None and sampling.num_beams in (None, 1) and not sampling.follow_model
     ]
     return ignored
 

@@ -148,9 +148,14 @@ def _sizes(config: PlanConfig) -> list[SequenceSize]:
     assert mean is not None, "the config class has checked it"
     assert most is not None, "the config class has checked it"
     try:
-        return Workload.from_mean(
-            count * config.sampling.n, mean=mean, longest=most, max_new_tokens=config.sampling.max_new_tokens
+        num_beams = config.sampling.num_beams or 1
+        sizes = Workload.from_mean(
+            count * (config.sampling.n if num_beams == 1 else 1),
+            mean=mean,
+            longest=most,
+            max_new_tokens=config.sampling.max_new_tokens,
         ).sizes()
+        return [beam for size in sizes for beam in [replace(size, num_beams=num_beams)] * num_beams]
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

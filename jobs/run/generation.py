@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Columns(Protocol):
-    def __call__(self, *, has_source: bool, has_logprobs: bool) -> pa.Schema: ...
+    def __call__(self, *, has_source: bool, has_logprobs: bool, has_beams: bool) -> pa.Schema: ...
 
 
 def dataset_rows(config: GenerateConfig, runtime: Runtime | None) -> list[Row]:
@@ -123,8 +123,12 @@ def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool],
     require_template(runtime.model.tokenizer, config.dataset)
     all_rows = task.rows(config, runtime) if read_first is None else read_first
     begun_with = format_begun_with(task.directory)
-    has_logprobs = runtime.config.sampling.logprobs > 0
-    fixed = task.columns(has_source=begun_with > FORMAT_WITHOUT_SOURCES, has_logprobs=has_logprobs)
+    sampling = runtime.config.sampling
+    fixed = task.columns(
+        has_source=begun_with > FORMAT_WITHOUT_SOURCES,
+        has_logprobs=sampling.logprobs > 0,
+        has_beams=(sampling.num_beams or 1) > 1,
+    )
     columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
     require_template(runtime.model.tokenizer, config.dataset, rows)

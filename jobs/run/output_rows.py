@@ -71,19 +71,25 @@ SCORE_SCHEMA = pa.schema(
 )
 
 
-def score_schema(*, has_top: bool, has_source: bool = True, has_logprobs: bool = True) -> pa.Schema:
+def score_schema(
+    *, has_top: bool, has_source: bool = True, has_logprobs: bool = True, has_beams: bool = False
+) -> pa.Schema:
     """`generation_schema`, of a run that scores, which is nothing but log-probabilities. `has_top`: with the likeliest
     tokens in place of each."""
+    del has_beams
     assert has_logprobs, "scores are asked for by them"
     common = [column for column in SCORE_SCHEMA if has_source or column not in SOURCE_FIELDS]
     return pa.schema([*common, *(LOGPROB_FIELDS[1:] if has_top else ())])
 
 
-def generation_schema(*, has_logprobs: bool, has_source: bool = True, has_reasoning: bool = False) -> pa.Schema:
+def generation_schema(
+    *, has_logprobs: bool, has_source: bool = True, has_reasoning: bool = False, has_beams: bool = False
+) -> pa.Schema:
     """The columns that every row has, whatever it brought along. `has_source`: with SOURCE_FIELDS."""
     common = [column for column in GENERATION_SCHEMA if has_source or column not in SOURCE_FIELDS]
     reasoning = [pa.field("reasoning", pa.string())] if has_reasoning else []
-    return pa.schema([*common, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning])
+    beams = [pa.field("beam_score", pa.float64())] if has_beams else []
+    return pa.schema([*common, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning, *beams])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +98,7 @@ class GenerationRow:
 
     `columns`: the input row's own, and `source_file` where that was read. `error` says what went wrong where the status
     is not `ok`. Log-probabilities are empty where they were not asked for; `reasoning` is what came before the answer.
+    `beam_score`: as in `Completion`.
     `encoding`: what was read off the prompt, by its columns.
     """
 
@@ -104,6 +111,7 @@ class GenerationRow:
     top_token_ids: Sequence[Sequence[int]] = ()
     top_logprobs: Sequence[Sequence[float]] = ()
     reasoning: str | None = None
+    beam_score: float | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     columns: Mapping[str, object] = field(default_factory=dict)
@@ -133,6 +141,7 @@ class GenerationRow:
             "logprobs": list(self.logprobs),
             "top_token_ids": list(self.top_token_ids),
             "top_logprobs": list(self.top_logprobs),
+            "beam_score": self.beam_score,
             "reasoning": None if self.reasoning is None else clean_text(self.reasoning),
             **self._scores(request),
             **self.encoding,

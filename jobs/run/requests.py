@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from runtime.api import Runtime
 from runtime.batching.balance import Block
+from runtime.engine.beam_requests import whole_searches, with_beams
 from runtime.engine.chat import ChatRenderer, TemplateRefusal
 from runtime.engine.requests import Rejected
 from runtime.engine.scoring_requests import Joined, join, scores_of
@@ -44,7 +45,7 @@ class Asked:
     @cached_property
     def joined(self) -> Sequence[Joined]:
         """What is computed, of which each serves its members among `requests`; blocks hold positions into it."""
-        return join(self.requests, [self.seats.get(request.key) for request in self.requests])
+        return list(with_beams(join(self.requests, [self.seats.get(request.key) for request in self.requests])))
 
     @cached_property
     def computed(self) -> Sequence[Request]:
@@ -181,7 +182,10 @@ def unseat(planned: Iterable[PlannedRequest], asked: Asked) -> tuple[Block, ...]
             lanes = seats.setdefault(request.block, {})
             lanes.setdefault(request.micro_batch, {})[place_of[request.key]] = None
     return tuple(
-        Block(index=index, micro_batches=tuple(tuple(members) for _, members in sorted(lanes.items())))
+        Block(
+            index=index,
+            micro_batches=tuple(tuple(whole_searches(members, asked.computed)) for _, members in sorted(lanes.items())),
+        )
         for index, lanes in sorted(seats.items())
     )
 
@@ -203,6 +207,7 @@ def _completed(row: Row, request: Request, completion: Completion) -> Generation
         status="error" if reason == "error" else "ok",
         completion=completion.text,
         reasoning=completion.reasoning,
+        beam_score=completion.beam_score,
         token_ids=completion.token_ids if request.scoring is None else request.target_ids,
         logprobs=[token.own for token in tokens],
         top_token_ids=[token.top_ids for token in tokens],

@@ -32,6 +32,7 @@ from .output_rows import COMPLETION_FIELDS, LOGPROB_FIELDS, GenerationRow, clean
 from .passes import PassRow
 from .plan_file import PlannedRequest, plan_digest
 from .run_dir import RunDirectory
+from .saved_search import read_search, written_search
 
 LOG = logging.getLogger(__name__)
 FORMAT = "1"
@@ -47,8 +48,12 @@ RUNNING_SCHEMA = pa.schema(
         pa.field("finish_reason", pa.string()),
         pa.field("error", pa.string()),
         pa.field("generator_state", pa.binary()),
+        pa.field("beam_score", pa.float64()),
+        pa.field("search", pa.binary()),
     ]
 )
+ADDED = ("beam_score", "search")  # since earlier versions of Millrace
+EARLIER_SCHEMA = pa.schema([each for each in RUNNING_SCHEMA if each.name not in ADDED])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +122,7 @@ class RunningFile:
     def _parse(self, data: bytes) -> Running:
         table = parse_parquet(data)
         values = self._read_footer(table.schema.metadata or {})
-        if not table.schema.equals(RUNNING_SCHEMA):
+        if not any(table.schema.equals(known) for known in (RUNNING_SCHEMA, EARLIER_SCHEMA)):
             raise ValueError("its columns are not those of a checkpoint")
         if not is_signed(table):
             raise ValueError("it has no digest, as an earlier version of Millrace wrote it")
@@ -171,11 +176,11 @@ def remove_committed(directory: RunDirectory, blocks: Iterable[int]) -> None:
 def _finished_values(row: GenerationRow) -> dict[str, object]:
     values = {name: getattr(row, name) for name in RUNNING_SCHEMA.names if name in GenerationRow.__dataclass_fields__}
     error = None if row.error is None else clean_text(row.error)
-    return {**values, "completion": clean_text(row.completion), "error": error, "generator_state": None}
+    return {**values, "completion": clean_text(row.completion), "error": error, "generator_state": None, "search": None}
 
 
 def _finished_row(values: RunningRow) -> GenerationRow:
-    return GenerationRow(**{key: value for key, value in values.items() if key != "generator_state"})
+    return GenerationRow(**{key: value for key, value in values.items() if key not in ("generator_state", "search")})
 
 
 def _unfinished_values(key: RequestKey, unfinished: Unfinished) -> dict[str, object]:
@@ -189,6 +194,7 @@ def _unfinished_values(key: RequestKey, unfinished: Unfinished) -> dict[str, obj
         "top_token_ids": [token.top_ids for token in unfinished.logprobs],
         "top_logprobs": [token.top for token in unfinished.logprobs],
         "generator_state": unfinished.generator_state,
+        "search": written_search(unfinished.search),
     }
 
 
@@ -198,4 +204,5 @@ def _unfinished(values: RunningRow) -> Unfinished:
         token_ids=tuple(values["token_ids"]),
         logprobs=tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in logprobs),
         generator_state=values["generator_state"],
+        search=read_search(values.get("search")),
     )

@@ -221,3 +221,9 @@ class LayerKV:
         """What each looks at, (B, S, H, D) each; short ones end in repeats."""
         places = self.layout.padded(stretches)
         return self._wide(self.k_NPHD[places]), self._wide(self.v_NPHD[places])
+
+
+def copy_places(kv: LayerKV, pairs: tuple[Places, Places]) -> None:
+    """Copies keys and values from the first places to the others, none of which is among the first."""
+    source, target = pairs
+    kv.k_NPHD[target], kv.v_NPHD[target] = kv.k_NPHD[source], kv.v_NPHD[source]

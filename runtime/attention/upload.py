@@ -6,7 +6,7 @@ import torch
 
 
 def upload(
-    values: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Returns at once: what is queued from now on finds the numbers. From pageable memory a device would first finish
     all that it was given. The pinned memory is torch's own, which keeps it until the copy is done."""

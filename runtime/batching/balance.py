@@ -29,14 +29,18 @@ def plan_blocks(
     is_packed: bool,
     prefixes: Sequence[SharedPrefix | None] = (),
     in_line: bool = False,
+    num_beams: int = 1,
 ) -> tuple[Block, ...]:
     """Every request in exactly one block. Longest first, ties by position, so that the plan depends on nothing else.
 
     Packed lanes carry no padding, so blocks are made *alike*: the sorted requests are dealt out in a snake, and every
     block needs about the same KV. Padded lanes pay for their longest sequence, so there neighbours in length stay
     together. Where packed ones share `prefixes`, those that do stay together, and lanes of them are dealt out; or, for
-    sequences that enter `in_line` as others end, those that begin alike are one behind the other in all blocks.
+    sequences that enter `in_line` as others end, those that begin alike are one behind the other in all blocks. With
+    `num_beams` so many neighbours are the beams of one search, and share a micro-batch, even a smaller one.
     """
+    if num_beams > 1:
+        return _blocks_of_searches(num_tokens, prefixes, micro_batch_size, num_micro_batches, is_packed, num_beams)
     if any(prefixes):
         return _blocks_of_groups(num_tokens, prefixes, micro_batch_size, num_micro_batches, in_line=in_line)
     order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__, reverse=True)  # stable: ties stay in order
@@ -54,6 +58,32 @@ def plan_blocks(
             groups = [members[i : i + micro_batch_size] for i in range(0, len(members), micro_batch_size)]
         blocks.append(Block(index=index, micro_batches=tuple(map(tuple, groups))))
     return tuple(blocks)
+
+
+def _blocks_of_searches(
+    num_tokens: Sequence[int],
+    prefixes: Sequence[SharedPrefix | None],
+    micro_batch_size: int,
+    num_micro_batches: int,
+    is_packed: bool,
+    num_beams: int,
+) -> tuple[Block, ...]:
+    """The blocks of whole searches, each as long as its beams together."""
+    searches = [range(i, min(i + num_beams, len(num_tokens))) for i in range(0, len(num_tokens), num_beams)]
+    blocks = plan_blocks(
+        [sum(num_tokens[i] for i in beams) for beams in searches],
+        micro_batch_size=max(1, micro_batch_size // num_beams),
+        num_micro_batches=num_micro_batches,
+        is_packed=is_packed,
+        prefixes=prefixes[::num_beams],
+    )
+    return tuple(
+        Block(
+            index=block.index,
+            micro_batches=tuple(tuple(i for each in lane for i in searches[each]) for lane in block.micro_batches),
+        )
+        for block in blocks
+    )
 
 
 def _blocks_of_groups(

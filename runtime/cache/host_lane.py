@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention.host_attention import decode_attention
-from ..attention.layout import LayerKV, PassLayout
+from ..attention.layout import LayerKV, PassLayout, Places, copy_places
 from ..attention.stretches import Stretches
 from ..attention.views import DecodeRows, Reach, Segment
 from ..stream.device import Part
@@ -69,8 +69,16 @@ class HostLayerKV(LayerKV):
 class HostVisit:
     """Attention of the rows of a lane that decode, in one layer, beside their pages."""
 
-    def __init__(self, trip: Trip, kv: LayerKV, rows: DecodeRows, tokens_B: torch.Tensor):
-        self._trip, self._kv, self._rows, self._tokens_B = trip, kv, rows, tokens_B
+    def __init__(
+        self,
+        trip: Trip,
+        kv: LayerKV,
+        rows: DecodeRows,
+        tokens_B: torch.Tensor,
+        copies: tuple[Places, Places] | None = None,
+    ):
+        """`copies`: what rows that part from others copy of the page that is not full."""
+        self._trip, self._kv, self._rows, self._tokens_B, self._copies = trip, kv, rows, tokens_B, copies
 
     def attend(self, reach: Reach, *, scale: float, softcap: float | None, num_threads: int) -> torch.Tensor:
         """Waits for this trip alone, on any thread, stores the new keys and values, and begins to send up what it
@@ -78,6 +86,8 @@ class HostVisit:
         q_BHD, k_BHD, v_BHD, *sinks = self._trip.arrived()
         layout, rows = self._kv.layout, self._rows
         self._kv.k_NPHD[layout.new_T], self._kv.v_NPHD[layout.new_T] = k_BHD, v_BHD
+        if self._copies is not None:
+            copy_places(self._kv, self._copies)
         answer = decode_attention(
             q_BHD,
             self._kv.k_NPHD,
@@ -106,10 +116,15 @@ class HostLane:
         self._pages, self._exchange = pages, exchange
 
     def begin_pass(
-        self, pages: Sequence[Sequence[int]], decoding: DecodeRows | None, segments: Sequence[Segment]
+        self,
+        pages: Sequence[Sequence[int]],
+        decoding: DecodeRows | None,
+        segments: Sequence[Segment],
+        copies: tuple[Places, Places] | None = None,
     ) -> None:
-        """`pages` of each row. Of the rows that decode the tokens go down, and are counted from 0 there."""
-        self._rows, self._segments = None, segments
+        """`pages` of each row. Of the rows that decode the tokens go down, and are counted from 0 there. `copies` are
+        of rows that decode."""
+        self._rows, self._segments, self._copies = None, segments, copies
         if decoding is not None:
             self._rows = DecodeRows(decoding.rows, decoding.past, tuple(range(len(decoding.rows))), CPU)
         new = [] if decoding is None else zip(decoding.rows, decoding.past, strict=True)
@@ -150,4 +165,4 @@ class HostLane:
         out = self._exchange.new((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)
         sinks = [] if sinks_H is None else [sinks_H.float().contiguous()]
         trip = self._exchange.send(index, [*sent, *sinks], out)
-        return HostVisit(trip, self.layer(index, *qkv[1:]), self._rows, tokens_B)
+        return HostVisit(trip, self.layer(index, *qkv[1:]), self._rows, tokens_B, self._copies)

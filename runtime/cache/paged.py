@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from transformers import Cache
 
-from ..attention.layout import LayerKV, PassLayout, Places
+from ..attention.layout import LayerKV, PassLayout, Places, copy_places
 from ..attention.page_codes import PageFormat, narrowed, stored_dtype, widened
 from ..attention.quantized import Pair, QuantizedKV
 from ..attention.upload import upload
@@ -27,7 +27,7 @@ from ..attention.views import DecodeRows, Prompts, Segment
 from ..config import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
 from .base import KVCache
-from .host_lane import HostLane, HostVisit
+from .host_lane import CPU, HostLane, HostVisit
 from .pages import KVPages, num_pages_for, split_pages
 from .shared import SharedPages
 from .tails import Tails
@@ -36,15 +36,15 @@ from .tails import Tails
 @dataclass(kw_only=True)
 class Row:
     """One sequence: `past` positions are cached, in `pages`. `fills`: what it computes for others. `behind`: what it
-    goes on from; the last page of that, if it is not full, is copied to `pages` in the row's first pass. `tail`: its
-    slot among the tails, where pages are quantised."""
+    goes on from; the last page of that, if it is not full, is copied to `pages` in the row's first pass. So is that of
+    another row that it goes on from. `tail`: its slot among the tails, where pages are quantised."""
 
     past: int = 0
     tail: int = 0
     pages: list[int] = field(default_factory=list)
     fills: SharedPages | None = None
     behind: SharedPages | None = None
-    copied: int | None = None  # the page that is copied in this pass
+    copied: int | None = None  # the page that is copied in its next pass
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class _Copies:
 
     here: tuple[Places, Places]
     there: tuple[Places, Places] | None
+    host: tuple[Places, Places] | None  # the same as `here`, for a CPU
 
 
 class StoredAlone(Exception):
@@ -183,6 +184,33 @@ class PagedKV(Cache, KVCache):
         shared.num_users -= 1
         self._drop(shared)
 
+    def follow(self, sources: Sequence[int]) -> None:
+        """Row i goes on from what row `sources[i]` has cached: nothing is copied but, in the row's next pass, a page
+        that is not full and that another goes on with. All rows between that share it have cached equally much."""
+        pool, held = self._pages.pool, [row.pages for row in self._rows]
+        going = {source: source for i, source in enumerate(sources) if i == source}  # who goes on with its last page
+        for i, source in enumerate(sources):
+            going.setdefault(source, i)
+        for i, (row, source) in enumerate(zip(self._rows, sources, strict=True)):
+            if i == source:
+                continue
+            is_going, num_whole = going[source] == i, row.past // PAGE_TOKENS
+            pool.share(held[source])
+            row.pages = held[source] if is_going else held[source][:num_whole]
+            row.copied = None if is_going or row.past % PAGE_TOKENS == 0 else held[source][num_whole]
+        moved = [(i, source) for i, source in enumerate(sources) if i != source]
+        for i, _ in moved:
+            pool.give(held[i])
+        if self._tails is not None and moved:
+            self._follow_tails(self._tails, moved)
+
+    def _follow_tails(self, tails: Tails, moved: Sequence[tuple[int, int]]) -> None:
+        """A page that is not full is a tail where pages are quantised: it is copied at once, and no page."""
+        rows = self._rows
+        tails.copy([rows[source].tail for _, source in moved], [rows[i].tail for i, _ in moved])
+        for i, _ in moved:
+            self._end_copy(rows[i])
+
     def _drop(self, shared: SharedPages) -> None:
         if shared.is_left and not shared.num_users:
             self._pages.pool.give(shared.pages)
@@ -213,7 +241,8 @@ class PagedKV(Cache, KVCache):
         ends = zip(accumulate(self._new), self._selected, strict=True)
         self.selected_B = upload([token for end, count in ends for token in range(end - count, end)], self._device)
         if self._host is not None:
-            self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments)
+            copies = self._copies.host if self._copies is not None else None
+            self._host.begin_pass([row.pages for row in self._rows], self.decoding, self.segments, copies)
 
     def _take_pages(self) -> None:
         """Where layers travel, the pages that the pass leaves open lie side by side, behind those that it fills: only
@@ -230,7 +259,7 @@ class PagedKV(Cache, KVCache):
         for row, end in growing:
             self._take(row, num_pages_for(end) - len(row.pages))
         held = {page for row in self._rows for page in row.pages}
-        held |= {row.copied for row in self._rows if row.copied is not None}
+        held |= {row.copied for row, _ in growing if row.copied is not None}
         self._place_of = {page: place for place, page in enumerate(sorted(held))}
 
     def _begin_behind(self, row: Row) -> None:
@@ -308,7 +337,8 @@ class PagedKV(Cache, KVCache):
         """Counts the pass's tokens as cached."""
         for row, new in zip(self._rows, self._new, strict=True):
             row.past += new
-            self._end_copy(row)
+            if new:
+                self._end_copy(row)
 
     def _end_copy(self, row: Row) -> None:
         if row.copied is not None:
@@ -319,19 +349,23 @@ class PagedKV(Cache, KVCache):
         """What rows copy that begin in this pass behind a page that is not full."""
         each = [
             (row.copied, row.pages[row.past // PAGE_TOKENS], row.past % PAGE_TOKENS)
-            for row in self._rows
-            if row.copied is not None
+            for row, new in zip(self._rows, self._new, strict=True)
+            if row.copied is not None and new
         ]
         if not each:
             return None
-        places = upload([place for _, _, count in each for place in range(count)], self._device)
 
-        def pairs(number: Callable[[int], int]) -> tuple[Places, Places]:
-            sources = upload([number(source) for source, _, count in each for _ in range(count)], self._device)
-            targets = upload([number(target) for _, target, count in each for _ in range(count)], self._device)
+        def pairs(number: Callable[[int], int], device: torch.device) -> tuple[Places, Places]:
+            places = upload([place for _, _, count in each for place in range(count)], device)
+            sources = upload([number(source) for source, _, count in each for _ in range(count)], device)
+            targets = upload([number(target) for _, target, count in each for _ in range(count)], device)
             return (sources, places), (targets, places)
 
-        return _Copies(here=pairs(int), there=pairs(self._place_of.__getitem__) if self.travels else None)
+        return _Copies(
+            here=pairs(int, self._device),
+            there=pairs(self._place_of.__getitem__, self._device) if self.travels else None,
+            host=pairs(int, CPU) if self._host is not None else None,
+        )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -377,8 +411,7 @@ class PagedKV(Cache, KVCache):
             return
         pairs = self._copies.there if index in self.travels else self._copies.here
         assert pairs is not None, "the pass was begun before layers travelled"
-        (source, target) = pairs
-        kv.k_NPHD[target], kv.v_NPHD[target] = kv.k_NPHD[source], kv.v_NPHD[source]
+        copy_places(kv, pairs)
 
     def gave(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether these are what the last `update` was handed, for this layer."""

@@ -4,6 +4,8 @@ A cache that grows by concatenation copies all of itself for every token. Slidin
 bounded, so their layers stay transformers' own.
 """
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -15,6 +17,35 @@ from ..stream.device import ComputeDevice
 from ..units import round_up
 from .base import KVCache
 from .pages import PagePool, num_pages_for
+
+
+def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, int] | tuple[int, None]]:
+    """Moves (to, from), one after the other, by which row i becomes what row `sources[i]` was: none is written while
+    another still wants it. None is a place aside, for rows that change places in a circle."""
+    left = {new: old for new, old in enumerate(sources) if new != old}
+    wanted = Counter(left.values())
+    free = [new for new in left if not wanted[new]]
+    while left:
+        if not free:
+            new, old = next(iter(left.items()))
+            yield None, new  # its readers find it aside
+            yield from _circle(new, left)
+            continue
+        new = free.pop()
+        old = left.pop(new)
+        yield new, old
+        wanted[old] -= 1
+        if not wanted[old] and old in left:
+            free.append(old)
+
+
+def _circle(first: int, left: dict[int, int]) -> Iterator[tuple[int, int] | tuple[int, None]]:
+    """The moves of a circle whose row `first` is aside. Each of its rows has one reader: others have been moved."""
+    new = first
+    while (old := left.pop(new)) != first:
+        yield new, old
+        new = old
+    yield new, None
 
 
 class ReservedLayer(DynamicLayer):
@@ -47,17 +78,20 @@ class ReservedLayer(DynamicLayer):
         return self._look()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keeps the rows of `beam_idx`, which must ascend: each moves up to its new place, nothing is allocated."""
+        """Row i becomes what row `beam_idx[i]` was; those behind the last are let go. A row's memory is allocated at
+        most."""
         if self.is_initialized:
             self._keep(beam_idx.tolist())
             self._look()
 
     def _keep(self, kept: list[int]) -> None:
-        assert kept == sorted(set(kept)), f"rows {kept} do not ascend"
         for tensor in (self._all_keys, self._all_values):
-            for new, old in enumerate(kept):
-                if new != old:
-                    tensor[new, :, : self._length] = tensor[old, :, : self._length]
+            aside = tensor[0]
+            for new, old in row_moves(kept):
+                if new is None:
+                    aside = tensor[old, :, : self._length].clone()
+                else:
+                    tensor[new, :, : self._length] = aside if old is None else tensor[old, :, : self._length]
         self._all_keys, self._all_values = self._all_keys[: len(kept)], self._all_values[: len(kept)]
 
     def _look(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..attention.quantized import Pair, QuantizedKV
+from ..attention.upload import upload
 from ..attention.views import DecodeRows, Segment
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
@@ -35,6 +36,12 @@ class Tails:
 
     def give(self, slot: int) -> None:
         self._free.append(slot)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Each of the targets holds then what the source in its place held before."""
+        for pair in self._layers.values():
+            for tails in pair:
+                tails[upload(targets, tails.device)] = tails[upload(sources, tails.device)]
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> Pair:
         """Keys and values (R, P, H, D) for tokens (1, H, T, D) such as these. They move where rows have come."""

@@ -23,7 +23,7 @@ class PassCounts:
     padded_tokens: int
     prompt_tokens: int  # of the real ones, those of prompts (or of what a sequence that was stopped knows already)
     issued_tokens: int  # new tokens computed, those of rows that had finished before included
-    useful_tokens: int  # new tokens that are part of a completion
+    useful_tokens: int  # new tokens that are part of a completion; in a beam search of as many beams as come back
     spared_tokens: int = 0  # of prompts, that another row computed; less those that rows computed for others
 
     @staticmethod

@@ -83,6 +83,7 @@ def make_request(
         own_seed=overrides.seed,
         top_p=overrides.top_p,
         grammar=grammar,
+        num_beams=own.num_beams or 1,
     )
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..cache.shared import SharedPages
 from ..config import Pooling
 from ..plan.placement.memory import SequenceSize
+from .sampling.beams import BeamState
 from .sampling.guide import Guide
 
 log = logging.getLogger(__name__)
@@ -108,12 +109,23 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BeamWay:
+    """A completion that a beam search has come to."""
+
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+    text_end: int | None
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """`prompt_ids` must not be empty. `id` and `sample_index` together, the `key`, are unique in a run.
 
     `temperature` 0 is greedy. `top_p`: None is the run's. With `scoring` nothing is generated: `max_new_tokens` is 1,
     as the scores come with the prompt's last pass, where a first token would. So it is with an `encoding`. `grammar`:
-    what the completion must be, in llguidance's form; None: anything.
+    what the completion must be, in llguidance's form; None: anything. With `num_beams` so many requests of one id are
+    the beams of one search, of which those that are not `is_returned` come to no completion.
     """
 
     id: str
@@ -127,6 +139,8 @@ class Request:
     encoding: Encoding | None = None
     top_p: float | None = None
     grammar: str | None = None
+    num_beams: int = 1
+    is_returned: bool = True
 
     @property
     def key(self) -> tuple[str, int]:
@@ -135,7 +149,7 @@ class Request:
     @property
     def size(self) -> SequenceSize:
         """What a plan asks of it."""
-        return SequenceSize.shared(len(self.prompt_ids), self.max_new_tokens, self.num_scored)
+        return SequenceSize.shared(len(self.prompt_ids), self.max_new_tokens, self.num_scored, num_beams=self.num_beams)
 
     @property
     def decoder_ids(self) -> tuple[int, ...]:
@@ -211,6 +225,9 @@ class Sequence:
     is_broken: bool = False  # its logits were not finite
     fills: SharedPages | None = None  # its prompt is what others begin with, and nothing is generated
     behind: SharedPages | None = None  # what it goes on from
+    search: BeamState[BeamWay] | None = None  # of the beams that it is one of, once they have begun
+    source: "Sequence | None" = None  # the beam whose keys and values it goes on from, until the lane has moved them
+    beam_score: float | None = None  # of a completion of a beam search
 
     @property
     def num_known(self) -> int:
@@ -220,7 +237,7 @@ class Sequence:
     def known_size(self) -> SequenceSize:
         """The size of a request whose prompt is all that is known."""
         num_left = self.request.max_new_tokens - len(self.generated)
-        return SequenceSize.shared(self.num_known, num_left, self.request.num_scored)
+        return SequenceSize.shared(self.num_known, num_left, self.request.num_scored, num_beams=self.request.num_beams)
 
     @property
     def known_ids(self) -> list[int]:
@@ -270,6 +287,7 @@ class Sequence:
             token_ids=tuple(self.generated),
             logprobs=tuple(self.logprobs),
             generator_state=None if generator is None else generator.get_state().numpy().tobytes(),
+            search=self.search,
         )
 
     @staticmethod
@@ -284,6 +302,7 @@ class Sequence:
             generated=list(unfinished.token_ids),
             logprobs=list(unfinished.logprobs),
             generator=generator,
+            search=unfinished.search,
         )
 
 
@@ -295,6 +314,7 @@ class Completion:
     `sampling.reasoning` tells them apart, `reasoning` is what was thought, and `text` what follows.
     `scores` are those of tokens that were given, if the request has a `scoring`, or of those in masks' places, and
     `vector` what was read off the prompt, float32, if it has an `encoding`.
+    `beam_score`: of a beam search, the sum of its tokens' log-probabilities behind the processors, by its length.
     `prompt_index`: the place of its prompt in the input of `Runtime.generate` or `Runtime.stream`.
     """
 
@@ -307,6 +327,7 @@ class Completion:
     scores: tuple[TokenScore, ...] = ()
     reasoning: str | None = None
     vector: Vector | None = None
+    beam_score: float | None = None
     prompt_index: int = 0
 
     @property
@@ -330,12 +351,14 @@ class Completion:
 class Unfinished:
     """What a sequence has come to so far: enough to go on with it in another process.
 
-    `generator_state` is torch's, None where nothing has been drawn yet; `logprobs` as in `Completion`.
+    `generator_state` is torch's, None where nothing has been drawn yet; `logprobs` as in `Completion`. `search`: the
+    beam search's that the sequence is a beam of.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     generator_state: bytes | None
+    search: BeamState[BeamWay] | None = None
 
 
 def begun(request: Request) -> Sequence:
@@ -349,7 +372,7 @@ def begun(request: Request) -> Sequence:
 def resumed(request: Request, unfinished: Unfinished | None, device: torch.device) -> Sequence:
     """A sequence that goes on from the tokens that it has; from its prompt where there are none, or where its generator
     is of another kind of device, whose draws cannot go on here."""
-    if unfinished is None:
+    if unfinished is None or (request.num_beams > 1 and unfinished.search is None):
         return begun(request)
     try:
         return Sequence.restored(request, unfinished, device)

@@ -15,14 +15,16 @@ from .loading import LoadedModel
 log = logging.getLogger(__name__)
 
 SAMPLING_KEYS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+SEARCH_KEYS = ("num_beams", "length_penalty", "early_stopping")
 NEUTRAL: Mapping[str, tuple[object, ...]] = {  # what asks for another way to generate, and where it asks for nothing
-    "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (), "force_words_ids": (),
+    "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (), "force_words_ids": (),
     "penalty_alpha": (0,), "dola_layers": (), "guidance_scale": (1,), "watermarking_config": (),
     "token_healing": (False,), "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,),
     "remove_invalid_values": (False,), "max_time": (), "num_return_sequences": (1,), "prompt_lookup_num_tokens": (),
     "assistant_early_exit": (), "use_mtp": (False,), "is_assistant": (False,),
 }  # fmt: skip
 OFF: Mapping[str, object] = {
+    "num_beams": 1, "length_penalty": 1.0, "early_stopping": False,
     "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
     "renormalize_logits": False,
@@ -90,8 +92,10 @@ def _unfollowed(
 ) -> Effective:
     is_sampled = bool(model.given.get("do_sample"))
     left = ["do_sample=True"] if is_sampled and sampling.is_greedy else []
+    is_search = _is_on("num_beams", said.get("num_beams"))
     for key, value in said.items():
         has_effect = _is_on(key, value) and (is_sampled or key not in SAMPLING_KEYS)
+        has_effect = has_effect and (is_search or key not in SEARCH_KEYS)
         if has_effect and value != getattr(sampling, key):
             left.append(f"{key}={value}")
     if not left and not beyond:
@@ -133,7 +137,8 @@ def _is_on(key: str, value: object) -> bool:
 
 
 def _matters(key: str, sampling: SamplingConfig) -> bool:
-    return not (sampling.is_greedy and key in SAMPLING_KEYS)
+    is_search = (sampling.num_beams or 1) > 1
+    return not (sampling.is_greedy and key in SAMPLING_KEYS) and (is_search or key not in SEARCH_KEYS)
 
 
 def _float(value: object) -> float:
@@ -188,7 +193,14 @@ def _texts(value: object) -> list[str]:
     return [str(text) for text in texts]
 
 
+def _early(value: object) -> bool | str:
+    if not isinstance(value, bool) and value != "never":
+        raise TypeError("true, false or never is needed")
+    return value if isinstance(value, bool) else "never"
+
+
 CONVERTERS: Mapping[str, Callable[[object], object]] = {
+    "num_beams": _int, "length_penalty": _float, "early_stopping": _early,
     "temperature": _float, "top_h": _float, "top_k": _int, "top_p": _float, "min_p": _float, "typical_p": _float,
     "epsilon_cutoff": _float, "eta_cutoff": _float, "repetition_penalty": _float, "no_repeat_ngram_size": _int,
     "min_length": _int, "min_new_tokens": _int, "bad_words_ids": _words, "sequence_bias": _biases,

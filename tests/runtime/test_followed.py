@@ -174,7 +174,7 @@ def test_rows_of_their_own_length_are_forced_to_end_there(
 
 
 ASKS = {
-    "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "constraints": ["a"], "force_words_ids": [[5]],
+    "num_beam_groups": 2, "diversity_penalty": 0.5, "constraints": ["a"], "force_words_ids": [[5]],
     "penalty_alpha": 0.6, "dola_layers": "high", "guidance_scale": 1.5, "watermarking_config": {"bias": 2.0},
     "token_healing": True, "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 3,
     "remove_invalid_values": True, "max_time": 1.0, "num_return_sequences": 3, "prompt_lookup_num_tokens": 3,

@@ -1,4 +1,5 @@
 """A padded lane of which each row is a rectangle by itself: for classes that give a row other tokens beside padding.
+Beams of one request are equally long and share one, which has none.
 
 All rows pass a stage while its weights are there, one behind the other; to the engine they are one lane.
 """
@@ -11,6 +12,7 @@ from greenlet import GreenletExit
 from ...cache.base import KVCache
 from ...events import Event, LaneRun, NeedStage, need_stage, need_tensor
 from ..records import PassCounts
+from ..sampling.beam_search import of_searches
 from ..sequence import Sequence
 from .lane import Lane, LaneContext
 from .padded import PaddedLane
@@ -21,7 +23,7 @@ class ApartLane(Lane):
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         super().__init__(context, sequences)
-        self._rows = [PaddedLane(context, [sequence]) for sequence in sequences]
+        self._rows = [PaddedLane(context, beams) for beams in of_searches(sequences)]
         self._runs: list[LaneRun] = []
         self._at = 0  # the row that runs
 
@@ -46,7 +48,7 @@ class ApartLane(Lane):
 
     def rows_with(self, marks: torch.Tensor) -> list[bool]:
         """The tokens are those of the row that runs."""
-        return [row == self._at and bool(marks.any()) for row in range(len(self._rows))]
+        return [row == self._at and bool(marks.any()) for row, lane in enumerate(self._rows) for _ in lane.sequences]
 
     def _prepare(self) -> None:
         for row in self._rows:

@@ -147,7 +147,19 @@ class Lane(ABC):
         if self._given is not None:
             return tell_scores(self._drawing, drawn, self._num_passes)
         self._sampler.tell(self._drawing, drawn, self._num_passes)
-        return sum(sequence.finish is not FinishReason.error for sequence in self._drawing)
+        asked = [sequence for sequence in self._drawing if sequence.request.is_returned]
+        return sum(sequence.finish is not FinishReason.error for sequence in asked)
+
+    def _take_sources(self) -> list[int] | None:
+        """The row that each of `sequences` goes on from, as beams change their ways; None where all go on from their
+        own."""
+        if all(sequence.source is None for sequence in self.sequences):
+            return None
+        rows = {id(sequence): row for row, sequence in enumerate(self.sequences)}
+        found = [rows[id(sequence.source or sequence)] for sequence in self.sequences]
+        for sequence in self.sequences:
+            sequence.source = None
+        return found
 
     @property
     def _is_read(self) -> bool:

@@ -84,6 +84,8 @@ class PackedLane(Lane):
             return [1] * len(self.sequences)
         decoding = 0 if self.is_filling else 1
         new, left = [], self._chunk_tokens
+        if any(s.request.num_beams > 1 for s in self.sequences):
+            left = max(left, len(self.sequences))  # whose last tokens may have to come together
         if decoding:
             left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
         for s in self.sequences:
@@ -92,7 +94,7 @@ class PackedLane(Lane):
             left -= 0 if s.is_prefilled else new[-1]
             if s.fills is not None:
                 s.fills.num_computed = s.num_cached + new[-1] * s.fills.in_pass
-        return new
+        return _beams_together(self.sequences, new)
 
     def begin_pass(self, new_tokens: Rows[int] | None = None) -> NeedStage:
         """`new_tokens`: how many of each sequence's known tokens the pass carries; None: as `choose_tokens` says."""
@@ -168,12 +170,25 @@ class PackedLane(Lane):
             useful_tokens=self._tell(drawn),
             spared_tokens=num_spared,
         )
+        if (sources := self._take_sources()) is not None:
+            self._cache.follow(sources)
         for sequence in [s for s in self.sequences if s.finish is not None or s.is_filled]:
             self.leave(sequence)
         for sequence in [s for s in sampled if self._begins_again(s)]:
             self.leave(sequence)
             self.enter(sequence)
         return counts
+
+
+def _beams_together(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
+    """The tokens of a pass, without the last known one of beams of which others do not come to theirs in it: a search
+    takes them all a token further."""
+    ends = [s.num_cached + count == s.num_known for s, count in zip(sequences, new, strict=True)]
+    early = {s.request.id for s, end in zip(sequences, ends, strict=True) if s.request.num_beams > 1 and not end}
+    if not early:
+        return list(new)
+    each = zip(sequences, new, ends, strict=True)
+    return [count - 1 if end and count and s.request.id in early else count for s, count, end in each]
 
 
 def _num_spared(sequence: Sequence, new: int) -> int:

@@ -109,6 +109,7 @@ class PaddedLane(RectangleLane):
             issued_tokens=len(sampled),
             useful_tokens=self._tell(drawn),
         )
+        self._move_beams()
         self._drop_finished_rows()
         if any(self._begins_again(s) for s in sampled):
             self._begin_again()

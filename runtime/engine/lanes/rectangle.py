@@ -58,6 +58,17 @@ class RectangleLane(Lane):
     def _real_tokens(self, width: int) -> torch.Tensor | None:
         """The mask of a hidden state of the pass that is `width` tokens wide; None: all are real."""
 
+    def _move_beams(self) -> None:
+        """What each row has cached becomes that of the beam which it goes on from. Nothing else of a row differs from
+        that of its neighbours: their prompts are the same."""
+        if (sources := self._take_sources()) is not None:
+            self._own_cache.reorder_cache(upload(sources, self._device))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def _own_cache(self) -> Cache:
+        """What is cached of the tokens that a model has generated behind."""
+        return self._cache
+
     def _drop_finished_rows(self) -> None:
         kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
         if kept and len(kept) < len(self.sequences):

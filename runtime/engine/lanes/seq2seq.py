@@ -5,6 +5,7 @@ decoder's first token; what they became stays with the lane, and every later pas
 from collections.abc import Sequence as Rows
 
 import torch
+from transformers import Cache, EncoderDecoderCache
 
 from ...attention.upload import upload
 from ...cache.rectangle import RectangleKV, cross_rectangle_cache
@@ -109,8 +110,15 @@ class Seq2SeqLane(RectangleLane):
             issued_tokens=self.num_drawn,
             useful_tokens=self._tell(drawn),
         )
+        self._move_beams()
         self._drop_finished_rows()
         return counts
+
+    @property
+    def _own_cache(self) -> Cache:
+        """The decoder's own: what it keeps of the encoder's positions is the same for all beams of a prompt."""
+        assert isinstance(self._cache, EncoderDecoderCache), "behind an encoder"
+        return self._cache.self_attention_cache
 
     def _keep(self, rows_B: torch.Tensor) -> None:
         super()._keep(rows_B)

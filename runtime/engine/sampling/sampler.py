@@ -16,6 +16,8 @@ from ...model.loading import LoadedModel
 from ...sampling_config import STRUCTURES
 from ...units import MIB
 from ..sequence import FinishReason, Sequence, num_written, read_logprobs, written_logprobs
+from .beam_search import BeamSearch
+from .beams import BeamRules
 from .grammar import Grammars, one_line, tokens_of
 from .guide import masked
 from .processors import Processors, no_history, process, warpers
@@ -108,10 +110,20 @@ class Sampler:
             tokens_of(tokenizer, vocab_size, self._eos)
         self._grammars = Grammars(tokenizer, vocab_size, self._eos)
         self._processors = Processors(config, self._eos, bad_words, start_token_id, device or torch.device("cpu"))
+        self._search = BeamSearch(
+            rules_of(config, self._eos),
+            scores=self._beam_scores,
+            ends=self._end_of,
+            vocab_size=vocab_size,
+            num_top=config.logprobs,
+            bans=self._bans,
+        )
 
     def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Chooses a token for each sequence; what `tell` wants to know of it, int32 (B, numbers), where `logits_BV`
         is. Advances the sequences' generators."""
+        if _is_search(sequences):
+            return self._search.draw(sequences, logits_BV, SLICE_BYTES)
         num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
         masks_BW = self._grammars.masks(sequences)
@@ -129,6 +141,9 @@ class Sampler:
 
         A row that nothing can be chosen for becomes an error row: argmax would hide it.
         """
+        if _is_search(sequences):
+            self._search.tell(sequences, drawn, step)
+            return
         logprobs = read_logprobs(drawn[:, NUM_OF_TOKEN:]) if self._config.logprobs else None
         for row, (token, is_finite, is_open) in enumerate(drawn[:, :NUM_OF_TOKEN].tolist()):
             sequence = sequences[row]
@@ -146,6 +161,20 @@ class Sampler:
                 sequence.generated.append(token)
                 sequence.logprobs += [logprobs[row]] if logprobs else []
                 self._mark_finished(sequence)
+
+    def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
+        """What the run's processors make of log-probabilities."""
+        scores_BV, last = self._processors(sequences, logprobs_BV), warpers(self._config, 0)
+        return process(last, no_history(scores_BV), scores_BV) if last else scores_BV
+
+    def _end_of(self, beam: Sequence, token_ids: Rows[int]) -> tuple[FinishReason, int | None] | None:
+        if token_ids[-1] in self._eos:
+            return FinishReason.eos, None
+        if beam.request.stop:
+            assert self._stops is not None, "stop strings need a tokenizer"
+            if (text_end := self._stops.find(token_ids, beam.request.stop)) is not None:
+                return FinishReason.stop, text_end
+        return (FinishReason.length, None) if len(token_ids) >= beam.request.max_new_tokens else None
 
     @property
     def num_top(self) -> int:
@@ -243,6 +272,19 @@ class Sampler:
             sequence.num_unstopped = 0
         sequence.text_end = self._stops.find(ids, sequence.request.stop, num_new)
         return sequence.text_end is not None
+
+
+def rules_of(config: SamplingConfig, eos_token_ids: frozenset[int]) -> BeamRules:
+    return BeamRules(
+        num_beams=config.num_beams or 1,
+        length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
+        early_stopping=config.early_stopping or False,
+        num_ends=len(eos_token_ids),
+    )
+
+
+def _is_search(sequences: Rows[Sequence]) -> bool:
+    return bool(sequences) and sequences[0].request.num_beams > 1
 
 
 def sampler_for(model: LoadedModel, config: SamplingConfig, device: torch.device) -> Sampler:

@@ -23,6 +23,7 @@ GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours,
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
 # What choosing tokens makes of the few logits that it takes at a time, see engine/sampling/sampler.py.
 SAMPLING_BYTES = 24 * MIB
+SEARCH_FACTOR = 6  # times the logits of beams that are looked at together: their scores, and copies of them
 HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits that are made at a time where many tokens are scored
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own buffers; measured, see docs/memory.md
 
@@ -31,12 +32,14 @@ ALLOCATOR_SLACK_BYTES = 48 * MIB  # fragmentation of the heap and libraries' own
 class SequenceSize:
     """The size of one request: `num_prompt_tokens` to prefill and at most `max_new_tokens` to generate. Where the last
     `num_scored` tokens of the prompt are scored, the one new token is none that is generated: it is given. `prefix`:
-    what of the prompt others of the run have as well, and may share."""
+    what of the prompt others of the run have as well, and may share. `num_beams` neighbours of the run are the beams of
+    one search, each a sequence of its own."""
 
     num_prompt_tokens: int
     max_new_tokens: int
     num_scored: int = 0
     prefix: SharedPrefix | None = None
+    num_beams: int = 1
 
     @cached_property
     def capacity_tokens(self) -> int:
@@ -52,16 +55,24 @@ class SequenceSize:
     @staticmethod
     @lru_cache(65536)
     def shared(
-        num_prompt_tokens: int, max_new_tokens: int, num_scored: int = 0, prefix: SharedPrefix | None = None
+        num_prompt_tokens: int,
+        max_new_tokens: int,
+        num_scored: int = 0,
+        prefix: SharedPrefix | None = None,
+        num_beams: int = 1,
     ) -> "SequenceSize":
         """One object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
         return SequenceSize(
-            num_prompt_tokens=num_prompt_tokens, max_new_tokens=max_new_tokens, num_scored=num_scored, prefix=prefix
+            num_prompt_tokens=num_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            num_scored=num_scored,
+            prefix=prefix,
+            num_beams=num_beams,
         )
 
     def behind(self, prefix: SharedPrefix | None) -> "SequenceSize":
         """The same, of a prompt that begins with `prefix`."""
-        return SequenceSize.shared(self.num_prompt_tokens, self.max_new_tokens, self.num_scored, prefix)
+        return SequenceSize.shared(self.num_prompt_tokens, self.max_new_tokens, self.num_scored, prefix, self.num_beams)
 
 
 MicroBatch = Sequence[SequenceSize]
@@ -182,6 +193,9 @@ def _logits_entry(shape: ModelShape, micro_batches: Sequence[MicroBatch], tokens
         num_rows = min(num_scored, head_rows(shape.vocab_size))
     logits = num_rows * shape.vocab_size * 4
     beside = max(logits, min(2 * logits, SAMPLING_BYTES))
+    if (num_beams := max((size.num_beams for lane in micro_batches for size in lane), default=1)) > 1:
+        at_once = max(SAMPLING_BYTES, SEARCH_FACTOR * num_beams * shape.vocab_size * 4)
+        beside = max(beside, min(SEARCH_FACTOR * logits, at_once))
     return Entry(
         name="logits",
         num_bytes=logits + beside + kept,

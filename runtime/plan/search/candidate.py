@@ -65,6 +65,7 @@ class Problem:
             is_packed=self.shape.is_packed,
             prefixes=self._prefixes,
             in_line=self.config.policy.admission is Admission.continuous,
+            num_beams=self.sizes[0].num_beams if self.sizes else 1,
         )
 
     @cached_property
