@@ -11,6 +11,8 @@ from jobs.benchmarks.config import BenchConfig
 from jobs.config.cli import as_job, run_job, say
 from jobs.config.settings import Composed, load
 
+NAMES_FILES = ("path=", "questions=", "tokenizer=")  # where something lies is nobody's business
+
 
 @hydra.main(config_path="../conf", config_name="bench", version_base=None)
 @as_job
@@ -27,7 +29,8 @@ def main(composed: Composed) -> None:
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]
     done = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))
-    command = "python -m jobs.bench " + " ".join(argument for argument in sys.argv[1:] if "path=" not in argument)
+    told = [argument for argument in sys.argv[1:] if not any(key in argument for key in NAMES_FILES)]
+    command = "python -m jobs.bench " + " ".join(told)
     table = f"{done.table}\n\n{stated(config.rounds, command.strip())}"
     folder = Path(config.output_root) / "bench" / config.name
     folder.mkdir(parents=True, exist_ok=True)

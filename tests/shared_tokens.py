@@ -6,7 +6,7 @@ holds gsm8k, bbh, mt_bench and a tokenizer, and has a tiny random model answer t
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from jobs.benchmarks.prefixes import few_shot
 from jobs.datasets.config import DatasetConfig, DatasetKind, read_rows
 from runtime import Runtime, Targets
 from runtime.batching.prefixes import num_spared
@@ -35,13 +36,6 @@ def checkpoint(directory: Path, tokenizer: Path) -> Path:
     config = LlamaConfig(vocab_size=len(made), max_position_embeddings=8192, **sizes)
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
-
-
-def questions_of(texts: Sequence[tuple[str, str]], num_shots: int) -> Iterator[tuple[str, str]]:
-    """Each but the first few, which are its examples, and its answer."""
-    shots = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in texts[:num_shots])
-    for question, answer in texts[num_shots:]:
-        yield f"{shots}Question: {question}\nAnswer:", answer
 
 
 def generating(prompts: Sequence[str], num_samples: int = 1) -> Ask:
@@ -67,13 +61,13 @@ def scoring(pairs: Sequence[tuple[str, Sequence[str]]]) -> Ask:
 def gsm8k(data: Path) -> Ask:
     rows = [json.loads(line) for line in (data / "gsm8k" / "test.jsonl").read_text().splitlines()]
     texts = [(row["question"], row["answer"]) for row in rows[: 8 + 512]]
-    return generating([prompt for prompt, _ in questions_of(texts, 8)])
+    return generating(list(few_shot(texts, 8)))
 
 
 def bbh(data: Path) -> Ask:
     examples = json.loads((data / "bbh" / "logical_deduction_three_objects.json").read_text())["examples"]
     texts = [(each["input"], each["target"]) for each in examples]
-    return scoring([(prompt, [" (A)", " (B)", " (C)"]) for prompt, _ in questions_of(texts, 3)])
+    return scoring([(prompt, [" (A)", " (B)", " (C)"]) for prompt in few_shot(texts, 3)])
 
 
 def helm(data: Path) -> Ask:

@@ -7,7 +7,7 @@ from runtime.config import ModelConfig, require
 from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
 
 from ..config.settings import LogLevel
-from .contenders import CONTENDERS, PEERS, PREDICTED, Contender, Ours, Peer
+from .contenders import CONTENDERS, PEERS, PREDICTED, SHARING, Contender, Ours, Peer
 from .gpu.config import GpuConfig
 from .task import Task
 
@@ -19,6 +19,7 @@ class Suite(Enum):
     its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one checkpoint.
     `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least.
     `evaluation`: scores of lm-evaluation-harness, ours beside those of its own model, in memory and offloaded.
+    `prefixes`: few-shot prompts with what they begin with computed once, and by each of them, beside vLLM's cache.
     `gpu`: weights in host memory in front of a device, see `gpu/`."""
 
     speed = "speed"
@@ -28,6 +29,7 @@ class Suite(Enum):
     blocks = "blocks"
     floor = "floor"
     evaluation = "evaluation"
+    prefixes = "prefixes"
     gpu = "gpu"
 
 
@@ -38,6 +40,8 @@ class BenchConfig:
     Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
     same. `batch_size` is the peers', `batch_sizes` has those of some of them instead; None: the best is searched.
     `peer_minutes` limits each measurement of a peer; of an evaluation its requests are fewer then.
+    Those of `prefixes` are `questions` behind eight examples, and the budget has keys and values of `kv_seats` of them;
+    `rows` gives some contenders fewer prompts.
     `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -57,13 +61,17 @@ class BenchConfig:
     num_micro_batches: int | None = None
     weight_share: float = 0.25
     num_threads: int = 2
+    questions: str | None = None
+    tokenizer: str | None = None
+    kv_seats: int = 8
+    rows: dict[Contender, int] = field(default_factory=dict)
     gpu: GpuConfig = field(default_factory=GpuConfig)
     name: str = "bench"
     output_root: str = "outputs"
     log_level: LogLevel = LogLevel.warning
 
     def __post_init__(self) -> None:
-        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "num_threads")
+        counts = ("num_prompts", "prompt_tokens", "num_new_tokens", "rounds", "num_threads", "kv_seats")
         for key in (*counts, "batch_size", "micro_batch_size", "num_micro_batches"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"{key} must be 1 or more, got {value}")
@@ -71,6 +79,15 @@ class BenchConfig:
             set(self.batch_sizes) <= set(PEERS) and all(size >= 1 for size in self.batch_sizes.values()),
             "batch_sizes must name peers and be 1 or more, got "
             + ", ".join(f"{each.value}: {size}" for each, size in self.batch_sizes.items()),
+        )
+        require(
+            all(1 <= count <= self.num_prompts for count in self.rows.values()),
+            f"rows must be 1 to num_prompts={self.num_prompts}, got "
+            + ", ".join(f"{each.value}: {count}" for each, count in self.rows.items()),
+        )
+        require(
+            self.suite is not Suite.prefixes or set(self.contenders) <= set(SHARING),
+            f"suite=prefixes has contenders of {', '.join(each.value for each in SHARING)} only",
         )
         limit = self.peer_minutes
         require(limit is None or limit > 0, f"peer_minutes must be above 0, or null for no limit, got {limit}")

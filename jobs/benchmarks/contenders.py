@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.util import find_spec
 
-from runtime.config import Admission, Attention, DType, Order, Tier
+from runtime.config import Admission, Attention, DType, Order, SharePrefixes, Tier
 
 BATCH_SIZES = (16, 32, 64, 128)
 LARGE_BATCH_SIZES = (64, 128)  # of those that read all weights for every batch anew: smaller ones only read more
@@ -22,6 +22,7 @@ class Contender(Enum):
     nvme_module_batched = "nvme_module_batched"
     none_module_batched = "none_module_batched"
     nvme_traced = "nvme_traced"
+    nvme_unshared = "nvme_unshared"
     transformers = "transformers"
     transformers_bf16 = "transformers_bf16"
     accelerate_cpu = "accelerate_cpu"
@@ -51,6 +52,7 @@ class Ours:
     schedule: Order = Order.zigzag
     attention: Attention = Attention.device
     is_traced: bool = False
+    shares: SharePrefixes = SharePrefixes.auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,7 @@ CONTENDERS: Mapping[Contender, Entry] = {
     Contender.nvme_module_batched: Ours(tier=Tier.nvme, schedule=Order.module_batched),
     Contender.none_module_batched: Ours(tier=Tier.none, schedule=Order.module_batched),
     Contender.nvme_traced: Ours(tier=Tier.nvme, is_traced=True),
+    Contender.nvme_unshared: Ours(tier=Tier.nvme, shares=SharePrefixes.off),
     Contender.transformers: Peer(),
     Contender.transformers_bf16: Peer(dtype=DType.bfloat16),
     Contender.accelerate_cpu: Peer(tier=Tier.cpu),
@@ -160,6 +163,7 @@ PEERS = tuple(contender for contender, entry in CONTENDERS.items() if isinstance
 PREDICTED = tuple(
     contender for contender, entry in CONTENDERS.items() if isinstance(entry, Ours) and not entry.is_traced
 )
+SHARING = (Contender.nvme, Contender.nvme_continuous, Contender.nvme_unshared, Contender.vllm)  # of suite=prefixes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from .peers import hugging_face
 from .reading import read_layers, sweep
 from .task import Result, Task, forget_pages
 
+ALL = 1 << 30  # prompts of a file
 NOTHING = Result(seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[])
 
 
@@ -52,15 +53,19 @@ def measure(task: Task) -> Result:
 def _within_share(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tuple[Runtime, list[Request]]:
     """The runtime and requests of a task. The host budget of nvme is `weight_share` of the weights plus the KV of the
     longest requests that have seats, however they are admitted; of a model so small that this is less than what a run
-    takes at least, that."""
+    takes at least, that. Where prompts come from a file it is that of all in it, so that it is one for all contenders.
+    """
     runtime, requests = opened(task, offload, trace)
     if offload.tier is not Tier.nvme:
         return runtime, requests
     shape = runtime.model.shape
     num_seats = task.num_kv_seats or block_size(runtime.config.policy)
-    positions = sum(sorted((request.size.capacity_tokens for request in requests), reverse=True)[:num_seats])
+    everything = requests if task.prompts_file is None else opened(replace(task, num_prompts=ALL), offload)[1]
+    seated = sorted(everything, key=lambda request: -request.size.capacity_tokens)[:num_seats]
+    positions = sum(request.size.capacity_tokens for request in seated)
     budget = int(task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token)
-    if task.policy == PolicyKind.fixed.value and (least := least_bytes(runtime, requests)) > budget:
+    asked = seated if task.policy == PolicyKind.auto.value else requests
+    if task.policy != PolicyKind.hrm.value and (least := least_bytes(runtime, asked)) > budget:
         line = f"{task.contender}: weight_share={task.weight_share:g} comes to {format_bytes(budget)} of host memory"
         sys.stderr.write(f"{line}; it has the least that a run takes, {format_bytes(least)}\n")
         budget = least

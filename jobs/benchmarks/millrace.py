@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from runtime.api import Runtime
 from runtime.config import (
-    Admission,
     Attention,
     DType,
     KVTier,
@@ -18,9 +17,11 @@ from runtime.config import (
     PolicyKind,
     RuntimeConfig,
     SamplingConfig,
+    Tier,
 )
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request
+from runtime.errors import MillraceError
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place
@@ -30,28 +31,31 @@ from runtime.stream.host_memory import peak_resident_bytes
 from runtime.trace import Trace
 
 from .contenders import Ours
-from .task import Result, Task, prompts
+from .task import Result, Task, prompts_of
 
 AMPLE = Budgets(host_bytes=1 << 60)
 
 
 def _policy(task: Task) -> PolicyConfig:
     """The policy that the task says; a search is free in all of it."""
-    kind, admission = PolicyKind(task.policy), task.entry.admission if isinstance(task.entry, Ours) else Admission.wave
-    if kind is PolicyKind.hrm:
-        return PolicyConfig(kind=kind, admission=admission)
+    ours = task.entry if isinstance(task.entry, Ours) else Ours(tier=Tier.nvme)
+    kind, admission, shares = PolicyKind(task.policy), ours.admission, ours.shares
+    if kind is not PolicyKind.fixed:
+        return PolicyConfig(kind=kind, admission=admission, share_prefixes=shares)
     return PolicyConfig(
         kind=kind,
         micro_batch_size=task.micro_batch_size,
         num_micro_batches=task.num_micro_batches,
         admission=admission,
+        share_prefixes=shares,
         schedule=Order(task.schedule),
         attention=Attention(task.attention),
     )
 
 
 def opened(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tuple[Runtime, list[Request]]:
-    """The runtime of a task, with its weights where `offload` says, and the task's requests."""
+    """The runtime of a task, with its weights where `offload` says, and the task's requests. Raises MillraceError where
+    a prompt is longer than the model takes."""
     config = RuntimeConfig(
         model=ModelConfig(name="bench", path=task.path, dtype=DType.float32),
         offload=offload,
@@ -64,8 +68,14 @@ def opened(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tu
         machine=MachineConfig(num_threads=task.num_threads),
     )
     runtime = Runtime(config, trace=trace)
-    ids = prompts(task.num_prompts, runtime.model.shape.vocab_size, task.prompt_tokens)
-    return runtime, requests_of(runtime, ids)
+    ids = prompts_of(task, runtime.model.shape.vocab_size)
+    requests, longest = requests_of(runtime, ids), max(map(len, ids))
+    if len(requests) < len(ids):
+        raise MillraceError(
+            f"{len(ids) - len(requests)} of {len(ids)} prompts are too long for the model, up to {longest:,} with "
+            f"num_new_tokens={task.num_new_tokens}: take a tokenizer of larger tokens, or other questions"
+        )
+    return runtime, requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +127,8 @@ def generated(
         num_passes=len(passes),
         bytes_copied=sum(record.times.bytes_copied_device for record in passes),
         bytes_returned=sum(record.times.bytes_copied_host for record in passes),
+        num_prompt_tokens=sum(record.counts.prompt_tokens for record in passes),
+        num_block_rows=plan.block_size,
     )
     return Generated(result=result, passes=passes, rates=plan.rates)
 

@@ -16,6 +16,7 @@ from .floor import floors_of, floors_table, product_seconds
 from .gpu.suite import run_gpu
 from .policies import Attempt, attempts, policies_table, worth_repeating
 from .predictions import Case, outcomes_of, predictions_table
+from .prefixes import prefix_task, prefixes_table, prompts_file
 from .report import commit, hardware, speed_table
 from .runner import measured
 from .scale import Size, measure_rows, measure_sizes, scale_table
@@ -44,6 +45,8 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         return _blocks(config, paths[0], say, measure)
     if config.suite is Suite.floor:
         return _floor(config, paths, say, measure)
+    if config.suite is Suite.prefixes:
+        return _prefixes(config, paths[0], say, measure)
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]
     tasks = {case: task for path in paths for case, task in _cases(config, path, config.contenders, blocks).items()}
     rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
@@ -140,6 +143,20 @@ def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measu
         draw_blocks(folder / "blocks.png", rates, needed, f"{largest.name}, {hardware()}, commit {commit()}")
 
     return replace(_done(blocks_table(largest.name, rates, needed), rounds), draw=draw)
+
+
+def _prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measured:
+    rounds: dict[str, list[Result]] = {contender.value: [] for contender in config.contenders}
+    refusals: dict[str, str] = {}
+    with prompts_file(config, path) as file:
+        tasks = {contender.value: prefix_task(config, contender, path, file) for contender in config.contenders}
+        for turn in range(config.rounds):
+            left = {name: task for name, task in tasks.items() if name not in refusals}
+            refusals |= _measure_all(turn, left, rounds, say, measure)
+    rounds = {name: results for name, results in rounds.items() if name not in refusals}
+    found = prefixes_table(rounds) if rounds else "Nothing ran."
+    found += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
+    return _done(found, rounds, [name for name in rounds if isinstance(tasks[name].entry, Peer)])
 
 
 def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:

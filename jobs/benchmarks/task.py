@@ -1,5 +1,6 @@
 """What is asked of one measurement and what it answers, and what all contenders have in common."""
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ FORGET_SECONDS = 0.5  # less than a step of any peer takes
 class Task:
     """`batch_size` is a peer's, None where it has none of its own or none is found yet; `limit_minutes` the time that
     its process may take. `num_kv_seats`: sequences whose keys and values the budget has room for; None: those of a
-    block."""
+    block. `prompts_file`: JSON of the prompts' ids, of which the first `num_prompts` are asked; None: random ones."""
 
     contender: str
     path: str
@@ -40,6 +41,7 @@ class Task:
     attention: str = Attention.device.value
     num_kv_seats: int | None = None
     limit_minutes: float | None = None
+    prompts_file: str | None = None
     is_check: bool = False  # of Millrace's budgets alone: nothing is measured
 
     @property
@@ -67,6 +69,8 @@ class Result:
     peak_device_bytes: int = 0
     bytes_copied: int = 0  # to the device
     bytes_returned: int = 0  # from it
+    num_prompt_tokens: int = 0  # computed by Millrace
+    num_block_rows: int = 0  # most sequences of a block of Millrace's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,13 @@ def timed(generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: in
         tokens=[tokens[number] for number in sorted(tokens)],
         batch_size=batch_size,
     )
+
+
+def prompts_of(task: Task, vocab_size: int) -> list[list[int]]:
+    """The token ids of a task's prompts."""
+    if task.prompts_file is None:
+        return prompts(task.num_prompts, vocab_size, task.prompt_tokens)
+    return json.loads(Path(task.prompts_file).read_text())[: task.num_prompts]
 
 
 def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:

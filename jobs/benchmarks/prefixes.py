@@ -1,0 +1,101 @@
+"""Few-shot prompts, which begin alike: Millrace from the disk in a share of the memory, with that computed once and by
+each prompt, beside vLLM's prefix cache in memory. Under one budget: how many rows share a read of the weights, and what
+was predicted of it.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from transformers import AutoTokenizer
+
+from runtime.config import PolicyKind
+from runtime.errors import require
+from runtime.synthesize.tokenizer import tokenizer_from
+from runtime.units import format_bytes
+
+from .config import BenchConfig, task_of
+from .contenders import Contender
+from .report import table
+from .task import Result, Task
+
+NUM_EXAMPLES = 8
+WORDS = ("river", "stone", "garden", "winter", "copper", "window", "morning", "basket", "candle", "harbour", "letter")
+
+
+def few_shot(texts: Sequence[tuple[str, str]], num_examples: int) -> Iterator[str]:
+    """A prompt for each question but the first few, which stand in front of it with their answers."""
+    shots = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in texts[:num_examples])
+    for question, _ in texts[num_examples:]:
+        yield f"{shots}Question: {question}\nAnswer:"
+
+
+@contextmanager
+def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
+    """The prompts' ids as a file, for as long. Raises ConfigError where there are fewer questions than prompts."""
+    texts = _texts(config)
+    require(
+        len(texts) >= config.num_prompts + NUM_EXAMPLES,
+        f"questions={config.questions} has {len(texts):,}: num_prompts must be {len(texts) - NUM_EXAMPLES:,} or less",
+    )
+    told = config.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(path) if told is None else tokenizer_from(Path(told))
+    prompts = few_shot(texts[: config.num_prompts + NUM_EXAMPLES], NUM_EXAMPLES)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.json"
+        file.write_text(json.dumps([tokenizer(prompt)["input_ids"] for prompt in prompts]))
+        yield str(file)
+
+
+def _texts(config: BenchConfig) -> list[tuple[str, str]]:
+    """Questions with their answers, or made-up ones."""
+    if config.questions is not None:
+        rows = [json.loads(line) for line in Path(config.questions).read_text().splitlines()]
+        return [(row["question"], row["answer"]) for row in rows]
+    draw = random.Random(3)
+    counts = [(draw.randint(20, 60), draw.randint(40, 90)) for _ in range(config.num_prompts + NUM_EXAMPLES)]
+    return [(" ".join(draw.choices(WORDS, k=one)), " ".join(draw.choices(WORDS, k=other))) for one, other in counts]
+
+
+def prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> Task:
+    """What the settings ask of one contender. Blocks are as large as the budget has room for."""
+    task = task_of(config, contender, path, config.rows.get(contender, config.num_prompts))
+    return replace(task, policy=PolicyKind.auto.value, num_kv_seats=config.kv_seats, prompts_file=file)
+
+
+def prefixes_table(rounds: Mapping[str, Sequence[Result]]) -> str:
+    """A row for each contender; rates are those of all its rows, which may be fewer than another's. `off` says how much
+    longer or shorter than predicted it took; `equal` counts rows equal to the first contender's."""
+    judge = next(iter(rounds.values()))[0].tokens
+    headings = ["contender", "rows", "of a block", "predicted", "measured, median (min-max)", "off", "rows/s"]
+    headings += ["generated tokens/s", "prompt tokens computed", "peak memory above baseline", "read per run", "equal"]
+    return table(headings, [_row(name, results, judge) for name, results in rounds.items()])
+
+
+def _row(name: str, results: Sequence[Result], judge: Sequence[list[int]]) -> list[object]:
+    last, seconds = results[-1], [result.seconds for result in results]
+    measured, predicted = median(seconds), median(predicted_seconds(result) for result in results)
+    pairs = list(zip(last.tokens, judge, strict=False))
+    return [
+        name,
+        len(last.tokens),
+        last.num_block_rows or "-",
+        f"{predicted:.1f} s" if predicted else "-",
+        f"{measured:.1f} s ({min(seconds):.1f}-{max(seconds):.1f})",
+        f"{measured / predicted - 1:+.0%}" if predicted else "-",
+        f"{len(last.tokens) / measured:.3f}",
+        f"{median(result.rate for result in results):.2f}",
+        f"{last.num_prompt_tokens:,}" if last.num_prompt_tokens else "-",
+        format_bytes(median(result.peak_bytes - result.baseline_bytes for result in results)),
+        format_bytes(median(result.bytes_read for result in results)),
+        f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)}",
+    ]
+
+
+def predicted_seconds(result: Result) -> float:
+    return result.predicted_prefill_seconds + result.predicted_decode_seconds
