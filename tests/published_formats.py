@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -214,7 +214,7 @@ class Published:
     """A format as it is published: how a matrix is written, and what config.json says."""
 
     quantise: Quantise
-    config: Mapping[str, object] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _gptq(**config: object) -> dict[str, object]:

@@ -6,9 +6,11 @@ from math import prod
 
 from ..errors import CheckpointError
 from ..plan.shape.shapes import Companion, TensorSlice
+from ..store.checkpoint import read_integers
 from .scaled_rows import SCALES
 
 ZEROS, GROUPS = "zeros", "groups"  # roles: zero points, and the group of each column
+FLOATS = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,11 @@ class ModuleTensors:
     def find(self, leaf: str) -> TensorSlice | None:
         return self.tensors.get(self.path + leaf)
 
-    def require(self, leaf: str) -> TensorSlice:
-        """Raises CheckpointError where it is missing."""
+    def require(self, leaf: str, *dtypes: str) -> TensorSlice:
+        """Raises CheckpointError where it is missing, or none of these dtypes."""
         found = self.find(leaf)
+        if found is not None and found.dtype not in dtypes:
+            raise CheckpointError(f"{found.file}: {found.name!r} is {found.dtype}; {' or '.join(dtypes)} is wanted")
         if found is None:
             file = next(tensor.file for name, tensor in self.tensors.items() if name.startswith(self.path))
             raise CheckpointError(f"{file}: {self.path + leaf!r} is missing, without which its module cannot be read")
@@ -66,6 +70,17 @@ def require_shape(tensor: TensorSlice, expected: tuple[int, ...], why: str) -> T
     if tensor.shape != expected:
         raise CheckpointError(f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; {why} needs {expected}")
     return tensor
+
+
+def groups_of_columns(groups: TensorSlice, num_columns: int, num_groups: int) -> Companion:
+    """Reads which group each column is in. Raises CheckpointError for groups that are not there."""
+    require_shape(groups, (num_columns,), "its module")
+    found = read_integers(groups)
+    if min(found, default=0) < 0 or max(found, default=0) >= num_groups:
+        raise CheckpointError(
+            f"{groups.file}: {groups.name!r} names groups {min(found)} to {max(found)}; there are {num_groups}"
+        )
+    return Companion(role=GROUPS, tensor=groups)
 
 
 def factors_of_rows(factors: TensorSlice, num_rows: int, role: str = SCALES) -> Companion:

@@ -37,7 +37,7 @@ def pair_companions(
     """Returns the checkpoint as if its weights were plain: under their own names, in their own shapes, with formats and
     companions. A config that names no method leaves it to the names of tensors. Raises CheckpointError for companions
     that do not fit their weight."""
-    named = str(quantization.get("quant_method", ""))
+    named = str(quantization.get("quant_method") or "")
     for method in METHODS[named] if named else chain.from_iterable(METHODS.values()):
         tensors = method(tensors, quantization)
     return tensors

@@ -10,6 +10,7 @@ from ..plan.shape.shapes import Companion, TensorSlice
 from .integer_rows import apply_by_group
 
 SCALES = "scales"
+FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; the highest of its four bits is the sign
 
 
@@ -51,6 +52,11 @@ def numbers_of_bytes(dtype: torch.dtype | None, device: torch.device) -> torch.T
 def with_factors(tensor: TensorSlice, factors: TensorSlice, rows: int, columns: int) -> TensorSlice:
     """Returns the weight with its factors, of blocks of so many rows and columns. Raises CheckpointError for factors
     that do not fit it."""
+    if len(tensor.shape) < 2 or factors.dtype not in FACTORS:
+        raise CheckpointError(
+            f"{factors.file}: {factors.name!r} is {factors.dtype}, {tensor.name!r} has shape {tensor.shape}: no matrix "
+            f"with factors, which are {', '.join(FACTORS)}"
+        )
     *stack, height, width = tensor.shape
     expected = (*stack, -(-height // rows), -(-width // columns))
     if factors.shape != expected:

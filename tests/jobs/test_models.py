@@ -7,7 +7,7 @@ import pytest
 from jobs import models
 from jobs.config.cli import run_job
 from jobs.config.settings import ModelsConfig, TableFormat
-from jobs.planning.support import FamilyTraits, families_named, support_table
+from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
 from runtime.config import Lanes
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
@@ -51,6 +51,13 @@ def test_markdown_has_the_same_cells() -> None:
         "| bloom | bloom | padded: own attention code | - | KV | greedy, sampled |",
         "| new | nowhere | not in transformers 1 |  |  | no |",
     ]
+
+
+def test_storage_formats_are_listed_with_their_bytes() -> None:
+    lines = format_table(TableFormat.text).splitlines()
+    assert lines[0].split() == ["format", "bytes", "a", "number", "numbers", "companions"]
+    assert "awq-int4        0.52            exact    scales, zeros" in lines
+    assert lines[-1].startswith("quant_method of config.json: awq, bitsandbytes, compressed-tensors, ")
 
 
 def test_families_are_chosen_by_part_of_a_name_or_type() -> None:

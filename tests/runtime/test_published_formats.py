@@ -131,6 +131,57 @@ def test_companions_that_do_not_fit_are_refused_with_their_shape(name: str, tmp_
         pair_companions(read_header(tmp_path / "a.safetensors"), PUBLISHED[name].config)
 
 
+CHANGES: dict[str, tuple[str, str, torch.Tensor, str]] = {
+    "a group that is not there": ("gptq, desc_act, 8 bits", "g_idx", torch.full((K,), 3).int(), "3 to 3; there are 3"),
+    "a negative group": ("pack-quantized, ordered", "weight_g_idx", torch.full((K,), -1).int(), "groups -1 to -1"),
+    "words of floats": ("awq", "qweight", torch.zeros(K, N // 8), "is F32; I32 is wanted"),
+    "factors of integers": ("pack-quantized", "weight_scale", torch.zeros(N, 3).int(), "is I32; F16 or BF16 or F32"),
+    "factors in U16": ("fbgemm_fp8", "weight_scale", torch.ones(N, 1).to(torch.uint16), "is U16, .* no matrix"),
+    "two factors for all": ("nvfp4-pack-quantized", "weight_global_scale", torch.ones(2), "one number is wanted"),
+    "another shape": ("pack-quantized", "weight_shape", torch.tensor([N, 8 * K]), "no packing of 4 or 8 bits"),
+    "no shape": ("pack-quantized", "weight_shape", torch.tensor([], dtype=torch.int64), "no packing of 4 or 8 bits"),
+    "no state": (
+        "bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4", torch.zeros(3, dtype=torch.uint8),
+        "does not describe a matrix",
+    ),
+    "nothing nested": ("bitsandbytes nf4", "weight.absmax", torch.zeros(72), "is F32; U8 is wanted"),
+    "laid out for a kernel": ("bitsandbytes int8", "weight_format", torch.ones((), dtype=torch.uint8), "for a kernel"),
+    "FP8 of one dimension": ("fbgemm_fp8", "weight", torch.zeros(N).to(torch.float8_e4m3fn), "has shape \\(48,\\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_tensor_that_cannot_be_right_is_named(what: str, tmp_path: Path) -> None:
+    name, leaf, other, named = CHANGES[what]
+    tensors, _ = PUBLISHED[name].quantise(torch.rand(N, K))
+    assert leaf in tensors
+    tensors[leaf] = other
+    save_file({NAME + each: t.contiguous() for each, t in tensors.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=named):
+        pair_companions(read_header(tmp_path / "a.safetensors"), PUBLISHED[name].config)
+
+
+def test_factors_may_be_those_of_columns_and_of_a_stack(tmp_path: Path) -> None:
+    numbers = torch.rand(3, N, K).to(torch.float8_e4m3fn)
+    for shape in ((3, 1, K), (3, N, 1), (3, N)):
+        scales = torch.rand(shape)
+        save_file({"w": numbers, "w_scale": scales}, tmp_path / "a.safetensors")
+        found = pair_companions(read_header(tmp_path / "a.safetensors"), {"quant_method": "fbgemm_fp8"})["w"]
+        expected = numbers.float() * (scales[..., None] if len(shape) == 2 else scales)
+        assert torch.equal(load_tensor(found), expected)
+
+
+def test_modules_of_one_checkpoint_may_have_several_formats(tmp_path: Path) -> None:
+    names = ("pack-quantized", "float-quantized, rows", "nvfp4-pack-quantized", "pack-quantized, 8 bits of rows")
+    groups = {name: PUBLISHED[name].config["config_groups"]["group_0"] for name in names}
+    made = {name: PUBLISHED[name].quantise(torch.rand(N, K)) for name in names}
+    tensors = {f"{name}.{leaf}": t.contiguous() for name in names for leaf, t in made[name][0].items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    found = pair_companions(read_header(tmp_path / "a.safetensors"), config)
+    assert all(torch.equal(load_tensor(found[f"{name}.weight"]), made[name][1]) for name in names)
+
+
 GROUP = {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": GROUP}
 REFUSED: dict[str, tuple[str, Mapping[str, object], str]] = {

@@ -13,6 +13,7 @@ from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..integer_rows import Chosen, IntegerRows, columns_of, row_numbers
 from ..module_tensors import (
+    FLOATS,
     SCALES,
     ZEROS,
     ModuleTensors,
@@ -68,7 +69,8 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     """See `Method`."""
     if quantization.get("quant_method") != "awq":
         return tensors
-    version, num_bits = str(quantization.get("version") or "gemm").lower(), whole_number(quantization, "bits", NUM_BITS)
+    version = str(quantization.get("version") or quantization.get("checkpoint_format") or "gemm").lower()
+    num_bits = whole_number(quantization, "bits", NUM_BITS)
     if version != "gemm" or num_bits != NUM_BITS:
         raise refuse(f"its weights are AWQ's with version {version!r} and bits {num_bits}", READABLE)
     weights = {module.path: _weight(module) for module in modules_with(tensors, "qweight")}
@@ -76,11 +78,11 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 
 
 def _weight(module: ModuleTensors) -> TensorSlice:
-    words, scales = module.require("qweight"), module.require("scales")
+    words, scales = module.require("qweight", "I32"), module.require("scales", *FLOATS)
     (num_columns, num_words), (num_groups, _) = require_matrix(words), require_matrix(scales)
     num_rows = num_words * PER_WORD
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
-    zeros = require_shape(module.require("qzeros"), (num_groups, num_words), f"{words.name!r}, {words.shape},")
+    zeros = require_shape(module.require("qzeros", "I32"), (num_groups, num_words), f"{words.name!r}, {words.shape},")
     width = group_width(num_columns, scales, num_groups)
     return replace(
         words,

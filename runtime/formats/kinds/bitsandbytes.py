@@ -16,7 +16,7 @@ from ...errors import CheckpointError
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_bytes
 from ..integer_rows import Chosen, apply_by_group, as_pairs, row_numbers, write_pairs
-from ..module_tensors import SCALES, ModuleTensors, modules_with, require_matrix, require_shape, with_weights
+from ..module_tensors import FLOATS, SCALES, ModuleTensors, modules_with, require_matrix, require_shape, with_weights
 from ..said import mention_activations, refuse
 from ..storage_format import Loss, StorageFormat, Stored
 
@@ -28,6 +28,7 @@ LEAVES = (
     "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "SCB", "weight_format",
     *(STATE + name for name in FOUR_BITS),
 )  # fmt: skip
+STORAGE = ("U8", *FLOATS)  # `bnb_4bit_quant_storage`: the same bytes under another name
 INVERSE_OF_127 = 7.874015718698502e-3  # as bitsandbytes has it
 USUAL_BLOCK, USUAL_NESTED_BLOCK = 64, 256
 
@@ -74,7 +75,7 @@ class Int8Rows:
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
     """See `Method`. Configs of old name no method, but how it was loaded."""
-    if quantization.get("quant_method", "bitsandbytes") != "bitsandbytes" or not quantization:
+    if (quantization.get("quant_method") or "bitsandbytes") != "bitsandbytes" or not quantization:
         return tensors
     weights = {
         module.path: _of_four_bits(module, name) for name in FOUR_BITS for module in modules_with(tensors, STATE + name)
@@ -86,24 +87,29 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 
 
 def _of_four_bits(module: ModuleTensors, name: str) -> TensorSlice:
-    state_tensor, words = module.require(STATE + name), module.require("weight")
+    state_tensor, words = module.require(STATE + name, "U8"), module.require("weight", *STORAGE)
     height, width, block, nested, offset = _state(state_tensor)
     if width % 2 or words.num_bytes * 2 != height * width:
         raise refuse(f"{words.name!r} has {words.num_bytes} bytes for {height} rows of {width} numbers", READABLE)
     num_blocks = -(-height * width // block)
-    pairs = [(CODES, "weight.quant_map", 16), (SCALES, "weight.absmax", num_blocks)]
+    pairs = [(CODES, "weight.quant_map", "F32", 16), (SCALES, "weight.absmax", "U8" if nested else "F32", num_blocks)]
     if nested:
         pairs += [
-            (NESTED_CODES, "weight.nested_quant_map", 256),
-            (NESTED_SCALES, "weight.nested_absmax", -(-num_blocks // nested)),
+            (NESTED_CODES, "weight.nested_quant_map", "F32", 256),
+            (NESTED_SCALES, "weight.nested_absmax", "F32", -(-num_blocks // nested)),
         ]
     companions = [
-        Companion(role=role, tensor=require_shape(module.require(leaf), (size,), f"{words.name!r}"))
-        for role, leaf, size in pairs
+        Companion(role=role, tensor=require_shape(module.require(leaf, dtype), (size,), f"{words.name!r}"))
+        for role, leaf, dtype, size in pairs
     ]
     constants = (block, nested, offset) if nested else (block,)
     return replace(
-        words, shape=(height, width), format=name, companions=tuple(companions), constants=tuple(map(float, constants))
+        words,
+        dtype="U8",
+        shape=(height, width),
+        format=name,
+        companions=tuple(companions),
+        constants=tuple(map(float, constants)),
     )
 
 
@@ -123,11 +129,11 @@ def _state(tensor: TensorSlice) -> tuple[int, int, int, int, float]:
 
 
 def _in_bytes(module: ModuleTensors) -> TensorSlice:
-    weight, layout = module.require("weight"), module.find("weight_format")
+    weight, layout = module.require("weight", "I8"), module.find("weight_format")
     num_rows, _ = require_matrix(weight)
-    if weight.dtype != "I8" or (layout is not None and any(read_bytes(layout))):
-        raise refuse(f"{weight.name!r} is {weight.dtype}, laid out for a kernel (weight_format)", READABLE)
-    scales = require_shape(module.require("SCB"), (num_rows,), f"{weight.name!r}")
+    if layout is not None and any(read_bytes(layout)):
+        raise refuse(f"{weight.name!r} is laid out for a kernel (weight_format)", READABLE)
+    scales = require_shape(module.require("SCB", *FLOATS), (num_rows,), f"{weight.name!r}")
     companion = Companion(role=SCALES, tensor=replace(scales, shape=(num_rows, 1)), block_rows=1)
     return replace(weight, format=INT8, companions=(companion,))
 

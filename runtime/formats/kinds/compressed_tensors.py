@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ...errors import CheckpointError
 from ...plan.shape.shapes import TensorSlice
 from ...store.checkpoint import read_integers
 from ..integer_rows import WORD_BITS
-from ..module_tensors import ModuleTensors, modules_with, require_matrix, with_weights
+from ..module_tensors import FLOATS, ModuleTensors, modules_with, require_matrix, with_weights
 from ..said import mapping_in, mention_activations, mention_kv_cache, refuse
 from ..scaled_rows import with_factors
 from ..storage_format import StorageFormat
@@ -75,43 +74,48 @@ def _mention(quantization: Mapping[str, object], groups: Iterable[Mapping[str, o
 
 
 def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
-    scales, packed = module.require("weight_scale"), module.find("weight_packed")
+    packed = module.find("weight_packed")
     if packed is None:
-        return _in_bytes(module.require("weight"), scales, module.find("weight_zero_point"), schemes)
+        return _in_bytes(module, schemes)
     if packed.dtype == "I32":
         return _in_words(module, packed, schemes)
-    overall = module.find("weight_global_scale")
-    if overall is not None:
+    packed = module.require("weight_packed", "U8")
+    if module.find("weight_global_scale") is not None:
+        scales, overall = module.require("weight_scale", "F8_E4M3"), module.require("weight_global_scale", "F32")
         return nvfp4_weight(packed, scales, overall, divides=True)
+    scales = module.require("weight_scale", "U8", "F8_E8M0")
     height, width = require_matrix(packed)
     numbers = replace(packed, dtype="F4", format=MXFP4, shape=(height, 2 * width))
     return with_factors(numbers, scales, 1, BLOCK_COLUMNS)
 
 
-def _in_bytes(
-    weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice | None, schemes: Iterable[Mapping[str, object]]
-) -> TensorSlice:
+def _in_bytes(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
+    weight = module.require("weight", "I8", *DTYPES)
     if weight.dtype == "I8":
         require_matrix(weight)
-        return plain_integers(weight, scales, zeros)
-    if weight.dtype not in DTYPES:
-        raise CheckpointError(f"{weight.file}: {weight.name!r} is {weight.dtype}; beside weight_scale it is I8 or F8")
+        return plain_integers(weight, module.require("weight_scale", *FLOATS), _zeros(module, "I8"))
+    scales = module.require("weight_scale", *FLOATS, "U8", "F8_E8M0")
     blocks = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]
     return fp8_weight(weight, scales, block_of(blocks[0] if blocks else None))
 
 
+def _zeros(module: ModuleTensors, *dtypes: str) -> TensorSlice | None:
+    leaf = "weight_zero_point"
+    return None if module.find(leaf) is None else module.require(leaf, *dtypes)
+
+
 def _in_words(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
     num_rows, num_words = require_matrix(words)
-    shape = read_integers(module.require("weight_shape"))
+    shape = read_integers(module.require("weight_shape", "I32", "I64"))
     candidates = [scheme for scheme in schemes if _num_words(shape, scheme) == num_words]
     num_bits = next((bits for scheme in candidates for bits in WORDS if scheme["num_bits"] == bits), None)
     if len(shape) != 2 or shape[0] != num_rows or num_bits is None:
         what = f"{words.name!r} has {num_words} words in each of {num_rows} rows for weight_shape {[*shape]}"
         raise refuse(f"{what}, which is no packing of 4 or 8 bits that its config_groups name", READABLE)
     is_ordered = any(scheme.get("actorder") in ORDERED for scheme in candidates)
-    groups = module.find("weight_g_idx") if is_ordered else None
-    zeros, scales = module.find("weight_zero_point"), module.require("weight_scale")
-    return integers_in_words(words, (num_rows, shape[1]), num_bits, scales, zeros, groups)
+    groups = module.require("weight_g_idx", "I32") if is_ordered else None
+    scales = module.require("weight_scale", *FLOATS)
+    return integers_in_words(words, (num_rows, shape[1]), num_bits, scales, _zeros(module, "I32", "I8"), groups)
 
 
 def _num_words(shape: Sequence[int], scheme: Mapping[str, object]) -> int | None:

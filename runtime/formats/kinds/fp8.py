@@ -28,6 +28,8 @@ def _rows(stored: Stored) -> Rows:
 def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]) -> TensorSlice:
     """Returns the weight with its factors: one for all of it, one for each block, row or column, or equal groups of a
     row's columns. Raises CheckpointError for others."""
+    if len(tensor.shape) < 2:
+        raise CheckpointError(f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}, and factors as a matrix has")
     *stack, height, width = tensor.shape
     (rows, columns), shape = block, factors.shape
     if prod(shape) == 1:

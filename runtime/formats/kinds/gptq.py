@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import prod
 
 import torch
 
@@ -19,10 +20,12 @@ from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_integers
 from ..integer_rows import WORD_BITS, Chosen, IntegerRows, columns_of, fields, row_numbers, write_words
 from ..module_tensors import (
+    FLOATS,
     GROUPS,
     SCALES,
     ZEROS,
     ModuleTensors,
+    groups_of_columns,
     modules_with,
     require_matrix,
     require_shape,
@@ -65,8 +68,8 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     words = next(modules_with(tensors, "qweight"), None)
     if words is not None and not quantization:
         raise CheckpointError(
-            f"{words.require('qweight').file}: {words.path + 'qweight'!r} is GPTQ's or AWQ's, but config.json has no "
-            "quantization_config that says which, and how: copy there what quantize_config.json has"
+            f"{tensors[words.path + 'qweight'].file}: {words.path + 'qweight'!r} is GPTQ's or AWQ's, but config.json "
+            "lacks a quantization_config that says which, and how: copy there what quantize_config.json has"
         )
     if quantization.get("quant_method") != "gptq":
         return tensors
@@ -82,21 +85,20 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 def _weight(
     module: ModuleTensors, quantization: Mapping[str, object], version: str, *, is_ordered: bool
 ) -> TensorSlice:
-    words, scales, groups = module.require("qweight"), module.require("scales"), module.find("g_idx")
+    words, scales, groups = module.require("qweight", "I32"), module.require("scales", *FLOATS), module.find("g_idx")
     (height, num_rows), (num_groups, _) = require_matrix(words), require_matrix(scales)
     num_bits = whole_number(quantization, "bits", 4)
-    if groups is not None and groups.shape[0]:  # GPTQModel's `dynamic` gives some modules other bits
-        num_bits = WORD_BITS * height // groups.shape[0]
+    if groups is not None and prod(groups.shape):  # GPTQModel's `dynamic` gives some modules other bits
+        num_bits = WORD_BITS * height // prod(groups.shape)
     if num_bits not in BITS:
         raise refuse(f"{words.name!r} has {num_bits} bits", READABLE)
     num_columns = height * WORD_BITS // num_bits
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
-    zeros = require_shape(module.require("qzeros"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
+    zeros = require_shape(module.require("qzeros", "I32"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
     width = _width(scales, num_columns, whole_number(quantization, "group_size", -1))
     companions = [Companion(role=SCALES, tensor=scales, block_columns=width), Companion(role=ZEROS, tensor=zeros)]
     if is_ordered:
-        groups = require_shape(module.require("g_idx"), (num_columns,), f"{words.name!r}, {words.shape},")
-        companions.append(Companion(role=GROUPS, tensor=groups))
+        companions.append(groups_of_columns(module.require("g_idx", "I32"), num_columns, num_groups))
     return replace(
         words,
         shape=(num_rows, num_columns),
@@ -112,7 +114,7 @@ def _width(scales: TensorSlice, num_columns: int, group_size: int) -> int:
     num_groups = scales.shape[0]
     if group_size > 0 and -(-num_columns // group_size) == num_groups:
         return group_size
-    if num_columns % num_groups:
+    if not num_groups or num_columns % num_groups:
         raise CheckpointError(
             f"{scales.file}: {scales.name!r} has {num_groups} groups; {num_columns} columns in groups of "
             f"{group_size} (group_size in config.json) need {-(-num_columns // max(group_size, 1))}"

@@ -13,7 +13,7 @@ import torch
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..integer_rows import WORD_BITS, Chosen, Factors, IntegerRows, Write, fields, row_numbers, write_words
-from ..module_tensors import GROUPS, SCALES, ZEROS, factors_of_rows, group_width, require_shape
+from ..module_tensors import GROUPS, SCALES, ZEROS, factors_of_rows, group_width, groups_of_columns, require_shape
 from ..storage_format import Loss, StorageFormat, Stored
 
 PLAIN, WORDS = "int8", {4: "packed-int4", 8: "packed-int8"}
@@ -48,7 +48,7 @@ def integers_in_words(
     elif zeros is not None:
         companions.append(factors_of_rows(zeros, num_rows, ZEROS))
     if groups is not None:
-        companions.append(Companion(role=GROUPS, tensor=require_shape(groups, (num_columns,), f"{words.name!r}")))
+        companions.append(groups_of_columns(groups, num_columns, num_groups))
     return replace(words, shape=shape, format=WORDS[num_bits], companions=tuple(companions))
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 
 from ...plan.shape.shapes import TensorSlice
-from ..module_tensors import ModuleTensors, modules_with, with_weights
+from ..module_tensors import FLOATS, ModuleTensors, modules_with, with_weights
 from ..said import mapping_in, mention_activations, mention_kv_cache, refuse
 from ..storage_format import StorageFormat
 from .fp8 import DEFAULT_BLOCK, DTYPES, fp8_weight
 from .nvfp4 import nvfp4_weight
 
 READABLE = "ModelOpt's FP8 and NVFP4"
-LEAVES = ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale", "k_proj.k_scale")
+LEAVES = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
@@ -26,12 +26,13 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 
 
 def _weight(module: ModuleTensors) -> TensorSlice:
-    weight, scales, overall = module.require("weight"), module.require("weight_scale"), module.find("weight_scale_2")
+    weight, overall = module.require("weight", *DTYPES, "U8", "I8"), module.find("weight_scale_2")
+    scales = module.require("weight_scale", *FLOATS, "F8_E4M3")
     if weight.dtype in DTYPES and overall is None:
         return fp8_weight(weight, scales, DEFAULT_BLOCK)
     if weight.dtype != "U8" or overall is None or module.find("pre_quant_scale") is not None:
         raise refuse(f"{weight.name!r} is {weight.dtype}, in a format of ModelOpt", READABLE)
-    return nvfp4_weight(weight, scales, overall, divides=False)
+    return nvfp4_weight(weight, scales, module.require("weight_scale_2", "F32"), divides=False)
 
 
 FORMATS = tuple[StorageFormat, ...]()

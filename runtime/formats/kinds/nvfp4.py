@@ -5,9 +5,11 @@ compressed-tensors divides by the last (`weight_global_scale`), ModelOpt multipl
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import torch
 
+from ...errors import CheckpointError
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..integer_rows import Chosen, apply_by_group, write_pairs
@@ -36,6 +38,8 @@ class Nvfp4Rows:
 def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice, *, divides: bool) -> TensorSlice:
     """Returns the weight with its factors. Raises CheckpointError where they do not fit."""
     height, width = require_matrix(numbers)
+    if prod(overall.shape) != 1:
+        raise CheckpointError(f"{overall.file}: {overall.name!r} has shape {overall.shape}; one number is wanted")
     require_shape(scales, (height, 2 * width // WIDTH), f"{numbers.name!r} in groups of {WIDTH} columns")
     companions = (
         Companion(role=SCALES, tensor=scales, block_rows=1, block_columns=WIDTH),
