@@ -2,6 +2,7 @@
 paged.py."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +11,21 @@ from ..stream.device import ComputeDevice
 from .device_attention import decode_on_device, prefill_fused, prefill_in_flash
 from .host_attention import decode_attention
 from .layout import LayerKV, PassLayout
+from .page_codes import PageFormat
+from .quantized import Pair, QuantizedKV
+from .quantized_attention import decode_quantized
 from .rule import Rule
 from .views import DecodeRows, Prompts, Reach, Segment
 
 EVERYTHING = Reach()
+
+
+class Kept(NamedTuple):
+    """Quantised pages (N, bytes) of a layer, and the tails (R, P, H, D) of its rows."""
+
+    format: PageFormat
+    pages: torch.Tensor
+    tails: Pair
 
 
 class EvenRows:
@@ -22,16 +34,22 @@ class EvenRows:
     def __init__(self, pages: Sequence[Sequence[int]], num_positions: int, device: ComputeDevice):
         numbers, place = tuple(range(len(pages))), device.torch_device
         self._rows = DecodeRows(numbers, (num_positions - 1,) * len(pages), numbers, place)
-        self._layout = PassLayout(pages, [], self._rows, [], place, expands=False)
+        self._layout = PassLayout(pages, [], self._rows, [], place, expands=False, slots=numbers)
         self._is_on_accelerator = device.is_accelerator
 
     def attend(self, q_BHD: torch.Tensor, k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> torch.Tensor:
         scale = q_BHD.shape[2] ** -0.5
         if self._is_on_accelerator:
-            kv = LayerKV(k_NPHD, v_NPHD, self._layout)
+            kv = LayerKV(k_NPHD, v_NPHD, self._layout, dtype=q_BHD.dtype)
             return decode_on_device(q_BHD, kv, self._rows, EVERYTHING, Rule(scale))
         rows = self._layout.tables_Bn, self._rows.begins(EVERYTHING), self._rows.ends
         return decode_attention(q_BHD, k_NPHD, v_NPHD, *rows, scale=scale)
+
+    def attend_quantized(self, q_BHD: torch.Tensor, kept: Kept) -> torch.Tensor:
+        kv, rule = QuantizedKV(kept.format, kept.pages, kept.tails, {}, self._layout), Rule(q_BHD.shape[2] ** -0.5)
+        if self._is_on_accelerator:
+            return decode_on_device(q_BHD, kv, self._rows, EVERYTHING, rule)
+        return decode_quantized(q_BHD, kv, self._rows, EVERYTHING, rule)
 
 
 def attend_prompt(

@@ -56,7 +56,7 @@ def decode_attention(
     num_kv_heads, num_threads = k_NPHD.shape[2], num_threads or torch.get_num_threads()
     position_bytes = num_kv_heads * (k_NPHD.shape[3] + v_NPHD.shape[3]) * k_NPHD.itemsize
     held = (tables_Bn, begins_B, ends_B)
-    rows, spans_W4 = _work_items(*held, k_NPHD.shape[1], num_kv_heads, position_bytes, num_threads)
+    rows, spans_W4 = work_items(*held, k_NPHD.shape[1], num_kv_heads, position_bytes, num_threads)
     if not has_compiler():
         return decode_attention_torch(q_BHD, k_NPHD, v_NPHD, *held, scale=scale, softcap=softcap, sinks_H=sinks_H)
     q_BHGD = q_BHD.unflatten(1, (num_kv_heads, -1))
@@ -96,7 +96,7 @@ def cut(num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num
 
 
 def _check(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> None:
-    """What compiled code would not notice before it reads or writes elsewhere; of rows, `_work_items` does."""
+    """What compiled code would not notice before it reads or writes elsewhere; of rows, `work_items` does."""
     assert k_NPHD.device.type == v_NPHD.device.type == "cpu", f"KV pages are on {k_NPHD.device}, {v_NPHD.device}"
     assert k_NPHD.dtype == v_NPHD.dtype, f"keys are {k_NPHD.dtype}, values {v_NPHD.dtype}"
     assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
@@ -105,7 +105,7 @@ def _check(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> None:
 # Of tensors themselves: layers of a pass bring the same ones, those of each kind theirs, lane after lane. With fewer
 # places than that nothing would be found again; a table is a hundred-thousandth of the keys and values it leads to.
 @lru_cache(maxsize=128)
-def _work_items(
+def work_items(
     tables_Bn: torch.Tensor,
     begins_B: torch.Tensor,
     ends_B: torch.Tensor,

@@ -55,18 +55,25 @@ class PageFormat:
     def page_bytes(self) -> int:
         return page_parts(self.kv_dtype, self.num_heads, self.key_dim, self.value_dim).page_bytes
 
+    @property
+    def codes_in_byte(self) -> int:
+        return 2 if self.kv_dtype is KVDType.int4 else 1
+
     def split(self, pages: torch.Tensor) -> list[torch.Tensor]:
         """Views of pages, uint8 (M, bytes): codes of keys and values (M, P, H, D or D/2), their scales (M, H, Dk) and
-        (M, P, H), and zeros such as these, int8, empty where there are none."""
+        (M, H, P), and zeros such as these, int8, empty where there are none."""
         parts = page_parts(self.kv_dtype, self.num_heads, self.key_dim, self.value_dim)
         views, begin = [], 0
         code = torch.int8 if self.kv_dtype is KVDType.int8 else torch.uint8
         for num_bytes, dtype in zip(parts, (code, code, *(torch.bfloat16,) * 2, *(torch.int8,) * 2), strict=True):
             views.append(pages[:, begin : begin + num_bytes].view(dtype))
             begin += num_bytes
-        keys, values = (PAGE_TOKENS, self.num_heads, -1), (PAGE_TOKENS, self.num_heads)
-        channels = (self.num_heads, self.key_dim)
-        shapes = (keys, keys, channels, values, channels, values)
+        codes, channels, tokens = (
+            (PAGE_TOKENS, self.num_heads, -1),
+            (self.num_heads, -1),
+            (self.num_heads, PAGE_TOKENS),
+        )
+        shapes = (codes, codes, channels, tokens, channels, tokens)
         return [view.unflatten(1, shape) if view.shape[1] else view for view, shape in zip(views, shapes, strict=True)]
 
     def encode(self, k_MPHD: torch.Tensor, v_MPHD: torch.Tensor) -> torch.Tensor:
@@ -75,13 +82,13 @@ class PageFormat:
         k_codes, v_codes, k_scales, v_scales, k_zeros, v_zeros = self.split(pages)
         for x, codes, scales, zeros, dim in (
             (k_MPHD, k_codes, k_scales, k_zeros, 1),
-            (v_MPHD, v_codes, v_scales, v_zeros, 3),
+            (v_MPHD, v_codes, v_scales.transpose(1, 2), v_zeros, 3),
         ):
             code, scale, zero = self._quantized(x.float(), dim)
             codes.copy_(code if self.kv_dtype is KVDType.int8 else _paired(code))
             scales.copy_(scale.squeeze(dim))
             if zeros.numel():
-                zeros.copy_(zero.squeeze(dim))
+                (zeros if dim == 1 else zeros.transpose(1, 2)).copy_(zero.squeeze(dim))
         return pages
 
     def _quantized(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,8 +110,9 @@ class PageFormat:
         k_codes, v_codes, k_scales, v_scales, k_zeros, v_zeros = self.split(pages)
         k, v = (self._levels(codes) for codes in (k_codes, v_codes))
         if k_zeros.numel():
-            k, v = k + k_zeros[:, None].float(), v + v_zeros[..., None].float()
-        return (k * k_scales[:, None].float()).to(dtype), (v * v_scales[..., None].float()).to(dtype)
+            k, v = k + k_zeros[:, None].float(), v + v_zeros.transpose(1, 2)[..., None].float()
+        k_scales, v_scales = k_scales[:, None].float(), v_scales.transpose(1, 2)[..., None].float()
+        return (k * k_scales).to(dtype), (v * v_scales).to(dtype)
 
     def _levels(self, codes: torch.Tensor) -> torch.Tensor:
         if self.kv_dtype is KVDType.int8:

@@ -7,6 +7,7 @@ import torch
 
 from ..attention.host_attention import prepare_decode_attention
 from ..attention.page_codes import stored_dtype
+from ..attention.quantized_attention import prepare_decode_quantized
 from ..config import RuntimeConfig
 from ..linear.backends import prepare_products
 from ..model.host_ops import prepare_host_ops
@@ -34,7 +35,9 @@ class Setup:
 
 def prepare_attention(model: LoadedModel) -> None:
     """Decode attention on the CPU, beside an accelerator too; the second time at no cost."""
-    if model.shape.is_packed:
+    if model.shape.kv_dtype.is_quantized:
+        prepare_decode_quantized(model.shape.kv_dtype, model.compute_dtype)
+    elif model.shape.is_packed:
         prepare_decode_attention(stored_dtype(model.shape.kv_dtype, model.compute_dtype))
 
 

@@ -26,6 +26,22 @@ class Pages(NamedTuple):
     page_tokens: int
 
 
+class QuantizedPages(NamedTuple):
+    """Pages of codes as flat runs of numbers, each beginning with the first page's: int8 of (P, H, D), or uint8, two
+    codes in each, of (P, H, D/2); scales, the bits of bfloat16, of (H, Dk) and (H, P); zeros such as these, int8, or
+    empty uint8 where there are none. A page is `stride_bytes` behind the one before it in each of them."""
+
+    key_codes: np.ndarray
+    value_codes: np.ndarray
+    key_scales: np.ndarray
+    value_scales: np.ndarray
+    key_zeros: np.ndarray
+    value_zeros: np.ndarray
+    stride_bytes: int
+    num_pages: int
+    page_tokens: int
+
+
 class Rows(NamedTuple):
     """Row b sees positions [begins[b], ends[b]) of the pages that `tables[b]` names, in order. The first `shared[b]`,
     whole chunks of them, are in the same pages as those of a row next to it."""
@@ -69,6 +85,21 @@ class Scores(Protocol):
     def tops_HG(self) -> np.ndarray: ...
     @property
     def totals_HG(self) -> np.ndarray: ...
+
+
+class QuantizedScratch(NamedTuple):
+    """A thread's own, beside that of `Scratch`: queries by a page's scales, and what zeros add to scores or sums."""
+
+    scores_HGS: np.ndarray
+    tops_HG: np.ndarray
+    totals_HG: np.ndarray
+    scaled_HGD: np.ndarray
+    added_HG: np.ndarray
+
+    @classmethod
+    def make(cls, num_kv_heads: int, group: int, dim: int, chunk_tokens: int) -> "QuantizedScratch":
+        scratch, shape = Scratch.make(num_kv_heads, group, chunk_tokens), (num_kv_heads, group)
+        return cls(*scratch, np.empty((*shape, dim), np.float32), np.empty(shape, np.float32))
 
 
 class Scratch(NamedTuple):

@@ -12,7 +12,7 @@ B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n
 import numpy as np
 from numba import njit
 
-from .arguments import CHUNK_TOKENS, Pages, Paused, Rows, Scratch, Softmax, Span, WorkItems
+from .arguments import CHUNK_TOKENS, Pages, Paused, QuantizedPages, Rows, Scores, Scratch, Softmax, Span, WorkItems
 from .attention_blocks import ADD_BLOCK, SCORE_BLOCK, add_block, add_one, score_block, score_one
 from .attention_softmax import weigh
 from .compiled import REORDERED, kept
@@ -64,7 +64,7 @@ def _add(
 
 
 @njit(fastmath=REORDERED)
-def page_run(pages: Pages, table_n: np.ndarray, place: int, last: int) -> tuple[int, int, int]:
+def page_run(pages: Pages | QuantizedPages, table_n: np.ndarray, place: int, last: int) -> tuple[int, int, int]:
     """The page where `place` lies, the offset in it and how many positions up to `last` it holds."""
     page, offset = table_n[place // pages.page_tokens], place % pages.page_tokens
     if page < 0 or page >= pages.num_pages:
@@ -73,7 +73,7 @@ def page_run(pages: Pages, table_n: np.ndarray, place: int, last: int) -> tuple[
 
 
 @njit(fastmath=REORDERED)
-def _attend_chunk(
+def attend_chunk(
     q_HGD: np.ndarray,
     pages: Pages,
     table_n: np.ndarray,
@@ -82,7 +82,7 @@ def _attend_chunk(
     end: int,
     heads: Span,
     softcap: np.float32,
-    scratch: Scratch,
+    scratch: Scores,
     sums_HGD: np.ndarray,
 ) -> None:
     """Takes up positions [first, last), a chunk at most, of one row that ends at `end`."""
@@ -106,7 +106,8 @@ def _attend_chunk(
 
 
 @njit(fastmath=REORDERED)
-def _begin(softmax: Softmax, heads: Span, scratch: Scratch) -> None:
+def begin(softmax: Softmax, heads: Span, scratch: Scores) -> None:
+    """Sets a row's maxima and sums of weights to where they start."""
     for h in range(heads[0], heads[1]):
         for g in range(scratch.tops_HG.shape[1]):
             scratch.tops_HG[h, g], scratch.totals_HG[h, g] = softmax.tops_HG[h, g], softmax.total
@@ -144,7 +145,7 @@ def _attend_shared(
     for row in range(own_rows[0], own_rows[1]):
         if rows.shared_B[row]:
             most = max(most, rows.shared_B[row])
-            _begin(softmax, heads, scratch)
+            begin(softmax, heads, scratch)
             _pause(paused, row, heads, scratch)
     for chunk in range(0, most, CHUNK_TOKENS):
         last = chunk + CHUNK_TOKENS
@@ -154,8 +155,19 @@ def _attend_shared(
                 continue
             _resume(paused, row, heads, scratch)
             q_HGD, table_n, sums_HGD, end = q_BHGD[row], rows.tables_Bn[row], out_BHGD[row], rows.ends_B[row]
-            _attend_chunk(q_HGD, pages, table_n, first, last, end, heads, softmax.softcap, scratch, sums_HGD)
+            attend_chunk(q_HGD, pages, table_n, first, last, end, heads, softmax.softcap, scratch, sums_HGD)
             _pause(paused, row, heads, scratch)
+
+
+@njit(fastmath=REORDERED)
+def finish(out_BHGD: np.ndarray, row: int, heads: Span, scratch: Scores) -> None:
+    """Divides a row's sums by their weights."""
+    G, Dv = out_BHGD.shape[2:]
+    for h in range(heads[0], heads[1]):
+        for g in range(G):
+            share = ONE / scratch.totals_HG[h, g]
+            for d in range(Dv):
+                out_BHGD[row, h, g, d] *= share
 
 
 @njit(fastmath=REORDERED)
@@ -170,7 +182,6 @@ def _attend_item(
     scratch: Scratch,
     paused: Paused,
 ) -> None:
-    G, Dv = out_BHGD.shape[2:]
     _attend_shared(q_BHGD, pages, rows, softmax, out_BHGD, own_rows, heads, scratch, paused)
     for row in range(own_rows[0], own_rows[1]):
         first, end = rows.begins_B[row], rows.ends_B[row]
@@ -180,17 +191,13 @@ def _attend_item(
             _resume(paused, row, heads, scratch)
             first = max(first, rows.shared_B[row])
         else:
-            _begin(softmax, heads, scratch)
+            begin(softmax, heads, scratch)
         while first < end:
             last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
             q_HGD, table_n, sums_HGD = q_BHGD[row], rows.tables_Bn[row], out_BHGD[row]
-            _attend_chunk(q_HGD, pages, table_n, first, last, end, heads, softmax.softcap, scratch, sums_HGD)
+            attend_chunk(q_HGD, pages, table_n, first, last, end, heads, softmax.softcap, scratch, sums_HGD)
             first = last
-        for h in range(heads[0], heads[1]):
-            for g in range(G):
-                share = ONE / scratch.totals_HG[h, g]
-                for d in range(Dv):
-                    out_BHGD[row, h, g, d] *= share
+        finish(out_BHGD, row, heads, scratch)
 
 
 @kept

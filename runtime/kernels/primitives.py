@@ -79,9 +79,24 @@ def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Va
         return builder.bitcast(builder.shl(builder.zext(vector, INTS), ints(16)), FLOATS)
     if dtype == types.int16:
         return _from_float16(builder, builder.zext(vector, INTS))
+    if dtype == types.int8:
+        return builder.sitofp(builder.sext(vector, INTS), FLOATS)
     if dtype == types.uint8:
         return _from_float8(builder, builder.zext(vector, INTS))
     return vector
+
+
+def load_pairs(builder: Builder, pointer: Value, mask: Value | None) -> tuple[Value, Value]:
+    """float32 of the low and of the high halves of as many bytes as lanes, from 0 to 15."""
+    stored = ir.VectorType(ir.IntType(8), LANES)
+    place = builder.bitcast(pointer, stored.as_pointer())
+    if mask is None:
+        vector = builder.load(place, align=1)
+    else:
+        vector = call(builder, f"llvm.masked.load.v{LANES}i8.p0", stored, [place, INT(1), mask, stored(None)])
+    both = builder.zext(vector, INTS)
+    low, high = builder.and_(both, ints(15)), builder.lshr(both, ints(4))
+    return builder.sitofp(low, FLOATS), builder.sitofp(high, FLOATS)
 
 
 def _from_float8(builder: Builder, bits: Value) -> Value:

@@ -1,11 +1,14 @@
 """How fast attention goes: decode over pages of keys and values, by their bytes, and prompts, by FLOPs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from ..attention.even_rows import EvenRows, attend_prompt
+from ..attention.even_rows import EvenRows, Kept, attend_prompt
+from ..attention.page_codes import PageFormat, stored_dtype
 from ..cache.pages import KVPages, num_pages_for
+from ..config import KVDType
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from .linear import DTYPES
@@ -17,17 +20,24 @@ ANYTHING = 0.5  # what cached positions hold that nobody computed: memory never 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The heads of a layer, and the dtype of its queries, keys and values."""
+    """The heads of a layer, and the dtype of its queries, keys and values, which are kept in `kv_dtype`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    kv_dtype: KVDType = KVDType.auto
 
     @property
     def position_bytes(self) -> int:
-        """Keys and values of one position."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Keys and values of one position, as they are kept."""
+        if self.kv_dtype.is_quantized:
+            return self.page_format.page_bytes // PAGE_TOKENS
+        return 2 * self.num_kv_heads * self.head_dim * stored_dtype(self.kv_dtype, self.dtype).itemsize
+
+    @property
+    def page_format(self) -> PageFormat:
+        return PageFormat(self.kv_dtype, self.num_kv_heads, self.head_dim, self.head_dim)
 
     @staticmethod
     def of_llama_3_8b(dtype: torch.dtype) -> "AttentionShape":
@@ -40,19 +50,37 @@ def decoding(
     """Bytes of keys and values: rows of a lane over pages of their own, which lie in any order, layer after layer."""
     num_row_pages = num_pages_for(num_positions)
     num_pages = num_rows * num_row_pages
-    pages = KVPages(num_pages, device)
-    token = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=shape.dtype)
-    layers = [pages.layer(index, token, token) for index in range(num_layers)]
-    pages.fill(ANYTHING)
+    pages = KVPages(num_pages, device, dtype=shape.kv_dtype)
     q_BHD = torch.ones(num_rows, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device.torch_device)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0))
     rows = EvenRows(order.view(num_rows, -1).tolist(), num_positions, device)
+    attend = _attending_codes if shape.kv_dtype.is_quantized else _attending
+    layers = [attend(shape, pages, index, rows, q_BHD) for index in range(num_layers)]
+    pages.fill(ANYTHING)
 
     def sweep() -> None:
-        for k_NPHD, v_NPHD in layers:
-            rows.attend(q_BHD, k_NPHD, v_NPHD)
+        for layer in layers:
+            layer()
 
     return Timed(num_layers * num_rows * num_positions * shape.position_bytes, sweep, device.finish)
+
+
+def _attending(
+    shape: AttentionShape, pages: KVPages, index: int, rows: EvenRows, q_BHD: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    token = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=shape.dtype)
+    k_NPHD, v_NPHD = pages.layer(index, token, token)
+    return lambda: rows.attend(q_BHD, k_NPHD, v_NPHD)
+
+
+def _attending_codes(
+    shape: AttentionShape, pages: KVPages, index: int, rows: EvenRows, q_BHD: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    tail = q_BHD.new_ones(len(q_BHD), PAGE_TOKENS, shape.num_kv_heads, shape.head_dim)
+    quantized = pages.quantized_layer(index, shape.page_format)
+    quantized[:] = shape.page_format.encode(tail[:1], tail[:1])
+    kept = Kept(shape.page_format, quantized, (tail, tail))
+    return lambda: rows.attend_quantized(q_BHD, kept)
 
 
 def prefilling(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timed:

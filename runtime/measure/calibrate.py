@@ -177,6 +177,7 @@ class RunProbes:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=self.loaded.compute_dtype,
+            kv_dtype=shape.kv_dtype,
         )
 
     def decode_attention(self, device: ComputeDevice) -> Timed:

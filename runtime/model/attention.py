@@ -17,6 +17,7 @@ from ..attention.device_attention import attend_fused, decode_on_device, fused_a
 from ..attention.host_attention import decode_attention
 from ..attention.layout import LayerKV
 from ..attention.quantized import QuantizedKV
+from ..attention.quantized_attention import decode_quantized
 from ..attention.rule import Rule
 from ..attention.views import DecodeRows, Prompts, Reach, Segment, View
 from ..cache.host_lane import HostVisit
@@ -111,8 +112,10 @@ def _attend(
     def decoded(rows: DecodeRows, q_BHD: torch.Tensor) -> torch.Tensor:
         if kv is None:
             return _decode_expanded(q_BHD, key, value, rows, reach, rule)
-        if seen.is_on_accelerator or isinstance(kv, QuantizedKV):
+        if seen.is_on_accelerator:
             return decode_on_device(q_BHD, kv, rows, reach, rule)
+        if isinstance(kv, QuantizedKV):
+            return decode_quantized(q_BHD, kv, rows, reach, rule, num_threads)
         return _decode(q_BHD, kv, rows, reach, rule, num_threads)
 
     if rows is not None and not seen.segments:  # all that is in the pass, in its order

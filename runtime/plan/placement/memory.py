@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 from ...batching.prefixes import SharedPrefix, Shares
 from ...units import MIB, round_up
-from ..shape.attention import AttentionSizes, AttentionWay, device_attention_bytes
+from ..shape.attention import GATHERED_BYTES, AttentionSizes, AttentionWay, device_attention_bytes
 from ..shape.delta_rule import CHUNK_COLUMNS
 from ..shape.kv_dtype import PAGE_TOKENS as PAGE_TOKENS
 from ..shape.model import ModelShape
@@ -332,9 +332,20 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
         elif shape.is_packed:
             prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
             prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
+        if shape.kv_dtype.is_quantized:
+            prefill += _dequantized_bytes(shape, lane, longest, tokens)
         expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size
         worst = max(worst, decode + expanded, prefill + expanded)
     return worst
+
+
+def _dequantized_bytes(shape: ModelShape, lane: MicroBatch, longest: int, num_tokens: int) -> int:
+    """What quantised pages take while they become numbers, three times in float32, of a prompt or of as many rows as an
+    accelerator gathers at a time; and masks over the pages of a pass, which are seen as kept and as computed."""
+    width = shape.num_kv_heads * shape.head_dim
+    most = GATHERED_BYTES // (2 * width * shape.compute_dtype_bytes)
+    positions = longest if shape.has_decode_kernel else max(longest, min(len(lane) * longest, most))
+    return 3 * 2 * width * 4 * positions + 4 * min(num_tokens, longest) * (longest + min(num_tokens, longest))
 
 
 def _attention_sizes(shape: ModelShape, lane: MicroBatch, *, num_tokens: int, longest: int) -> AttentionSizes:
