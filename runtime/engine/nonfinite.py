@@ -49,7 +49,7 @@ class Origin:
 def repeated(sequence: Sequence, *, has_encoder: bool) -> Sequence:
     """What is known of it as a prompt; behind an encoder, where no answer can be prefilled, from its beginning."""
     known = sequence.request.prompt_ids if has_encoder else tuple(sequence.known_ids)
-    return Sequence(request=replace(sequence.request, prompt_ids=known, max_new_tokens=1))
+    return Sequence(request=replace(sequence.request, prompt_ids=known, max_new_tokens=1, num_beams=1))
 
 
 @dataclass(kw_only=True)
@@ -116,7 +116,8 @@ class Inquiry:
             if (origin := origins.get(id(copy))) is not None:
                 sequence.error = f"{sequence.error}; {origin}"
         is_total = counts.useful_tokens == 0
-        if is_total and (len(all_broken) > 1 or any(origin.is_in_weights for origin in origins.values())):
+        num_prompts = sum(1 for s in all_broken if s.request.num_beams == 1 or not s.request.sample_index)
+        if is_total and (num_prompts > 1 or any(origin.is_in_weights for origin in origins.values())):
             raise BrokenModelError(
                 f"model.path={self._model.checkpoint.path}: all {len(all_broken)} rows of a pass have failed, the "
                 f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"

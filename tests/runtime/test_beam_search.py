@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from jobs.run.saved_search import read_search, written_search
 from runtime import PolicyConfig, PrefetchConfig, Runtime, RuntimeConfig, SamplingConfig
@@ -25,15 +27,17 @@ from runtime.config import (
     Tier,
 )
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Unfinished
+from runtime.engine.sequence import FinishReason, Unfinished
 from runtime.errors import ConfigError
 from runtime.model.followed import effective_sampling
 from runtime.origin.generation_config import ModelGeneration
 from runtime.sampling_config import AS_THE_MODEL_SAYS
+from runtime.synthesize.checkpoints import config_for as tiny_config
 from tests.fake_device import FakeDevice
 from tests.runtime.beam_support import (
     GRID,
     NUM_NEW,
+    Found,
     References,
     Searched,
     clear_search,
@@ -41,9 +45,10 @@ from tests.runtime.beam_support import (
     searched,
     searched_requests,
 )
+from tests.runtime.guard_support import TROCR
 from tests.runtime.test_fidelity import config_for
 from tests.runtime.test_resumption import Stops
-from tests.support import transformers_model
+from tests.support import Reference, transformers_model
 
 FAMILIES = ("llama", "mixtral", "qwen3", "gemma-3", "gpt2", "deepseek-v3", "bloom", "qwen3-next", "t5")
 WIDEST = len(GRID) - 2  # four beams, of which long ones are liked
@@ -250,3 +255,49 @@ def test_beams_part_in_pages_of_fewer_bytes(
     scored = runtime.score([(list(each.request.prompt_ids), list(each.token_ids)) for each in found])
     for each, score in zip(found, scored, strict=True):
         assert [token.own for token in each.logprobs] == pytest.approx(score.token_logprobs, abs=1e-4)
+
+
+def test_ways_end_at_stop_strings_where_they_end_in_transformers(
+    beams: Callable[[str], Searched], reference: References
+) -> None:
+    of, model = beams("llama"), transformers_model(reference("llama").directory)
+    runtime = Runtime(replace(config_for(reference("llama"), tier=Tier.none), policy=policy()))
+    own = runtime.model.tokenizer
+    assert own is not None
+    said = [own.decode([token]) for found in of.answers[WIDEST] for token in found.tokens[0][1:5]]
+    stop = [text for text in said if re.fullmatch("[a-z ]+", text)][:2]
+    num_stopped = 0
+    for prompt, found in zip(of.prompts, searched(runtime, of, replace(GRID[WIDEST].sampling, stop=stop)), strict=True):
+        settings = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": False}
+        expected = clear_search(model, prompt, of.ends, stop_strings=stop, tokenizer=own, **settings)
+        assert expected is not None, "no clear choice: take another prompt"
+        for each, theirs in zip(found, expected.tokens, strict=True):
+            is_stopped = each.finish is FinishReason.stop
+            assert [*each.token_ids, *of.ends[: int(is_stopped and len(each.token_ids) < len(theirs))]] == theirs
+            assert not any(text in each.text for text in stop)
+            num_stopped += is_stopped
+    assert num_stopped > 0
+
+
+def test_beams_share_a_rectangle_where_rows_pass_one_by_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(tiny_config(TROCR.model_type, TROCR.overrides)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.3 if parameter.ndim > 1 else 0.1)
+    theirs.save_pretrained(tmp_path)
+    generator, prompts, answers = torch.Generator().manual_seed(0), list[list[int]](), list[Found]()
+    for length in (5, 17, 3):
+        answer = None
+        while answer is None:
+            prompt = torch.randint(5, 600, (length,), generator=generator).tolist()
+            answer = clear_search(theirs, prompt, (), num_beams=3)
+        prompts.append(prompt)
+        answers.append(answer)
+    of = Searched(prompts=prompts, ends=[], answers=[])
+    tiny = Reference(directory=tmp_path, prompts=[], expected=[], sampled=[])
+    runtime = Runtime(config_for(tiny, policy=policy(micro_batch_size=9)))
+    assert runtime.model.habits.apart
+    sampling = SamplingConfig(num_beams=3, n=3, max_new_tokens=NUM_NEW)
+    for found, expected in zip(searched(runtime, of, sampling), answers, strict=True):
+        assert [list(each.token_ids) for each in found] == expected.tokens

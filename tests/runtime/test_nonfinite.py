@@ -96,3 +96,15 @@ def test_a_healthy_run_makes_no_second_pass(reference: References, monkeypatch: 
     ref = reference("llama")
     results = runtime_for(ref, SamplingConfig(max_new_tokens=2)).generate(ref.prompts)
     assert all(isinstance(result, Completion) and result.error is None for result in results)
+
+
+def test_beams_of_one_broken_prompt_end_together_and_leave_others_alone(reference: References, tmp_path: Path) -> None:
+    ref, sampling = reference("llama"), SamplingConfig(num_beams=3, n=2, max_new_tokens=3, ignore_eos=True)
+    own = spoiled(ref, tmp_path / "own", "model.embed_tokens.weight", float("nan"), ref.prompts[0][0])
+    prompts = [prompt for prompt in ref.prompts if ref.prompts[0][0] not in prompt or prompt is ref.prompts[0]]
+    broken, other, *healthy = runtime_for(own, sampling).generate(prompts)
+    assert all("comes out of model.embed_tokens" in (each.error or "") for each in (broken, other))
+    assert len(healthy) == 2 * (len(prompts) - 1) > 0
+    assert all(isinstance(each, Completion) and each.error is None for each in healthy)
+    (alone, _) = runtime_for(own, sampling).generate(prompts[:1])
+    assert alone.finish is FinishReason.error
