@@ -21,6 +21,11 @@ class SamplingOverrides:
     stop: list[str] | None = None
     seed: int | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    ignore_eos: bool | None = None
     n: int | None = None
     logprobs: int | None = None
     json_schema: str | None = None
@@ -169,6 +174,15 @@ class SamplingConfig:
     def overridden(self, by: SamplingOverrides) -> "SamplingConfig":
         """Raises ConfigError when what results cannot go together."""
         given = by.given
+        require(
+            not self.ignore_eos or by.ignore_eos in (None, True),
+            "sampling.ignore_eos=true is the run's: no request ends by what the run ignores",
+        )
+        is_search = (self.num_beams or 1) > 1
+        require(
+            not is_search or self.ignore_eos or not by.ignore_eos,
+            f"sampling.num_beams={self.num_beams} ends all searches alike: ignore_eos is the run's to say",
+        )
         off = dict.fromkeys(STRUCTURES) if any(key in given for key in STRUCTURES) else {}
         return replace(self, **{**off, **given}) if given else self
 

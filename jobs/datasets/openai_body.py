@@ -3,6 +3,7 @@ its request, so that none is passed over in silence.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TypeAlias, TypedDict
@@ -32,16 +33,19 @@ WITHOUT_EFFECT: Mapping[str, tuple[Json, ...]] = {  # the values that ask for wh
     "modalities": (["text"],),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "use_beam_search": (False,),
+    "priority": (0,),
 }
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 STRUCTURED = frozenset({"response_format", "structured_outputs", *GUIDED})  # OpenAI's, and those of vLLM
-SAMPLED = frozenset({"max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURED})
+OF_VLLM = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
+SAMPLED = frozenset({"max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURED, *OF_VLLM})
 ADVICE = {  # what does the same for all lines of a run
-    "top_k": "sampling.top_k",
-    "min_p": "sampling.min_p",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "ignore_eos": "sampling.ignore_eos",
-    "min_tokens": "sampling.min_new_tokens",
     "reasoning_effort": "body.chat_template_kwargs, where the model's template knows it",
 }
 
@@ -118,6 +122,11 @@ def _overrides(given: Fields, logprobs: int | None) -> SamplingOverrides:
         temperature=_number(given, "temperature", least=0, most=2),
         top_p=_number(given, "top_p", least=0, most=1),
         stop=None if stop is None else [check_text(text, "a stop string of body.stop") for text in stops],
+        top_k=_top_k(given),
+        min_p=_number(given, "min_p", least=0, most=1),
+        repetition_penalty=_number(given, "repetition_penalty", least=0, most=math.inf),
+        min_new_tokens=_whole(given, "min_tokens"),
+        ignore_eos=_truth(given, "ignore_eos"),
         seed=_whole(given, "seed", most=MAX_SEED),
         n=_whole(given, "n", least=1),
         logprobs=logprobs,
@@ -204,6 +213,19 @@ def _template_kwargs(value: Json) -> dict[str, Json]:
     taken = sorted(TEMPLATE_KEYWORDS & value.keys())
     if taken:
         raise BadRecord(f"body.chat_template_kwargs.{taken[0]} is set by the run itself")
+    return value
+
+
+def _top_k(given: Fields) -> int | None:
+    """What 0 says, -1 does too, in vLLM's words: all tokens."""
+    found = _whole(given, "top_k", least=-1)
+    return None if found is None else max(0, found)
+
+
+def _truth(given: Fields, key: str) -> bool | None:
+    value = given.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise BadRecord(f"body.{key} is not true or false")
     return value
 
 

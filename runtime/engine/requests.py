@@ -82,6 +82,11 @@ def make_request(
         stop=tuple(own.stop or ()),
         own_seed=overrides.seed,
         top_p=overrides.top_p,
+        top_k=overrides.top_k,
+        min_p=overrides.min_p,
+        repetition_penalty=overrides.repetition_penalty,
+        min_new_tokens=overrides.min_new_tokens,
+        ignore_eos=own.ignore_eos,
         grammar=grammar,
         num_beams=own.num_beams or 1,
     )

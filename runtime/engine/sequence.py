@@ -122,10 +122,11 @@ class BeamWay:
 class Request:
     """`prompt_ids` must not be empty. `id` and `sample_index` together, the `key`, are unique in a run.
 
-    `temperature` 0 is greedy. `top_p`: None is the run's. With `scoring` nothing is generated: `max_new_tokens` is 1,
-    as the scores come with the prompt's last pass, where a first token would. So it is with an `encoding`. `grammar`:
-    what the completion must be, in llguidance's form; None: anything. With `num_beams` so many requests of one id are
-    the beams of one search, of which those that are not `is_returned` come to no completion.
+    `temperature` 0 is greedy. Where `top_p` and what follows on it are None they are the run's. With `scoring` nothing
+    is generated: `max_new_tokens` is 1, as the scores come with the prompt's last pass, where a first token would. So
+    it is with an `encoding`. `grammar`: what the completion must be, in llguidance's form; None: anything. With
+    `num_beams` so many requests of one id are the beams of one search, of which those that are not `is_returned` come
+    to no completion.
     """
 
     id: str
@@ -138,9 +139,19 @@ class Request:
     scoring: Scoring | None = None
     encoding: Encoding | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    ignore_eos: bool = False
     grammar: str | None = None
     num_beams: int = 1
     is_returned: bool = True
+
+    @property
+    def cuts(self) -> tuple[float | None, ...]:
+        """What its draws go by beside the run's settings."""
+        return self.temperature, self.top_p, self.top_k, self.min_p
 
     @property
     def key(self) -> tuple[str, int]:

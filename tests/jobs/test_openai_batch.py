@@ -51,6 +51,10 @@ def rows_of(folder: Path, *lines: object, **settings: object) -> list[Row]:
         (CHAT, {"max_completion_tokens": 5, "max_tokens": 5}, {"max_new_tokens": 5}),
         (CHAT, {"temperature": 0.5, "top_p": 0.9, "seed": 4}, {"temperature": 0.5, "top_p": 0.9, "seed": 4}),
         (CHAT, {"stop": ["a", "b"]}, {"stop": ["a", "b"]}),
+        (CHAT, {"top_k": 5, "min_p": 0.1}, {"top_k": 5, "min_p": 0.1}),
+        (CHAT, {"top_k": -1, "repetition_penalty": 1.2}, {"top_k": 0, "repetition_penalty": 1.2}),
+        (TEXT, {"min_tokens": 2, "ignore_eos": True}, {"min_new_tokens": 2, "ignore_eos": True}),
+        (TEXT, {"stop_token_ids": [], "skip_special_tokens": True, "priority": 0}, {}),
         (CHAT, {"logprobs": True}, {"logprobs": 1}),
         (CHAT, {"logprobs": True, "top_logprobs": 7}, {"logprobs": 7}),
         (CHAT, {"logprobs": False}, {}),
@@ -81,7 +85,11 @@ def test_what_a_body_asks_is_what_its_row_asks(
 @pytest.mark.parametrize(
     ("url", "body", "why"),
     [
-        (TEXT, {"top_k": 5}, r"body\.top_k cannot be honoured for a single line: sampling\.top_k does"),
+        (TEXT, {"top_k": 0.5}, r"body\.top_k is '0\.5', not a whole number"),
+        (TEXT, {"top_k": -2}, r"body\.top_k must be -1 or more"),
+        (TEXT, {"min_p": 2}, r"body\.min_p must be 0 to 1, got 2"),
+        (TEXT, {"ignore_eos": 1}, r"body\.ignore_eos is not true or false"),
+        (TEXT, {"stop_token_ids": [5]}, r"body\.stop_token_ids='\[5\]' cannot be honoured"),
         (TEXT, {"wings": 2}, r"body\.wings cannot be honoured"),
         (CHAT, {"best_of": 2}, r"body\.best_of='2' cannot"),
         (CHAT, {"stream": True}, r"body\.stream='True' cannot"),
@@ -211,7 +219,7 @@ NUM_LINES, NUM_BAD = 1000, 50
 
 def thousand_lines() -> list:
     """Of both urls, every twentieth bad, each in another way."""
-    bad = [*BAD_LINES, json.dumps(line("x", n=2, temperature=0)), json.dumps(line("x", CHAT, top_k=1))]
+    bad = [*BAD_LINES, json.dumps(line("x", n=2, temperature=0)), json.dumps(line("x", CHAT, repetition_penalty=0))]
     made: list = []
     for number in range(NUM_LINES):
         if number % (NUM_LINES // NUM_BAD) == 7:

@@ -1,5 +1,7 @@
 """Sampled tokens are those of transformers' own `generate` for each prompt alone, wherever a request lands."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -72,7 +74,7 @@ def test_samples_come_prompt_by_prompt_and_each_equals_transformers_with_its_own
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_rows_of_any_temperature_and_top_p_side_by_side_get_what_they_would_get_alone(
+def test_rows_of_any_temperature_and_cuts_side_by_side_get_what_they_would_get_alone(
     family: str, reference: References
 ) -> None:
     """Three sequences share a lane: greedy, the run's own temperature, and others."""
@@ -84,6 +86,7 @@ def test_rows_of_any_temperature_and_top_p_side_by_side_get_what_they_would_get_
     own = [{"temperature": temperature} for temperature in temperatures]
     for row, top_p in ((1, 0.2), (2, 0.3), (3, 0.1), (6, 1.0)):
         own[row]["top_p"] = top_p
+    own[1]["top_k"], own[2]["min_p"], own[3]["repetition_penalty"], own[5]["repetition_penalty"] = 3, 0.3, 3.0, 0.5
     asked = list(enumerate(zip(ref.prompts, own, strict=True)))
     requests = [request_of(runtime, str(n), prompt, **given) for n, (prompt, given) in asked]
     expected = [
@@ -196,6 +199,22 @@ def test_eos_ends_a_sequence_unless_ignored(ignore_eos: bool, limit: int, finish
     row = running(max_new_tokens=limit)
     step(sampler, [row], logits_for(4), 0)
     assert (row.generated, row.finish) == ([4], finish)
+
+
+def test_a_row_ends_by_its_own_least_length_and_may_ignore_the_end() -> None:
+    """The run's own least length is 1; transformers bans the end until a row has as many tokens."""
+    sampler = Sampler(SamplingConfig(min_new_tokens=1), vocab_size=300, eos_token_ids=frozenset([4]))
+    own: list[dict[str, object]] = [{}, {"min_new_tokens": 0}, {"min_new_tokens": 2}, {"ignore_eos": True}]
+    rows = [running(id=str(n)) for n in range(len(own))]
+    for row, given in zip(rows, own, strict=True):
+        row.request = replace(row.request, **given)  # pyright: ignore[reportArgumentType]
+    logits = logits_for(4, 4, 4, 4)
+    logits[:, 5] = 0.5
+    for turn in range(3):
+        left = [row for row in rows if row.finish is None]
+        step(sampler, left, logits[: len(left)], turn)
+    assert [row.generated for row in rows] == [[5, 4], [4], [5, 5, 4], [4, 4, 4]]
+    assert [row.finish for row in rows] == [FinishReason.eos] * 3 + [None]
 
 
 @pytest.mark.parametrize(

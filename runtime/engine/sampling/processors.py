@@ -5,6 +5,7 @@ history.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ from transformers import (
 
 from ...attention.upload import upload
 from ...config import SamplingConfig
-from ..sequence import Sequence
+from ...sampling_config import MAX_NEW_TOKENS
+from ..sequence import Request, Sequence
+
+NUM_PENALTIES = 256  # whose processors are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,33 +84,52 @@ class Processors:
         self._start_token_id = start_token_id
         self._device: Any = device  # torch takes it where transformers asks for a str
         eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
-        self._by_history = _history_steps(config, bad_words, eos)
+        self._history_steps = lru_cache(NUM_PENALTIES)(lambda penalty: _history_steps(config, bad_words, eos, penalty))
+        self._run_penalty = config.repetition_penalty
         ending = [] if eos is None else [*self._least_lengths(config, eos)]
         growing = [] if eos is None else [*_growing_penalty(config, eos)]
         self._by_length = [*ending, *self._forced_tokens(config), *growing, *self._suppressed_tokens(config)]
 
     def __call__(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Scores, a tensor of their own where anything is applied: `logits_BV` is left as it is."""
-        scores_BV = logits_BV
-        if self._by_history:
-            ids_BT = upload(self._history(sequences, pad=logits_BV.shape[-1]), logits_BV.device)
-            scores_BV = process(self._by_history, ids_BT, F.pad(scores_BV, (0, 1)))[:, :-1]  # the pad has a column too
+        scores_BV = self._by_history(sequences, logits_BV)
         for step in self._by_length:
             scores_BV = step(sequences, scores_BV)
         return scores_BV
+
+    def _by_history(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
+        """Rows of one repetition penalty together."""
+        rows_of: dict[float | None, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            own = sequence.request.repetition_penalty
+            rows_of.setdefault(self._run_penalty if own is None else own, []).append(row)
+        if len(rows_of) == 1:
+            [penalty] = rows_of
+            return self._penalised(sequences, logits_BV, penalty)
+        made_BV = logits_BV.clone()
+        for penalty, rows in rows_of.items():
+            rows_R = upload(rows, logits_BV.device)
+            made_BV[rows_R] = self._penalised([sequences[row] for row in rows], logits_BV[rows_R], penalty)
+        return made_BV
+
+    def _penalised(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, penalty: float | None) -> torch.Tensor:
+        steps = self._history_steps(penalty)
+        if not steps:
+            return logits_BV
+        ids_BT = upload(self._history(sequences, pad=logits_BV.shape[-1]), logits_BV.device)
+        return process(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # the pad has a column too
 
     def _least_lengths(self, config: SamplingConfig, eos: torch.Tensor) -> Iterator[LengthStep]:
         least, fewest = config.min_length or 0, config.min_new_tokens or 0
         if least:
             yield LengthStep(
                 processor=MinLengthLogitsProcessor(least, eos),
-                length=lambda row: self._num_seen(row) if self._num_seen(row) < least else None,
+                length=lambda row: self._num_seen(row) if self._num_seen(row) < least and _may_end(row) else None,
             )
-        if fewest:
-            yield LengthStep(
-                processor=MinNewTokensLengthLogitsProcessor(0, fewest, eos),
-                length=lambda row: _num_new(row) if _num_new(row) < fewest else None,
-            )
+        yield LengthStep(  # which bans the end wherever it is shown a length
+            processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
+            length=lambda row: _num_new(row) if _num_new(row) < _fewest(row, fewest) and _may_end(row) else None,
+        )
 
     def _forced_tokens(self, config: SamplingConfig) -> Iterator[LengthStep]:
         if config.forced_bos_token_id is not None:
@@ -153,12 +176,23 @@ def _num_new(row: Sequence) -> int:
     return len(row.generated)
 
 
-def _history_steps(config: SamplingConfig, bad_words: list[list[int]], eos: torch.Tensor | None) -> LogitsProcessorList:
+def _may_end(row: Sequence) -> bool:
+    return not row.request.ignore_eos
+
+
+def _fewest(row: Sequence, of_run: int) -> int:
+    own = row.request.min_new_tokens
+    return of_run if own is None else own
+
+
+def _history_steps(
+    config: SamplingConfig, bad_words: list[list[int]], eos: torch.Tensor | None, penalty: float | None
+) -> LogitsProcessorList:
     made = LogitsProcessorList()
     if config.sequence_bias:
         made.append(SequenceBiasLogitsProcessor(config.sequence_bias))
-    if config.repetition_penalty not in (None, 1):
-        made.append(RepetitionPenaltyLogitsProcessor(penalty=float(config.repetition_penalty)))
+    if penalty not in (None, 1):
+        made.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
     if config.no_repeat_ngram_size:
         made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
     if banned := [*bad_words, *(config.bad_words_ids or [])]:
@@ -172,32 +206,35 @@ def _growing_penalty(config: SamplingConfig, eos: torch.Tensor) -> Iterator[Leng
         begin, factor = int(config.exponential_decay_length_penalty[0]), config.exponential_decay_length_penalty[1]
         yield LengthStep(
             processor=ExponentialDecayLengthPenalty((begin, factor), eos, 0),
-            length=lambda row: _num_new(row) if _num_new(row) > begin else None,
+            length=lambda row: _num_new(row) if _num_new(row) > begin and _may_end(row) else None,
         )
 
 
-def warpers(config: SamplingConfig, temperature: float, top_p: float | None = None) -> LogitsProcessorList:
+def warpers(config: SamplingConfig, asked: Request) -> LogitsProcessorList:
     """What transformers applies last; to greedy rows nothing but the normalization. None of them looks at the
-    history. `top_p`: None is the run's."""
+    history."""
     made = LogitsProcessorList()
-    if temperature != 0:
-        made.extend(_narrowing(config, temperature, config.top_p if top_p is None else top_p))
+    if asked.temperature != 0:
+        made.extend(_narrowing(config, asked))
     if config.renormalize_logits:
         made.append(LogitNormalization())
     return made
 
 
-def _narrowing(config: SamplingConfig, temperature: float, top_p: float | None) -> Iterator[LogitsProcessor]:
-    if temperature != 1:
-        yield TemperatureLogitsWarper(float(temperature))
+def _narrowing(config: SamplingConfig, asked: Request) -> Iterator[LogitsProcessor]:
+    top_k = config.top_k if asked.top_k is None else asked.top_k
+    top_p = config.top_p if asked.top_p is None else asked.top_p
+    min_p = config.min_p if asked.min_p is None else asked.min_p
+    if asked.temperature != 1:
+        yield TemperatureLogitsWarper(float(asked.temperature))
     if config.top_h is not None:
         yield TopHLogitsWarper(top_h=config.top_h)
-    if config.top_k:
-        yield TopKLogitsWarper(top_k=config.top_k)
+    if top_k:
+        yield TopKLogitsWarper(top_k=top_k)
     if top_p is not None and top_p < 1:
         yield TopPLogitsWarper(top_p=float(top_p))
-    if config.min_p:
-        yield MinPLogitsWarper(min_p=float(config.min_p))
+    if min_p:
+        yield MinPLogitsWarper(min_p=float(min_p))
     if config.typical_p is not None and config.typical_p < 1:
         yield TypicalLogitsWarper(mass=config.typical_p)
     if config.epsilon_cutoff:

@@ -164,7 +164,7 @@ class Sampler:
 
     def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
         """What the run's processors make of log-probabilities."""
-        scores_BV, last = self._processors(sequences, logprobs_BV), warpers(self._config, 0)
+        scores_BV, last = self._processors(sequences, logprobs_BV), warpers(self._config, sequences[0].request)
         return process(last, no_history(scores_BV), scores_BV) if last else scores_BV
 
     def _end_of(self, beam: Sequence, token_ids: Rows[int]) -> tuple[FinishReason, int | None] | None:
@@ -203,11 +203,10 @@ class Sampler:
         return torch.cat([numbers_B3, written_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
 
     def _choose(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
-        """Rows of one temperature and one `top_p` together; each row gets what it would get alone."""
-        rows_of: dict[tuple[float, float | None], list[int]] = {}
+        """Rows of one temperature and the same cuts together; each row gets what it would get alone."""
+        rows_of: dict[tuple[float | None, ...], list[int]] = {}
         for row, sequence in enumerate(sequences):
-            request = sequence.request
-            rows_of.setdefault((request.temperature, request.top_p), []).append(row)
+            rows_of.setdefault(sequence.request.cuts, []).append(row)
         if len(rows_of) == 1:
             return self._chosen(sequences, scores_BV)
         tokens_B = torch.zeros_like(scores_BV[:, 0], dtype=torch.int64)
@@ -219,7 +218,7 @@ class Sampler:
     def _chosen(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
         """The tokens of rows that are alike in what `_choose` goes by."""
         asked = sequences[0].request
-        last = warpers(self._config, asked.temperature, asked.top_p)
+        last = warpers(self._config, asked)
         warped_BV = process(last, no_history(scores_BV), self._choosable(scores_BV)) if last else scores_BV
         if asked.temperature == 0:
             return warped_BV.argmax(-1)
@@ -249,7 +248,7 @@ class Sampler:
         return sequence.generator
 
     def _mark_finished(self, sequence: Sequence) -> None:
-        if sequence.generated[-1] in self._eos:
+        if sequence.generated[-1] in self._eos and not sequence.request.ignore_eos:
             sequence.finish = FinishReason.eos
         elif self._hits_stop(sequence):
             sequence.finish = FinishReason.stop
