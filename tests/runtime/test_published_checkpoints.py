@@ -9,9 +9,10 @@ import pytest
 from runtime import Runtime
 from runtime.config import Tier
 from runtime.errors import CheckpointError
+from tests.fake_device import FakeDevice
 from tests.published_formats import PUBLISHED, write_published
 from tests.quantized import tensors_in, write_checkpoint
-from tests.runtime.test_fidelity import tokens_of
+from tests.runtime.test_fidelity import tokens, tokens_of
 from tests.runtime.test_quantized_checkpoints import at, expected_tokens, shape_of
 from tests.support import Reference
 
@@ -46,6 +47,13 @@ def test_tokens_are_those_of_the_numbers(family: str, name: str, reference: Refe
     assert tokens_of(runtime, ref.prompts) == expected
     runtime.config = at(ref, quantised, Tier.none)
     assert tokens_of(runtime, ref.prompts) == expected
+
+
+def test_tokens_are_those_of_the_numbers_in_front_of_a_device(reference: References, tmp_path: Path) -> None:
+    """Experts are brought one by one, with all that their numbers are made of."""
+    ref = reference("mixtral")
+    quantised, plain = write(ref, "mixtral", "bitsandbytes nf4", tmp_path)
+    assert tokens(at(ref, quantised), ref.prompts, FakeDevice((False, True))) == expected_tokens(plain, ref.prompts)
 
 
 UNREAD = ("weight_shape", "input_scale", "g_idx", "weight_format", "quant_state.bitsandbytes__nf4")

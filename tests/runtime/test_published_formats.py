@@ -61,6 +61,19 @@ def test_numbers_are_those_of_the_definition_bit_by_bit(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_made_on_the_way_is_made_where_the_weight_lies(name: str, tmp_path: Path) -> None:
+    """What is made without a device goes to one that has no numbers; tables are there already."""
+    piece, expected = written(PUBLISHED[name], tmp_path)
+    choices = [slice(13, 41), torch.tensor([47, 0, 33, 33])]
+    assert torch.equal(dequantized(rows_of(piece), choices[0]), expected[choices[0]])
+    outs = [torch.full_like(expected[choice], float("nan")) for choice in choices]
+    with torch.device("meta"):
+        for choice, out in zip(choices, outs, strict=True):
+            rows_of(piece).dequantize(choice, out)
+    assert all(torch.equal(out, expected[choice]) for choice, out in zip(choices, outs, strict=True))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_run_of_rows_is_cut_out_or_none_at_all(name: str, tmp_path: Path) -> None:
     piece, expected = written(PUBLISHED[name], tmp_path)
     for turn in range(3):

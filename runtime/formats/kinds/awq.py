@@ -60,7 +60,7 @@ def _codes(words_KW: torch.Tensor, rows: Chosen, num_rows: int, first_row: int) 
     start, stop, _ = rows.indices(num_rows)
     first, last = (first_row + start) // PER_WORD, -(-(first_row + stop) // PER_WORD)
     words_WK = words_KW[:, first:last].t().contiguous()
-    codes_RK = (words_WK[:, None] >> shifts[:, None] & 15).flatten(0, 1)
+    codes_RK = (words_WK[:, None] >> shifts[:, None]).bitwise_and_(15).flatten(0, 1)
     before = first_row + start - first * PER_WORD
     return codes_RK[before : before + stop - start]
 
