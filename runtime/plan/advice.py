@@ -172,6 +172,7 @@ def _kv_on_disk(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
         yield (
             f"kv=auto keeps keys and values of {len(layout.page_bytes)} layers on disk, which is slow: memory has no "
             f"room for more; raise {keys}, or lower policy.micro_batch_size or sampling.max_new_tokens"
+            + ("; with a loss, kv.dtype=int8 keeps them in fewer bytes" if layout.may_be_quantized else "")
         )
 
 

@@ -148,6 +148,7 @@ def test_a_setting_that_is_off_leaves_a_run_of_before_it_existed_its_name_and_ma
         "sampling.sequence_bias=[[[5,6],-2]]",
         "dataset={kind: jsonl, path: x, stop_field: s}",
         "policy.micro_batch_size=8",
+        "kv.dtype=int8",
     ],
 )
 def test_what_can_change_the_text_changes_the_run(override: str) -> None:

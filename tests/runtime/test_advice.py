@@ -163,6 +163,7 @@ def test_kv_that_lands_on_disk_by_itself_is_said_with_the_budget(tier: KVTier, n
     found = advice(config, DENSE, narrow, has_device=False)
     assert len(found) == num_warnings
     assert all("offload.host_memory_gib" in sentence for sentence in found)
+    assert all("with a loss, kv.dtype=int8" in sentence for sentence in found)
 
 
 def test_a_runtime_gives_its_advice_once_before_it_reads_weights(

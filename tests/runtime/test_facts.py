@@ -10,6 +10,7 @@ from runtime.config import (
     Attention,
     ExpertPaging,
     KVConfig,
+    KVDType,
     KVTier,
     OffloadConfig,
     Order,
@@ -26,6 +27,7 @@ from runtime.plan.facts import PlanFacts
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
+from runtime.plan.shape.kv_dtype import keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB
 from tests.toy import sizes_of, toy_mixture, toy_shape
@@ -127,3 +129,10 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
     for why, each in off.items():
         assert (each.sharing, each.num_spared_tokens) == ("off", 0)
         assert why in str(each)
+
+
+def test_keys_and_values_that_lose_something_are_said_to() -> None:
+    assert facts(NVME).kv_loss is None
+    lossy = facts(NVME, keeping_kv(toy_shape(is_packed=True), KVDType.int8))
+    assert lossy.kv_loss == "KV int8: lossy"
+    assert str(lossy).splitlines()[-1].endswith("; KV int8: lossy")

@@ -24,10 +24,13 @@ from runtime.config import (
 )
 from runtime.engine.sequence import Completion, Request
 from runtime.errors import ConfigError
+from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.placement.placer import place
+from runtime.plan.planner import RunPlan, find_policy
+from runtime.plan.search.candidate import Problem
 from runtime.plan.shape.kv_dtype import keeping_kv
 from runtime.stream.device import ComputeDevice
 from runtime.units import GIB
@@ -167,6 +170,28 @@ def test_more_sequences_fit_in_fewer_bytes() -> None:
     assert most_lanes(KVDType.float8) == pytest.approx(2 * exact, rel=0.06)
     assert most_lanes(KVDType.int8) == pytest.approx(exact / 0.543, rel=0.06)
     assert most_lanes(KVDType.int4) == pytest.approx(exact / 0.311, rel=0.06)
+
+
+def test_a_search_leaves_keys_and_values_as_they_are_asked_for() -> None:
+    """However little memory there is; asked for in fewer bytes, its blocks are larger, and no plan goes back."""
+    shape = read_shape("llama-3.1-8b", DType.bfloat16)
+    sizes = [SequenceSize(num_prompt_tokens=1024, max_new_tokens=256)] * 512
+    budgets, rates = (
+        Budgets(host_bytes=64 * GIB, device_bytes=16 * GIB),
+        MachineRates(
+            disk_bytes_per_second=2e9, link_in_bytes_per_second=1.6e10, gemm_flops_per_second={1: 1e11, 512: 3e13}
+        ),
+    )
+
+    def found(dtype: KVDType) -> RunPlan:
+        config = RuntimeConfig(kv=KVConfig(dtype=dtype, tier="device"), policy=PolicyConfig(kind=PolicyKind.hrm))
+        problem = Problem(shape=keeping_kv(shape, dtype), config=config, budgets=budgets, sizes=sizes, rates=rates)
+        plan = find_policy(problem)
+        assert plan.kv.dtype is dtype
+        return plan
+
+    exact, lossy = found(KVDType.auto), found(KVDType.int8)
+    assert len(lossy.blocks[0].members) > 1.5 * len(exact.blocks[0].members)
 
 
 @pytest.mark.parametrize("dtype", LOSSY)

@@ -6,9 +6,10 @@ A **page** is `PAGE_TOKENS` positions of one sequence in one layer; its number i
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...config import KVTier
+from ...config import KVDType, KVTier
 from ...units import MIB, round_up
 from ..shape.extents import ALIGNMENT_BYTES, pinned_bytes
+from ..shape.kv_dtype import why_exact
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import spread
 from .ledger import Entry
@@ -30,6 +31,7 @@ class KVLayout:
     slot_pages: int
     num_slots: int
     is_quantized: bool = False
+    may_be_quantized: bool = False  # kv.dtype is left at auto, and a lossy one could be had
 
     @property
     def stays_in_host(self) -> bool:
@@ -107,6 +109,7 @@ def kv_layout(
         slot_pages=slot_pages,
         num_slots=num_slots,
         is_quantized=shape.kv_dtype.is_quantized,
+        may_be_quantized=shape.kv_dtype is KVDType.auto and not why_exact(shape, KVDType.int8),
     )
 
 

@@ -56,14 +56,14 @@ def keeping_kv(shape: ModelShape, dtype: KVDType) -> ModelShape:
     """
     if dtype is KVDType.auto:
         return shape
-    if reason := _why_exact(shape, dtype):
+    if reason := why_exact(shape, dtype):
         raise ConfigError(f"kv.dtype={dtype.value}: {shape.name} {reason}: kv.dtype=auto")
     tails = sum(shape.kv_layer_bytes) * PAGE_TOKENS if dtype.is_quantized else 0
     sizes = tuple(_position_bytes(shape, dtype, layer) for layer in range(len(shape.kv_layer_bytes)))
     return replace(shape, kv_dtype=dtype, kv_layer_bytes=sizes, kv_tail_bytes_per_sequence=tails)
 
 
-def _why_exact(shape: ModelShape, dtype: KVDType) -> str:
+def why_exact(shape: ModelShape, dtype: KVDType) -> str:
     """Empty where nothing speaks against `dtype`."""
     if not shape.is_packed:
         return "runs in padded lanes, whose keys and values transformers keeps as they are computed"
