@@ -23,6 +23,7 @@ from .config import (
     Readout,
     RuntimeConfig,
     SamplingOverrides,
+    require_beams_fit,
 )
 from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
 from .engine.beam_requests import with_beams
@@ -161,6 +162,7 @@ class Runtime(Closing):
 
     def _refuse_early(self) -> None:
         """Refuses what cannot be by the settings and the model alone: before rows are read, not behind them."""
+        require_beams_fit(self.config.policy, self.config.sampling)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
 

@@ -306,7 +306,6 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         require_groups_agree(self.policy, self.prefetch, self.offload)
-        require_beams_fit(self.policy, self.sampling)
 
 
 def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:

@@ -124,7 +124,7 @@ def _blocks(config: PlanConfig, planned: Planned) -> list[Axis]:
             policy=policy,
             kv=way.kv,
             workload=replace(config.workload, num_requests=round(num_sequences)),
-            sampling=replace(config.sampling, n=1),
+            sampling=replace(config.sampling, n=1, num_beams=None),
         )
         return plan_on(planned.machine, block)
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from jobs.run.saved_search import read_search, written_search
-from runtime import PolicyConfig, PrefetchConfig, Runtime, RuntimeConfig, SamplingConfig
+from runtime import PolicyConfig, PrefetchConfig, Runtime, SamplingConfig
 from runtime.config import (
     Admission,
     Attention,
@@ -205,7 +205,7 @@ def test_pages_and_prompts_of_beams_are_counted_once_and_given_back(
     assert sum(record.counts.spared_tokens for record in passes) == 3 * (len(of.prompts[0]) - 1)
 
 
-def test_what_a_search_cannot_follow_is_refused_by_name() -> None:
+def test_what_a_search_cannot_follow_is_refused_by_name(reference: References) -> None:
     refused = {
         "temperature": (0.7, "keeps the likeliest ways, sampling.temperature=0.7 draws"),
         "n": (5, "sampling.n=5 is above sampling.num_beams=4"),
@@ -219,9 +219,9 @@ def test_what_a_search_cannot_follow_is_refused_by_name() -> None:
             SamplingConfig(**{"num_beams": 4, key: value})  # pyright: ignore[reportArgumentType]
     search = SamplingConfig(num_beams=4)
     with pytest.raises(ConfigError, match=r"policy\.micro_batch_size=3 has no room"):
-        RuntimeConfig(sampling=search, policy=PolicyConfig(micro_batch_size=3))
+        Runtime(config_for(reference("llama"), sampling=search, policy=policy(micro_batch_size=3)))
     with pytest.raises(ConfigError, match=r"policy\.admission=continuous"):
-        RuntimeConfig(sampling=search, policy=PolicyConfig(admission=Admission.continuous))
+        Runtime(config_for(reference("llama"), sampling=search, policy=policy(admission=Admission.continuous)))
 
 
 def test_a_model_that_asks_for_beams_is_followed(beams: Callable[[str], Searched], reference: References) -> None:
