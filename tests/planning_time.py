@@ -1,7 +1,8 @@
 """How long planning takes for many rows that begin alike in one way or another, beside rows that share nothing.
 
 `python -m tests.planning_time [ROWS]` plans 100,000 rows, or as many as it is told, of a Llama of 1 B on a made-up
-machine, and prints seconds of a processor: to find what prompts share, to plan without it, and with it, in waves. Prompts that share nothing must cost about the same either way. It takes a few minutes.
+machine, and prints seconds of a processor: to find what prompts share, to plan without it, and with it, in waves.
+Prompts that share nothing must cost about the same either way.
 """
 
 import random
