@@ -67,6 +67,7 @@ JOBS = {
     "measuring": {"config", "files"},
     "benchmarks": {"config", "files", "datasets", "evaluating", "pictures", "run"},
     "grading": {"exporting", "files", "run"},
+    "packing": {"files"},
     "training": set[str](),
 }
 PURE = ("plan", "batching")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..kernels.arguments import GROUP_BYTES
 from ..kernels.arguments import GROUP_NUMBERS as GROUP
 
 ESCAPES = "escapes"  # the companion
@@ -122,7 +123,12 @@ def why_raw(dtype: str, shape: tuple[int, ...]) -> str | None:
     return f"more than {MOST_COLUMNS:,} columns" if shape[-1] > MOST_COLUMNS else None
 
 
-def _beside(matrices: Sequence[Sequence[Window4]]) -> np.ndarray | None:
+def packed_columns(num_columns: int) -> int:
+    """The bytes of a packed row."""
+    return num_columns // GROUP * GROUP_BYTES
+
+
+def escapes_beside(matrices: Sequence[Sequence[Window4]]) -> np.ndarray:
     """Each expert's escapes have as much room as those of the one with the most."""
     wholes = [joined(pieces) for pieces in matrices]
     most = max(len(whole.columns) for whole in wholes)

@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import DType, Lanes, ModelConfig, Verify
 from ..errors import ConfigError
+from ..formats.own_store import METHOD
 from ..formats.registry import pair_companions
 from ..kernels.compiler import has_compiler
 from ..origin.generation_config import ModelGeneration, read_generation
@@ -29,6 +30,7 @@ from ..profiles import BackendTable
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
+from ..store.piece_sums import check_packed
 from ..stream.device_choice import has_bfloat16_units
 from ..weights.computed import keep_computed
 from ..weights.conversions import convert_once
@@ -260,6 +262,8 @@ def _map_bytes(
     else:
         weights = map_weights(model, pair_companions(checkpoint.tensors, hollow.quantization), express=express)
     kept, is_verified = cache_root(cache_dir), config.verify is Verify.full
+    if hollow.quantization.get("quant_method") == METHOD:
+        check_packed(checkpoint.files, is_full=is_verified)
     fingerprint = checkpoint.fingerprint()
     digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
     parameters = dict(weights.parameters)

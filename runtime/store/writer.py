@@ -107,7 +107,7 @@ def write_outline(directory: Path, shards: Sequence[Shard]) -> None:
     for shard in shards:
         header = _encode_header(shard.specs, PUBLISHED_ALIGNMENT_BYTES)
         num_bytes = len(header) + sum(spec.num_bytes for spec in shard.specs)
-        with _publish(directory / shard.file_name, len(header)) as file:
+        with published(directory / shard.file_name, len(header)) as file:
             file.write(header)
             file.truncate(num_bytes)
     if len(shards) > 1:
@@ -125,7 +125,7 @@ def write_safetensors(
     header = _encode_header(specs, alignment_bytes)
     num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
     iterator = iter(tensors)
-    with _publish(path, num_bytes) as file:
+    with published(path, num_bytes) as file:
         file.write(header)
         for spec in specs:
             _write_tensor(file, spec, iterator)
@@ -166,13 +166,13 @@ def _write_index(path: Path, shards: Sequence[Shard]) -> int:
         "weight_map": {spec.name: shard.file_name for shard in shards for spec in shard.specs},
     }
     text = json.dumps(index, indent=2).encode() + b"\n"
-    with _publish(path, len(text)) as file:
+    with published(path, len(text)) as file:
         file.write(text)
     return len(text)
 
 
 @contextlib.contextmanager
-def _publish(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
+def published(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     """A new file beside `path` that takes its name once it is complete and synced, and disappears on any error."""
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -17,6 +17,7 @@ from jobs.evaluating.config import EvaluateConfig
 from jobs.exporting.config import ExportConfig
 from jobs.grading.config import MetricsConfig
 from jobs.measuring.config import MeasureJobConfig
+from jobs.packing.config import PackConfig
 from jobs.planning.config import PlanConfig
 from jobs.reporting.config import ReportConfig
 from jobs.serving.config import ServeConfig
@@ -35,6 +36,7 @@ SCHEMAS: dict[str, type] = {
     "measure": MeasureJobConfig,
     "bench": BenchConfig,
     "synthesize": SynthesizeConfig,
+    "pack": PackConfig,
     "models": ModelsConfig,
     "trace": TraceConfig,
     "serve": ServeConfig,

@@ -1,0 +1,34 @@
+"""python -m jobs.pack: a model's weights packed without loss into three quarters of their bytes, verified."""
+
+import logging
+import sys
+
+import hydra
+from tqdm import tqdm
+
+from jobs.config.cli import as_job, run_job, say
+from jobs.config.settings import Composed, load
+from jobs.packing.config import PackConfig
+
+
+@hydra.main(config_path="../conf", config_name="pack", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(PackConfig, composed)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+
+    from jobs.packing.packing import describe, pack
+
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+
+        packing = pack(config, progress)
+    for line in describe(packing):
+        say(line)
+
+
+if __name__ == "__main__":
+    run_job(main, PackConfig)

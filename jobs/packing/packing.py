@@ -1,0 +1,158 @@
+"""A whole model packed, shard by shard: what is published stays, so the same command goes on where it was killed."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import CheckpointError, OutputError
+from runtime.store.checkpoint import INDEX, SINGLE
+from runtime.store.header import read_header
+from runtime.store.piece_sums import told_of
+from runtime.store.writer import published, sync_directory
+
+from ..files.lock import RunLock
+from ..files.publishing import make_directory, sweep_temps
+from .comparing import compare
+from .config import PackConfig
+from .index import index_of
+from .shard import Packed, pack_shard, sizes_of
+from .source import CONFIG, Source, open_source, packed_config, stamp_of
+
+log = logging.getLogger(__name__)
+LOCK = ".pack.lock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """`num_kept`: shards that were packed before. `num_deleted`: of the original's shards."""
+
+    out: Path
+    tensors: Sequence[Packed]
+    num_shards: int
+    num_kept: int
+    num_deleted: int
+
+
+def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
+    """Packs the model that `config` names; `progress` is told bytes done and of all. Raises ConfigError,
+    CheckpointError, OutputError; what is published then stays good."""
+    out = Path(config.out or "").expanduser()
+    source = open_source(Path(config.model.path or "").expanduser(), out, replace=config.replace)
+    _require_something_to_pack(source)
+    make_directory(out)
+    with closing(_Locked(out / LOCK)):
+        sweep_temps(out)
+        return _Packer(source, out, config, progress).run()
+
+
+class _Locked:
+    """One process at a time writes a store."""
+
+    def __init__(self, path: Path):
+        try:
+            self._lock = RunLock(path)
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror or error}; choose another out=") from error
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def _require_something_to_pack(source: Source) -> None:
+    there = [source.directory / name for name in source.shards if (source.directory / name).exists()]
+    dtypes = {tensor.dtype for path in there for tensor in read_header(path).values() if len(tensor.shape) > 1}
+    if there and "BF16" not in dtypes:
+        raise CheckpointError(
+            f"model.path={source.directory}: none of its matrices are bfloat16 ({', '.join(sorted(dtypes))}): "
+            "format=lossless packs bfloat16 alone"
+        )
+
+
+class _Packer:
+    def __init__(self, source: Source, out: Path, config: PackConfig, progress: Callable[[int, int], None]):
+        self._source, self._out, self._config, self._progress = source, out, config, progress
+        sizes = [path.stat().st_size for name in source.shards if (path := source.directory / name).exists()]
+        self._total, self._done, self._num_kept, self._num_deleted = sum(sizes), 0, 0, 0
+
+    def run(self) -> Packing:
+        tensors = [packed for name in self._source.shards for packed in self._shard(name)]
+        for path in self._source.others:
+            _publish(self._out / path.name, path.read_bytes())
+        if self._source.shards != [SINGLE]:
+            _publish(self._out / INDEX, index_of(self._out, self._source.shards))
+        _publish(self._out / CONFIG, packed_config(self._source))  # last: now it is a model
+        return Packing(
+            out=self._out,
+            tensors=tensors,
+            num_shards=len(self._source.shards),
+            num_kept=self._num_kept,
+            num_deleted=self._num_deleted,
+        )
+
+    def _shard(self, name: str) -> list[Packed]:
+        original, target = self._source.directory / name, self._out / name
+        is_verified, before = False, dict[str, int]()
+        if original.exists():
+            before = {tensor.name: tensor.num_bytes for tensor in read_header(original).values()}
+        if target.exists():
+            self._require_same(original, target)
+            self._num_kept += 1
+            self._advance(original.stat().st_size if original.exists() else 0)
+            found = sizes_of(target, before)
+        else:
+            begun = self._done
+            verify = self._config.verify
+            found = pack_shard(original, target, stamp_of(original), verify=verify, progress=self._advance)
+            is_verified = verify
+            self._advance(begun + original.stat().st_size - self._done)
+        if self._config.replace and original.exists():
+            self._delete(original, target, is_verified=is_verified)
+        return found
+
+    def _delete(self, original: Path, target: Path, *, is_verified: bool) -> None:
+        """Deletes one file of the original, whose packed form is on the disk and was compared with it just now."""
+        if not is_verified:
+            compare(read_header(original), target, str(target))
+        original.unlink()
+        sync_directory(original.parent)
+        self._num_deleted += 1
+
+    def _require_same(self, original: Path, target: Path) -> None:
+        told, _ = told_of(target)
+        if original.exists() and told.get("source") != stamp_of(original):
+            raise CheckpointError(
+                f"{target}: packed of another file than {original}, or that was changed since: remove it, or choose "
+                "another directory with out="
+            )
+
+    def _advance(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._progress(self._done, self._total)
+
+
+def _publish(path: Path, data: bytes) -> None:
+    with published(path, len(data)) as file:
+        file.write(data)
+
+
+def describe(packing: Packing) -> list[str]:
+    """The closing table."""
+    raw = [packed for packed in packing.tensors if packed.why_raw is not None]
+    before, after = (sum(getattr(p, key) for p in packing.tensors) for key in ("num_bytes", "packed_bytes"))
+    reasons = dict[str, list[Packed]]()
+    for packed in raw:
+        reasons.setdefault(str(packed.why_raw), []).append(packed)
+    kept = f", {packing.num_kept} of them packed before" if packing.num_kept else ""
+    gone = f", {packing.num_deleted} of the original deleted" if packing.num_deleted else ""
+    lines = [
+        f"{packing.out}: {packing.num_shards} shards{kept}{gone}",
+        f"bytes      {before:,} before, {after:,} after: {after / max(1, before):.3f}",
+        f"tensors    {len(packing.tensors) - len(raw):,} packed, {len(raw):,} as they were",
+    ]
+    return lines + [_reason(why, found) for why, found in sorted(reasons.items())]
+
+
+def _reason(why: str, found: Sequence[Packed]) -> str:
+    return f"  {len(found):,} ({sum(p.num_bytes for p in found):,} bytes): {why}, e.g. {found[0].name}"

@@ -1,0 +1,148 @@
+"""One shard packed: its tensors streamed through memory a few rows at a time, compared with the original, published."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from runtime.formats.own_store import name_of
+from runtime.formats.packing import (
+    ESCAPES,
+    MOST_ESCAPES,
+    Window4,
+    escapes_beside,
+    pack_pieces,
+    packed_columns,
+    why_raw,
+)
+from runtime.linear.window4_rows import WINDOW4
+from runtime.plan.shape.shapes import TensorSlice
+from runtime.store.header import read_header
+from runtime.store.piece_sums import METADATA, PIECE_BYTES, sums_of, told_of
+from runtime.store.writer import published
+from runtime.units import round_up
+
+from .comparing import bytes_of, compare
+
+PAGE_BYTES, COPY_BYTES = 4096, 16 << 20
+MOST_ENTRY_BYTES = 640  # of a tensor in a header, beside twice its name, its shape and what is said of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What became of a tensor: its bytes before and after, and why it lies as it did, if it does."""
+
+    name: str
+    num_bytes: int
+    packed_bytes: int
+    why_raw: str | None
+
+
+class _Shard:
+    """A shard that is being written behind the room for its header, which is known last."""
+
+    def __init__(self, file: BinaryIO, header_bytes: int, progress: Callable[[int], None]):
+        self._file, self._begin, self._progress = file, header_bytes, progress
+        self.entries: dict[str, object] = {}
+        self.told: dict[str, object] = {}
+        file.seek(header_bytes)
+
+    def add(self, tensor: TensorSlice) -> Packed:
+        """Packs it, or copies it where that does not pay."""
+        data = bytes_of(tensor)
+        begin, reason = self._file.tell(), why_raw(tensor.dtype, tensor.shape)
+        if reason is None:
+            reason = self._pack(tensor, data.view(np.uint16).reshape(tensor.shape))
+        if reason is not None:
+            self._file.seek(begin)
+            self._file.truncate()
+            for first in range(0, tensor.num_bytes, COPY_BYTES):
+                self._file.write(data[first : first + COPY_BYTES].data)
+            self._enter(tensor.name, tensor.dtype, tensor.shape, begin)
+        self.told[tensor.name] = {
+            "sha256": hashlib.sha256(data.data).hexdigest(),
+            **({"raw": reason} if reason else {}),
+        }
+        self._progress(tensor.num_bytes)
+        num_bytes = self._file.tell() - begin
+        return Packed(name=tensor.name, num_bytes=tensor.num_bytes, packed_bytes=num_bytes, why_raw=reason)
+
+    def _pack(self, tensor: TensorSlice, words: np.ndarray) -> str | None:
+        """Returns why it is not worth it, if it is not: then what was written of it is of no use."""
+        begin, matrices, most = self._file.tell(), list[list[Window4]](), MOST_ESCAPES * words.size
+        num_escapes = 0
+        for matrix in words if words.ndim == 3 else words[None]:
+            matrices.append([])
+            for piece in pack_pieces(matrix):
+                self._file.write(piece.body.data)
+                matrices[-1].append(piece.without_body())
+                num_escapes += len(piece.columns)
+                if num_escapes > most:
+                    return f"more than {MOST_ESCAPES:.1%} of its exponents lie outside of 15"
+        beside = escapes_beside(matrices)
+        if beside.nbytes > tensor.num_bytes // 8:
+            return "its escapes would take more than it saves"
+        beside = beside if words.ndim == 3 else beside[0]
+        shape = (*tensor.shape[:-1], packed_columns(tensor.shape[-1]))
+        self._enter(name_of(tensor.name, WINDOW4), "U8", shape, begin)
+        begin = self._file.tell()
+        self._file.write(beside.data)
+        self._enter(name_of(tensor.name, ESCAPES), "I32", beside.shape, begin)
+        return None
+
+    def _enter(self, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> None:
+        offsets = [begin - self._begin, self._file.tell() - self._begin]
+        self.entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+
+    def finish(self, stamp: str) -> None:
+        """Writes the header, which fills its room."""
+        self._file.flush()
+        told = {"source": stamp, "crc32": sums_of(Path(self._file.name), self._begin), "tensors": self.told}
+        metadata = {"format": "pt", METADATA: json.dumps(told, separators=(",", ":"))}
+        text = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()
+        assert len(text) <= self._begin - 8, f"a header of {len(text)} bytes in room for {self._begin}"
+        self._file.seek(0)
+        self._file.write((self._begin - 8).to_bytes(8, "little") + text.ljust(self._begin - 8))
+        self._file.flush()
+
+
+def pack_shard(
+    source: Path, target: Path, stamp: str, *, verify: bool, progress: Callable[[int], None]
+) -> list[Packed]:
+    """Writes `target`, which has its name only once it is whole, on the disk and, with `verify`, compared with
+    `source`. Raises CheckpointError where it is not the same, OutputError."""
+    tensors = read_header(source)
+    size = source.stat().st_size
+    with published(target, size) as file:
+        shard = _Shard(file, _header_room(tensors, size), progress)
+        # Packed ones first: what has an odd number of bytes would have those behind it begin anywhere.
+        ordered = sorted(tensors.values(), key=lambda tensor: why_raw(tensor.dtype, tensor.shape) is not None)
+        found = [shard.add(tensor) for tensor in ordered]
+        shard.finish(stamp)
+        if verify:
+            compare(tensors, Path(file.name), str(target))
+    return found
+
+
+def _header_room(tensors: Mapping[str, TensorSlice], num_bytes: int) -> int:
+    """The most that a header of these can take, in whole pages."""
+    names = sum(6 * len(json.dumps(name)) + MOST_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
+    return round_up(4096 + names + 12 * (num_bytes // PIECE_BYTES + 2), PAGE_BYTES)
+
+
+def sizes_of(path: Path, tensors: Mapping[str, int]) -> list[Packed]:
+    """What became of the tensors of a shard that was packed before. `tensors`: their bytes before; read off the
+    packed ones where the original is gone."""
+    told, header = told_of(path)[0]["tensors"], read_header(path)
+    assert isinstance(told, Mapping), "our own header"
+    found = list[Packed]()
+    for name, about in told.items():
+        parts = [header[part] for part in (name, name_of(name, WINDOW4), name_of(name, ESCAPES)) if part in header]
+        before = tensors.get(name, parts[0].num_bytes * 4 // 3 if len(parts) > 1 else parts[0].num_bytes)
+        after = sum(part.num_bytes for part in parts)
+        found.append(Packed(name=name, num_bytes=before, packed_bytes=after, why_raw=about.get("raw")))
+    return found

@@ -1,0 +1,245 @@
+"""A packed store is the original: its tokens, its numbers, however often packing was killed; and nothing else is
+deleted."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jobs.files.publishing import TEMP_SUFFIX
+from jobs.packing.comparing import compare
+from jobs.packing.config import PackConfig, SourceConfig
+from jobs.packing.packing import Packing, describe, pack
+from jobs.run.generation import generate
+from runtime import Runtime
+from runtime.config import ExpertPaging, ModelConfig, Tier, Verify
+from runtime.errors import CheckpointError, ConfigError, RunMismatchError
+from runtime.model.loading import load_model
+from runtime.store.header import read_header
+from runtime.store.piece_sums import told_of
+from tests.jobs.test_identity import Place, begun
+from tests.packed import adversaries, tensor_of
+from tests.quantized import tensors_in, write_checkpoint
+from tests.runtime.test_fidelity import config_for, tokens_of
+from tests.support import Reference
+
+References = Callable[[str], Reference]
+FAMILIES = (
+    *(
+        "llama, tied",
+        "mixtral",
+        "gpt2",
+        "falcon, first",
+        "qwen3-moe",
+        "gpt-oss",
+        "gemma-2",
+        "deepseek-v3",
+        "phi-3",
+        "t5",
+    ),
+)
+__all__ = ["begun"]
+
+
+def packed(source: Path, out: Path, **settings: bool) -> Packing:
+    return pack(PackConfig(model=SourceConfig(path=str(source)), out=str(out), **settings), lambda done, total: None)
+
+
+@pytest.fixture
+def model(reference: References, tmp_path: Path) -> Path:
+    """Of three shards, one of whose tensors does not pack."""
+    source = reference("llama").directory
+    tensors = tensors_in(source)
+    odd = next(name for name in tensors if name.endswith("0.mlp.up_proj.weight"))
+    tensors[odd] = tensor_of(adversaries((tensors[odd].shape[0], tensors[odd].shape[1]))["shuffled"])
+    return write_checkpoint(source, tmp_path / "model", tensors, num_shards=3)
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "mixtral"])
+def test_tokens_are_those_of_the_original_in_every_tier(family: str, reference: References, tmp_path: Path) -> None:
+    ref = reference(family)
+    packed(ref.directory, tmp_path / "packed")
+    runtime = Runtime(config_for(Reference(directory=tmp_path / "packed", prompts=[], expected=[], sampled=[])))
+    for tier in Tier:
+        for paging in (ExpertPaging.off, ExpertPaging.auto):
+            offload = replace(runtime.config.offload, tier=tier, resident_layers=1, expert_paging=paging)
+            runtime.config = replace(runtime.config, offload=offload)
+            assert tokens_of(runtime, ref.prompts) == ref.expected, (tier, paging)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_numbers_of_a_family_are_the_original_s(family: str, reference: References, tmp_path: Path) -> None:
+    """Read back by the comparison, which would say otherwise, and counted in the bytes that plans count."""
+    source = reference(family).directory
+    packing = packed(source, tmp_path / "packed")
+    assert any(each.why_raw is None for each in packing.tensors), describe(packing)
+    original, stored = (
+        load_model(ModelConfig(name="test", path=str(path)), torch.device("cpu"), str(tmp_path)).shape
+        for path in (source, tmp_path / "packed")
+    )
+    assert [stage.flops_per_token for stage in stored.stages] == [stage.flops_per_token for stage in original.stages]
+    assert stored.weight_bytes < original.weight_bytes
+
+
+def test_the_comparison_finds_one_bit(model: Path, tmp_path: Path) -> None:
+    packed(model, tmp_path / "packed")
+    (name, *_) = sorted(path.name for path in model.glob("*.safetensors"))
+    target = tmp_path / "packed" / name
+    compare(read_header(model / name), target, name)
+    _flip(target)
+    with pytest.raises(CheckpointError, match=r"does not decode to the original"):
+        compare(read_header(model / name), target, name)
+
+
+def _flip(path: Path) -> None:
+    """One bit of its first tensor."""
+    _, begin = told_of(path)
+    data = bytearray(path.read_bytes())
+    data[begin + 5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("verify", Verify)
+def test_damage_is_found_as_the_model_is_opened(verify: Verify, model: Path, tmp_path: Path) -> None:
+    """The sampled pieces are all there are of small files."""
+    packed(model, tmp_path / "packed")
+    _flip(sorted((tmp_path / "packed").glob("*.safetensors"))[0])
+    config = ModelConfig(name="test", path=str(tmp_path / "packed"), verify=verify)
+    with pytest.raises(CheckpointError, match=r"CRC-32.*pack the original anew"):
+        load_model(config, torch.device("cpu"), str(tmp_path))
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["kept", "replaced"])
+def test_a_packing_that_is_killed_at_any_step_goes_on(
+    is_replaced: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(model, tmp_path / "right")
+    for step in range(100):
+        source, out = tmp_path / f"source-{step}", tmp_path / f"out-{step}"
+        shutil.copytree(model, source)
+        with monkeypatch.context() as patch:
+            _kill_at(patch, step)
+            try:
+                packed(source, out, replace=is_replaced)
+                was_killed = False
+            except Killed:
+                was_killed = True
+        if out.exists():
+            (out / f".model.safetensors.0.{TEMP_SUFFIX}").write_bytes(b"half")
+        packing = packed(source, out, replace=is_replaced)
+        assert files_in(out) == files_in(tmp_path / "right")
+        assert not list(out.glob(f"*{TEMP_SUFFIX}"))
+        assert len(list(source.glob("*.safetensors"))) == (0 if is_replaced else 3)
+        shutil.rmtree(source), shutil.rmtree(out)
+        if not was_killed:
+            assert step > 10
+            assert packing.num_kept == 3
+            return
+    pytest.fail("it takes more steps than that")
+
+
+def _kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Whatever changes a file system, the step-th time."""
+    count = iter(range(step + 1))
+
+    def dying(act: Callable[..., object]) -> Callable[..., object]:
+        def acts(*args: object, **kwargs: object) -> object:
+            if next(count, None) == step:
+                raise Killed
+            return act(*args, **kwargs)
+
+        return acts
+
+    patch.setattr(os, "fsync", dying(os.fsync))
+    patch.setattr(Path, "replace", dying(Path.replace))
+    patch.setattr(Path, "unlink", dying(Path.unlink))
+
+
+def test_shards_of_another_model_are_not_gone_on_with(model: Path, tmp_path: Path) -> None:
+    packed(model, tmp_path / "packed")
+    path = sorted(model.glob("*.safetensors"))[0]
+    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"packed of another file than .*out="):
+        packed(model, tmp_path / "packed")
+    with pytest.raises(CheckpointError, match="no shard of a packed store"):
+        packed(model, shutil.copytree(model, tmp_path / "plain"))
+
+
+def test_nothing_is_deleted_that_was_not_compared(model: Path, tmp_path: Path) -> None:
+    packed(model, tmp_path / "packed", verify=False)
+    _flip(sorted((tmp_path / "packed").glob("*.safetensors"))[0])
+    with pytest.raises(CheckpointError, match="does not decode"):
+        packed(model, tmp_path / "packed", replace=True)
+    assert len(list(model.glob("*.safetensors"))) == 3
+    with pytest.raises(ConfigError, match="verify=true"):
+        packed(model, tmp_path / "packed", verify=False, replace=True)
+
+
+def test_what_cannot_be_packed_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    packed(model, tmp_path / "packed")
+    with pytest.raises(CheckpointError, match="is packed already"):
+        packed(tmp_path / "packed", tmp_path / "twice")
+    fp8 = write_checkpoint(model, tmp_path / "fp8", tensors_in(model), quantization_config={"quant_method": "fp8"})
+    with pytest.raises(CheckpointError, match="quantised already, by 'fp8'"):
+        packed(fp8, tmp_path / "out")
+    wide = write_checkpoint(model, tmp_path / "wide", {n: t.float() for n, t in tensors_in(model).items()})
+    with pytest.raises(CheckpointError, match=r"none of its matrices are bfloat16 \(F32\)"):
+        packed(wide, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"is model\.path itself"):
+        packed(model, model)
+    link = tmp_path / "linked"
+    shutil.copytree(model, link)
+    first = sorted(link.glob("*.safetensors"))[0]
+    first.unlink()
+    first.symlink_to(model / first.name)
+    with pytest.raises(ConfigError, match="is a link"):
+        packed(link, tmp_path / "out", replace=True)
+
+
+def test_the_table_says_what_stayed_raw_and_why(model: Path, tmp_path: Path) -> None:
+    packing = packed(model, tmp_path / "packed")
+    text = "\n".join(describe(packing))
+    assert "1 (" in text
+    assert "of its exponents lie outside of 15, e.g. model.layers.0.mlp.up_proj.weight" in text
+    shards = sorted((tmp_path / "packed").glob("*.safetensors"))
+    stored = sum(tensor.num_bytes for path in shards for tensor in read_header(path).values())
+    assert sum(each.packed_bytes for each in packing.tensors) == stored
+    told, _ = told_of(shards[0])
+    assert set(told) == {"source", "crc32", "tensors"}
+
+
+def test_a_run_begun_on_the_original_is_not_gone_on_with_by_the_packed(begun: Place, tmp_path: Path) -> None:
+    """Although its tokens would be equal: the files are others, and nothing but their digests says what they hold."""
+    place = Place(root=tmp_path / "place")
+    shutil.copytree(begun.root, place.root)
+    packed(place.model, tmp_path / "packed")
+    config = replace(place.config, model=replace(place.config.model, path=str(tmp_path / "packed")))
+    with pytest.raises(RunMismatchError, match="weights"):
+        generate(config, lambda: False)
+
+
+def test_stacked_experts_have_room_for_the_escapes_of_the_one_with_the_most(tmp_path: Path) -> None:
+    from jobs.packing.shard import pack_shard
+
+    shape = (64, 512)
+    experts = np.stack([adversaries(shape)[name] for name in ("normal", "rows of mixed scales", "one")])
+    stack = torch.from_numpy(experts.view(np.int16)).view(torch.bfloat16)
+    save_file({"experts": stack, "odd": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "source.safetensors")
+    found = pack_shard(
+        tmp_path / "source.safetensors", tmp_path / "packed.safetensors", "", verify=True, progress=lambda done: None
+    )
+    assert {each.name: each.why_raw for each in found} == {"experts": None, "odd": "no matrix"}
