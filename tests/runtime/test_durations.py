@@ -8,6 +8,7 @@ from runtime.config import (
     Attention,
     ExpertPaging,
     KVConfig,
+    KVDType,
     KVTier,
     OffloadConfig,
     Order,
@@ -23,6 +24,7 @@ from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import place
 from runtime.plan.schedule.actions import Action, Op
+from runtime.plan.shape.kv_dtype import keeping_kv
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
 from tests.toy import HIDDEN, LAYER_ROWS, sizes_of, toy_mixture, toy_shape
@@ -81,6 +83,17 @@ def test_experts_that_are_read_by_themselves_are_launched_by_themselves(paging: 
     )
     hits = 8 * (1 - (6 / 8) ** 4) if paging is ExpertPaging.hit else 0
     assert launched - free == pytest.approx(hits * 0.5)
+
+
+def test_of_quantised_pages_those_go_back_that_tokens_have_filled() -> None:
+    exact = toy_shape(is_packed=True)
+    kept = keeping_kv(exact, KVDType.int8)
+    config = config_of(kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0))
+    pages = {
+        shape.kv_dtype: priced(placement, shape, [LANE]).store(LAYER, 0) * 1e6 / placement.kv.stride_bytes(LAYER - 1)
+        for shape, placement in ((shape, placed(config, shape)) for shape in (exact, kept))
+    }
+    assert pages == {KVDType.auto: pytest.approx(LANE.changed_pages), KVDType.int8: pytest.approx(4 / 16)}
 
 
 def test_prompts_attend_by_pairs_and_only_asking_rows_have_logits() -> None:

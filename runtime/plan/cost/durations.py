@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ...config import ExpertPaging, KVTier
 from ..placement.experts import NUM_STAGING_SLOTS
+from ..placement.memory import PAGE_TOKENS
 from ..placement.placement import Placement
 from ..schedule.actions import Action, Op
 from ..schedule.walk import Walk
@@ -65,9 +66,9 @@ def durations(
         route=bill.per_turn(bill.route),
         experts=bill.all_experts,
         fetch=bill.pages(come, lambda lane: lane.held_pages),
-        store=bill.pages(leave, lambda lane: lane.changed_pages),
+        store=bill.pages(leave, bill.stored_pages),
         fetch_copy=bill.pages(rates.link_in_bytes_per_second if is_twofold else None, lambda lane: lane.held_pages),
-        store_copy=bill.pages(rates.link_out_bytes_per_second if is_twofold else None, lambda lane: lane.changed_pages),
+        store_copy=bill.pages(rates.link_out_bytes_per_second if is_twofold else None, bill.stored_pages),
         expert_reads=bill.expert_reads if placement.paged else None,
         num_pages=walk.num_pages,
         links=Links(is_on_disk, is_twofold, not has_device),
@@ -181,8 +182,12 @@ class _Bill:
             self._batched[first] = self._experts(work, sum(self._tokens_behind(work, lane) for lane in self.lanes))
         return self._batched[first]
 
+    def stored_pages(self, lane: LaneWork) -> float:
+        """Pages that go back: those that the pass writes to, of quantised ones as many as its tokens fill."""
+        return lane.num_tokens / PAGE_TOKENS if self.placement.kv.is_quantized else lane.changed_pages
+
     def pages(
-        self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], int]
+        self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], float]
     ) -> Callable[[int, int], float]:
         """How long the pages of a stage and a lane take over a link of that rate; None: there is no such link."""
         kv, first = self.placement.kv, self.shape.layers[0].index
