@@ -65,7 +65,7 @@ def runs(original: Path, packed: Path) -> None:
 def _config(directory: Path, memory_gib: float) -> RuntimeConfig:
     return RuntimeConfig(
         model=ModelConfig(name="measured", path=str(directory), dtype=DType.float32),
-        offload=OffloadConfig(tier=Tier.nvme, device_memory_gib=memory_gib),
+        offload=OffloadConfig(tier=Tier.nvme, host_memory_gib=memory_gib),
         policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=NUM_PROMPTS, num_micro_batches=1),
         sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
     )
