@@ -29,11 +29,13 @@ from .errors import require
 from .profiles import DataSheet, MeasuredRates
 from .text_field import did_you_mean
 
+OWNERS = {"dtype": "model"}  # of keys that several groups have
+
 
 class Settings(TypedDict, total=False):
     """A keyword is a group of the config, or the last part of a key (`host_memory_gib` of `offload.host_memory_gib`)
-    wherever no other group has a key of that name; `machine.device` is `Runtime`'s own parameter. A group may be a
-    text, as in `RuntimeConfig`; keys change the group that is given beside them."""
+    wherever no other group has a key of that name; `dtype` is the model's, and `machine.device` is `Runtime`'s own
+    parameter. A group may be a text, as in `RuntimeConfig`; keys change the group that is given beside them."""
 
     model: ModelConfig | str
     offload: OffloadConfig | str
@@ -135,9 +137,8 @@ def key_places() -> dict[str, str]:
     default = RuntimeConfig()
     keys = {group.name: [key.name for key in fields(getattr(default, group.name))] for group in fields(RuntimeConfig)}
     num_groups = Counter(name for names in keys.values() for name in names)
-    return {
-        name: group for group, names in keys.items() for name in names if num_groups[name] == 1 and name != "device"
-    }
+    found = {name: group for group, names in keys.items() for name in names if num_groups[name] == 1}
+    return {name: group for name, group in (found | OWNERS).items() if name != "device"}
 
 
 def _unknown(name: str, known: list[str]) -> str:
