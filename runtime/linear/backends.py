@@ -36,7 +36,7 @@ def prepare_products(stored: Iterable[torch.dtype], formats: Collection[str] = (
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
     """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
     without a table by the rule."""
-    if _widens(x_MK):
+    if _widens(x_MK, [blocks]):
         return _in_float32(x_MK, [blocks], table)[0]
     return BACKENDS[backend_of(x_MK, blocks, table)](x_MK, blocks)
 
@@ -46,7 +46,7 @@ def fused_linear(
 ) -> list[torch.Tensor]:
     """Returns that of several weights, each of blocks, at once where a kernel takes each of them: to the bits of
     `linear`, so that it does not matter who has multiplied them before."""
-    if _widens(x_MK):
+    if _widens(x_MK, weights):
         return _in_float32(x_MK, weights, table)
     ways = {backend_of(x_MK, blocks, table) for blocks in weights}
     way = ways.pop() if len(ways) == 1 else None
@@ -57,13 +57,16 @@ def fused_linear(
     return [linear(x_MK, blocks, table) for blocks in weights]
 
 
-def _widens(x_MK: torch.Tensor) -> bool:
-    """Whether inputs of 16 bits become float32 for the product. The CPU's vectors multiply float32 fastest: torch's
+def _widens(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> bool:
+    """Whether inputs of 16 bits become float32 for the product with weights of their own dtype; others are rounded to
+    it first, as a model of that dtype has them. The CPU's vectors multiply float32 fastest: torch's
     bfloat16 reached half of its rate on a Xeon whose `vdpbf16ps` gives 0.49 of the FLOPs of float32, see
     docs/kernels.md. A matrix unit multiplies bfloat16 itself."""
     if not x_MK.is_cpu or x_MK.dtype not in (torch.bfloat16, torch.float16) or not has_compiler():
         return False
-    return x_MK.dtype == torch.float16 or not has_matrix_unit()
+    if x_MK.dtype == torch.bfloat16 and has_matrix_unit():
+        return False
+    return all(getattr(block, "dtype", None) == x_MK.dtype for blocks in weights for block in blocks)
 
 
 def _in_float32(

@@ -35,14 +35,13 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 8, 130])
 def test_inputs_of_16_bits_are_multiplied_as_float32_and_rounded_once(
-    num_rows: int, stored: torch.dtype, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(backends, "WIDE_ROWS", 48)
-    x, blocks = random(num_rows, 256).to(compute), [random(288, 256, seed=1).to(stored)]
+    x, blocks = random(num_rows, 256).to(compute), [random(288, 256, seed=1).to(compute)]
     expected = (x.double() @ blocks[0].double().t()).to(compute)
     found = linear(x, blocks)
     assert found.dtype is compute
@@ -56,10 +55,13 @@ def test_inputs_of_16_bits_are_multiplied_as_float32_and_rounded_once(
 
 def test_a_matrix_unit_multiplies_bfloat16_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "has_matrix_unit", lambda: True)
+    x = random(4, 256)
+    assert [backends._widens(x.to(dtype), [[x.to(dtype)]]) for dtype in STORED] == [False, True, False]
+
+
+def test_weights_of_another_dtype_are_rounded_to_that_of_16_bits_first() -> None:
     x = random(4, 256).to(torch.bfloat16)
-    assert not backends._widens(x)
-    assert backends._widens(x.half())
-    assert not backends._widens(x.float())
+    assert not backends._widens(x, [[x, x.float()]])
 
 
 @pytest.mark.parametrize("backend", ANYWHERE)
