@@ -2,23 +2,24 @@
 stop strings."""
 
 import json
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+ROWS = [
+    {
+        "question": f"what is {a} and {b} more",
+        "text": f"{a} {b}",
+        "choices": list(NUMBERS[i : i + 3]),
+        "answer": i % 3,
+    }
+    for i, (a, b) in enumerate(pairwise(NUMBERS[:9]))
+]
 
 
-def write_tasks(folder: Path) -> None:
+def write_tasks(folder: Path, rows: Sequence[Mapping[str, object]] = ROWS) -> None:
     """Writes the files of `TASKS` and of their rows."""
-    rows = [
-        {
-            "question": f"what is {a} and {b} more",
-            "text": f"{a} {b}",
-            "choices": list(NUMBERS[i : i + 3]),
-            "answer": i % 3,
-        }
-        for i, (a, b) in enumerate(pairwise(NUMBERS[:9]))
-    ]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for name, text in TASKS.items():
         (folder / f"{name}.yaml").write_text(text.format(name=name, data=folder / "rows.jsonl"))
