@@ -3,8 +3,10 @@
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import Completion, Prompt, Rejected, Runtime, SamplingConfig
+from runtime.engine.sampling import grammar
 from runtime.engine.sampling.grammar import Grammars, grammar_of, tokens_of
+from runtime.engine.sampling.guide import fill_masks
 from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sequence import FinishReason, Request
 from runtime.engine.sequence import Sequence as Running
@@ -254,6 +258,34 @@ def walk(tokenizer: PreTrainedTokenizerBase, vocab_size: int, sampling: Sampling
         bits = np.unpackbits(masks_BW.numpy().view(np.uint8), bitorder="little")
         row.generated.append(int(generator.choice(np.flatnonzero(bits[:vocab_size]))))
         yield row.generated[-1]
+
+
+def test_masks_are_computed_beside_the_pass_and_are_those_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed ahead is what would be computed when logits have come, also of rows that came or went."""
+    threads: list[str] = []
+
+    def noted(executor: Any, guides: Any, vocab_size: int) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return fill_masks(executor, guides, vocab_size)
+
+    monkeypatch.setattr(grammar, "fill_masks", noted)
+    tokenizer, made = byte_level_tokenizer(300), grammar_of(SamplingConfig(regex="[ab]{4}c"))
+    ahead, plain = (Grammars(tokenizer, 300, frozenset([2])) for _ in range(2))
+
+    def rows() -> list[Running]:
+        return [Running(request=Request(id="a", prompt_ids=(1,), max_new_tokens=9, grammar=made)) for _ in range(3)]
+
+    given, others = rows(), rows()
+    for text in "abba":
+        token = tokenizer.encode(text, add_special_tokens=False)
+        for row in (*given, *others):
+            row.generated += token
+        ahead.begin(given[:2])
+        found, expected = ahead.masks(given), plain.masks(others)
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+    assert sum(name.startswith("masks") for name in threads) == 4
 
 
 def test_a_sentencepiece_tokenizer_with_merges_and_byte_fallback_is_followed(tmp_path: Path) -> None:

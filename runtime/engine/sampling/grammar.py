@@ -7,6 +7,7 @@ form, checked by llguidance itself. The library is an extra.
 import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -142,7 +143,24 @@ class Grammars:
         rows. Mutates the sequences' guides. What comes where a guide has an error means nothing."""
         if all(sequence.request.grammar is None for sequence in sequences):
             return None
-        return fill_masks(self._executor, [self._told(sequence) for sequence in sequences], self._tokens.vocab_size)
+        guides = [self._told(sequence) for sequence in sequences]
+        begun = [guide.mask() if guide is not None else None for guide in guides]
+        left = [guide if mask is None else None for guide, mask in zip(guides, begun, strict=True)]
+        masks_BW = fill_masks(self._executor, left, self._tokens.vocab_size)
+        for row, mask in enumerate(begun):
+            if mask is not None:
+                masks_BW[row] = mask
+        return masks_BW
+
+    def begin(self, sequences: Rows[Sequence]) -> None:
+        """Begins the masks that come next, on a thread beside what the caller does then: reading weights and computing
+        logits. llguidance computes without the interpreter's lock."""
+        found = (self._told(sequence) for sequence in sequences)
+        guides = [guide for guide in found if guide is not None and guide.error is None]
+        if guides:
+            masks = self._thread.submit(fill_masks, self._executor, guides, self._tokens.vocab_size)
+            for row, guide in enumerate(guides):
+                guide.ahead = masks, row
 
     def _told(self, sequence: Sequence) -> Guide | None:
         if sequence.request.grammar is None:
@@ -160,6 +178,10 @@ class Grammars:
     @cached_property
     def _tokens(self) -> "LLTokenizer":
         return tokens_of(*self._model)
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     @cached_property
     def _executor(self) -> "LLExecutor":

@@ -6,6 +6,7 @@ alone, so that whoever goes on with them finds the way from the beginning again.
 # The library is an extra.
 
 from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,20 +20,31 @@ BITS = 32  # tokens of a word of a mask
 
 @dataclass(kw_only=True)
 class Guide:
-    """Mutable; owned by its sequence. `num_told`: tokens of the completion that `matcher` has seen."""
+    """Mutable; owned by its sequence. `num_told`: tokens of the completion that `matcher` has seen. `ahead`: its row of
+    masks that are being computed for them, on a thread that `matcher` belongs to until they are done."""
 
     matcher: "LLMatcher"
     num_told: int = 0
+    ahead: tuple[Future[torch.Tensor], int] | None = None
 
     def tell(self, generated: Rows[int]) -> None:
         """Follows the tokens of the completion that it has not seen yet."""
         if self.num_told < len(generated):
+            self.mask()
             self.matcher.consume_tokens(list(generated[self.num_told :]))
-            self.num_told = len(generated)
+            self.num_told, self.ahead = len(generated), None
+
+    def mask(self) -> torch.Tensor | None:
+        """The mask behind the tokens that it was told, int32 (words), waited for; None where none was begun."""
+        if self.ahead is None:
+            return None
+        masks, row = self.ahead
+        return masks.result()[row]
 
     @property
     def error(self) -> str | None:
         """Why it cannot tell what comes next: a limit of llguidance, or a token that is not of the grammar."""
+        self.mask()
         return self.matcher.get_error() if self.matcher.is_error() else None
 
 
@@ -41,7 +53,8 @@ def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: i
     num_words = -(-vocab_size // BITS)
     masks_BW = torch.full((len(guides), num_words), -1, dtype=torch.int32)
     asked = [(guide.matcher, row) for row, guide in enumerate(guides) if guide is not None]
-    executor.unsafe_compute_mask_ptr(asked, masks_BW.data_ptr(), num_words * masks_BW.itemsize, len(guides))
+    if asked:
+        executor.unsafe_compute_mask_ptr(asked, masks_BW.data_ptr(), num_words * masks_BW.itemsize, len(guides))
     return masks_BW
 
 

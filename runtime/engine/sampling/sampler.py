@@ -161,6 +161,7 @@ class Sampler:
                 sequence.generated.append(token)
                 sequence.logprobs += [logprobs[row]] if logprobs else []
                 self._mark_finished(sequence)
+        self._grammars.begin([sequence for sequence in sequences if sequence.finish is None])
 
     def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
         """What the run's processors make of log-probabilities."""
