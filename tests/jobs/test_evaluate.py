@@ -73,6 +73,28 @@ def test_every_task_gets_the_numbers_that_the_harness_gets_of_transformers(home:
     assert [_answers(found.directory, task) for task in tasks if task.startswith("until")] == texts
 
 
+def test_an_encoder_decoder_gets_the_log_probabilities_that_the_harness_gets_of_it(tmp_path: Path) -> None:
+    """Contexts are the encoder's and targets the decoder's; a rolling window has the encoder read one token."""
+    (tmp_path / "tasks").mkdir()
+    write_tasks(tmp_path / "tasks")
+    synthesize("t5", tmp_path / "model")
+    tasks = ["choice_of_words", "choice_of_letters", "perplexity"]
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    own = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", batch_size=1)
+    expected = simple_evaluate(own, tasks=tasks, task_manager=manager, bootstrap_iters=0, **SEEDS)
+    assert expected is not None
+    found = evaluated(config(tmp_path, tasks, tier=Tier.nvme))
+    for task in tasks:
+        want = [float(value) for each in expected["samples"][task] for value in _logprobs(each["resps"])]
+        got = [float(value) for resps in _answers(found.directory, task) for value in _logprobs(resps)]
+        assert got == pytest.approx(want, rel=1e-4)
+
+
+def _logprobs(resps: list[Any]) -> list[Any]:
+    """Of each response, which is a log-probability or begins with one."""
+    return [one[0] if isinstance(one, list | tuple) else one for (one,) in resps]
+
+
 def _answers(directory: Path, task: str) -> list[Any]:
     (file,) = directory.glob(f"harness/*/samples_{task}_*.jsonl")
     return [json.loads(line)["resps"] for line in file.read_text().splitlines()]

@@ -110,6 +110,14 @@ def test_scores_equal_the_log_softmax_of_transformers_in_every_family(
     require_equal(found, pairs, reference_model(ref), WIDER.get(family, TOLERANCE))
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_scores_behind_an_encoder_are_the_same_in_every_tier(tier: Tier, reference: References) -> None:
+    ref = reference("flan-t5")
+    pairs = pairs_of(ref)
+    with Runtime(config_for(ref, tier), device=FakeDevice(seed=7)) as runtime:
+        require_equal(runtime.score(pairs), pairs, reference_model(ref), WIDER["flan-t5"])
+
+
 @pytest.fixture
 def in_front(reference: References) -> Runtime:
     """A runtime whose streams come late."""
