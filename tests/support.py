@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from runtime.engine.sequence import Request
 from runtime.linear.backends import STORED
@@ -16,6 +16,7 @@ from runtime.probing.meta import auto_class
 from runtime.profiles import BackendTable, LinearBackend
 from runtime.store.checkpoint import NUM_SAMPLES, SAMPLE_BYTES
 from runtime.synthesize.checkpoints import synthesize_checkpoint
+from runtime.synthesize.tokenizer import byte_level_tokenizer
 
 SHARED_DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 PROMPT_LENGTHS = (5, 17, 3, 30, 11, 8, 9)
@@ -49,6 +50,27 @@ def synthesize(family: str, directory: Path, **overrides: object) -> Path:
     row = FAMILIES[family]
     synthesize_checkpoint(model=row.model_type, overrides={**row.overrides, **overrides}, directory=directory, seed=1)
     return directory
+
+
+def short_bart(directory: Path, num_positions: int) -> PreTrainedModel:
+    """An encoder-decoder with tables of so many positions, written to `directory` in float32 with its tokenizer."""
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=640,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=num_positions,
+        decoder_start_token_id=2,
+    )
+    model = BartForConditionalGeneration(config).eval()
+    model.save_pretrained(directory)
+    byte_level_tokenizer(640).save_pretrained(directory)
+    return model
 
 
 def made_once(home: Path, make: Callable[[Path], object]) -> Path:

@@ -105,6 +105,8 @@ class HarnessModel(TemplateLM):
         return postprocess_generated_text(text, list(stop), None)
 
     def _target(self, context: Sequence[int], target: Sequence[int]) -> Target:
+        if self.backend == "seq2seq":  # the target is the decoder's, whose context is its own
+            return Target(context_ids=tuple(context[-self.max_length :]), target_ids=tuple(target))
         ids = [*context, *target][-(self.max_length + 1) :]
         return Target(context_ids=tuple(ids[: len(ids) - len(target)]), target_ids=tuple(target))
 

@@ -32,10 +32,15 @@ def _problem(model: LoadedModel, prompt_ids: Rows[int], target_ids: Rows[int], *
         return "the prompt has no tokens, and the first of the target follows on nothing"
     if not target_ids:
         return "the target has no tokens"
-    if num_tokens > model.shape.context_tokens:
+    most = model.shape.context_tokens
+    if model.start_token_id is not None:
+        if max(len(prompt_ids), len(target_ids)) > most:
+            sizes = f"the prompt has {len(prompt_ids):,} tokens and the target {len(target_ids):,}"
+            return f"{sizes}; the model's encoder and decoder have room for {most:,} each"
+    elif num_tokens > most:
         return (
             f"prompt and target have {num_tokens + 1:,} tokens; the model's context has room for "
-            f"{model.shape.context_tokens:,} and the one that follows"
+            f"{most:,} and the one that follows"
         )
     return outside_vocabulary(model, (*prompt_ids, *target_ids))
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind,
 from runtime.errors import ConfigError, EvaluationError, Interrupted
 from tests.jobs.harness_tasks import TASKS, write_tasks
 from tests.jobs.kill_support import Kills
-from tests.support import synthesize
+from tests.support import short_bart, synthesize
 
 SEEDS = {"random_seed": 0, "numpy_random_seed": 0, "torch_random_seed": 0, "fewshot_random_seed": 1234}
 
@@ -73,11 +74,14 @@ def test_every_task_gets_the_numbers_that_the_harness_gets_of_transformers(home:
     assert [_answers(found.directory, task) for task in tasks if task.startswith("until")] == texts
 
 
-def test_an_encoder_decoder_gets_the_log_probabilities_that_the_harness_gets_of_it(tmp_path: Path) -> None:
-    """Contexts are the encoder's and targets the decoder's; a rolling window has the encoder read one token."""
+@pytest.mark.parametrize("make", [partial(synthesize, "t5"), partial(short_bart, num_positions=24)])
+def test_an_encoder_decoder_gets_the_log_probabilities_that_the_harness_gets_of_it(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """Contexts are the encoder's, where a short one's lose their beginning, and targets the decoder's."""
     (tmp_path / "tasks").mkdir()
     write_tasks(tmp_path / "tasks")
-    synthesize("t5", tmp_path / "model")
+    make(tmp_path / "model")
     tasks = ["choice_of_words", "choice_of_letters", "perplexity"]
     manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
     own = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", batch_size=1)

@@ -18,7 +18,7 @@ from runtime.scoring import Scored, Targets
 from tests.fake_device import FakeDevice
 from tests.runtime.combination_support import RATES, TIERS
 from tests.runtime.long_rope import LIMIT, long_rope_reference
-from tests.support import Reference
+from tests.support import Reference, short_bart
 
 References = Callable[[str], Reference]
 Runtimes = Callable[[RuntimeConfig], Runtime]
@@ -116,6 +116,23 @@ def test_scores_behind_an_encoder_are_the_same_in_every_tier(tier: Tier, referen
     pairs = pairs_of(ref)
     with Runtime(config_for(ref, tier), device=FakeDevice(seed=7)) as runtime:
         require_equal(runtime.score(pairs), pairs, reference_model(ref), WIDER["flan-t5"])
+
+
+def test_behind_an_encoder_prompt_and_target_have_the_context_each(tmp_path: Path) -> None:
+    """BART's decoder has a table of positions, which a longer target would look beyond."""
+    model = short_bart(tmp_path, 16)
+    prompt, target = list(range(20, 36)), list(range(40, 57))
+    reference = Reference(directory=tmp_path, prompts=[], expected=[], sampled=[])
+    with Runtime(config_for(reference, Tier.nvme)) as runtime:
+        fits = Targets(prompt, [target[:16]])
+        *found, long_target, long_prompt = runtime.score(
+            [fits, Targets(prompt, [target]), Targets([9, *prompt], [[9]])]
+        )
+    require_equal(found, [fits], model)
+    assert long_target.error is not None
+    assert "the target 17; the model's encoder and decoder have room for 16 each" in long_target.error
+    assert long_prompt.error is not None
+    assert "the prompt has 17 tokens" in long_prompt.error
 
 
 @pytest.fixture
