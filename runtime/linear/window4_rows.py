@@ -21,6 +21,8 @@ BIASED_SIGN, MANTISSA = 0x80, 0x7F
 class Window4Rows:
     """See `Rows`. Its numbers are those that were packed, bit by bit."""
 
+    dtype = torch.bfloat16  # of its numbers, as a tensor's
+
     def __init__(self, body_NB: torch.Tensor, escapes: torch.Tensor, num_starts: int, first_row: int = 0):
         """`escapes`: the companion, int32, of `num_starts` - 1 rows, of which these begin at `first_row`."""
         self._body_NB, self._escapes, self._num_starts, self._first_row = body_NB, escapes, num_starts, first_row

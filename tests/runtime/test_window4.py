@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from runtime.formats import packing
 from runtime.formats.packing import pack_window4
-from runtime.linear import work_items
+from runtime.linear import backends, work_items
 from runtime.linear.backends import linear
 from runtime.linear.stored import StoredWeight
 from runtime.linear.vectors import fit_vectors, multiply_in_vectors
@@ -102,3 +102,10 @@ def test_a_run_of_rows_finds_its_escapes_in_those_of_the_whole() -> None:
         decode(slice(None), out)
         assert torch.equal(out.bfloat16(), tensor_of(words[64:160]))
     assert torch.equal(linear(x, [part]), linear(x, [tensor_of(words[64:160])]))
+
+
+def test_products_of_bfloat16_are_those_of_the_unpacked_weight_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "has_matrix_unit", lambda: False)
+    words = trained_like((192, 512))
+    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert torch.equal(linear(x, [packed_rows(words)]), linear(x, [tensor_of(words)]))
