@@ -10,6 +10,7 @@ from .config import (
     ExpertPaging,
     FeedForward,
     KVConfig,
+    KVDType,
     KVTier,
     Lanes,
     MachineConfig,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Admission", "Attention", "Classified", "Completion", "CompletionStream", "DType", "Embedded", "ExpertPaging",
-    "FeedForward", "Filled", "FinishReason", "KVConfig", "KVTier", "Lanes", "MachineConfig", "ModelConfig",
+    "FeedForward", "Filled", "FinishReason", "KVConfig", "KVDType", "KVTier", "Lanes", "MachineConfig", "ModelConfig",
     "OffloadConfig", "Order", "PolicyConfig", "PolicyKind", "Pooling", "Prefetch", "PrefetchConfig", "Prompt",
     "PromptLike", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig", "SamplingConfig",
     "SamplingOverrides", "Scored", "ScoredDocument", "SelfCheck", "Settings", "SharePrefixes", "Targets", "Tier",

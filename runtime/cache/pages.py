@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from ..attention.page_codes import PageFormat, narrowed, stored_dtype
+from ..attention.page_codes import FLOAT8, PageFormat, stored_dtype
 from ..config import KVDType
 from ..plan.placement.kv import stretches
 from ..plan.placement.memory import PAGE_TOKENS
@@ -110,7 +110,7 @@ class KVPages:
         """Every position of every layer that has memory."""
         for parts in self._layers.values():
             for part in parts:
-                part.copy_(narrowed(torch.full((), value, device=part.device), part.dtype))
+                (part.view(FLOAT8) if part.dtype is torch.uint8 else part).fill_(value)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         shape, dtype = self._shape(like), stored_dtype(self.dtype, like.dtype)

@@ -224,7 +224,7 @@ def lane_entries(
     widest = max(shape.hidden_size, heads, shape.intermediate_size)
     laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
     products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * shape.hidden_size * widest))  # few rows, then many
-    if shape.attention_way is AttentionWay.host and size < 4:
+    if shape.has_decode_kernel and size < 4:  # compiled for a CPU
         products += 4 * min(largest, WIDE_ROWS) * (shape.hidden_size + max(heads, 2 * shape.intermediate_size))
     return (
         *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
