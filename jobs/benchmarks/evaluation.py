@@ -91,6 +91,9 @@ def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measured_sc
             for entrant in Entrant
         }
         asked = {entrant: _sized(each, config.peer_minutes, say, measure) for entrant, each in asked.items()}
+        if config.peer_minutes is not None:  # about as slow as the peer, where compute binds both
+            count = asked[Entrant.hf].num_documents
+            asked[Entrant.unshared] = replace(asked[Entrant.unshared], num_documents=count)
         for turn in range(config.rounds):
             for entrant, each in asked.items():
                 rounds[entrant].append(measure(each))
