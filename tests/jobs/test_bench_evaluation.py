@@ -47,7 +47,7 @@ def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(m
     rounds = [(Entrant(each.entrant), each.num_documents, each.batch_size) for each in asked[-8:]]
     expected = [
         (Entrant.millrace, 20, None),
-        (Entrant.unshared, 20, None),
+        (Entrant.unshared, 7, None),
         (Entrant.hf, 7, 4),
         (Entrant.hf_disk, 8, 32),
     ]
