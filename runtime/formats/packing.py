@@ -88,15 +88,15 @@ def choose_base(words_NK: np.ndarray) -> int:
 
 
 def _groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
-    """Rows as bytes. Each half of a group lies in the order 0, 16, 1, 17 ..., so that words of 32 bits hold pairs, of
-    which two instructions make numbers that lie side by side; codes of the second half are the high nibbles."""
+    """Rows as bytes. Number 32 h + 16 t + 4 q + j of a group lies at 16 q + 8 h + 2 j + t, where vectors bring two bytes
+    together within 16 and words of 32 bits hold pairs; codes of what lies in the second half are the high nibbles."""
     R, K = words_RK.shape
     rest, codes = (
-        part.reshape(R, K // GROUP, 2, 2, 16).swapaxes(3, 4).reshape(R, K // GROUP, 2, GROUP // 2)
+        part.reshape(R, K // GROUP, 2, 2, 4, 4).transpose(0, 1, 4, 2, 5, 3).reshape(R, K // GROUP, GROUP)
         for part in ((words_RK >> 8 & 128 | words_RK & 127).astype(np.uint8), codes_RK)
     )
-    nibbles = codes[:, :, 0] | codes[:, :, 1] << 4
-    return np.concatenate([rest.reshape(R, K // GROUP, GROUP), nibbles], axis=2).reshape(R, -1)
+    nibbles = codes[:, :, : GROUP // 2] | codes[:, :, GROUP // 2 :] << 4
+    return np.concatenate([rest, nibbles], axis=2).reshape(R, -1)
 
 
 def escape_words(packed: Window4, most_escapes: int) -> np.ndarray:

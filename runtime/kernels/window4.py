@@ -19,9 +19,10 @@ from .arguments import GROUP_NUMBERS
 from .compiled import REORDERED, kept
 from .primitives import Builder, Place, Value, first_of
 
-HALF = GROUP_NUMBERS // 2
+HALF, LANE = GROUP_NUMBERS // 2, 16  # two bytes of numbers are brought together within so many bytes
 _BYTE, _WORD, _INT = ir.IntType(8), ir.IntType(16), ir.IntType(32)
-_BYTES, _WORDS, _PAIRS = ir.VectorType(_BYTE, HALF), ir.VectorType(_WORD, HALF), ir.VectorType(_INT, HALF // 2)
+_BYTES, _WORDS = ir.VectorType(_BYTE, GROUP_NUMBERS), ir.VectorType(_WORD, HALF)
+_NIBBLES, _PAIRS = ir.VectorType(_BYTE, HALF), ir.VectorType(_INT, HALF // 2)
 
 
 class Escapes(NamedTuple):
@@ -39,43 +40,65 @@ def _widen(typing: Any, row: Any, num_inputs: Any, base: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
         widened, n, size = first_of(context, builder, out, arguments[3]), end.type, GROUP_NUMBERS
-        added = _everywhere(builder, builder.trunc(builder.shl(arguments[2], n(7)), _WORD))
+        added = _everywhere(builder, builder.trunc(arguments[2], _BYTE))
         with cgutils.for_range_slice(builder, n(0), end, n(size), n) as (k, _):
             group = builder.gep(stored, [builder.add(k, builder.lshr(k, n(1)))])
-            for half, pairs in enumerate(_halves(builder, group, added)):
-                place = builder.gep(widened, [builder.add(k, n(half * HALF))])
-                _put(builder, builder.shl(pairs, _same(16, _PAIRS)), place, 0)
-                _put(builder, builder.and_(pairs, _same(0xFFFF0000, _PAIRS)), place, HALF // 2)
+            place = builder.gep(widened, [k])
+            for half, pairs in enumerate(_pairs(builder, group, added)):
+                _put(builder, builder.shl(pairs, _same(16, _PAIRS)), place, half * HALF)
+                _put(builder, builder.and_(pairs, _same(0xFFFF0000, _PAIRS)), place, half * HALF + HALF // 2)
         return context.get_dummy_value()
 
     return types.void(row, types.intp, types.intp, out), build
 
 
-def _halves(builder: Builder, group: Value, added: Value) -> list[Value]:
-    """Pairs of bfloat16 of both halves of a group: number i of a half in the low bits, 16 + i above it."""
-    codes = builder.zext(_take(builder, group, GROUP_NUMBERS), _WORDS)
-    found = list[Value]()
-    for half, shift in enumerate((7, 3)):
-        code = builder.and_(builder.shl(codes, _same(shift, _WORDS)), _same(15 << 7, _WORDS))
-        is_zero = builder.icmp_unsigned("==", code, _same(0, _WORDS))
-        exponent = builder.select(is_zero, _same(0, _WORDS), builder.add(code, added))
-        rest = builder.sext(_take(builder, group, half * HALF), _WORDS)
-        bits = builder.or_(builder.and_(rest, _same(0x807F, _WORDS)), exponent)
-        found.append(builder.bitcast(bits, _PAIRS))
-    return found
+def _pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
+    """Pairs of bfloat16 of both halves of a group: number i of a half in the low bits, 16 + i above it. All is done to
+    a group's bytes at once, until each number's two are brought together."""
+    exponents = _exponents(builder, _take(builder, group, GROUP_NUMBERS, _NIBBLES), added)
+    words, rest = builder.bitcast(exponents, _WORDS), _take(builder, group, 0, _BYTES)
+    last_bits = builder.bitcast(builder.shl(words, _same(7, _WORDS)), _BYTES)
+    others = builder.bitcast(builder.lshr(words, _same(1, _WORDS)), _BYTES)
+    low = _merged(builder, 0x7F, rest, last_bits)
+    high = _merged(builder, 0x80, rest, others)
+    together = []
+    for first in (0, LANE // 2):
+        lanes = [lane + first + i for lane in range(0, GROUP_NUMBERS, LANE) for i in range(LANE // 2)]
+        order = [at for i in lanes for at in (i, GROUP_NUMBERS + i)]
+        together.append(builder.bitcast(builder.shuffle_vector(low, high, _numbers(order)), _PAIRS))
+    return together
+
+
+def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
+    """A byte for each number, from codes of which those of the second half are the high nibbles."""
+    twice = builder.shuffle_vector(nibbles, nibbles, _numbers([*range(HALF)] * 2))
+    shifts = _WORDS([0] * (HALF // 2) + [4] * (HALF // 2))
+    shifted = builder.bitcast(builder.lshr(builder.bitcast(twice, _WORDS), shifts), _BYTES)
+    codes = builder.and_(shifted, _same(15, _BYTES))
+    is_zero = builder.icmp_unsigned("==", codes, _same(0, _BYTES))
+    return builder.select(is_zero, _same(0, _BYTES), builder.add(codes, added))
+
+
+def _merged(builder: Builder, mask: int, one: Value, other: Value) -> Value:
+    """The bits of `mask` of one, the rest of the other."""
+    return builder.or_(builder.and_(one, _same(mask, _BYTES)), builder.and_(other, _same(0xFF ^ mask, _BYTES)))
 
 
 def _same(number: int, kind: Any) -> Value:
     return kind([number] * kind.count)
 
 
+def _numbers(order: list[int]) -> Value:
+    return ir.VectorType(_INT, len(order))(order)
+
+
 def _everywhere(builder: Builder, number: Value) -> Value:
-    first = builder.insert_element(_WORDS(ir.Undefined), number, _INT(0))
-    return builder.shuffle_vector(first, first, ir.VectorType(_INT, HALF)([0] * HALF))
+    first = builder.insert_element(_BYTES(ir.Undefined), number, _INT(0))
+    return builder.shuffle_vector(first, first, _numbers([0] * GROUP_NUMBERS))
 
 
-def _take(builder: Builder, group: Value, at: int) -> Value:
-    return builder.load(builder.bitcast(builder.gep(group, [_INT(at)]), _BYTES.as_pointer()), align=1)
+def _take(builder: Builder, group: Value, at: int, kind: Any) -> Value:
+    return builder.load(builder.bitcast(builder.gep(group, [_INT(at)]), kind.as_pointer()), align=1)
 
 
 def _put(builder: Builder, bits: Value, place: Value, at: int) -> None:

@@ -14,7 +14,6 @@ from ..kernels.compiler import has_compiler
 from .rows import Words
 
 WINDOW4 = "window4"  # its storage format
-HALF = GROUP_NUMBERS // 2
 BIASED_SIGN, MANTISSA = 0x80, 0x7F
 
 
@@ -73,7 +72,8 @@ class Window4Rows:
         codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
         exponents = torch.where(codes == 0, 0, codes + self._parts[0])
         bits = (kept & BIASED_SIGN) << 24 | exponents << 23 | (kept & MANTISSA) << 16
-        bits_RK.view(*bits.shape[:2], 2, 2, HALF // 2).copy_(bits.unflatten(-1, (2, HALF // 2, 2)).transpose(-1, -2))
+        places = bits.unflatten(-1, (4, 2, 4, 2)).permute(0, 1, 3, 5, 2, 4)  # see `formats/packing.py`
+        bits_RK.view(places.shape).copy_(places)
 
     def _add_escapes(self, places: torch.Tensor, bits_RK: torch.Tensor) -> None:
         """`places`: where each row's numbers are wanted, -1 where they are not. Others add 0 to the first number."""
