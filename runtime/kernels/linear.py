@@ -135,8 +135,10 @@ def _widen_rows(
     rows: Span,
     chain: Span,
     tile: np.ndarray,
+    bits: np.ndarray,
 ) -> None:
-    """Rows of w as float32, of a chain of inputs. Their next escapes are in `cursors` from number `own` on."""
+    """Rows of w as float32, of a chain of inputs; `bits` are those of the tile. Their next escapes are in `cursors` from
+    number `own` on."""
     first, k, num_inputs = rows[0], chain[0], chain[1] - chain[0]
     for row in range(first, rows[1]):
         place, begin = Place(w, _place(K, escapes, row, k)), (row - first) * CHAIN_INPUTS
@@ -145,7 +147,7 @@ def _widen_rows(
         else:
             widen_window4(place, num_inputs, escapes.base, Place(tile, begin))
             place_of = own + row - first
-            cursors[place_of] = put_escapes(escapes, cursors[place_of], row, k, chain[1], tile.view(np.uint32), begin)
+            cursors[place_of] = put_escapes(escapes, cursors[place_of], row, k, chain[1], bits, begin)
 
 
 @njit(fastmath=REORDERED)
@@ -178,6 +180,7 @@ def _multiply(
     """See `linear`. Rows of w are numbers, or, with escapes, packed."""
     num_groups, least, num_larger = _groups(num_rows)
     num_blocks, cursors = _num_blocks(num_groups), _cursors(escapes)
+    bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
     whole = w.shape[0] // PAIR_ROWS * PAIR_ROWS
     top = begin_items(begun, step)
     while top < whole:
@@ -189,7 +192,7 @@ def _multiply(
                 chain = (k, min(K, k + CHAIN_INPUTS))
                 for n in range(0, width, WEIGHT_ROWS):
                     count = min(WEIGHT_ROWS, width - n)
-                    _widen_rows(w, K, escapes, cursors, n, (top + n, top + n + count), chain, tile)
+                    _widen_rows(w, K, escapes, cursors, n, (top + n, top + n + count), chain, tile, bits)
                     next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
                     num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K else 0
                     ahead = Ahead(_place(K, escapes, top + next_n, next_k), num_next)
