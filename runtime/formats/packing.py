@@ -88,8 +88,8 @@ def choose_base(words_NK: np.ndarray) -> int:
 
 
 def _groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
-    """Rows as bytes. Number 32 h + 16 t + 4 q + j of a group lies at 16 q + 8 h + 2 j + t, where vectors bring two bytes
-    together within 16 and words of 32 bits hold pairs; codes of what lies in the second half are the high nibbles."""
+    """Rows as bytes. Number 32 h + 16 t + 4 q + j of a group lies at 16 q + 8 h + 2 j + t: vectors bring bytes together
+    within 16, and words of 32 bits hold pairs. Codes of what lies in the second half are the high nibbles."""
     R, K = words_RK.shape
     rest, codes = (
         part.reshape(R, K // GROUP, 2, 2, 4, 4).transpose(0, 1, 4, 2, 5, 3).reshape(R, K // GROUP, GROUP)

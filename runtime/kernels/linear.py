@@ -137,7 +137,7 @@ def _widen_rows(
     tile: np.ndarray,
     bits: np.ndarray,
 ) -> None:
-    """Rows of w as float32, of a chain of inputs; `bits` are those of the tile. Their next escapes are in `cursors` from
+    """Rows of w as float32, of a chain of inputs; `bits` are the tile's. Their next escapes are in `cursors` from
     number `own` on."""
     first, k, num_inputs = rows[0], chain[0], chain[1] - chain[0]
     for row in range(first, rows[1]):
