@@ -141,7 +141,9 @@ class Planner:
     def facts(self, plan: RunPlan) -> PlanFacts:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         has_lengths = self.model.rope_lengths is not None
-        return PlanFacts.of(self.config, self.model.shape, plan, dtype=dtype, has_rope_lengths=has_lengths)
+        return PlanFacts.of(
+            self.config, self.model.shape, plan, dtype=dtype, stored=self.model.stored, has_rope_lengths=has_lengths
+        )
 
     def announce(self, plan: RunPlan, advised: set[str]) -> None:
         """Logs what the plan is, its ledgers, and advice on it; of that only what is not in `advised`, to which it is

@@ -42,15 +42,24 @@ class Sweep(Enum):
     batch = "batch"
     prompt = "prompt"
     bandwidth = "bandwidth"
+    format = "format"
+
+
+class Packed(Enum):
+    """How `millrace pack` would store the weights, by the `format` that it is given."""
+
+    lossless = "lossless"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownConfig:
-    """What is said of a plan, and written to `directory`. `num_actions`: of the schedule, from its beginning.
+    """What is said of a plan, and written to `directory`. `num_actions`: of the schedule, from its beginning. `format`:
+    None leaves the weights as they are published.
     `sweep_points`: GiB, sequences, tokens or GB/s; none: a range around what is configured."""
 
     num_actions: int = 40
     timeline: bool = False
+    format: Packed | None = None
     sweep: Sweep | None = None
     sweep_points: list[float] = field(default_factory=list)
     directory: str = "outputs/plan"
@@ -70,6 +79,10 @@ class ShownConfig:
         require(
             all(point > 0 for point in points) and points == sorted(set(points)),
             f"plan.sweep_points must be above 0 and rise, got {points}",
+        )
+        require(
+            not points or self.sweep is not Sweep.format,
+            "plan.sweep_points are numbers, which plan.sweep=format does not vary: leave them out",
         )
         is_whole = self.sweep is not Sweep.batch or all(point >= 1 and point == int(point) for point in points)
         require(is_whole, f"plan.sweep_points are sequences of a block with plan.sweep=batch: 1 or more, got {points}")

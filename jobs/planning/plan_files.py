@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from runtime.plan.facts import PlanFacts
 from runtime.plan.roofs import roofs_of
 from runtime.plan.timeline import Timeline, make_timeline
 from runtime.resources import Resource
@@ -50,15 +49,27 @@ class SweepRow:
     prefill_binding: str | None = None
     decode_binding: str | None = None
     refusal: str = ""
+    note: str = ""
 
     @staticmethod
     def of(outcome: Outcome) -> "SweepRow":
         axis, planned = outcome.axis, outcome.planned
         fits = planned is not None
-        varied = SweepRow(varied=axis.name, value=outcome.value, unit=axis.unit, fits=fits, refusal=outcome.refusal)
+        varied = SweepRow(
+            varied=axis.name,
+            value=outcome.value,
+            unit=axis.unit,
+            fits=fits,
+            refusal=outcome.refusal,
+            note=axis.note,
+        )
         return varied if planned is None else _filled(varied, planned)
 
     def __str__(self) -> str:
+        return f"{self._line}  {self.note}" if self.note else self._line
+
+    @property
+    def _line(self) -> str:
         value = f"{self.value:,.0f}" if self.value >= 1000 else f"{self.value:.4g}"
         varied = f"{self.varied:<16}{value:>8} {self.unit:<9}  "
         if not self.fits:
@@ -74,7 +85,7 @@ class SweepRow:
 
 def _filled(row: SweepRow, planned: Planned) -> SweepRow:
     run, layers = planned.run, planned.shape.layers
-    facts = PlanFacts.of(planned.config, planned.shape, run, dtype=planned.dtype.value)
+    facts = planned.facts
     rates, phases = planned.throughput, planned.prediction
     return replace(
         row,
@@ -116,7 +127,9 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
         yield str(rows[-1])
     write_csv(directory / f"{kind.value}.csv", rows)
     knees = _knees(outcomes, roofs.needed_sequences) if kind is Sweep.batch else {}
-    draw_sweep(directory / f"{kind.value}.png", outcomes, f"{name}, policy={config.policy.kind.value}", knees)
+    marks = _named_formats(outcomes) if kind is Sweep.format else knees
+    shown = _by_bytes(outcomes) if kind is Sweep.format else outcomes
+    draw_sweep(directory / f"{kind.value}.png", shown, f"{name}, policy={config.policy.kind.value}", marks)
     block = f"a block of {roofs.num_sequences:,} sequences, {roofs.num_rows:,} at once in feed-forward layers"
     draw_roofline(directory / "roofline.png", roofs, f"{name}: a decode pass over {block}")
     yield from (f"{knee}: {num_sequences:,.0f} sequences" for knee, num_sequences in knees.items())
@@ -129,6 +142,20 @@ def _knees(outcomes: Sequence[Outcome], needed_sequences: float) -> dict[str, fl
     is_reached = [value for value, binding in fitting if binding not in (Resource.disk, Resource.host_to_device)]
     simulated = {"knee, weights no longer bind": is_reached[0]} if is_reached else {}
     return simulated | {"P2 of feed-forward layers": needed_sequences}
+
+
+def _by_bytes(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those of formats, each with an axis of its own, on one for all of them."""
+    axis = replace(outcomes[0].axis, name="weights")
+    return sorted((replace(each, axis=axis) for each in outcomes), key=lambda each: each.value)
+
+
+def _named_formats(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """The bytes of weights, by the names of the formats that have as many."""
+    names = dict[float, list[str]]()
+    for each in outcomes:
+        names.setdefault(each.value, []).append(each.axis.name)
+    return {", ".join(named): value for value, named in names.items()}
 
 
 NUM_LAYERS_SHOWN = 3  # in the panel that looks closer

@@ -10,6 +10,7 @@ from runtime.measure.machine_cache import find_latest
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.profile import machine_of
+from runtime.plan.facts import PlanFacts
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, find_policy
@@ -18,6 +19,7 @@ from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionWay
 from runtime.plan.shape.auto_dtype import auto_dtype
 from runtime.plan.shape.kv_dtype import keeping_kv
+from runtime.plan.shape.loss import StoredNumbers
 from runtime.plan.shape.model import ModelShape
 from runtime.units import gib_to_bytes
 
@@ -46,11 +48,16 @@ class Planned:
     sizes: Sequence[SequenceSize]
     run: RunPlan
     doubts: tuple[str, ...]  # about what is known of the machine
+    stored: StoredNumbers
 
     @property
     def prediction(self) -> Prediction:
         assert self.run.prediction is not None, "a machine has rates"
         return self.run.prediction
+
+    @property
+    def facts(self) -> PlanFacts:
+        return PlanFacts.of(self.config, self.shape, self.run, dtype=self.dtype.value, stored=self.stored)
 
     @property
     def throughput(self) -> Throughput:
@@ -90,7 +97,7 @@ def make_plan(config: PlanConfig) -> Planned:
 def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     """Plans what `make_plan` does, for a machine that need not be the one of the config."""
     dtype = _compute_dtype(config, machine)
-    shape = keeping_kv(read_shape(config.model.name, dtype), config.kv.dtype)
+    shape, stored = _as_stored(keeping_kv(read_shape(config.model.name, dtype), config.kv.dtype), config)
     shape = replace(shape, attention_way=_attention_way(machine, shape, dtype))
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
@@ -101,7 +108,21 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     )
     runtime = config.runtime
     run = _run_plan(shape, runtime, _budgets(config.offload, machine), sizes, machine)
-    return Planned(config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run, doubts=())
+    return Planned(
+        config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run, doubts=(), stored=stored
+    )
+
+
+def _as_stored(shape: ModelShape, config: PlanConfig) -> tuple[ModelShape, StoredNumbers]:
+    """The shape as its weights would be stored, and in which numbers that is."""
+    if config.plan.format is None:
+        return shape, StoredNumbers.of(shape, {})
+    from runtime.formats.registry import LOSSES  # loads torch, which no other plan needs
+
+    from .packed_shapes import as_packed
+
+    packed = as_packed(shape, config.plan.format)
+    return packed, StoredNumbers.of(packed, LOSSES)
 
 
 def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionWay:

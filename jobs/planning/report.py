@@ -2,7 +2,6 @@
 
 from runtime.plan.advice import advice
 from runtime.plan.cost.predict import PhaseTime, Prediction
-from runtime.plan.facts import PlanFacts
 from runtime.plan.listing import schedule_text
 from runtime.resources import Resource
 from runtime.units import counted, format_bytes, format_seconds
@@ -13,12 +12,11 @@ from .planning import Planned
 def report(planned: Planned, num_actions: int) -> str:
     """The ledgers, the policy, the prediction, what is worth knowing, and `num_actions` of the schedule."""
     run = planned.run
-    facts = PlanFacts.of(planned.config, planned.shape, run, dtype=planned.dtype.value)
     notes = advice(planned.config, planned.shape, run, has_device=planned.machine.device_bytes is not None)
     parts = [
         _head(planned),
         *map(str, run.placement.ledgers),
-        str(facts),
+        str(planned.facts),
         *(["\n  ".join(["chosen:", *run.choice.why])] if run.choice is not None else []),
         _prediction(planned),
         _utilisation(planned.prediction),

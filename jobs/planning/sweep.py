@@ -8,11 +8,13 @@ from math import ceil, inf
 from runtime.config import PolicyKind
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.cost.machine import Machine
+from runtime.plan.shape.loss import StoredNumbers
 from runtime.resources import Resource
 from runtime.units import GIB
 
-from .config import PlanConfig, Sweep
+from .config import Packed, PlanConfig, Sweep
 from .planning import Planned, plan_on
+from .shapes import read_shape
 
 GIGA = 1e9
 STEP = 2**0.5
@@ -24,7 +26,7 @@ LIMIT_SHARE = 0.05  # how exactly the largest block that fits is found
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     """What is varied; `here` is its value in the plan that the sweep is around. `is_open`: values go up until one does
-    not fit."""
+    not fit. `note`: what else is said of its values."""
 
     name: str
     unit: str
@@ -32,6 +34,7 @@ class Axis:
     values: Sequence[float]
     plan: Callable[[float], Planned]
     is_open: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,13 @@ def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     """The axes of `config.plan.sweep`, around `planned`. Raises ConfigError where there is nothing to vary."""
     kind = config.plan.sweep
     assert kind is not None, "no sweep is asked for"
-    axes = {Sweep.memory: _memories, Sweep.batch: _blocks, Sweep.prompt: _prompts, Sweep.bandwidth: _roads}
+    axes = {
+        Sweep.memory: _memories,
+        Sweep.batch: _blocks,
+        Sweep.prompt: _prompts,
+        Sweep.bandwidth: _roads,
+        Sweep.format: _formats,
+    }
     found = axes[kind](config, planned)
     points = config.plan.sweep_points
     return [replace(axis, values=points, is_open=False) for axis in found] if points else found
@@ -178,6 +187,34 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
             "or less memory with offload.device_memory_gib or offload.host_memory_gib"
         )
     return found
+
+
+def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
+    """One for each format, whose only value is what weights take in it. Products are priced as those of published
+    weights."""
+    from runtime.formats.registry import LOSSES  # loads torch, which no other sweep needs
+
+    from .packed_shapes import as_packed
+
+    shape = read_shape(planned.shape.name, planned.dtype)
+    found = []
+    for packed in (None, *Packed):
+        stored = shape if packed is None else as_packed(shape, packed)
+        changed = replace(config, plan=replace(config.plan, format=packed))
+        axis = Axis(
+            name="published" if packed is None else packed.value,
+            unit="GB",
+            here=planned.shape.weight_bytes / GIGA,
+            values=[stored.weight_bytes / GIGA],
+            plan=partial(_planned_so, planned.machine, changed),
+            note=str(StoredNumbers.of(stored, LOSSES)),
+        )
+        found.append(axis)
+    return found
+
+
+def _planned_so(machine: Machine, config: PlanConfig, _: float) -> Planned:
+    return plan_on(machine, config)
 
 
 def _with_disk(machine: Machine, bytes_per_second: float) -> Machine:

@@ -301,7 +301,8 @@ class _Run:
         if asked.rejected and num_blocks not in store.committed():
             store.commit(num_blocks, rejected_rows(asked), [])
         outcome = self._outcome(store, plan, was_finished=False, weights_seconds=weights_seconds)
-        store.finish()
+        facts = outcome.summary.plan
+        store.finish(None if facts is None else facts.numbers)
         return outcome
 
     def _outcome(

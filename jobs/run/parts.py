@@ -166,8 +166,9 @@ class PartStore:
             rows += [PassRow(**row) for row in table.drop_columns(["block", "operational"]).to_pylist()]
         return rows
 
-    def finish(self) -> None:
-        """Publish `_SUCCESS.json` last of all. Raises OutputError when a planned block is not there."""
+    def finish(self, numbers: Mapping[str, JsonValue] | None = None) -> None:
+        """Publish `_SUCCESS.json` last of all, with `numbers` as `write_success` takes them. Raises OutputError when a
+        planned block is not there."""
         parts = self.committed()
         missing = sorted(set(self.blocks) - set(parts))
         if missing:
@@ -179,7 +180,8 @@ class PartStore:
         for part in parts.values():
             rows.update(part.rows)
         tell_of_remade(self.directory, {self._name(block): part.sha256 for block, part in parts.items()})
-        write_success(self.directory, self.manifest.digest, {**rows}, [self._listing(part) for part in parts.values()])
+        listed = [self._listing(part) for part in parts.values()]
+        write_success(self.directory, self.manifest.digest, {**rows}, listed, numbers)
 
     def _listing(self, part: PartInfo) -> dict[str, JsonValue]:
         return {"file": self._name(part.block), "block": part.block, "num_rows": part.num_rows, "sha256": part.sha256}

@@ -1,4 +1,4 @@
-"""_SUCCESS.json: that a run is finished, and the SHA-256 that each of its parts had then."""
+"""_SUCCESS.json: that a run is finished, in which numbers, and the SHA-256 that each of its parts had then."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,15 @@ LOG = logging.getLogger(__name__)
 
 
 def write_success(
-    directory: RunDirectory, config: str, rows: Mapping[str, int], parts: Sequence[Mapping[str, JsonValue]]
+    directory: RunDirectory,
+    config: str,
+    rows: Mapping[str, int],
+    parts: Sequence[Mapping[str, JsonValue]],
+    numbers: Mapping[str, JsonValue] | None,
 ) -> None:
-    """Each of `parts` with its `file`, `block`, `num_rows` and `sha256`. Raises OutputError."""
-    value: dict[str, JsonValue] = {"config": config, "rows": {**rows}, "parts": parts}
+    """Each of `parts` with its `file`, `block`, `num_rows` and `sha256`. `numbers`: what weights, keys and values were
+    kept in, as `PlanFacts.numbers`; None where nothing was computed. Raises OutputError."""
+    value: dict[str, JsonValue] = {"config": config, "rows": {**rows}, "numbers": numbers, "parts": parts}
     write_json(directory.success, value | {"digest": json_digest(value)}, exclusive=False)
 
 

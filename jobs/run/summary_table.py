@@ -1,5 +1,6 @@
 """The table a person reads at the end of a run."""
 
+from runtime.plan.shape.loss import Loss
 from runtime.units import counted, format_bytes, format_seconds
 
 from .passes import PhaseTimes
@@ -43,9 +44,12 @@ def _unshared(summary: Summary) -> list[Line]:
 
 
 def _loss(summary: Summary) -> list[Line]:
-    """Says that keys and values were kept in less than they were computed in."""
-    loss = summary.plan.kv_loss if summary.plan is not None else None
-    return [("keys and values", loss, "")] if loss else []
+    """Says what weights, keys and values were kept in, where they are not what was published or computed."""
+    plan, exact = summary.plan, Loss.exact.value
+    if plan is None:
+        return []
+    weights: list[Line] = [("weights", plan.of_weights, "")] if plan.weight_loss != exact else []
+    return weights + ([("keys and values", plan.of_kv, "")] if plan.kv_loss != exact else [])
 
 
 def _elapsed(summary: Summary) -> list[Line]:

@@ -2,12 +2,20 @@
 stands alone since every format of our own has them."""
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
 
 METHOD = "millrace"  # `quant_method` in the store's config.json
+RELATIVE_ERROR = "relative_rms_error"  # beside it: of all weights that were rounded
 Fit = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
+
+
+def relative_error(quantization: Mapping[str, object]) -> float | None:
+    """What a store's config says of how far its weights are off; None where it says nothing, or what cannot be."""
+    found = quantization.get(RELATIVE_ERROR)
+    return float(found) if isinstance(found, int | float) and 0 <= found < inf else None
 
 
 def name_of(weight: str, part: str) -> str:

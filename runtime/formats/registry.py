@@ -9,7 +9,7 @@ from types import ModuleType
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
 from . import kinds
-from .storage_format import Method, StorageFormat
+from .storage_format import Loss, Method, StorageFormat
 
 
 def _modules() -> list[ModuleType]:
@@ -17,6 +17,7 @@ def _modules() -> list[ModuleType]:
 
 
 FORMATS: Mapping[str, StorageFormat] = {each.name: each for module in _modules() for each in module.FORMATS}
+LOSSES: Mapping[str, Loss] = {name: each.loss for name, each in FORMATS.items()}
 
 
 def _methods() -> Mapping[str, Sequence[Method]]:

@@ -5,22 +5,13 @@ Shapes: N rows of K numbers, of B bytes each.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 
 from ..linear.rows import Rows
+from ..plan.shape.loss import Loss as Loss
 from ..plan.shape.shapes import TensorSlice
-
-
-class Loss(Enum):
-    """What a format does to numbers. `exact`: they are what its definition makes of the published bytes. `lossless`:
-    they are the original's, bit by bit. `lossy`: they are the original's, rounded."""
-
-    exact = "exact"
-    lossless = "lossless"
-    lossy = "lossy"
 
 
 class Stored(NamedTuple):

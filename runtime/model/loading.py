@@ -13,13 +13,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import DType, Lanes, ModelConfig, Verify
 from ..errors import ConfigError
-from ..formats.own_store import METHOD
-from ..formats.registry import pair_companions
+from ..formats.own_store import METHOD, relative_error
+from ..formats.registry import LOSSES, pair_companions
 from ..kernels.compiler import has_compiler
 from ..origin.generation_config import ModelGeneration, read_generation
 from ..origin.location import find_checkpoint, load_tokenizer, read_config
 from ..origin.net import class_refused, one_line
 from ..plan.shape.auto_dtype import auto_dtype
+from ..plan.shape.loss import StoredNumbers
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
 from ..probing.guards import NO_DECODER
@@ -91,6 +92,7 @@ class LoadedModel:
     habits: PaddedHabits  # of a decoder in padded lanes
     head: Head
     looks_ahead: bool  # attention is over the whole prompt, in both directions: an encoder's
+    stored: StoredNumbers
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
     backends: BackendTable | None = None  # which linear backend is taken for what; None: by the rule
 
@@ -152,8 +154,7 @@ def load_model(
 ) -> LoadedModel:
     """Opens a checkpoint, maps its bytes to parameters, and stages the model that asks for them.
 
-    `express`: see `map_weights`. `excerpt` loads a part of a model that was loaded whole before. Raises CheckpointError
-    or ConfigError with what to change.
+    `express`: see `map_weights`; `excerpt`: a part of it alone. Raises CheckpointError or ConfigError, with what to do.
     """
     hollow = _open(config, device, cache_dir, excerpt)
     lanes = _choose_lanes(hollow, config, excerpt)
@@ -179,6 +180,7 @@ def load_model(
         habits=lanes.habits,
         head=head_of(hollow.model),
         looks_ahead=lanes.looks_ahead,
+        stored=StoredNumbers.of(shape, LOSSES, relative_error(hollow.quantization)),
         rope_lengths=rope_lengths,
         dtypes=dtypes,
         compute_dtype=hollow.dtype,

@@ -1,5 +1,6 @@
 """What every `auto` of a run came to: to be logged when the plan is known, and kept beside the results."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..batching.prefixes import SharingRule, num_spared
@@ -8,6 +9,7 @@ from ..units import counted
 from .placement.defaults import chunk_tokens
 from .placement.memory import PAGE_TOKENS
 from .planner import RunPlan
+from .shape.loss import Loss, StoredNumbers
 from .shape.model import ModelShape
 
 
@@ -28,6 +30,7 @@ class PlanFacts:
     """Values of JSON, most of them words of the config. `str` is a few lines for a log.
 
     `prefetch_depth` counts stages that reads run ahead of compute: layers of a block, 0 where they wait for their turn.
+    `numbers` is what weights, keys and values are kept in, and in which class of error that is.
     """
 
     dtype: str
@@ -55,10 +58,20 @@ class PlanFacts:
     why_unshared: str | None = None
     num_spared_tokens: int = 0  # of prompts, because others compute them; where sequences come and go, at most
     kv_dtype: str = KVDType.auto.value
+    kv_loss: str = Loss.exact.value
+    weight_formats: Sequence[str] = ()
+    weight_loss: str = Loss.exact.value
+    weight_error: float | None = None  # relative RMS, of those that were rounded; None: none, or nobody measured it
 
     @staticmethod
     def of(
-        config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, dtype: str, has_rope_lengths: bool = False
+        config: RuntimeConfig,
+        shape: ModelShape,
+        plan: RunPlan,
+        *,
+        dtype: str,
+        stored: StoredNumbers,
+        has_rope_lengths: bool = False,
     ) -> "PlanFacts":
         placement, rule = plan.placement, plan.placement.sharing
         why = why_unshared(config, shape, has_rope_lengths=has_rope_lengths)
@@ -90,6 +103,10 @@ class PlanFacts:
             why_unshared=why,
             num_spared_tokens=0 if why else _num_spared(plan),
             kv_dtype=shape.kv_dtype.value,
+            kv_loss=(Loss.exact if shape.kv_dtype is KVDType.auto else Loss.lossy).value,
+            weight_formats=stored.formats,
+            weight_loss=stored.loss.value,
+            weight_error=stored.relative_error,
         )
 
     def __str__(self) -> str:
@@ -102,7 +119,8 @@ class PlanFacts:
                 f"  schedule  {self.schedule}, decode attention={self.attention}",
                 f"  weights   {self.weights}{self._streaming}",
                 f"  experts   paging={self.expert_paging}{self._paging}",
-                f"  KV        {self.kv}{self._travelling}{self._loss}",
+                f"  KV        {self.kv}{self._travelling}",
+                f"  numbers   weights {self.of_weights}; KV {self.of_kv}",
             ]
         )
 
@@ -144,13 +162,19 @@ class PlanFacts:
         return f": {away} of {num_layers} layers, the others where compute happens" if away else ""
 
     @property
-    def _loss(self) -> str:
-        return f"; {self.kv_loss}" if self.kv_loss else ""
+    def numbers(self) -> Mapping[str, str | float | Sequence[str] | None]:
+        """What weights, keys and values are kept in, and what that does to them, for a finished run's record."""
+        keys = ("weight_formats", "weight_loss", "weight_error", "kv_dtype", "kv_loss")
+        return {key: getattr(self, key) for key in keys}
 
     @property
-    def kv_loss(self) -> str | None:
-        """The error class of what keys and values are kept in; None where nothing is lost."""
-        return None if self.kv_dtype == KVDType.auto.value else f"KV {self.kv_dtype}: lossy"
+    def of_weights(self) -> str:
+        loss = Loss(self.weight_loss)
+        return str(StoredNumbers(formats=tuple(self.weight_formats), loss=loss, relative_error=self.weight_error))
+
+    @property
+    def of_kv(self) -> str:
+        return f"{'as computed' if self.kv_dtype == KVDType.auto.value else self.kv_dtype}: {self.kv_loss}"
 
 
 def _among(plan: RunPlan) -> str:

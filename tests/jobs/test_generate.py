@@ -15,9 +15,15 @@ import pytest
 
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
+from jobs.packing.config import PackConfig, SourceConfig
+from jobs.packing.packing import pack
 from jobs.run.generation import Outcome, generate
 from jobs.run.run_dir import RunDirectory
+from jobs.run.summary_table import format_table
 from runtime.config import (
+    KVConfig,
+    KVDType,
+    ModelConfig,
     OffloadConfig,
     PolicyConfig,
     PolicyKind,
@@ -27,6 +33,7 @@ from runtime.config import (
     Tier,
 )
 from runtime.errors import Interrupted, RunMismatchError
+from runtime.origin.location import BUNDLED
 from runtime.plan.schedule.actions import Op, parse_action
 from tests.generations import read_generations
 from tests.jobs.killing import run_and_kill
@@ -208,3 +215,24 @@ def test_samples_follow_the_seed_and_not_the_place_in_a_batch(tmp_path: Path) ->
 def test_policy_auto_gives_the_same_rows_as_fixed(tmp_path: Path, plain: pa.Table) -> None:
     run(tmp_path, policy=PolicyConfig())
     assert tokens_by_id(rows(tmp_path)) == tokens_by_id(plain)
+
+
+def test_a_finished_run_says_in_which_class_of_error_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    pack(PackConfig(model=SourceConfig(path=str(BUNDLED)), out=str(tmp_path / "store")), lambda *_: None)
+    packed = ModelConfig(name="packed", path=str(tmp_path / "store"))
+    table = format_table(run(tmp_path, model=packed, kv=KVConfig(dtype=KVDType.int8)).summary)
+    said = {"weights": "window4: lossless, bit by bit the published numbers", "keys and values": "int8: lossy"}
+    assert f"numbers   weights {said['weights']}; KV {said['keys and values']}" in caplog.text
+    lines = {line.partition("  ")[0]: line.rpartition("  ")[2].strip() for line in table.splitlines()}
+    assert lines.items() >= said.items()
+    directory = RunDirectory(path=tmp_path / "generate" / "case")
+    found, summary = json.loads(directory.success.read_text())["numbers"], json.loads(directory.summary.read_text())
+    assert found == {
+        "weight_formats": ["window4"],
+        "weight_loss": "lossless",
+        "weight_error": None,
+        "kv_dtype": "int8",
+        "kv_loss": "lossy",
+    }
+    assert {key: summary["plan"][key] for key in found} == found

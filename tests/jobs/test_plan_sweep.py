@@ -135,3 +135,35 @@ def test_the_knee_is_the_first_block_that_weights_do_not_bind(tmp_path: Path) ->
     bound = [row.split()[1] for row in rows[1:] if row.endswith("/ compute")]
     assert last == f"knee, weights no longer bind: {bound[0]} sequences"
     assert p2.startswith("P2 of feed-forward layers: ")
+
+
+def test_formats_are_listed_with_their_bytes_and_what_they_do_to_numbers(tmp_path: Path) -> None:
+    config = config_of(*SMALL, "offload=nvme", "offload.resident_layers=0", "plan.sweep=format")
+    planned = make_plan(config)
+    head, *lines = run_sweep(config, planned, tmp_path)
+    with (tmp_path / "format.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert head == HEAD
+    assert [row["varied"] for row in rows] == [line.split()[0] for line in lines] == ["published", "lossless"]
+    published, lossless = rows
+    assert float(published["value"]) == pytest.approx(planned.shape.weight_bytes / 1e9)
+    assert 0.75 <= float(lossless["value"]) / float(published["value"]) <= 0.755
+    assert (published["note"], lossless["note"].partition(",")[0]) == (
+        "BF16: exact to the published numbers",
+        "window4: lossless",
+    )
+    assert float(lossless["decode_tokens_per_second"]) > float(published["decode_tokens_per_second"])
+    assert (tmp_path / "format.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_of_a_packed_store_is_that_of_the_sweep() -> None:
+    lossless = swept("plan.sweep=format")[1].planned
+    alone = plan(*SMALL, "plan.format=lossless")
+    assert lossless is not None
+    assert (alone.shape.weight_bytes, alone.throughput) == (lossless.shape.weight_bytes, lossless.throughput)
+    assert "numbers   weights window4: lossless" in str(alone.facts)
+
+
+def test_points_are_no_formats() -> None:
+    with pytest.raises(ConfigError, match=r"plan\.sweep_points are numbers, which plan\.sweep=format does not vary"):
+        config_of(*SMALL, "plan.sweep=format", "plan.sweep_points=[1,2]")

@@ -28,12 +28,15 @@ from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import plan_run
 from runtime.plan.shape.kv_dtype import keeping_kv
+from runtime.plan.shape.loss import Loss, StoredNumbers
 from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import Stage
 from runtime.units import GIB
 from tests.toy import sizes_of, toy_mixture, toy_shape
 
 POLICY = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=3, num_micro_batches=2)
 NVME = RuntimeConfig(policy=POLICY, offload=OffloadConfig(tier=Tier.nvme, resident_layers=2))
+PUBLISHED = StoredNumbers(formats=("F32",), loss=Loss.exact)
 RATES = MachineRates(
     disk_bytes_per_second=1e9, link_in_bytes_per_second=1e10, gemm_flops_per_second={1: 1e9, 16: 1e10, 512: 1e11}
 )
@@ -42,7 +45,7 @@ RATES = MachineRates(
 def facts(config: RuntimeConfig, shape: ModelShape | None = None, *, has_device: bool = False) -> PlanFacts:
     shape, budgets = shape or toy_shape(), Budgets(host_bytes=GIB, device_bytes=GIB if has_device else None)
     plan = plan_run(shape, config, budgets, sizes_of([30] * 10), rates=RATES)
-    return PlanFacts.of(config, shape, plan, dtype="float32")
+    return PlanFacts.of(config, shape, plan, dtype="float32", stored=PUBLISHED)
 
 
 def test_blocks_and_stages_are_counted() -> None:
@@ -108,7 +111,7 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
 
     def sharing(shape: ModelShape, config: RuntimeConfig = NVME, *, has_rope_lengths: bool = False) -> PlanFacts:
         plan = plan_run(shape, config, Budgets(host_bytes=GIB), sizes, rates=RATES)
-        return PlanFacts.of(config, shape, plan, dtype="float32", has_rope_lengths=has_rope_lengths)
+        return PlanFacts.of(config, shape, plan, dtype="float32", stored=PUBLISHED, has_rope_lengths=has_rope_lengths)
 
     found = sharing(toy_shape())
     assert (found.sharing, found.num_spared_tokens, found.why_unshared) == ("block", 5 * 20, None)
@@ -132,7 +135,37 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
 
 
 def test_keys_and_values_that_lose_something_are_said_to() -> None:
-    assert facts(NVME).kv_loss is None
+    assert str(facts(NVME)).endswith("KV as computed: exact")
     lossy = facts(NVME, keeping_kv(toy_shape(is_packed=True), KVDType.int8))
-    assert lossy.kv_loss == "KV int8: lossy"
+    assert (lossy.numbers["kv_dtype"], lossy.numbers["kv_loss"]) == ("int8", "lossy")
     assert str(lossy).splitlines()[-1].endswith("; KV int8: lossy")
+
+
+def stored_as(*formats: str, relative_error: float | None = None) -> StoredNumbers:
+    """The toy's stages, from the first on, in these formats, the others as they are."""
+    shape, named = toy_shape(), dict(enumerate(formats))
+
+    def kept(stage: Stage) -> Stage:
+        (parameter,) = stage.parameters
+        piece = replace(parameter.slices[0], format=named.get(stage.index, ""))
+        return replace(stage, parameters=(replace(parameter, pieces=((piece,),)),))
+
+    losses = {"published": Loss.exact, "packed": Loss.lossless, "rounded": Loss.lossy}
+    return StoredNumbers.of(replace(shape, stages=tuple(map(kept, shape.stages))), losses, relative_error)
+
+
+def test_a_models_class_of_error_is_the_worst_of_its_matrices() -> None:
+    """Two of the toy's stages are twice as large as the others."""
+    assert str(stored_as()) == "F32: exact to the published numbers"
+    assert str(stored_as("published")) == "F32, published: exact to the published numbers"
+    assert str(stored_as("published", "packed")) == "F32, published, packed: lossless, bit by bit the published numbers"
+    found = stored_as("", "rounded", "packed", relative_error=0.00456)
+    assert (found.loss, str(found)) == (
+        Loss.lossy,
+        "F32, rounded, packed: lossy, relative RMS error 0.46%",
+    )
+    assert str(stored_as("rounded")).endswith("lossy, relative RMS error not measured")
+
+
+def test_what_is_measured_of_rounding_is_not_said_of_numbers_that_are_not_rounded() -> None:
+    assert stored_as("packed", relative_error=0.1).relative_error is None

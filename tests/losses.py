@@ -1,0 +1,84 @@
+"""What rounding costs a model: by how much its logits are off, and what the bundled trained model then gets right."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from jobs.grading.intervals import Estimate, estimate, estimate_of_groups
+from jobs.training.corpus import asked_examples
+from jobs.training.stories import STORY
+from jobs.training.tasks import TASKS
+from runtime import Runtime
+from runtime.scoring import Scored
+
+FAMILIES = ["llama", "mistral", "mixtral", "gemma-2", "gemma-3", "gpt-oss", "qwen3-moe", "phi-3"]
+NUM_TOKENS, NUM_ASKED, NUM_TEXTS, SEED = 96, 60, 200, 7
+
+
+class LogitErrors(NamedTuple):
+    """How far logits are off: their norm, and the largest, as shares of the deviation of those that are right; and the
+    divergence of what they say of the next token, in nats, on average."""
+
+    relative: float
+    largest: float
+    divergence: float
+
+    @staticmethod
+    def of(found: torch.Tensor, right: torch.Tensor) -> "LogitErrors":
+        """Both (T, V)."""
+        spread, error = right - right.mean(-1, keepdim=True), found - right
+        divergence = torch.nn.functional.kl_div(
+            found.log_softmax(-1), right.log_softmax(-1), reduction="batchmean", log_target=True
+        )
+        return LogitErrors(
+            relative=float(error.norm() / spread.norm()),
+            largest=float(error.abs().max() / spread.std()),
+            divergence=float(divergence),
+        )
+
+
+def drawn_tokens() -> list[int]:
+    """The tokens that logits of random models are compared behind."""
+    return torch.randint(5, 600, (NUM_TOKENS,), generator=torch.Generator().manual_seed(SEED)).tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedScores:
+    """What the trained model makes of stories and questions that it was not trained on."""
+
+    told: Sequence[Scored]
+    asked: Sequence[Scored]
+
+    @staticmethod
+    def of(runtime: Runtime) -> "TrainedScores":
+        told, asked = (runtime.score([*pairs]) for pairs in (examples([STORY], NUM_TEXTS), examples(TASKS, NUM_ASKED)))
+        return TrainedScores(told=told, asked=asked)
+
+    @property
+    def right(self) -> Estimate:
+        """The share of questions whose whole answer is the likeliest."""
+        return estimate([float(each.is_greedy) for each in self.asked])
+
+    def beyond(self, exact: "TrainedScores") -> Estimate:
+        """How much more the perplexity of stories is than `exact` has it, by what each story comes to."""
+        pairs = zip(self.told, exact.told, strict=True)
+        nats = [
+            [right - found for found, right in zip(mine.token_logprobs, theirs.token_logprobs, strict=True)]
+            for mine, theirs in pairs
+        ]
+        return estimate_of_groups(nats)
+
+
+def perplexity(scored: Sequence[Scored]) -> float:
+    """The perplexity per token of the targets."""
+    return math.exp(-sum(each.logprob for each in scored) / sum(each.num_target_tokens for each in scored))
+
+
+def examples(tasks: Iterable[str], count: int) -> Iterator[tuple[str, str]]:
+    """Yields prompts and answers as the model was trained on, but none that it has seen where there are others."""
+    for task in tasks:
+        for example in asked_examples(task, count, SEED):
+            yield example.prompt, example.answer
