@@ -1,4 +1,4 @@
-"""Matrices of bfloat16 for whom packing could go wrong, and their packed rows."""
+"""Matrices of bfloat16 for whom packing could go wrong, and packed rows."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from runtime.formats.packing import escape_words, pack_window4
+from runtime.formats.rounding import Rounding
+from runtime.linear.coded_rows import CodedRows
 from runtime.linear.window4_rows import Window4Rows
 
 Words = np.ndarray  # bits of bfloat16
@@ -36,6 +38,12 @@ def packed_rows(words_NK: Words, spare_escapes: int = 0) -> Window4Rows:
     packed = pack_window4(words_NK)
     companion = torch.from_numpy(escape_words(packed, len(packed.columns) + spare_escapes))
     return Window4Rows(torch.from_numpy(packed.body), companion, len(words_NK) + 1)
+
+
+def rounded_rows(numbers_NK: torch.Tensor, name: str, group_size: int = 64) -> CodedRows:
+    rounding = Rounding(name, group_size)
+    scales_NG = rounding.choose_scales(numbers_NK)
+    return CodedRows(rounding.codes(numbers_NK, scales_NG), scales_NG, rounding.way)
 
 
 def tensor_of(words_NK: Words) -> torch.Tensor:

@@ -16,9 +16,10 @@ import torch
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import DType, PolicyKind, Tier
-from runtime.linear.panels import Block, rows_of
+from runtime.formats.rounding import WAYS
+from runtime.linear.panels import Block
 from runtime.linear.vectors import multiply_in_vectors
-from tests.packed import packed_rows, tensor_of, words_of
+from tests.packed import packed_rows, rounded_rows, tensor_of, words_of
 
 NUM_COPIES, ROUNDS, NUM_PROMPTS, NUM_NEW_TOKENS = 6, 30, 64, 8
 
@@ -29,14 +30,12 @@ def products(outputs: int, inputs: int) -> None:
     ways: dict[str, list[Block]] = {
         "plain": [tensor_of(words.copy()) for _ in range(NUM_COPIES)],
         "window4": [packed_rows(words) for _ in range(NUM_COPIES)],
-    }
+    } | {name: [rounded_rows(numbers, name) for _ in range(NUM_COPIES)] for name in WAYS}
     for num_rows in (1, 8, 64, 256):
         x = torch.randn(num_rows, inputs)
         best = _best({way: (lambda block, x=x: multiply_in_vectors(x, [block])) for way in ways}, ways)
-        plain, packed = best["plain"], best["window4"]
-        print(f"{outputs} x {inputs}, M = {num_rows}: {plain:.2f} ms, packed {packed:.2f} ({packed / plain - 1:+.1%})")
-    took = _best({"window4": lambda block: rows_of(block, slice(0, outputs))}, ways)["window4"]
-    print(f"{outputs} x {inputs}: {outputs * inputs / took / 1e6:.2f} G numbers/s decoded into float32 by one thread")
+        shown = ", ".join(f"{way} {took:.2f} ({took / best['plain'] - 1:+.1%})" for way, took in best.items())
+        print(f"{outputs} x {inputs}, M = {num_rows}, ms: {shown}")
 
 
 def _best(acts: dict[str, Callable[[Block], torch.Tensor]], ways: dict[str, list[Block]]) -> dict[str, float]:

@@ -1,8 +1,21 @@
 """Which model is packed, into what, and what becomes of its files; conf/pack.yaml mirrors it."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from runtime.errors import require
+
+GROUP_SIZES = (32, 64, 128)  # columns that share a scale
+
+
+class Format(Enum):
+    """`lossless`: bfloat16 in 12 bits. `int8`: a scale for each row. `int4`: one for each group of a row's columns.
+    `fp8`: E4M3, a scale for each row. What these three do not round is packed without loss."""
+
+    lossless = "lossless"
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +29,18 @@ class PackConfig:
 
     model: SourceConfig = field(default_factory=SourceConfig)
     out: str | None = None
+    format: Format = Format.lossless
+    group_size: int = 64
     verify: bool = True
     replace: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.model.path), "model.path is not set: a directory, e.g. model.path=/data/mixtral")
         require(bool(self.out), "out is not set: the directory to write, e.g. out=/data/mixtral-packed")
+        require(
+            self.group_size in GROUP_SIZES,
+            f"group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {self.group_size}",
+        )
         require(
             self.verify or not self.replace,
             "replace=true with verify=false would delete weights whose packed form was never compared: verify=true",

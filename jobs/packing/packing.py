@@ -4,9 +4,12 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 
 from runtime.errors import CheckpointError, OutputError
+from runtime.formats.own_store import RELATIVE_ERROR
+from runtime.formats.rounding import Rounding
 from runtime.store.checkpoint import INDEX, SINGLE
 from runtime.store.header import read_header
 from runtime.store.piece_sums import told_of
@@ -15,7 +18,7 @@ from runtime.store.writer import published, sync_directory
 from ..files.lock import RunLock
 from ..files.publishing import make_directory, sweep_temps
 from .comparing import compare
-from .config import PackConfig
+from .config import Format, PackConfig
 from .index import index_of
 from .shard import Packed, pack_shard, sizes_of
 from .source import CONFIG, Source, open_source, packed_config, stamp_of
@@ -40,11 +43,18 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
     CheckpointError, OutputError; what is published then stays good."""
     out = Path(config.out or "").expanduser()
     source = open_source(Path(config.model.path or "").expanduser(), out, replace=config.replace)
-    _require_something_to_pack(source)
+    rounding = _rounding_of(config)
+    if rounding is None:
+        _require_something_to_pack(source)
     make_directory(out)
     with closing(_Locked(out / LOCK)):
         sweep_temps(out)
-        return _Packer(source, out, config, progress).run()
+        return _Packer(source, out, config, rounding, progress).run()
+
+
+def _rounding_of(config: PackConfig) -> Rounding | None:
+    """How layers and experts are rounded, if they are."""
+    return None if config.format is Format.lossless else Rounding(config.format.value, config.group_size)
 
 
 class _Locked:
@@ -71,8 +81,16 @@ def _require_something_to_pack(source: Source) -> None:
 
 
 class _Packer:
-    def __init__(self, source: Source, out: Path, config: PackConfig, progress: Callable[[int, int], None]):
+    def __init__(
+        self,
+        source: Source,
+        out: Path,
+        config: PackConfig,
+        rounding: Rounding | None,
+        progress: Callable[[int, int], None],
+    ):
         self._source, self._out, self._config, self._progress = source, out, config, progress
+        self._rounding, self._stamped = rounding, "" if rounding is None else f", {rounding}"
         sizes = [path.stat().st_size for name in source.shards if (path := source.directory / name).exists()]
         self._total, self._done, self._num_kept, self._num_deleted = sum(sizes), 0, 0, 0
 
@@ -82,7 +100,8 @@ class _Packer:
             _publish(self._out / path.name, path.read_bytes())
         if self._source.shards != [SINGLE]:
             _publish(self._out / INDEX, index_of(self._out, self._source.shards))
-        _publish(self._out / CONFIG, packed_config(self._source))  # last: now it is a model
+        about = {} if self._rounding is None else {"format": str(self._rounding), RELATIVE_ERROR: error_of(tensors)}
+        _publish(self._out / CONFIG, packed_config(self._source, about))  # last: now it is a model
         return Packing(
             out=self._out,
             tensors=tensors,
@@ -104,7 +123,9 @@ class _Packer:
         else:
             begun = self._done
             verify = self._config.verify
-            found = pack_shard(original, target, stamp_of(original), verify=verify, progress=self._advance)
+            found = pack_shard(
+                original, target, self._stamp(original), rounding=self._rounding, verify=verify, progress=self._advance
+            )
             is_verified = verify
             self._advance(begun + original.stat().st_size - self._done)
         if self._config.replace and original.exists():
@@ -114,18 +135,23 @@ class _Packer:
     def _delete(self, original: Path, target: Path, *, is_verified: bool) -> None:
         """Deletes one file of the original, whose packed form is on the disk and was compared with it just now."""
         if not is_verified:
-            compare(read_header(original), target, str(target))
+            compare(read_header(original), target, str(target), self._rounding)
         original.unlink()
         sync_directory(original.parent)
         self._num_deleted += 1
 
     def _require_same(self, original: Path, target: Path) -> None:
         told, _ = told_of(target)
-        if original.exists() and told.get("source") != stamp_of(original):
+        if original.exists() and told.get("source") != self._stamp(original):
             raise CheckpointError(
-                f"{target}: packed of another file than {original}, or that was changed since: remove it, or choose "
-                "another directory with out="
+                f"{target}: packed of another file than {original}, or that was changed since, or in another format: "
+                "remove it, or choose another directory with out="
             )
+        if not str(told.get("source")).endswith(self._stamped):
+            raise CheckpointError(f"{target}: packed in another format: choose another directory with out=")
+
+    def _stamp(self, original: Path) -> str:
+        return stamp_of(original) + self._stamped
 
     def _advance(self, num_bytes: int) -> None:
         self._done += num_bytes
@@ -137,6 +163,13 @@ def _publish(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def error_of(tensors: Sequence[Packed]) -> float | None:
+    """The root of the squares of what rounded ones are off by, as a share of that of their own; None if none were."""
+    squares = [packed.squares for packed in tensors if packed.squares is not None]
+    size = sum(own for _, own in squares)
+    return sqrt(sum(error for error, _ in squares) / size) if size else None
+
+
 def describe(packing: Packing) -> list[str]:
     """The closing table."""
     raw = [packed for packed in packing.tensors if packed.why_raw is not None]
@@ -146,11 +179,20 @@ def describe(packing: Packing) -> list[str]:
         reasons.setdefault(str(packed.why_raw), []).append(packed)
     kept = f", {packing.num_kept} of them packed before" if packing.num_kept else ""
     gone = f", {packing.num_deleted} of the original deleted" if packing.num_deleted else ""
+    rounded = [packed for packed in packing.tensors if packed.squares is not None]
+    num_lossless = len(packing.tensors) - len(raw) - len(rounded)
     lines = [
         f"{packing.out}: {packing.num_shards} shards{kept}{gone}",
         f"bytes      {before:,} before, {after:,} after: {after / max(1, before):.3f}",
-        f"tensors    {len(packing.tensors) - len(raw):,} packed, {len(raw):,} as they were",
+        f"tensors    {f'{len(rounded):,} rounded, ' * bool(rounded)}{num_lossless:,} packed without loss, "
+        f"{len(raw):,} as they were",
     ]
+    if rounded:
+        worst = max(rounded, key=lambda packed: error_of([packed]) or 0)
+        lines.append(
+            f"error      {error_of(rounded) or 0:.3%} of the weights' root mean square; "
+            f"{error_of([worst]) or 0:.3%} at most, of {worst.name}"
+        )
     return lines + [_reason(why, found) for why, found in sorted(reasons.items())]
 
 

@@ -4,12 +4,15 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch
 
-from runtime.formats.own_store import name_of
+from runtime.formats.own_store import METHOD, name_of
 from runtime.formats.packing import (
     ESCAPES,
     MOST_ESCAPES,
@@ -19,6 +22,9 @@ from runtime.formats.packing import (
     packed_columns,
     why_raw,
 )
+from runtime.formats.registry import pair_companions
+from runtime.formats.rounding import Rounding
+from runtime.formats.scaled_rows import SCALES
 from runtime.linear.window4_rows import WINDOW4
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.header import read_header
@@ -26,7 +32,7 @@ from runtime.store.piece_sums import METADATA, PIECE_BYTES, sums_of, told_of
 from runtime.store.writer import published
 from runtime.units import round_up
 
-from .comparing import bytes_of, compare
+from .comparing import bytes_of, compare, numbers_of
 
 PAGE_BYTES, COPY_BYTES = 4096, 16 << 20
 MOST_ENTRY_BYTES = 640  # of a tensor in a header, beside twice its name, its shape and what is said of it
@@ -34,42 +40,75 @@ MOST_ENTRY_BYTES = 640  # of a tensor in a header, beside twice its name, its sh
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What became of a tensor: its bytes before and after, and why it lies as it did, if it does."""
+    """What became of a tensor: its bytes before and after, and why it lies as it did, if it does. `squares`: of what a
+    rounded one is off by, and of its own numbers, summed."""
 
     name: str
     num_bytes: int
     packed_bytes: int
     why_raw: str | None
+    squares: tuple[float, float] | None = None
 
 
 class _Shard:
     """A shard that is being written behind the room for its header, which is known last."""
 
-    def __init__(self, file: BinaryIO, header_bytes: int, progress: Callable[[int], None]):
-        self._file, self._begin, self._progress = file, header_bytes, progress
+    def __init__(self, file: BinaryIO, header_bytes: int, rounding: Rounding | None, progress: Callable[[int], None]):
+        self._file, self._begin, self._rounding, self._progress = file, header_bytes, rounding, progress
         self.entries: dict[str, object] = {}
         self.told: dict[str, object] = {}
         file.seek(header_bytes)
 
     def add(self, tensor: TensorSlice) -> Packed:
-        """Packs it, or copies it where that does not pay."""
-        data = bytes_of(tensor)
-        begin, reason = self._file.tell(), why_raw(tensor.dtype, tensor.shape)
-        if reason is None:
-            reason = self._pack(tensor, data.view(np.uint16).reshape(tensor.shape))
+        """Rounds it if it is to be, or packs it without loss, or copies it where that does not pay."""
+        data, begin = bytes_of(tensor), self._file.tell()
+        squares, reason = self._round(tensor), None
+        if squares is None:
+            self._go_back(begin)
+            reason = why_raw(tensor.dtype, tensor.shape)
+            if reason is None:
+                reason = self._pack(tensor, data.view(np.uint16).reshape(tensor.shape))
         if reason is not None:
-            self._file.seek(begin)
-            self._file.truncate()
+            self._go_back(begin)
             for first in range(0, tensor.num_bytes, COPY_BYTES):
                 self._file.write(data[first : first + COPY_BYTES].data)
             self._enter(tensor.name, tensor.dtype, tensor.shape, begin)
         self.told[tensor.name] = {
             "sha256": hashlib.sha256(data.data).hexdigest(),
             **({"raw": reason} if reason else {}),
+            **({"squares": squares} if squares else {}),
         }
         self._progress(tensor.num_bytes)
         num_bytes = self._file.tell() - begin
-        return Packed(name=tensor.name, num_bytes=tensor.num_bytes, packed_bytes=num_bytes, why_raw=reason)
+        return Packed(
+            name=tensor.name, num_bytes=tensor.num_bytes, packed_bytes=num_bytes, why_raw=reason, squares=squares
+        )
+
+    def _go_back(self, begin: int) -> None:
+        self._file.seek(begin)
+        self._file.truncate()
+
+    def _round(self, tensor: TensorSlice) -> tuple[float, float] | None:
+        """Returns the sums of squares; None if it is not to be rounded, or holds what no code stands for: then what was
+        written of it is of no use."""
+        if self._rounding is None or self._rounding.why_exact(tensor.name, tensor.dtype, tensor.shape) is not None:
+            return None
+        begin, scales, error, size = self._file.tell(), list[bytes](), 0.0, 0.0
+        numbers = numbers_of(tensor)
+        for piece in self._rounding.pieces(numbers.flatten(0, -2)):
+            if piece is None:
+                return None
+            self._file.write(piece.codes_RB.numpy().data)
+            scales.append(piece.scales_RG.view(torch.int16).numpy().tobytes())
+            error, size = error + piece.error, size + piece.size
+        *rows, num_columns = tensor.shape
+        codes_shape = (*rows, self._rounding.packed_columns(num_columns))
+        self._enter(name_of(tensor.name, self._rounding.format), "U8", codes_shape, begin)
+        begin = self._file.tell()
+        self._file.write(b"".join(scales))
+        scales_shape = (*rows, self._rounding.num_groups(num_columns))
+        self._enter(name_of(tensor.name, SCALES), "BF16", scales_shape, begin)
+        return error, size
 
     def _pack(self, tensor: TensorSlice, words: np.ndarray) -> str | None:
         """Returns why it is not worth it, if it is not: then what was written of it is of no use."""
@@ -111,21 +150,33 @@ class _Shard:
 
 
 def pack_shard(
-    source: Path, target: Path, stamp: str, *, verify: bool, progress: Callable[[int], None]
+    source: Path,
+    target: Path,
+    stamp: str,
+    *,
+    rounding: Rounding | None = None,
+    verify: bool,
+    progress: Callable[[int], None],
 ) -> list[Packed]:
     """Writes `target`, which has its name only once it is whole, on the disk and, with `verify`, compared with
     `source`. Raises CheckpointError where it is not the same, OutputError."""
     tensors = read_header(source)
     size = source.stat().st_size
     with published(target, size) as file:
-        shard = _Shard(file, _header_room(tensors, size), progress)
-        # Packed ones first: what has an odd number of bytes would have those behind it begin anywhere.
-        ordered = sorted(tensors.values(), key=lambda tensor: why_raw(tensor.dtype, tensor.shape) is not None)
-        found = [shard.add(tensor) for tensor in ordered]
+        shard = _Shard(file, _header_room(tensors, size), rounding, progress)
+        found = [shard.add(tensor) for tensor in sorted(tensors.values(), key=partial(_rank, rounding))]
         shard.finish(stamp)
         if verify:
-            compare(tensors, Path(file.name), str(target))
+            compare(tensors, Path(file.name), str(target), rounding)
     return found
+
+
+def _rank(rounding: Rounding | None, tensor: TensorSlice) -> int:
+    """Those packed without loss first, then rounded ones: what has an odd number of bytes, or of 16 bits, would have
+    those behind it begin anywhere."""
+    if rounding is not None and rounding.why_exact(tensor.name, tensor.dtype, tensor.shape) is None:
+        return 1
+    return 0 if why_raw(tensor.dtype, tensor.shape) is None else 2
 
 
 def _header_room(tensors: Mapping[str, TensorSlice], num_bytes: int) -> int:
@@ -136,13 +187,22 @@ def _header_room(tensors: Mapping[str, TensorSlice], num_bytes: int) -> int:
 
 def sizes_of(path: Path, tensors: Mapping[str, int]) -> list[Packed]:
     """What became of the tensors of a shard that was packed before. `tensors`: their bytes before; read off the
-    packed ones where the original is gone."""
-    told, header = told_of(path)[0]["tensors"], read_header(path)
+    packed ones, as if of 16 bits, where the original is gone."""
+    told, header = told_of(path)[0]["tensors"], pair_companions(read_header(path), {"quant_method": METHOD})
     assert isinstance(told, Mapping), "our own header"
     found = list[Packed]()
     for name, about in told.items():
-        parts = [header[part] for part in (name, name_of(name, WINDOW4), name_of(name, ESCAPES)) if part in header]
-        before = tensors.get(name, parts[0].num_bytes * 4 // 3 if len(parts) > 1 else parts[0].num_bytes)
-        after = sum(part.num_bytes for part in parts)
-        found.append(Packed(name=name, num_bytes=before, packed_bytes=after, why_raw=about.get("raw")))
+        tensor = header[name]
+        after = sum(part.num_bytes for part in tensor.with_companions())
+        before = tensors.get(name, 2 * prod(tensor.shape) if tensor.format else after)
+        squares = about.get("squares")
+        found.append(
+            Packed(
+                name=name,
+                num_bytes=before,
+                packed_bytes=after,
+                why_raw=about.get("raw"),
+                squares=tuple(squares) if squares else None,
+            )
+        )
     return found

@@ -82,7 +82,7 @@ def stamp_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def packed_config(source: Source) -> bytes:
-    """The model's config.json, which says how its weights lie."""
-    values = {**source.config, "quantization_config": {"quant_method": METHOD}}
+def packed_config(source: Source, about: Mapping[str, object]) -> bytes:
+    """The model's config.json, which says how its weights lie, and what else there is to say `about` it."""
+    values = {**source.config, "quantization_config": {"quant_method": METHOD, **about}}
     return json.dumps(values, indent=2).encode() + b"\n"

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from .arguments import GROUP_BYTES, GROUP_NUMBERS, PAIR_ROWS, Span
+from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Span
 from .compiled import REORDERED, kept
 from .linear_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
+from .packed import Packed, as_packed, packed_place, widen_packed
 from .primitives import LANES, Place, RowsAt, begin_items
-from .window4 import Escapes, put_escapes, widen_window4
+from .window4 import put_escapes
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
 INPUT_ROWS = MOST_VECTORS * LANES  # of x, at most, in a group whose vectors lie side by side
@@ -96,9 +97,10 @@ def _multiply_tile(
     K: int,
     w: np.ndarray,
     ahead: Ahead,
+    group_apart: int,
 ) -> None:
-    """Widened rows of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead are asked
-    for beside it."""
+    """Widened rows of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead, of which
+    GROUP_NUMBERS lie `group_apart` elements apart, are asked for beside it."""
     apart, k, vector, n, count = w.shape[1], chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
     next_at, num_left = ahead.at, ahead.num_rows
@@ -112,24 +114,28 @@ def _multiply_tile(
             own = Place(sums, (vector * CHUNK_ROWS + (n + r) * num_vectors) * LANES)
             weights, next_rows = Place(tile, r * CHAIN_INPUTS), RowsAt(w, next_at, apart)
             x, num_inputs = Place(inputs, x_at), chain[1] - k
-            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now)
+            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now, group_apart)
             next_at, num_left = next_at + now * apart, num_left - now
         vector += num_vectors
 
 
 @njit(fastmath=REORDERED)
-def _place(K: int, escapes: Escapes | None, row: int, k: int) -> int:
+def _place(K: int, packed: Packed | None, row: int, k: int) -> int:
     """Where input `k` of a row of w lies, in its stored numbers or, if it is packed, bytes."""
-    if escapes is None:
-        return row * K + k
-    return (row * K + k) // GROUP_NUMBERS * GROUP_BYTES
+    return row * K + k if packed is None else packed_place(K, packed, row, k)
+
+
+@njit(fastmath=REORDERED)
+def _group_apart(packed: Packed | None) -> int:
+    """How many of those GROUP_NUMBERS inputs of a row take."""
+    return GROUP_NUMBERS if packed is None else packed.group_bytes
 
 
 @njit(fastmath=REORDERED)
 def _widen_rows(
     w: np.ndarray,
     K: int,
-    escapes: Escapes | None,
+    packed: Packed | None,
     cursors: np.ndarray,
     own: int,
     rows: Span,
@@ -141,33 +147,36 @@ def _widen_rows(
     number `own` on."""
     first, k, num_inputs = rows[0], chain[0], chain[1] - chain[0]
     for row in range(first, rows[1]):
-        place, begin = Place(w, _place(K, escapes, row, k)), (row - first) * CHAIN_INPUTS
-        if escapes is None:
+        place, begin = Place(w, _place(K, packed, row, k)), (row - first) * CHAIN_INPUTS
+        if packed is None:
             widen(place, num_inputs, Place(tile, begin))
         else:
-            widen_window4(place, num_inputs, escapes.base, Place(tile, begin))
-            place_of = own + row - first
-            cursors[place_of] = put_escapes(escapes, cursors[place_of], row, k, chain[1], bits, begin)
+            widen_packed(packed, place, row, k, num_inputs, Place(tile, begin))
+            if packed.way == WINDOW4:
+                at = own + row - first
+                cursors[at] = put_escapes(packed.escapes, cursors[at], row, k, chain[1], bits, begin)
 
 
 @njit(fastmath=REORDERED)
-def _cursors(escapes: Escapes | None) -> np.ndarray:
+def _cursors(packed: Packed | None) -> np.ndarray:
     """Room for those of a chunk's rows."""
-    return np.empty(0 if escapes is None else CHUNK_ROWS, np.int64)
+    return np.empty(0 if packed is None else CHUNK_ROWS, np.int64)
 
 
 @njit(fastmath=REORDERED)
-def _set_cursors(escapes: Escapes | None, cursors: np.ndarray, first: int, count: int) -> None:
+def _set_cursors(packed: Packed | None, cursors: np.ndarray, first: int, count: int) -> None:
     """Each block of x meets the rows from their first inputs on."""
-    if escapes is not None:
-        cursors[:count] = escapes.starts[first : first + count]
+    if packed is None:
+        return
+    if packed.way == WINDOW4:
+        cursors[:count] = packed.escapes.starts[first : first + count]
 
 
 @njit(fastmath=REORDERED)
 def _multiply(
     w: np.ndarray,
     K: int,
-    escapes: Escapes | None,
+    packed: Packed | None,
     step: int,
     begun: np.ndarray,
     inputs: np.ndarray,
@@ -177,9 +186,9 @@ def _multiply(
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """See `linear`. Rows of w are numbers, or, with escapes, packed."""
+    """See `linear`. Rows of w are numbers, or packed so."""
     num_groups, least, num_larger = _groups(num_rows)
-    num_blocks, cursors = _num_blocks(num_groups), _cursors(escapes)
+    num_blocks, cursors = _num_blocks(num_groups), _cursors(packed)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
     whole = w.shape[0] // PAIR_ROWS * PAIR_ROWS
     top = begin_items(begun, step)
@@ -187,16 +196,16 @@ def _multiply(
         width = min(step, whole - top)
         for b in range(num_blocks):
             block = Block(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
-            _set_cursors(escapes, cursors, top, width)
+            _set_cursors(packed, cursors, top, width)
             for k in range(0, K, CHAIN_INPUTS):
                 chain = (k, min(K, k + CHAIN_INPUTS))
                 for n in range(0, width, WEIGHT_ROWS):
                     count = min(WEIGHT_ROWS, width - n)
-                    _widen_rows(w, K, escapes, cursors, n, (top + n, top + n + count), chain, tile, bits)
+                    _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, tile, bits)
                     next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
                     num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K else 0
-                    ahead = Ahead(_place(K, escapes, top + next_n, next_k), num_next)
-                    _multiply_tile(tile, (n, n + count), inputs, chain, block, sums, K, w, ahead)
+                    ahead = Ahead(_place(K, packed, top + next_n, next_k), num_next)
+                    _multiply_tile(tile, (n, n + count), inputs, chain, block, sums, K, w, ahead, _group_apart(packed))
             _take_out(sums, width, num_rows, block, out_MN, begin + top)
         top = begin_items(begun, step)
 
@@ -222,12 +231,13 @@ def linear(
 
 
 @kept
-def linear_window4(
+def linear_packed(
     body: np.ndarray,
-    base: int,
+    layout: np.ndarray,
     starts: np.ndarray,
     columns: np.ndarray,
     exponents: np.ndarray,
+    scales: np.ndarray,
     step: int,
     begun: np.ndarray,
     inputs: np.ndarray,
@@ -237,6 +247,7 @@ def linear_window4(
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """See `linear`, bit by bit the same, of packed rows (N, bytes)."""
-    K, escapes = body.shape[1] // GROUP_BYTES * GROUP_NUMBERS, Escapes(base, starts, columns, exponents)
-    _multiply(body, K, escapes, step, begun, inputs, out_MN, begin, num_rows, tile, sums)
+    """See `linear`, bit by bit the same, of packed rows (N, bytes). See `packed.as_packed` for how they lie."""
+    packed = as_packed(layout, starts, columns, exponents, scales)
+    K = body.shape[1] // packed.group_bytes * GROUP_NUMBERS
+    _multiply(body, K, packed, step, begun, inputs, out_MN, begin, num_rows, tile, sums)

@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .arguments import GROUP_NUMBERS
 from .primitives import (
     FLOATS,
     LANES,
@@ -36,6 +37,7 @@ MOST_VECTORS = 3 if LANES == 16 else 2  # of rows of x side by side
 WEIGHT_ROWS = 24 if LANES == 16 else 12  # widened at once: as many as there are sums
 EVEN_ROWS = 4 if LANES == 16 else 2  # rows of w come in multiples of these
 CHAIN_INPUTS = 256  # that are added up in registers, at most; widened rows lie as many numbers apart
+GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
 _AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3 % of a product of 480 rows
 
 
@@ -109,6 +111,7 @@ class _Given(NamedTuple):
     is_first: Any
     ahead: Any
     num_ahead: Any
+    group_apart: Any
 
 
 @intrinsic
@@ -123,6 +126,7 @@ def _add_products(
     is_first: Any,
     ahead: Any,
     num_ahead: Any,
+    group_apart: Any,
 ) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         given = _Given(*arguments)
@@ -134,9 +138,8 @@ def _add_products(
 
         def ask_ahead(k: Value) -> None:
             # Up to the last of a step's inputs: rows of published files begin inside a cache line and end inside one.
-            last = builder.add(k, k.type(LANES - 1))
-            if ahead.types[0].dtype == types.uint8:  # packed: one and a half for each
-                last = builder.add(last, builder.lshr(last, last.type(1)))
+            behind = builder.mul(builder.add(k, k.type(LANES)), given.group_apart)
+            last = builder.sub(builder.lshr(behind, k.type(GROUP_SHIFT)), k.type(1))
             with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
                 prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
 
@@ -149,7 +152,7 @@ def _add_products(
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(weights, n, inputs, n, n, sums, types.boolean, ahead, n), build
+    return types.void(weights, n, inputs, n, n, sums, types.boolean, ahead, n, n), build
 
 
 def _totals(
@@ -197,5 +200,6 @@ transpose: Callable[[RowsAt, int, RowsAt, int], None] = cast(Any, _transpose)
 widen: Callable[[Place, int, Place], None] = cast(Any, _widen)
 # `num_rows` widened rows of weights times `num_vectors` vectors, (num_inputs, num_vectors, LANES) of inputs, into
 # (num_rows, num_vectors, LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of
-# `num_ahead` rows of stored weights are asked into the second cache: neither waits for the other.
-add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int], None] = cast(Any, _add_products)
+# `num_ahead` rows of stored weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS of
+# these lie `group_apart` elements apart.
+add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int, int], None] = cast(Any, _add_products)

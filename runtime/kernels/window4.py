@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .arguments import GROUP_NUMBERS
-from .compiled import REORDERED, kept
+from .compiled import REORDERED
 from .primitives import Builder, Place, Value, first_of
 
 HALF, LANE = GROUP_NUMBERS // 2, 16  # two bytes of numbers are brought together within so many bytes
@@ -120,21 +120,3 @@ def put_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits
         bits[place] |= np.uint32(escapes.exponents[at]) << np.uint32(23)
         at += 1
     return at
-
-
-@kept
-def unpack_rows(
-    body: np.ndarray,
-    base: int,
-    starts: np.ndarray,
-    columns: np.ndarray,
-    exponents: np.ndarray,
-    first: int,
-    out_RK: np.ndarray,
-) -> None:
-    """Rows from `first` on as bits of float32, as many as `out_RK` (uint32, contiguous) holds."""
-    escapes, (R, K), apart = Escapes(base, starts, columns, exponents), out_RK.shape, body.shape[1]
-    bits = out_RK.reshape(R * K)
-    for r in range(R):
-        widen_window4(Place(body, (first + r) * apart), K, base, Place(bits, r * K))
-        put_escapes(escapes, int(starts[first + r]), first + r, 0, K, bits, r * K)

@@ -10,23 +10,23 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
-from ..kernels.compiler import has_compiler
+from ..kernels.arguments import WINDOW4 as WAY
+from .packed_rows import Layout, PackedRows
 from .rows import Words
 
 WINDOW4 = "window4"  # its storage format
 BIASED_SIGN, MANTISSA = 0x80, 0x7F
 
 
-class Window4Rows:
+class Window4Rows(PackedRows):
     """See `Rows`. Its numbers are those that were packed, bit by bit."""
 
     dtype = torch.bfloat16  # of its numbers, as a tensor's
 
     def __init__(self, body_NB: torch.Tensor, escapes: torch.Tensor, num_starts: int, first_row: int = 0):
         """`escapes`: the companion, int32, of `num_starts` - 1 rows, of which these begin at `first_row`."""
-        self._body_NB, self._escapes, self._num_starts, self._first_row = body_NB, escapes, num_starts, first_row
-        self.shape = (body_NB.shape[0], body_NB.shape[1] // GROUP_BYTES * GROUP_NUMBERS)
-        self.device = body_NB.device
+        super().__init__(body_NB, body_NB.shape[1] // GROUP_BYTES * GROUP_NUMBERS)
+        self._escapes, self._num_starts, self._first_row = escapes, num_starts, first_row
 
     @cached_property
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,24 +38,11 @@ class Window4Rows:
 
     @cached_property
     def words(self) -> Words:
-        """The rows as a kernel takes them; the device is a CPU."""
         base, starts, columns, exponents = (part.numpy() for part in self._parts)
         own = starts[self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
-        arguments = (self._body_NB.numpy(), int(base[0]), own, columns.view(np.uint16), exponents)
-        return Words("linear_window4", arguments, self.shape[0])
-
-    def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """See `Rows`."""
-        if isinstance(rows, slice) and rows.step is None and self.device.type == "cpu" and has_compiler():
-            from ..kernels.window4 import unpack_rows  # numba takes 0.2 s to import
-
-            body_NB, base, starts, columns, exponents = self.words.arguments
-            unpack_rows(body_NB, base, starts, columns, exponents, rows.start or 0, out_RK.numpy().view(np.uint32))
-        else:
-            self.decode(rows, out_RK)
+        return self._words(Layout(WAY, GROUP_BYTES, int(base[0])), own, columns.view(np.uint16), exponents)
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """The same by plain operators, none of which has the host wait for a device."""
         bits_RK = out_RK.view(torch.int32)
         self._decode_coded(self._body_NB[rows], bits_RK)
         own = torch.arange(self.shape[0], device=self.device)[rows] + self._first_row
@@ -89,9 +76,3 @@ class Window4Rows:
         _, starts, _, exponents = self._parts
         numbers = torch.arange(len(exponents), device=self.device, dtype=torch.int32)
         return torch.searchsorted(starts[1:].contiguous(), numbers, right=True)
-
-
-def empty_rows(num_rows: int) -> Window4Rows:
-    """Rows of GROUP_NUMBERS zeros, to try a kernel with."""
-    body = torch.zeros(num_rows, GROUP_BYTES, dtype=torch.uint8)
-    return Window4Rows(body, torch.zeros(2 + num_rows, dtype=torch.int32), num_rows + 1)
