@@ -119,19 +119,19 @@ def _multiply_tile(
         vector += num_vectors
 
 
-@njit(fastmath=REORDERED)
+@njit(fastmath=REORDERED, forceinline=True)
 def _place(K: int, packed: Packed | None, row: int, k: int) -> int:
     """Where input `k` of a row of w lies, in its stored numbers or, if it is packed, bytes."""
-    return row * K + k if packed is None else packed_place(K, packed, row, k)
+    return row * K + k if packed is None else packed_place(K, packed.group_bytes, row, k)
 
 
-@njit(fastmath=REORDERED)
+@njit(fastmath=REORDERED, forceinline=True)
 def _group_apart(packed: Packed | None) -> int:
     """How many of those GROUP_NUMBERS inputs of a row take."""
     return GROUP_NUMBERS if packed is None else packed.group_bytes
 
 
-@njit(fastmath=REORDERED)
+@njit(fastmath=REORDERED, forceinline=True)
 def _widen_rows(
     w: np.ndarray,
     K: int,
@@ -146,24 +146,25 @@ def _widen_rows(
     """Rows of w as float32, of a chain of inputs; `bits` are the tile's. Their next escapes are in `cursors` from
     number `own` on."""
     first, k, num_inputs = rows[0], chain[0], chain[1] - chain[0]
-    for row in range(first, rows[1]):
-        place, begin = Place(w, _place(K, packed, row, k)), (row - first) * CHAIN_INPUTS
-        if packed is None:
-            widen(place, num_inputs, Place(tile, begin))
-        else:
-            widen_packed(packed, place, row, k, num_inputs, Place(tile, begin))
-            if packed.way == WINDOW4:
-                at = own + row - first
-                cursors[at] = put_escapes(packed.escapes, cursors[at], row, k, chain[1], bits, begin)
+    if packed is None:
+        for row in range(first, rows[1]):
+            widen(Place(w, row * K + k), num_inputs, Place(tile, (row - first) * CHAIN_INPUTS))
+        return
+    widen_packed(packed, w, K, rows, chain, tile, CHAIN_INPUTS)
+    if packed.way == WINDOW4:
+        escapes = packed.escapes
+        for row in range(first, rows[1]):
+            at, begin = own + row - first, (row - first) * CHAIN_INPUTS
+            cursors[at] = put_escapes(escapes, cursors[at], row, k, chain[1], bits, begin)
 
 
-@njit(fastmath=REORDERED)
+@njit(fastmath=REORDERED, forceinline=True)
 def _cursors(packed: Packed | None) -> np.ndarray:
     """Room for those of a chunk's rows."""
     return np.empty(0 if packed is None else CHUNK_ROWS, np.int64)
 
 
-@njit(fastmath=REORDERED)
+@njit(fastmath=REORDERED, forceinline=True)
 def _set_cursors(packed: Packed | None, cursors: np.ndarray, first: int, count: int) -> None:
     """Each block of x meets the rows from their first inputs on."""
     if packed is None:

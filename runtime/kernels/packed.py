@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from .arguments import FLOAT8, GROUP_NUMBERS, INT4, INT8, WINDOW4
+from .arguments import FLOAT8, GROUP_NUMBERS, INT4, INT8, WINDOW4, Span
 from .codes import widen_float8, widen_int4, widen_int8
 from .compiled import REORDERED, kept
 from .primitives import Place
@@ -44,20 +44,38 @@ def as_packed(
     return Packed(way, group_bytes, Escapes(base, starts, columns, exponents), Scales(scales, num_groups, shift))
 
 
-@njit(fastmath=REORDERED)
-def widen_packed(packed: Packed, place: Place, row: int, k: int, num_inputs: int, out: Place) -> None:
-    """The row's inputs from number k on, which lie at `place`; escapes with an exponent of 0."""
-    way, scales = packed.way, packed.scales
+@njit(fastmath=REORDERED, forceinline=True)
+def packed_place(K: int, group_bytes: int, row: int, k: int) -> int:
+    """The byte at which input `k` of a row lies."""
+    return (row * K + k) // GROUP_NUMBERS * group_bytes
+
+
+@njit(fastmath=REORDERED, forceinline=True)
+def widen_packed(
+    packed: Packed, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
+) -> None:
+    """Rows' inputs of a chain as float32, `apart` numbers apart; escapes with an exponent of 0. One loop for each way, and
+    what it needs taken out before: to count references to arrays takes as long as a row."""
+    (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
+    way, group_bytes, base, scales = packed.way, packed.group_bytes, packed.escapes.base, packed.scales
+    bits, num_groups, shift = scales.bits, scales.num_groups, scales.shift
+    group = k >> shift
     if way == WINDOW4:
-        widen_window4(place, num_inputs, packed.escapes.base, out)
-        return
-    own = Place(scales.bits, row * scales.num_groups + (k >> scales.shift))
-    if way == INT8:
-        widen_int8(place, num_inputs, own, scales.shift, out)
+        for row in range(first, last):
+            place = Place(body, packed_place(K, group_bytes, row, k))
+            widen_window4(place, num_inputs, base, Place(out, (row - first) * apart))
+    elif way == INT8:
+        for row in range(first, last):
+            place, scale = Place(body, packed_place(K, group_bytes, row, k)), Place(bits, row * num_groups + group)
+            widen_int8(place, num_inputs, scale, shift, Place(out, (row - first) * apart))
     elif way == INT4:
-        widen_int4(place, num_inputs, own, scales.shift, out)
+        for row in range(first, last):
+            place, scale = Place(body, packed_place(K, group_bytes, row, k)), Place(bits, row * num_groups + group)
+            widen_int4(place, num_inputs, scale, shift, Place(out, (row - first) * apart))
     elif way == FLOAT8:
-        widen_float8(place, num_inputs, own, scales.shift, out)
+        for row in range(first, last):
+            place, scale = Place(body, packed_place(K, group_bytes, row, k)), Place(bits, row * num_groups + group)
+            widen_float8(place, num_inputs, scale, shift, Place(out, (row - first) * apart))
 
 
 @kept
@@ -72,16 +90,10 @@ def unpack_rows(
     out_RK: np.ndarray,
 ) -> None:
     """Rows from `first` on as float32, as many as `out_RK` (contiguous) holds."""
-    packed, (R, K), apart = as_packed(layout, starts, columns, exponents, scales), out_RK.shape, body.shape[1]
+    packed, (R, K) = as_packed(layout, starts, columns, exponents, scales), out_RK.shape
     numbers = out_RK.reshape(R * K)
-    bits = numbers.view(np.uint32)
-    for r in range(R):
-        widen_packed(packed, Place(body, (first + r) * apart), first + r, 0, K, Place(numbers, r * K))
-        if packed.way == WINDOW4:
-            put_escapes(packed.escapes, int(starts[first + r]), first + r, 0, K, bits, r * K)
-
-
-@njit(fastmath=REORDERED)
-def packed_place(K: int, packed: Packed, row: int, k: int) -> int:
-    """The byte at which input `k` of a row lies."""
-    return (row * K + k) // GROUP_NUMBERS * packed.group_bytes
+    widen_packed(packed, body, K, (first, first + R), (0, K), numbers, K)
+    if packed.way == WINDOW4:
+        escapes, bits = packed.escapes, numbers.view(np.uint32)
+        for r in range(R):
+            put_escapes(escapes, int(starts[first + r]), first + r, 0, K, bits, r * K)
