@@ -1,4 +1,4 @@
-"""python -m jobs.pack: a model's weights packed without loss into three quarters of their bytes, verified."""
+"""python -m jobs.pack: a model's weights in three quarters of their bytes without loss, or rounded, verified."""
 
 import logging
 import sys

@@ -130,7 +130,7 @@ def _round_to(groups_RGW: torch.Tensor, scales_RG: torch.Tensor, least: int, mos
 
 
 def _divisors(scales_RG: torch.Tensor) -> torch.Tensor:
-    """Of a group of zeros, whose scale is 0, all codes are that of 0."""
+    """Scales; 1 for one of 0, that of a group of zeros, whose codes are all that of 0."""
     scales = scales_RG.float()
     return torch.where(scales == 0, 1, scales)[..., None]
 

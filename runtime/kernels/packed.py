@@ -38,8 +38,8 @@ class Packed(NamedTuple):
 def as_packed(
     layout: np.ndarray, starts: np.ndarray, columns: np.ndarray, exponents: np.ndarray, scales: np.ndarray
 ) -> Packed:
-    """Of what Python hands over flat: from there a named tuple takes a microsecond. `layout`: the way, the bytes of a
-    group, the base of exponents, the groups of a row with a scale, and the shift."""
+    """How rows are packed, by what Python hands over flat, as a named tuple takes a microsecond there. `layout`: the way,
+    the bytes of a group, the base of exponents, the groups of a row with a scale, and the shift."""
     way, group_bytes, base, num_groups, shift = layout[0], layout[1], layout[2], layout[3], layout[4]
     return Packed(way, group_bytes, Escapes(base, starts, columns, exponents), Scales(scales, num_groups, shift))
 
@@ -54,8 +54,8 @@ def packed_place(K: int, group_bytes: int, row: int, k: int) -> int:
 def widen_packed(
     packed: Packed, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, apart: int
 ) -> None:
-    """Rows' inputs of a chain as float32, `apart` numbers apart; escapes with an exponent of 0. One loop for each way, and
-    what it needs taken out before: to count references to arrays takes as long as a row."""
+    """Rows' inputs of a chain as float32, `apart` numbers apart; escapes with an exponent of 0. One loop for each way,
+    and what it needs taken out before: to count references to arrays takes as long as a row."""
     (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
     way, group_bytes, base, scales = packed.way, packed.group_bytes, packed.escapes.base, packed.scales
     bits, num_groups, shift = scales.bits, scales.num_groups, scales.shift
