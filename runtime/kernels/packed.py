@@ -38,7 +38,7 @@ class Packed(NamedTuple):
 def as_packed(
     layout: np.ndarray, starts: np.ndarray, columns: np.ndarray, exponents: np.ndarray, scales: np.ndarray
 ) -> Packed:
-    """How rows are packed, by what Python hands over flat, as a named tuple takes a microsecond there. `layout`: the way,
+    """How rows are packed, of what Python hands over flat, as a named tuple takes it a microsecond. `layout`: the way,
     the bytes of a group, the base of exponents, the groups of a row with a scale, and the shift."""
     way, group_bytes, base, num_groups, shift = layout[0], layout[1], layout[2], layout[3], layout[4]
     return Packed(way, group_bytes, Escapes(base, starts, columns, exponents), Scales(scales, num_groups, shift))
