@@ -7,8 +7,6 @@ half bytes, with 8 added to each. A scale is a bfloat16, so code times scale is 
 N rows of K numbers, of which R are wanted; G groups of columns.
 """
 
-from functools import cached_property
-
 import numpy as np
 import torch
 
@@ -32,12 +30,11 @@ class CodedRows(PackedRows):
         super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // bytes_of_codes(way, GROUP_NUMBERS))
         self._scales_NG, self._way = scales_NG, way
 
-    @cached_property
-    def words(self) -> Words:
+    def _words(self) -> Words:
         num_groups = self._scales_NG.shape[1]
         shift = ALL_COLUMNS if num_groups == 1 else (self.shape[1] // num_groups).bit_length() - 1
         layout = Layout(self._way, bytes_of_codes(self._way, GROUP_NUMBERS), num_groups=num_groups, shift=shift)
-        return self._words(layout, scales=self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1))
+        return self._laid_out(layout, scales=self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1))
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         codes, scales_RG = self._body_NB[rows], self._scales_NG[rows].float()

@@ -4,6 +4,7 @@ N rows of K numbers, of which R are wanted.
 """
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -32,9 +33,13 @@ class PackedRows(ABC):
         self._body_NB, self.device = body_NB, body_NB.device
         self.shape = (body_NB.shape[0], num_columns)
 
-    @property
-    @abstractmethod
+    @cached_property
     def words(self) -> Words:
+        """See `KernelRows`."""
+        return self._words()
+
+    @abstractmethod
+    def _words(self) -> Words:
         """The rows as a kernel takes them; the device is a CPU."""
 
     @abstractmethod
@@ -46,11 +51,12 @@ class PackedRows(ABC):
         if isinstance(rows, slice) and rows.step is None and self.device.type == "cpu" and has_compiler():
             from ..kernels.packed import unpack_rows  # numba takes 0.2 s to import
 
-            unpack_rows(*self.words.arguments, rows.start or 0, out_RK.numpy())
+            body, layout, starts, columns, exponents, scales = self.words.arguments
+            unpack_rows(body, layout, starts, columns, exponents, scales, rows.start or 0, out_RK.numpy())
         else:
             self.decode(rows, out_RK)
 
-    def _words(
+    def _laid_out(
         self,
         layout: Layout,
         starts: np.ndarray = NONE[0],

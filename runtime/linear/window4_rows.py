@@ -36,11 +36,10 @@ class Window4Rows(PackedRows):
         columns, exponents = self._escapes[begin:].split([num_escapes // 2, num_escapes // 4])
         return self._escapes[:1], self._escapes[1:begin], columns.view(torch.int16), exponents.view(torch.uint8)
 
-    @cached_property
-    def words(self) -> Words:
+    def _words(self) -> Words:
         base, starts, columns, exponents = (part.numpy() for part in self._parts)
         own = starts[self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
-        return self._words(Layout(WAY, GROUP_BYTES, int(base[0])), own, columns.view(np.uint16), exponents)
+        return self._laid_out(Layout(WAY, GROUP_BYTES, int(base[0])), own, columns.view(np.uint16), exponents)
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         bits_RK = out_RK.view(torch.int32)

@@ -36,14 +36,17 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 
 
 def _weight(name: str, codes: TensorSlice, scales: TensorSlice) -> TensorSlice:
-    group_bytes = bytes_of_codes(ROUNDED[name], GROUP_NUMBERS)
-    num_groups = scales.shape[-1] if len(scales.shape) > 1 else 0
-    num_columns = codes.shape[-1] // group_bytes * GROUP_NUMBERS if codes.shape else 0
-    fits = scales.dtype == "BF16" and scales.shape[:-1] == codes.shape[:-1] and len(codes.shape) > 1
-    if not fits or codes.shape[-1] % group_bytes or not _are_groups(num_columns, num_groups):
+    if len(codes.shape) < 2 or scales.dtype != "BF16" or scales.shape[:-1] != codes.shape[:-1]:
+        raise unfit(codes, scales)
+    *rows, num_bytes = codes.shape
+    num_columns, num_groups = (
+        num_bytes * GROUP_NUMBERS // bytes_of_codes(ROUNDED[name], GROUP_NUMBERS),
+        scales.shape[-1],
+    )
+    if num_columns % GROUP_NUMBERS or not _are_groups(num_columns, num_groups):
         raise unfit(codes, scales)
     companion = Companion(role=SCALES, tensor=scales, block_rows=1, block_columns=num_columns // num_groups)
-    shape = (*codes.shape[:-1], num_columns)
+    shape = (*rows, num_columns)
     return replace(codes, dtype="BF16", format=name, shape=shape, companions=(companion,))
 
 
