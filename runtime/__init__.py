@@ -22,6 +22,7 @@ from .config import (
     Pooling,
     Prefetch,
     PrefetchConfig,
+    Quantize,
     RuntimeConfig,
     SamplingConfig,
     SamplingOverrides,
@@ -47,7 +48,7 @@ __all__ = [
     "Admission", "Attention", "Classified", "Completion", "CompletionStream", "DType", "Embedded", "ExpertPaging",
     "FeedForward", "Filled", "FinishReason", "KVConfig", "KVDType", "KVTier", "Lanes", "MachineConfig", "ModelConfig",
     "OffloadConfig", "Order", "PolicyConfig", "PolicyKind", "Pooling", "Prefetch", "PrefetchConfig", "Prompt",
-    "PromptLike", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig", "SamplingConfig",
+    "PromptLike", "Quantize", "Rejected", "Request", "Result", "Runtime", "RuntimeConfig", "SamplingConfig",
     "SamplingOverrides", "Scored", "ScoredDocument", "SelfCheck", "Settings", "SharePrefixes", "Targets", "Tier",
     "Verify",
 ]  # fmt: skip

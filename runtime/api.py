@@ -260,6 +260,8 @@ class Runtime(Closing):
             sampler = self._sampler()
             engine = Engine(setup, streams, sampler, self._should_stop)
             seconds = time.monotonic() - begin
+            if self.model.rounded is not None:
+                log.info("weights were rounded while they were read: %s", self.model.numbers)
             yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=sampler.reasoning)
 
     @contextmanager
@@ -517,5 +519,8 @@ class Runtime(Closing):
     def reader(self) -> Reader:
         offload = self.config.offload
         return Reader(
-            num_threads=offload.reader_threads, chunk_bytes=offload.read_chunk_mib * MIB, direct=offload.direct_io
+            num_threads=offload.reader_threads,
+            chunk_bytes=offload.read_chunk_mib * MIB,
+            direct=offload.direct_io,
+            made=None if self.model.rounded is None else self.model.rounded.fills,
         )

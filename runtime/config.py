@@ -125,6 +125,14 @@ class DType(Enum):
     float16 = "float16"
 
 
+class Quantize(Enum):
+    """How matrices are rounded while they are loaded: as `millrace pack` rounds them with that `format`."""
+
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
+
+
 class Pooling(Enum):
     """What a prompt's embedding is made of: the hidden state of its last token, of its first, or the mean of all."""
 
@@ -161,13 +169,15 @@ class Verify(Enum):
 class ModelConfig:
     """Which checkpoint. `path`: a local directory, a GGUF file or a hub id. Of the two that need none, `tiny` is a
     small Llama trained for a few tasks, which comes along, and `random` one whose weights are drawn on the spot.
-    `compile`: on an accelerator, steps between products run as kernels that torch.compile makes."""
+    `quantize`: of what is read once and then stays. `compile`: on an accelerator, steps between products run as kernels
+    that torch.compile makes."""
 
     name: str = TINY
     path: str | None = None
     revision: str | None = None
     tokenizer: str | None = None  # null: beside the weights
     dtype: TextField[DType] = enum_field(DType.auto)
+    quantize: TextField[Quantize | None] = optional_enum_field(Quantize)
     lanes: TextField[Lanes] = enum_field(Lanes.auto)
     self_check: TextField[SelfCheck] = enum_field(SelfCheck.auto)
     verify: TextField[Verify] = enum_field(Verify.sampled)
@@ -306,6 +316,20 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         require_groups_agree(self.policy, self.prefetch, self.offload)
+        require_quantized_once(self.model, self.offload)
+
+
+def require_quantized_once(model: ModelConfig, offload: OffloadConfig) -> None:
+    """Raises ConfigError where weights would be rounded again in each pass."""
+    if model.quantize is None:
+        return
+    name, where = model.quantize.value, model.path or "DIR"
+    require(
+        offload.tier in (Tier.none, Tier.cpu),
+        f"model.quantize={name} rounds weights as they are read, and offload={offload.tier.value} may read them every "
+        f"pass. Pack them once: millrace pack model.path={where} out=OUT format={name}, then model.path=OUT; or "
+        "offload=none or offload=cpu, which read them once",
+    )
 
 
 def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:

@@ -142,7 +142,7 @@ class Planner:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         has_lengths = self.model.rope_lengths is not None
         return PlanFacts.of(
-            self.config, self.model.shape, plan, dtype=dtype, stored=self.model.stored, has_rope_lengths=has_lengths
+            self.config, self.model.shape, plan, dtype=dtype, stored=self.model.numbers, has_rope_lengths=has_lengths
         )
 
     def announce(self, plan: RunPlan, advised: set[str]) -> None:

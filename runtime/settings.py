@@ -19,6 +19,7 @@ from .config import (
     Order,
     PolicyConfig,
     PrefetchConfig,
+    Quantize,
     RuntimeConfig,
     SamplingConfig,
     SelfCheck,
@@ -48,6 +49,7 @@ class Settings(TypedDict, total=False):
     revision: str | None
     tokenizer: str | None
     dtype: DType | str
+    quantize: Quantize | str | None
     lanes: Lanes | str
     self_check: SelfCheck | str
     verify: Verify | str

@@ -25,6 +25,7 @@ from runtime.config import (
     require,
     require_beams_fit,
     require_groups_agree,
+    require_quantized_once,
 )
 from runtime.errors import ConfigError
 from runtime.sampling_config import STRUCTURES
@@ -57,7 +58,7 @@ LATER_KEYS = frozenset(
     {"model.compile", "dataset.prompt", "dataset.template", "dataset.few_shot_path", "dataset.few_shot_template"}
     | {"dataset.tools_field", "dataset.chat_template_kwargs", "dataset.turns_field", "dataset.turns"}
     | {"dataset.answers_path", "dataset.baseline_path", "dataset.references_path", "dataset.judge_prompts_path"}
-    | {"dataset.split", "kv.dtype"}
+    | {"dataset.split", "kv.dtype", "model.quantize"}
     | {"dataset.json_schema_field", "dataset.regex_field", "dataset.choice_field"}
 )  # of those, too: came after the first names were given, see `run_name`
 
@@ -107,6 +108,7 @@ class GenerateConfig:
         _require_path(self.model)
         _require_output_root(self.output_root)
         require_groups_agree(self.policy, self.prefetch, self.offload)
+        require_quantized_once(self.model, self.offload)
         require_beams_fit(self.policy, self.sampling)
         is_batch, keeps = self.is_batch, self.dataset.keep_columns
         require(

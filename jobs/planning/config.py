@@ -49,6 +49,9 @@ class Packed(Enum):
     """How `millrace pack` would store the weights, by the `format` that it is given."""
 
     lossless = "lossless"
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,12 @@ class PlanConfig:
         require(lanes is Lanes.auto, f"model.lanes={lanes.value}: jobs.plan knows the named models with lanes=auto")
         require(
             self.sampling.max_new_tokens >= 1, "sampling.max_new_tokens=0 generates nothing: there is nothing to plan"
+        )
+        quantize, packed = self.model.quantize, self.plan.format
+        require(
+            quantize is None or packed is None,
+            f"plan.format={packed and packed.value} is of packed weights, and "
+            f"model.quantize={quantize and quantize.value} rounds published ones while they are read: leave one out",
         )
         missing = [f"workload.{key}" for key, value in vars(self.workload).items() if value is None]
         require(

@@ -115,13 +115,14 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
 
 def _as_stored(shape: ModelShape, config: PlanConfig) -> tuple[ModelShape, StoredNumbers]:
     """The shape as its weights would be stored, and in which numbers that is."""
-    if config.plan.format is None:
+    way = config.plan.format or config.model.quantize
+    if way is None:
         return shape, StoredNumbers.of(shape, {})
     from runtime.formats.registry import LOSSES  # loads torch, which no other plan needs
 
     from .packed_shapes import as_packed
 
-    packed = as_packed(shape, config.plan.format)
+    packed = as_packed(shape, way)
     return packed, StoredNumbers.of(packed, LOSSES)
 
 

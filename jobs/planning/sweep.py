@@ -197,10 +197,11 @@ def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
     from .packed_shapes import as_packed
 
     shape = read_shape(planned.shape.name, planned.dtype)
+    published = replace(config, model=replace(config.model, quantize=None))
     found = []
     for packed in (None, *Packed):
         stored = shape if packed is None else as_packed(shape, packed)
-        changed = replace(config, plan=replace(config.plan, format=packed))
+        changed = replace(published, plan=replace(config.plan, format=packed))
         axis = Axis(
             name="published" if packed is None else packed.value,
             unit="GB",

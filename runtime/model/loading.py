@@ -4,7 +4,7 @@ staged.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..config import DType, Lanes, ModelConfig, Verify
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..formats.own_store import METHOD, relative_error
 from ..formats.registry import LOSSES, pair_companions
+from ..formats.rounding import Rounding
 from ..kernels.compiler import has_compiler
 from ..origin.generation_config import ModelGeneration, read_generation
 from ..origin.location import find_checkpoint, load_tokenizer, read_config
@@ -34,10 +35,11 @@ from ..store.file_digests import digest_files
 from ..store.piece_sums import check_packed
 from ..stream.device_choice import has_bfloat16_units
 from ..weights.computed import keep_computed
-from ..weights.conversions import convert_once
+from ..weights.conversions import Conversion, convert_once
 from ..weights.gguf_layout import map_gguf
 from ..weights.layout import map_weights
 from ..weights.quantization import take_quantization
+from ..weights.rounding_files import RoundedTensors
 from ..weights.stage_weights import load_tensor, stage_weights
 from . import attention, experts
 from .compiled_ops import compiled_ops, require_accelerator
@@ -93,8 +95,14 @@ class LoadedModel:
     head: Head
     looks_ahead: bool  # attention is over the whole prompt, in both directions: an encoder's
     stored: StoredNumbers
+    rounded: RoundedTensors | None  # by model.quantize, while they are read
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
     backends: BackendTable | None = None  # which linear backend is taken for what; None: by the rule
+
+    @property
+    def numbers(self) -> StoredNumbers:
+        """What weights are stored in; how far those are off that are rounded while they are read is known behind it."""
+        return self.stored if self.rounded is None else replace(self.stored, relative_error=self.rounded.relative_error)
 
     def weights_of(
         self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int]
@@ -141,6 +149,7 @@ class _Bytes:
     parameters: Mapping[str, Parameter]
     fingerprint: str
     digests: Mapping[str, str]
+    rounded: RoundedTensors | None
 
 
 def load_model(
@@ -167,20 +176,15 @@ def load_model(
         shape = shape_of(config.name, staged, weights.parameters, lanes.cache, is_packed=lanes.is_packed)
     fill_buffers(staged, weights.parameters)
     _move_buffers(hollow.model, device)
-    in_kernel = lanes.is_packed and not lanes.cache.is_latent and device.type == "cpu" and has_compiler()
     return LoadedModel(
         staged=staged,
-        shape=replace(
-            shape,
-            has_decode_kernel=in_kernel,
-            has_whole_prompts=bool(lanes.habits.whole),
-            restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
-        ),
+        shape=_in_lanes(shape, lanes, rope_lengths, device),
         expands_latents=lanes.cache.is_latent,
         habits=lanes.habits,
         head=head_of(hollow.model),
         looks_ahead=lanes.looks_ahead,
         stored=StoredNumbers.of(shape, LOSSES, relative_error(hollow.quantization)),
+        rounded=weights.rounded,
         rope_lengths=rope_lengths,
         dtypes=dtypes,
         compute_dtype=hollow.dtype,
@@ -192,6 +196,16 @@ def load_model(
         config=hollow.described,
         fingerprint=weights.fingerprint,
         digests=weights.digests,
+    )
+
+
+def _in_lanes(shape: ModelShape, lanes: _Lanes, rope: RopeLengths | None, device: torch.device) -> ModelShape:
+    in_kernel = lanes.is_packed and not lanes.cache.is_latent and device.type == "cpu" and has_compiler()
+    return replace(
+        shape,
+        has_decode_kernel=in_kernel,
+        has_whole_prompts=bool(lanes.habits.whole),
+        restart_tokens=None if rope is None else rope.restart_tokens,
     )
 
 
@@ -259,8 +273,12 @@ def _map_bytes(
 ) -> _Bytes:
     """Finds the bytes of each parameter. Layouts that no byte ranges can express are converted into a file of ours."""
     checkpoint, model = hollow.checkpoint, hollow.model
+    rounded = _rounded(hollow, config)
     if checkpoint.gguf is not None:
         weights = map_gguf(model, checkpoint)
+    elif rounded is not None:
+        weights = map_weights(model, rounded.tensors, express=express)
+        _require_in_place(weights.inexpressible, rounded, config)
     else:
         weights = map_weights(model, pair_companions(checkpoint.tensors, hollow.quantization), express=express)
     kept, is_verified = cache_root(cache_dir), config.verify is Verify.full
@@ -275,7 +293,32 @@ def _map_bytes(
         if is_verified:
             digests |= digest_files(_files_of(converted), kept, should_stop)
     parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
-    return _Bytes(parameters=parameters, fingerprint=fingerprint, digests=digests)
+    return _Bytes(parameters=parameters, fingerprint=fingerprint, digests=digests, rounded=rounded)
+
+
+def _rounded(hollow: _Hollow, config: ModelConfig) -> RoundedTensors | None:
+    """The checkpoint's tensors as `model.quantize` has them read. Raises CheckpointError where they are not plain."""
+    if config.quantize is None:
+        return None
+    stored = "GGUF" if hollow.checkpoint.gguf is not None else hollow.quantization.get("quant_method")
+    if hollow.quantization or stored:
+        raise CheckpointError(
+            f"model.quantize={config.quantize.value}: {hollow.checkpoint.path} is stored in fewer bytes already "
+            f"({stored or 'quantization_config'}): leave model.quantize out, or name the unquantised checkpoint"
+        )
+    return RoundedTensors.of(hollow.checkpoint.tensors, Rounding(config.quantize.value))
+
+
+def _require_in_place(conversions: Sequence[Conversion], rounded: RoundedTensors, config: ModelConfig) -> None:
+    """Raises ConfigError where the class wants rounded weights in another layout: what is converted is a file."""
+    files = {each.file for each in rounded.rounded}
+    for conversion in conversions:
+        if any(source.file in files for source in conversion.sources):
+            name = config.quantize.value if config.quantize is not None else ""
+            raise ConfigError(
+                f"model.quantize={name}: {conversion.targets[0]!r} lies in another layout than its class wants, and is "
+                f"converted once into a file: millrace pack out=OUT format={name} rounds it, then model.path=OUT"
+            )
 
 
 def _fuse(hollow: _Hollow, config: ModelConfig, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -32,10 +32,22 @@ class _File(NamedTuple):
     modified_ns: int
 
 
+Fill = Callable[[int, memoryview], None]  # writes what a file has from an offset on; it may end before the memory does
+
+
 class Reader(Closing):
     """Owns the threads and file descriptors. Reads are served in the order in which they were submitted."""
 
-    def __init__(self, *, num_threads: int, chunk_bytes: int = 16 * MIB, direct: bool = True):
+    def __init__(
+        self,
+        *,
+        num_threads: int,
+        chunk_bytes: int = 16 * MIB,
+        direct: bool = True,
+        made: Mapping[str, Fill] | None = None,
+    ):
+        """`made`: files that lie nowhere, by the name that extents call them; called on threads."""
+        self._made = made or {}
         self._chunk_bytes = chunk_bytes
         self._direct = direct
         self._threads = TransferThreads(num_threads, "reader")
@@ -70,6 +82,9 @@ class Reader(Closing):
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         """Fills `view`, of which the file may lack what lies behind the `needed` bytes."""
         begin = time.monotonic()
+        if (fill := self._made.get(path)) is not None:
+            fill(offset, view)
+            return ChunkTiming(begin, time.monotonic(), needed)
         what = f"reading {needed:,} bytes at {offset:,}"
         done = patiently(lambda: self._try(path, offset, view), path, what, self._closing.wait)
         file = self._open(path)

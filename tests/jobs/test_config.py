@@ -156,6 +156,14 @@ def test_what_can_change_the_text_changes_the_run(override: str) -> None:
     assert run_name(generate(override)) != run_name(generate())
 
 
+def test_weights_that_are_rounded_make_another_run() -> None:
+    quantized, plain = generate("model.quantize=int8", "offload.tier=none"), generate("offload.tier=none")
+    assert semantic(quantized) != semantic(plain)
+    assert run_name(quantized) != run_name(plain)
+    with pytest.raises(ConfigError, match=r"offload=auto may read.*millrace pack .*format=int8"):
+        generate("model.quantize=int8")
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -144,24 +144,39 @@ def test_formats_are_listed_with_their_bytes_and_what_they_do_to_numbers(tmp_pat
     with (tmp_path / "format.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert head == HEAD
-    assert [row["varied"] for row in rows] == [line.split()[0] for line in lines] == ["published", "lossless"]
-    published, lossless = rows
-    assert float(published["value"]) == pytest.approx(planned.shape.weight_bytes / 1e9)
-    assert 0.75 <= float(lossless["value"]) / float(published["value"]) <= 0.755
-    assert (published["note"], lossless["note"].partition(",")[0]) == (
-        "BF16: exact to the published numbers",
-        "window4: lossless",
-    )
-    assert float(lossless["decode_tokens_per_second"]) > float(published["decode_tokens_per_second"])
+    names = ["published", "lossless", "int8", "int4", "fp8"]
+    assert [row["varied"] for row in rows] == [line.split()[0] for line in lines] == names
+    published, lossless, int8, int4, fp8 = (float(row["value"]) for row in rows)
+    assert published == pytest.approx(planned.shape.weight_bytes / 1e9)
+    assert 0.75 <= lossless / published <= 0.755
+    assert lossless > int8 == fp8 > int4
+    classes = [row["note"].partition(": ")[2].partition(",")[0] for row in rows]
+    assert classes == ["exact to the published numbers", "lossless", "lossy", "lossy", "lossy"]
+    by_bytes = sorted(rows, key=lambda row: float(row["value"]))
+    rates = [float(row["decode_tokens_per_second"]) for row in by_bytes]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > rates[-1]
     assert (tmp_path / "format.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plan_of_a_packed_store_is_that_of_the_sweep() -> None:
-    lossless = swept("plan.sweep=format")[1].planned
+    published, lossless, *_ = [each.planned for each in swept("plan.sweep=format")]
     alone = plan(*SMALL, "plan.format=lossless")
     assert lossless is not None
+    assert published is not None
     assert (alone.shape.weight_bytes, alone.throughput) == (lossless.shape.weight_bytes, lossless.throughput)
     assert "numbers   weights window4: lossless" in str(alone.facts)
+
+
+def test_a_plan_counts_weights_that_are_rounded_while_they_are_read() -> None:
+    """What is not rounded stays as published, where a store packs it without loss."""
+    rounded = plan(*SMALL, "model.quantize=int8", "offload=cpu")
+    stored, published = (plan(*SMALL, *more).shape.weight_bytes for more in (("plan.format=int8",), ()))
+    assert stored < rounded.shape.weight_bytes < 0.7 * published
+    with pytest.raises(ConfigError, match=r"plan\.format=int8 is of packed weights, and model\.quantize=int4"):
+        config_of("model.quantize=int4", "plan.format=int8")
+    with pytest.raises(ConfigError, match=r"offload=nvme may read.*millrace pack"):
+        plan(*SMALL, "model.quantize=int8", "offload=nvme")
 
 
 def test_points_are_no_formats() -> None:

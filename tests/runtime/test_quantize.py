@@ -1,0 +1,177 @@
+"""Weights that are rounded while they are read are those of a packed store: their tokens, their bytes, their error."""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.packing.config import Format, PackConfig, SourceConfig
+from jobs.packing.packing import pack
+from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
+from runtime.config import DType, ExpertPaging, PolicyConfig, PolicyKind, Quantize, Tier
+from runtime.errors import CheckpointError, ConfigError
+from runtime.formats.rounding import Rounding
+from runtime.plan.shape.loss import Loss
+from runtime.plan.shape.model import ModelShape
+from runtime.plan.shape.shapes import TensorSlice
+from runtime.stream.device import ComputeDevice
+from tests.fake_device import FakeDevice
+from tests.quantized import tensors_in, write_checkpoint
+from tests.runtime.test_fidelity import tokens_of
+from tests.support import synthesize
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SIZES = {**HEADS, "hidden_size": 128, "intermediate_size": 192}
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16, 17]]
+POLICY = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2)
+LATE_COPIES = (False, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """A published checkpoint, and its packed stores."""
+
+    published: Path
+    stores: Path
+
+    def packed(self, quantize: Quantize) -> Path:
+        store = self.stores / quantize.value
+        if not store.exists():
+            source = SourceConfig(path=str(self.published))
+            pack(PackConfig(model=source, out=str(store), format=Format[quantize.value]), lambda *_: None)
+        return store
+
+    def runtime(
+        self, path: Path, quantize: Quantize | None, tier: Tier = Tier.none, device: ComputeDevice | None = None
+    ) -> Runtime:
+        config = RuntimeConfig(
+            model=ModelConfig(name="test", path=str(path), dtype=DType.float32, quantize=quantize),
+            offload=OffloadConfig(tier=tier, read_chunk_mib=1),
+            policy=POLICY,
+            sampling=SamplingConfig(max_new_tokens=6, ignore_eos=True),
+        )
+        return Runtime(config, device=device)
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    directory = tmp_path_factory.mktemp("models")
+    return Models(published=synthesize(request.param, directory / "published", **SIZES), stores=directory)
+
+
+@pytest.mark.parametrize("quantize", Quantize)
+def test_tokens_and_error_are_those_of_the_packed_store(quantize: Quantize, models: Models) -> None:
+    store = models.runtime(models.packed(quantize), None)
+    runtime = models.runtime(models.published, quantize)
+    expected = tokens_of(store, PROMPTS)
+    assert runtime.model.numbers.relative_error is None, "nothing was read"
+    assert tokens_of(runtime, PROMPTS) == expected
+    found, packed = runtime.model.numbers, store.model.numbers
+    assert found.loss is packed.loss is Loss.lossy
+    assert Rounding(quantize.value).format in {*found.formats} & {*packed.formats}
+    assert packed.relative_error is not None
+    assert found.relative_error == pytest.approx(packed.relative_error, rel=1e-6)
+    assert 0 < packed.relative_error < 0.2
+
+
+@pytest.mark.parametrize("tier", [Tier.none, Tier.cpu])
+def test_tokens_are_the_same_in_front_of_an_accelerator(tier: Tier, models: Models) -> None:
+    expected = tokens_of(models.runtime(models.packed(Quantize.int4), None), PROMPTS)
+    runtime = models.runtime(models.published, Quantize.int4, tier, FakeDevice(LATE_COPIES))
+    runtime.config = replace(
+        runtime.config, offload=replace(runtime.config.offload, resident_layers=1 if tier is Tier.cpu else None)
+    )
+    assert tokens_of(runtime, PROMPTS) == expected
+
+
+def test_experts_are_rounded_one_by_one_too(models: Models) -> None:
+    expected = tokens_of(models.runtime(models.packed(Quantize.int8), None), PROMPTS)
+    runtime = models.runtime(models.published, Quantize.int8, Tier.cpu, FakeDevice(LATE_COPIES))
+    paged = replace(runtime.config.offload, resident_layers=0, expert_paging=ExpertPaging.all)
+    runtime.config = replace(runtime.config, offload=paged)
+    assert tokens_of(runtime, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("quantize", Quantize)
+def test_the_plan_counts_the_bytes_of_codes_and_scales(quantize: Quantize, models: Models) -> None:
+    """And a block at each end of a tensor, as each has a file of its own."""
+    format = Rounding(quantize.value).format
+    published = models.runtime(models.published, None).model.shape
+    found, stored = (
+        models.runtime(models.published, quantize).model.shape,
+        models.runtime(models.packed(quantize), None),
+    )
+    rounded = {name: num_bytes for name, num_bytes in bytes_by_name(found, format).items() if num_bytes}
+    assert rounded == bytes_by_name(stored.model.shape, format)
+    spared = sum(2 * numbers - rounded[name] for name, numbers in numbers_by_name(found, format).items())
+    every = range(len(published.stages))
+    difference = published.sizes.resident_bytes(every) - found.sizes.resident_bytes(every)
+    assert difference == pytest.approx(spared, abs=4096 * (2 * len(rounded) + len(every)))
+    assert spared > 0.45 * published.sizes.resident_bytes(every) / 2
+
+
+def pieces_of(shape: ModelShape, format: str) -> dict[str, TensorSlice]:
+    parameters = [parameter for stage in shape.stages for parameter in stage.parameters]
+    pieces = [piece for parameter in parameters for entry in parameter.pieces for piece in entry]
+    return {piece.name: piece for piece in pieces if piece.format == format}
+
+
+def bytes_by_name(shape: ModelShape, format: str) -> dict[str, int]:
+    pieces = pieces_of(shape, format)
+    return {name: sum(each.num_bytes for each in piece.with_companions()) for name, piece in pieces.items()}
+
+
+def numbers_by_name(shape: ModelShape, format: str) -> dict[str, int]:
+    return {name: prod(piece.shape) for name, piece in pieces_of(shape, format).items()}
+
+
+def test_nothing_rounded_is_kept_beside_the_weights(models: Models) -> None:
+    runtime = models.runtime(models.published, Quantize.int4)
+    tokens_of(runtime, PROMPTS)
+    assert runtime.model.rounded is not None
+    assert not any(each._made for each in runtime.model.rounded.rounded)
+
+
+def test_the_log_says_how_far_weights_are_off(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    tokens_of(models.runtime(models.published, Quantize.int8), PROMPTS)
+    planned, read = caplog.text.split("weights were rounded while they were read: ")
+    assert "lossy, relative RMS error not measured" in planned
+    assert re.match(r"[^\n]*int8-rows[^\n]*: lossy, relative RMS error [0-9.]+%\n", read)
+
+
+@pytest.mark.parametrize("tier", [Tier.auto, Tier.nvme])
+def test_weights_that_may_be_read_in_every_pass_are_packed_instead(tier: Tier) -> None:
+    match = r"offload=\w+ may read.*millrace pack model\.path=/data/mine out=OUT format=int4.*offload=none"
+    with pytest.raises(ConfigError, match=match):
+        RuntimeConfig(model=ModelConfig(path="/data/mine", quantize=Quantize.int4), offload=OffloadConfig(tier=tier))
+
+
+def test_what_cannot_be_rounded_is_refused_by_name(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"quantize=int8: .*int4 is stored in fewer bytes already \(millrace\)"):
+        models.runtime(models.packed(Quantize.int4), Quantize.int8)
+    tensors = tensors_in(models.published)
+    name = next(name for name in tensors if name.endswith("self_attn.k_proj.weight"))
+    tensors[name][3, 5] = torch.inf
+    broken = write_checkpoint(models.published, tmp_path / "broken", tensors)
+    with pytest.raises(CheckpointError, match=rf"'{name}' holds an infinity or no number, .*quantize=int8"):
+        tokens_of(models.runtime(broken, Quantize.int8), PROMPTS)
+
+
+def test_models_without_a_matrix_that_can_be_rounded_are_refused(
+    tmp_path: Path, tiny_columns: Callable[[Path], Path]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"none of its matrices can be rounded: .*no multiple of 64"):
+        Models(published=tmp_path, stores=tmp_path).runtime(tiny_columns(tmp_path / "model"), Quantize.int8)
+
+
+@pytest.fixture
+def tiny_columns() -> Callable[[Path], Path]:
+    return lambda directory: synthesize(
+        "llama", directory, hidden_size=48, intermediate_size=80, head_dim=12, num_attention_heads=4
+    )
