@@ -65,7 +65,7 @@ JOBS = {
     "reporting": {"config", "files", "pictures", "run"},
     "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},
-    "benchmarks": {"config", "files", "datasets", "evaluating", "pictures", "run"},
+    "benchmarks": {"config", "files", "datasets", "evaluating", "packing", "pictures", "run"},
     "grading": {"exporting", "files", "run"},
     "packing": {"files"},
     "training": set[str](),

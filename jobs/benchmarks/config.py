@@ -20,6 +20,7 @@ class Suite(Enum):
     `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least.
     `evaluation`: scores of lm-evaluation-harness, ours beside those of its own model, in memory and offloaded.
     `prefixes`: few-shot prompts with what they begin with computed once, and by each of them, beside vLLM's cache.
+    `larger_than_memory`: Mixtral layers of full size in each form that `millrace pack` makes, beside peers.
     `gpu`: weights in host memory in front of a device, see `gpu/`."""
 
     speed = "speed"
@@ -30,7 +31,38 @@ class Suite(Enum):
     floor = "floor"
     evaluation = "evaluation"
     prefixes = "prefixes"
+    larger_than_memory = "larger_than_memory"
     gpu = "gpu"
+
+
+class Form(Enum):
+    """How a model lies on disk: as it was published, or as `millrace pack` makes it."""
+
+    published = "published"
+    lossless = "lossless"
+    int8 = "int8"
+    int4 = "int4"
+    fp8 = "fp8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargerConfig:
+    """Settings of `suite=larger_than_memory`. `num_layers` of Mixtral 8x7B have 2.7 GiB each; `architecture` makes them
+    others. `directory` keeps what was made; None: a temporary one, of which nothing stays."""
+
+    num_layers: int = 12
+    host_memory_gib: float = 8.0
+    forms: list[Form] = field(default_factory=lambda: [Form.published, Form.lossless, Form.int8, Form.int4])
+    peers: list[Contender] = field(default_factory=lambda: [Contender.llama_cpp_mmap_q8_0])
+    directory: str | None = None
+    architecture: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.num_layers >= 1, f"larger.num_layers must be 1 or more, got {self.num_layers}")
+        require(self.host_memory_gib > 0, f"larger.host_memory_gib must be above 0, got {self.host_memory_gib}")
+        require(bool(self.forms), "larger.forms is empty: name at least one")
+        others = [each.value for each in self.peers if each not in PEERS]
+        require(not others, f"larger.peers must be peers, got {', '.join(others)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +97,7 @@ class BenchConfig:
     tokenizer: str | None = None
     kv_seats: int = 8
     rows: dict[Contender, int] = field(default_factory=dict)
+    larger: LargerConfig = field(default_factory=LargerConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
     name: str = "bench"
     output_root: str = "outputs"

@@ -32,6 +32,9 @@ class Contender(Enum):
     deepspeed_nvme = "deepspeed_nvme"
     llama_cpp_f16 = "llama_cpp_f16"
     llama_cpp_q8_0 = "llama_cpp_q8_0"
+    llama_cpp_mmap_f16 = "llama_cpp_mmap_f16"
+    llama_cpp_mmap_q8_0 = "llama_cpp_mmap_q8_0"
+    llama_cpp_mmap_q4_0 = "llama_cpp_mmap_q4_0"
     vllm = "vllm"
     vllm_bf16 = "vllm_bf16"
     read = "read"
@@ -72,12 +75,14 @@ class Isolation:
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     """What a user could pick instead. `isolation`: where it runs if not in our own environment. `tier`: where it keeps
-    weights. `batch_sizes`: those that are tried; empty where it seats requests itself."""
+    weights. `batch_sizes`: those that are tried; empty where it seats requests itself. `is_mapped`: weights are read
+    from the page cache as they are needed, rather than loaded before."""
 
     dtype: DType = DType.float32
     tier: Tier = Tier.none
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     isolation: Isolation | None = None
+    is_mapped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +153,14 @@ CONTENDERS: Mapping[Contender, Entry] = {
     Contender.deepspeed_nvme: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, isolation=DEEPSPEED),
     Contender.llama_cpp_f16: Peer(batch_sizes=(16, 64), isolation=replace(LLAMA_CPP, gguf_kind="F16")),
     Contender.llama_cpp_q8_0: Peer(batch_sizes=(16, 64), isolation=replace(LLAMA_CPP, gguf_kind="Q8_0")),
+    **{
+        contender: Peer(batch_sizes=(16, 64), isolation=replace(LLAMA_CPP, gguf_kind=kind), is_mapped=True)
+        for contender, kind in (
+            (Contender.llama_cpp_mmap_f16, "F16"),
+            (Contender.llama_cpp_mmap_q8_0, "Q8_0"),
+            (Contender.llama_cpp_mmap_q4_0, "Q4_0"),
+        )
+    },
     Contender.vllm: Peer(batch_sizes=(), isolation=VLLM),
     Contender.vllm_bf16: Peer(dtype=DType.bfloat16, batch_sizes=(), isolation=VLLM),
     Contender.read: Reading(is_plain=False),

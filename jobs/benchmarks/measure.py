@@ -55,6 +55,8 @@ def _within_share(task: Task, offload: OffloadConfig, trace: Trace | None = None
     longest requests that have seats, however they are admitted; of a model so small that this is less than what a run
     takes at least, that. Where prompts come from a file it is that of all in it, so that it is one for all contenders.
     """
+    if task.host_memory_gib is not None and offload.tier is Tier.nvme:
+        return opened(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
     runtime, requests = opened(task, offload, trace)
     if offload.tier is not Tier.nvme:
         return runtime, requests

@@ -14,6 +14,7 @@ from .contenders import Contender, Ours, Peer
 from .evaluation import run_evaluation
 from .floor import floors_of, floors_table, product_seconds
 from .gpu.suite import run_gpu
+from .larger_than_memory import run_larger
 from .policies import Attempt, attempts, policies_table, worth_repeating
 from .predictions import Case, outcomes_of, predictions_table
 from .prefixes import prefix_task, prefixes_table, prompts_file
@@ -37,6 +38,8 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         return run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
     if config.suite is Suite.evaluation:
         return run_evaluation(config, say)
+    if config.suite is Suite.larger_than_memory:
+        return run_larger(config, say, measure)
     if config.suite is Suite.policies:
         return _policies(config, paths, say, measure)
     if config.suite is Suite.scale:

@@ -23,7 +23,8 @@ FORGET_SECONDS = 0.5  # less than a step of any peer takes
 class Task:
     """`batch_size` is a peer's, None where it has none of its own or none is found yet; `limit_minutes` the time that
     its process may take. `num_kv_seats`: sequences whose keys and values the budget has room for; None: those of a
-    block. `prompts_file`: JSON of the prompts' ids, of which the first `num_prompts` are asked; None: random ones."""
+    block. `host_memory_gib`: the budget, in place of what `weight_share` gives. `prompts_file`: JSON of the prompts'
+    ids, of which the first `num_prompts` are asked; None: random ones."""
 
     contender: str
     path: str
@@ -40,6 +41,7 @@ class Task:
     schedule: str = Order.zigzag.value
     attention: str = Attention.device.value
     num_kv_seats: int | None = None
+    host_memory_gib: float | None = None
     limit_minutes: float | None = None
     prompts_file: str | None = None
     is_check: bool = False  # of Millrace's budgets alone: nothing is measured

@@ -29,14 +29,14 @@ EXPERT_NAMES = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps
 
 
 def export_gguf(checkpoint: Path, target: Path, kind: str) -> None:
-    """`kind`: of matrices, "F16" or "Q8_0"; vectors are F32. Raises ConfigError for another model."""
+    """`kind`: of matrices, "F16", "Q8_0" or "Q4_0"; vectors are F32. Raises ConfigError for another model."""
     import gguf
 
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in ("llama", "mixtral"):
         raise ConfigError(f"{checkpoint}: llama.cpp is measured on Llama and Mixtral, this is {config['model_type']}")
     part = target.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, "llama")
+    writer = gguf.GGUFWriter(part, "llama", use_temp_file=True)  # it would hold all of it in memory
     _add_keys(writer, config)
     types = gguf.GGMLQuantizationType
     for name, weights in _tensors(checkpoint, config):
