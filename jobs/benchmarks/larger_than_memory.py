@@ -203,8 +203,8 @@ def _row(entry: Entry, num_prompt_tokens: int, base: float, judge: Sequence[list
 
 
 def _decode_rate(result: Result) -> float:
-    """The rate of all tokens but the first of each sequence, which come out of its prefill; of all where a peer does not
-    say how long that took."""
+    """The rate of all tokens but the first of each sequence, which come out of its prefill; of all where a peer does
+    not say how long that took."""
     num_tokens = sum(map(len, result.tokens))
     if not result.prefill_seconds:
         return num_tokens / result.seconds
