@@ -2,8 +2,11 @@
 may be stored, and the tables that `jobs.models` makes of it.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
 
 import torch
 import transformers
@@ -59,8 +62,9 @@ def describe(family: Family) -> FamilyTraits:
 
 
 _HEAD = ("family", "model_type", "lanes", "experts", "cache", "tested")
-_FORMATS_HEAD = ("format", "bytes a number", "numbers", "companions")
+_FORMATS_HEAD = ("format", "bytes a number", "numbers", "companions", "loss of model=tiny")
 _USUAL_COLUMNS = 4096
+LOSSES = Path(__file__).resolve().parents[1] / "data" / "weight_losses.jsonl"
 _TESTED = "greedy, sampled"
 _FOOT = "Tested: equals transformers' generate, token for token, in every tier (tests/runtime/test_families.py)."
 
@@ -79,18 +83,40 @@ def support_table(rows: Sequence[FamilyTraits], shape: TableFormat) -> str:
 
 
 def format_table(shape: TableFormat) -> str:
-    """A row for each storage format, with its bytes for each number of a row of 4,096."""
+    """A row for each storage format, with its bytes for each number of a row of 4,096, and what was measured of it."""
+    losses = {row["format"]: _loss(row) for row in read_losses()}
     cells = [
         (
             each.name,
             f"{each.row_bytes(_USUAL_COLUMNS) / _USUAL_COLUMNS:.2f}",
             each.loss.value,
             ", ".join(each.companions),
+            losses.get(each.name, ""),
         )
         for each in FORMATS.values()
     ]
     methods = ", ".join(sorted(METHODS))
     return _table([_FORMATS_HEAD, *cells], shape, f"quant_method of config.json: {methods}; and GGUF files.")
+
+
+class LossRow(TypedDict):
+    """What rounding to a storage format does to the bundled model: the relative RMS error of its weights, the
+    perplexity of stories as a multiple of the exact one, and the share of answers that are right."""
+
+    format: str
+    weight_error: float
+    perplexity_ratio: float
+    right: float
+
+
+def read_losses() -> list[LossRow]:
+    """What `python -m tests.weight_loss` has measured."""
+    return [json.loads(line) for line in LOSSES.read_text(encoding="utf-8").splitlines()]
+
+
+def _loss(row: LossRow) -> str:
+    ratio, right = row["perplexity_ratio"], row["right"]
+    return f"weights off by {row['weight_error']:.2%}, perplexity x {ratio:.4f}, {right:.1%} of answers right"
 
 
 def _table(cells: list[tuple[str, ...]], shape: TableFormat, foot: str) -> str:

@@ -1,17 +1,24 @@
 """The support table as text: a line for each family that was asked for, in columns or in Markdown."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from jobs import models
 from jobs.config.cli import run_job
 from jobs.config.settings import ModelsConfig, TableFormat
-from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
+from jobs.packing.config import Format, PackConfig, SourceConfig
+from jobs.packing.packing import error_of, pack
+from jobs.planning.support import FamilyTraits, families_named, format_table, read_losses, support_table
 from runtime.config import Lanes
 from runtime.errors import ConfigError
+from runtime.formats.registry import LOSSES
+from runtime.formats.rounding import WAYS, Rounding
 from runtime.model.families import FAMILIES
 from runtime.model.traits import CacheKind, ExpertKind
+from runtime.origin.location import BUNDLED
+from runtime.plan.shape.loss import Loss
 
 ROWS = [
     FamilyTraits(
@@ -55,9 +62,25 @@ def test_markdown_has_the_same_cells() -> None:
 
 def test_storage_formats_are_listed_with_their_bytes() -> None:
     lines = format_table(TableFormat.text).splitlines()
-    assert lines[0].split() == ["format", "bytes", "a", "number", "numbers", "companions"]
+    assert lines[0].split()[:6] == ["format", "bytes", "a", "number", "numbers", "companions"]
     assert "awq-int4 0.52 exact scales, zeros" in [" ".join(line.split()) for line in lines]
     assert lines[-1].startswith("quant_method of config.json: awq, bitsandbytes, compressed-tensors, ")
+
+
+def test_rounding_formats_say_what_was_measured_of_them() -> None:
+    rows = {line.split()[0]: line for line in format_table(TableFormat.text).splitlines() if line}
+    for row in read_losses():
+        said = f"lossy    scales  weights off by {row['weight_error']:.2%}, perplexity x {row['perplexity_ratio']:.4f}"
+        assert " ".join(said.split()) in " ".join(rows[row["format"]].split())
+    assert {row["format"] for row in read_losses()} == {name for name, loss in LOSSES.items() if loss is Loss.lossy}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_are_off_by_what_is_said_of_their_format(way: str, tmp_path: Path) -> None:
+    config = PackConfig(model=SourceConfig(path=str(BUNDLED)), out=str(tmp_path / "store"), format=Format[way])
+    error = error_of(pack(config, lambda *_: None).tensors)
+    (said,) = [row["weight_error"] for row in read_losses() if row["format"] == Rounding(way).format]
+    assert error == pytest.approx(said, rel=1e-4)
 
 
 def test_families_are_chosen_by_part_of_a_name_or_type() -> None:
