@@ -29,10 +29,10 @@ class Waiting:
     prefix: SharedPrefix | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SeatState:
-    """A request in a lane, between two passes. `num_cached`: of its known tokens, those whose KV is stored, and those
-    that it goes on from, stored or not."""
+    """A request in a lane, between two passes; who plays many of them moves it on from one to the next. `num_cached`:
+    of its known tokens, those whose KV is stored, and those that it goes on from, stored or not."""
 
     request: int
     lane: int
@@ -117,18 +117,20 @@ def plan_pass(
     enters.
     """
     kept, staying, preempted = Kept(held, limits.rule, limits.page_tokens), list(seats), list[SeatState]()
-    free = free_pages + kept.drop_unwanted(_seated(staying), _line(waiting))
-    while (needed := _needed_pages(staying, kept, limits)) > free:
+    free = free_pages + (kept.drop_unwanted(_seated(staying), _line(waiting)) if kept else 0)
+    shares = _share_budgets(staying, kept, limits)
+    while (needed := _needed_pages(staying, kept, limits, *shares)) > free:
         if (dropped := kept.drop_one(_seated(staying), _line([*preempted, *waiting]))) is not None:
             free += dropped
-            continue
-        assert len(staying) > 1, f"request {staying[0].request} alone needs {needed} KV pages, {free} are free"
-        youngest = staying.pop()
-        free += _own_pages(youngest, limits)
-        preempted.insert(0, youngest)
+        else:
+            assert len(staying) > 1, f"request {staying[0].request} alone needs {needed} KV pages, {free} are free"
+            youngest = staying.pop()
+            free += _own_pages(youngest, limits)
+            preempted.insert(0, youngest)
+        shares = _share_budgets(staying, kept, limits)
     entered = [] if preempted else _enter(waiting, staying, kept, free, limits)
     assert staying or entered or not waiting, f"request {waiting[0].request} can never be admitted: {free} pages"
-    new_tokens, filled = _share_budgets([*staying, *entered], kept, limits)
+    new_tokens, filled = _share_budgets([*staying, *entered], kept, limits) if entered else shares
     return PassPlan(
         preempted=tuple(seat.request for seat in preempted),
         admitted=tuple((seat.request, seat.lane) for seat in entered),
@@ -151,12 +153,22 @@ def _own_pages(seat: SeatState, limits: AdmissionLimits) -> int:
     return limits.pages(seat.num_cached) - limits.pages(limits.rule.num_shared(seat.prefix))
 
 
-def _needed_pages(seats: Sequence[SeatState], kept: Kept, limits: AdmissionLimits) -> int:
-    """That the next pass takes from the free ones."""
-    new_tokens, filled = _share_budgets(seats, kept, limits)
-    grown = [(seat.num_cached, new_tokens.get(seat.request, 0)) for seat in seats]
-    grown += [(held.num_cached, filled.get(place, 0)) for place, held in kept]
-    return sum(limits.pages(cached + new) - limits.pages(cached) for cached, new in grown)
+def _needed_pages(
+    seats: Sequence[SeatState],
+    kept: Kept,
+    limits: AdmissionLimits,
+    new_tokens: Mapping[int, int],
+    filled: Mapping[Place, int],
+) -> int:
+    """That a pass of so many tokens takes from the free ones."""
+    page = limits.page_tokens
+    needed = sum(
+        limits.pages(held.num_cached + filled.get(place, 0)) - limits.pages(held.num_cached) for place, held in kept
+    )
+    for seat in seats:
+        cached = seat.num_cached
+        needed += -(-(cached + new_tokens.get(seat.request, 0)) // page) - -(-cached // page)
+    return needed
 
 
 def _share_budgets(
@@ -178,10 +190,12 @@ def _share_budgets(
 
     prompts = list[SeatState]()
     for seat in seats:
-        if seat.num_missing > 1 or not may_begin(seat):
+        missing = seat.num_known - seat.num_cached
+        if missing > 1 or (seat.prefix is not None and not may_begin(seat)):
             prompts.append(seat)
-        elif taken := take(seat.lane, seat.num_missing):
-            new_tokens[seat.request] = taken
+        elif missing and left[seat.lane]:
+            left[seat.lane] -= 1
+            new_tokens[seat.request] = 1
     for (prefix, where), held in sorted(kept, key=lambda each: each[1].lane):
         begins = held.num_cached == rule.num_shared(prefix.parent)
         if not begins or kept.may_begin(prefix.parent, held.lane, filled):
@@ -196,12 +210,14 @@ def _enter(
     waiting: Sequence[Waiting], seats: Sequence[SeatState], kept: Kept, free_pages: int, limits: AdmissionLimits
 ) -> list[SeatState]:
     """Each into the lane with the fewest tokens that has a free seat, counting what it has computed for it there."""
+    if not waiting or len(seats) == limits.num_lanes * limits.lane_size:
+        return []
     num_seated, num_tokens = [0] * limits.num_lanes, [0] * limits.num_lanes
     for seat in seats:
         num_seated[seat.lane] += 1
         num_tokens[seat.lane] += seat.num_known
     room = free_pages - kept.promised_pages
-    room -= sum(_wanted_pages(seat, limits) - limits.pages(seat.num_cached) for seat in seats)
+    room -= _growing_pages(seats, limits)
     entered: list[SeatState] = []
     for turn, request in enumerate(waiting):
         open_lanes = [lane for lane in range(limits.num_lanes) if num_seated[lane] < limits.lane_size]
@@ -233,6 +249,15 @@ def _entering(request: Waiting, lane: int, limits: AdmissionLimits) -> SeatState
         num_most=request.num_most,
         prefix=request.prefix,
     )
+
+
+def _growing_pages(seats: Sequence[SeatState], limits: AdmissionLimits) -> int:
+    """That all of them want beyond those that they have."""
+    page, pages = limits.page_tokens, 0
+    for seat in seats:
+        wanted = seat.num_known + page
+        pages += -(-(wanted if wanted < seat.num_most else seat.num_most) // page) - -(-seat.num_cached // page)
+    return pages
 
 
 def _wanted_pages(sequence: Waiting | SeatState, limits: AdmissionLimits) -> int:

@@ -42,6 +42,9 @@ class Kept:
     def __iter__(self) -> Iterator[tuple[Place, HeldPrefix]]:
         return iter(self._held.items())
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def open(self, prefix: SharedPrefix | None, lane: int) -> None:
         """Has the lane compute what a sequence of it goes on from, as far as nobody does."""
         for place in self._missing(prefix, lane):

@@ -100,7 +100,7 @@ def _require_as_planned(runtime: Runtime, plan: RunPlan, requests: list[Request]
             chunk_tokens=chunk_tokens(plan.policy),
             page_tokens=PAGE_TOKENS,
         )
-        played = mixed_passes(order, limits, plan.placement.kv.num_pages).passes
+        played = mixed_passes(order, limits, plan.placement.kv.num_pages)
         assert [sum(work.num_tokens for work in each.lanes) for each in played] == [
             record.counts.real_tokens for record in passes
         ]

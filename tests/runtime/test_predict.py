@@ -115,21 +115,20 @@ LIMITS = AdmissionLimits(num_lanes=2, lane_size=2, lane_tokens=64, page_tokens=P
 
 def test_mixed_passes_compute_every_token_once_and_none_twice() -> None:
     sizes = sizes_of([50, 20, 90, 33, 70, 10, 12], max_new_tokens=9)
-    run = mixed_passes(sizes, LIMITS, num_pages=1000)
-    tokens = sum(lane.num_tokens for each in run.passes for lane in each.lanes)
-    prompts = sum(each.prefill_share * sum(lane.num_tokens for lane in each.lanes) for each in run.passes)
-    assert run.scale == 1
+    passes = mixed_passes(sizes, LIMITS, num_pages=1000)
+    tokens = sum(lane.num_tokens for each in passes for lane in each.lanes)
+    prompts = sum(each.prefill_share * sum(lane.num_tokens for lane in each.lanes) for each in passes)
     assert tokens == sum(size.num_prompt_tokens + size.max_new_tokens - 1 for size in sizes)
     assert prompts == pytest.approx(sum(size.num_prompt_tokens for size in sizes))
-    assert all(len(each.lanes) <= 2 for each in run.passes)
+    assert all(len(each.lanes) <= 2 for each in passes)
 
 
 def test_where_pages_are_short_sequences_give_way_and_are_prefilled_again() -> None:
     sizes = sizes_of([40] * 6, max_new_tokens=30)
     tokens = []
     for num_pages in (1000, 12):
-        run = mixed_passes(sizes, LIMITS, num_pages)
-        tokens.append(sum(lane.num_tokens for each in run.passes for lane in each.lanes))
+        passes = mixed_passes(sizes, LIMITS, num_pages)
+        tokens.append(sum(lane.num_tokens for each in passes for lane in each.lanes))
     assert tokens[1] > tokens[0]
 
 

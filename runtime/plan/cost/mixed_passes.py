@@ -1,76 +1,187 @@
-"""The passes of continuous admission, played on sizes alone by the very rules of `batching/admission.py`."""
+"""The passes of continuous admission, played on sizes alone by the very rules of `batching/admission.py`.
+
+Runs of many seats and requests are played in outline. Lanes are alike, so a few of them stand for all, with their share
+of requests and pages. Requests come and go alike, so some of them stand for all: first a turnover in which seats fill,
+then a stretch in which those enter that others made room for, which stands for all requests that are not played as
+well, and at last the passes in which nobody is left in line.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, cycle, islice
 
 from ...batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
 from ...batching.held import HeldPrefix, Place, places_of
 from ..placement.memory import SequenceSize
 from .lane_work import LaneWork, Piece, packed_work
 
-MAX_STEPS = 100_000  # seats times passes that are played: about a second
+MAX_STEPS = 48_000  # seats times passes that are played: about a tenth of a second
+NUM_TURNOVERS = 3  # as many requests as seats are played so often in any case
+MAX_SEATS = 256  # that are played, or a lane's, where prompts share nothing: what lanes share cannot be divided
+LEAST_ROOM = 8  # times the pages of the longest sequence: with less, who enters depends on how long each is
+MAX_KEPT = 96  # passes that are kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPass:
-    """`prefill_share`: of its tokens, those of prompts."""
+    """`prefill_share`: of its tokens, those of prompts. `num_passes`: those that it stands for."""
 
     lanes: Sequence[LaneWork]
     prefill_share: float
+    num_passes: float = 1.0
+
+
+def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[MixedPass]:
+    """Every pass. `sizes` in the order in which requests enter; every one runs to its limit, and asks for a token at
+    least."""
+    seats, found = _Seats(sizes, limits, num_pages), list[MixedPass]()
+    while seats.are_left:
+        plan = seats.planned()
+        found.append(seats.worked(plan))
+        seats.move_on(plan)
+    return found
+
+
+def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[MixedPass]:
+    """Up to `MAX_KEPT` passes that stand for all of `mixed_passes`."""
+    sample = _Sample.of(sizes, limits, num_pages)
+    seats, outline, num_alike = _Seats(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
+    while seats.are_left:
+        plan = seats.planned()
+        if not num_alike and seats.have_turned_over:
+            num_alike = 1 + sample.num_left_tokens / seats.num_waiting_tokens if sample.num_left_tokens else 1.0
+        if outline.takes(num_alike if num_alike and seats.are_waited_for else 1.0):
+            outline.take(seats.worked(plan))
+        seats.move_on(plan)
+    return [replace(each, lanes=sample.all_lanes(each.lanes)) for each in outline.whole]
+
+
+@dataclass(kw_only=True)
+class _Outline:
+    """Each `stride`th of the passes, which stands for those before it too."""
+
+    kept: list[MixedPass] = field(default_factory=list)
+    stride: int = 1
+    num_played: int = 0
+    num_passes: float = 0.0  # that nothing kept stands for yet
+
+    def takes(self, num_passes: float) -> bool:
+        """Counts the next pass, as so many, and says whether it is to be kept."""
+        self.num_passes += num_passes
+        self.num_played += 1
+        if self.num_played % self.stride == 0 and len(self.kept) == MAX_KEPT:
+            pairs = zip(self.kept[::2], self.kept[1::2], strict=True)
+            self.kept = [replace(last, num_passes=first.num_passes + last.num_passes) for first, last in pairs]
+            self.stride *= 2
+        return self.num_played % self.stride == 0
+
+    def take(self, worked: MixedPass) -> None:
+        self.kept.append(replace(worked, num_passes=self.num_passes))
+        self.num_passes = 0.0
+
+    @property
+    def whole(self) -> list[MixedPass]:
+        """What is kept stands for every pass."""
+        *others, last = self.kept
+        return [*others, replace(last, num_passes=last.num_passes + self.num_passes)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedRun:
-    """`passes` of the first requests; all of them take `scale` times as many."""
+class _Sample:
+    """`played` of the requests, in a few of the lanes. `num_left_tokens`: of the requests that these lanes have
+    beside them."""
 
-    passes: Sequence[MixedPass]
-    scale: float
+    played: Sequence[SequenceSize]
+    num_left_tokens: int
+    limits: AdmissionLimits
+    num_pages: int
+    times: float  # as many lanes there are
+
+    @staticmethod
+    def of(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> "_Sample":
+        num_lanes = limits.num_lanes
+        if all(size.prefix is None for size in sizes):
+            longest = max(limits.pages(_most(size)) for size in sizes)
+            num_lanes = min(
+                num_lanes, max(1, MAX_SEATS // limits.lane_size, -(-LEAST_ROOM * longest * num_lanes // num_pages))
+            )
+        times = limits.num_lanes / num_lanes
+        its = [sizes[int((turn + 0.5) * times)] for turn in range(int(len(sizes) / times))] or sizes[:1]
+        limits = replace(limits, num_lanes=num_lanes)
+        num_played = _num_played(its, limits)
+        return _Sample(
+            played=its[:num_played],
+            num_left_tokens=sum(map(_num_tokens, its[num_played:])),
+            limits=limits,
+            num_pages=int(num_pages / times),
+            times=times,
+        )
+
+    def all_lanes(self, lanes: Sequence[LaneWork]) -> list[LaneWork]:
+        return list(islice(cycle(lanes), round(self.times * len(lanes))))
 
 
-def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> MixedRun:
-    """`sizes` in the order in which requests enter; every one runs to its limit, and asks for a token at least."""
-    costs = list(accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in sizes))
-    num_seats = limits.num_lanes * limits.lane_size
-    played = [size for size, cost in zip(sizes, costs, strict=True) if cost <= MAX_STEPS] or list(sizes[:1])
-    played = list(sizes[: max(len(played), min(len(sizes), 2 * num_seats))])
-    everything, some = (sum(s.num_prompt_tokens + s.max_new_tokens for s in part) for part in (sizes, played))
-    return MixedRun(passes=_Seats(played, limits, num_pages).passes(), scale=everything / some)
+def _num_played(sizes: Sequence[SequenceSize], limits: AdmissionLimits) -> int:
+    """The number of first requests that are played: as many as take the steps."""
+    costs = accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in sizes)
+    return max(sum(cost <= MAX_STEPS for cost in costs), NUM_TURNOVERS * limits.num_lanes * limits.lane_size)
+
+
+def _most(size: SequenceSize) -> int:
+    return most_cached(size.num_prompt_tokens, size.max_new_tokens)
+
+
+def _num_tokens(size: SequenceSize) -> int:
+    return size.num_prompt_tokens + size.max_new_tokens
 
 
 class _Seats:
+    """A run between two passes. `planned`, `worked` and `move_on` are of the next one, in this order."""
+
     def __init__(self, sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int):
-        self._sizes, self._limits, self._num_pages = sizes, limits, num_pages
-        self._line = list(reversed(range(len(sizes))))  # the next one last
-        self._seats: dict[int, int] = {}  # request -> lane, in the order of admission
-        self._cached, self._generated = [0] * len(sizes), [0] * len(sizes)
+        self._sizes, self._limits, self._num_free = sizes, limits, num_pages
+        self._line = [  # the next one last
+            Waiting(request=i, num_known=size.num_prompt_tokens, num_most=_most(size), prefix=size.prefix)
+            for i, size in enumerate(sizes)
+        ][::-1]
+        self._num_seats = limits.num_lanes * limits.lane_size
+        self._are_sharing = any(size.prefix is not None for size in sizes)
+        self._seats: dict[int, SeatState] = {}  # by request, in the order of admission
         self._held: dict[Place, HeldPrefix] = {}
 
-    def passes(self) -> list[MixedPass]:
-        found = []
-        while self._line or self._seats:
-            found.append(self._pass())
-        return found
-
-    def _pass(self) -> MixedPass:
-        limits, seats = self._limits, self._seats
-        waiting = [self._waiting(i) for i in self._line[: -1 - limits.num_lanes * limits.lane_size : -1]]
-        plan = plan_pass(waiting, [self._state(i) for i in seats], self._num_free, limits, self._held.values())
-        for i in reversed(plan.preempted):
-            del seats[i]
-            self._line.append(i)
-        for place in plan.dropped:
-            del self._held[place]
-        for i, lane in plan.admitted:
-            self._line.pop()
-            self._enter(i, lane)
-        return self._played(plan)
+    @property
+    def are_left(self) -> bool:
+        return bool(self._line or self._seats)
 
     @property
-    def _num_free(self) -> int:
-        own = [(self._cached[i], self._num_shared(i)) for i in self._seats]
-        own += [(held.num_cached, self._begin(place)) for place, held in self._held.items()]
-        return self._num_pages - sum(self._limits.pages(end) - self._limits.pages(begin) for end, begin in own)
+    def are_waited_for(self) -> bool:
+        return bool(self._line)
+
+    @property
+    def have_turned_over(self) -> bool:
+        """Whether all have ended that were seated first, or half of all have left the line."""
+        oldest = next(iter(self._seats))
+        return oldest >= len(self._seats) or 2 * len(self._line) <= len(self._sizes)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(_num_tokens(self._sizes[each.request]) for each in self._line)
+
+    def planned(self) -> PassPlan:
+        """Who enters and gives way has done so."""
+        num_looked = self._num_seats if self._are_sharing else 1 + self._num_seats - len(self._seats)
+        waiting, seats = self._line[: -1 - num_looked : -1], list(self._seats.values())
+        plan = plan_pass(waiting, seats, self._num_free, self._limits, self._held.values())
+        for i in reversed(plan.preempted):
+            self._give_way(self._seats.pop(i))
+        for place in plan.dropped:
+            self._num_free += self._num_pages(self._held.pop(place).num_cached, self._begin(place))
+        for _, lane in plan.admitted:
+            self._enter(self._line.pop(), lane)
+        return plan
+
+    def _num_pages(self, end: int, begin: int) -> int:
+        return self._limits.pages(end) - self._limits.pages(begin)
 
     def _num_shared(self, i: int) -> int:
         return self._limits.rule.num_shared(self._sizes[i].prefix)
@@ -79,55 +190,65 @@ class _Seats:
         """Tokens of a prefix that are its parent's."""
         return self._limits.rule.num_shared(place[0].parent)
 
-    def _enter(self, i: int, lane: int) -> None:
-        for place in places_of(self._sizes[i].prefix, lane, self._limits.rule):
+    def _give_way(self, seat: SeatState) -> None:
+        i = seat.request
+        self._num_free += self._num_pages(seat.num_cached, self._num_shared(i))
+        self._line.append(Waiting(request=i, num_known=seat.num_known, num_most=seat.num_most, prefix=seat.prefix))
+
+    def _enter(self, entrant: Waiting, lane: int) -> None:
+        for place in places_of(entrant.prefix, lane, self._limits.rule):
             if place not in self._held:
                 self._held[place] = HeldPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
-        self._seats[i], self._cached[i] = lane, self._num_shared(i)
+        self._seats[entrant.request] = SeatState(
+            request=entrant.request, lane=lane, num_cached=self._num_shared(entrant.request),
+            num_known=entrant.num_known, num_most=entrant.num_most, prefix=entrant.prefix,
+        )  # fmt: skip
 
-    def _played(self, plan: PassPlan) -> MixedPass:
+    def worked(self, plan: PassPlan) -> MixedPass:
         lanes: list[list[Piece]] = [[] for _ in range(self._limits.num_lanes)]
-        shared = [self._shared_pages(lane, plan) for lane in range(self._limits.num_lanes)]
-        num_tokens = num_decoded = 0
         for place, new in plan.filled.items():
             held = self._held[place]
             lanes[held.lane].append(Piece(held.num_cached, new, 0, self._begin(place)))
-            num_tokens += new
-            self._held[place] = replace(held, num_cached=held.num_cached + new)
-        for i, lane in list(self._seats.items()):
-            new, past = plan.new_tokens.get(i, 0), self._cached[i]
-            asks = new > 0 and past + new == self._known(i)
-            selected = int(asks) if self._generated[i] else self._sizes[i].num_selected(past, new)
-            lanes[lane].append(Piece(past, new, selected, self._num_shared(i)))
-            num_tokens += new
-            num_decoded += new if self._generated[i] and past + 1 == self._known(i) else 0
-            self._cached[i] += new
-            self._generated[i] += asks
-            if self._generated[i] == self._sizes[i].max_new_tokens:
-                del self._seats[i]
+        num_decoded = 0
+        for i, seat in self._seats.items():
+            new, past = plan.new_tokens.get(i, 0), seat.num_cached
+            asks, is_begun = new > 0 and past + new == seat.num_known, self._is_begun(seat)
+            selected = int(asks) if is_begun else self._sizes[i].num_selected(past, new)
+            lanes[seat.lane].append(Piece(past, new, selected, self._num_shared(i)))
+            num_decoded += new if is_begun and past + 1 == seat.num_known else 0
         works = [
-            packed_work(pieces, shared[lane]) for lane, pieces in enumerate(lanes) if any(piece.new for piece in pieces)
+            packed_work(pieces, self._shared_pages(lane, plan))
+            for lane, pieces in enumerate(lanes)
+            if any(piece.new for piece in pieces)
         ]
-        return MixedPass(lanes=works, prefill_share=1 - num_decoded / num_tokens)
+        return MixedPass(lanes=works, prefill_share=1 - num_decoded / sum(work.num_tokens for work in works))
+
+    def _is_begun(self, seat: SeatState) -> bool:
+        """Whether it has generated a token."""
+        return seat.num_known > self._sizes[seat.request].num_prompt_tokens
 
     def _shared_pages(self, lane: int, plan: PassPlan) -> int:
         """What sequences of the lane go on from, but for what the pass computes of it."""
-        sizes = [self._sizes[i] for i, where in self._seats.items() if where == lane]
-        places = {place for size in sizes for place in places_of(size.prefix, lane, self._limits.rule)}
+        if not self._held:
+            return 0
+        prefixes = {seat.prefix for seat in self._seats.values() if seat.lane == lane}
+        places = {place for prefix in prefixes for place in places_of(prefix, lane, self._limits.rule)}
         stored = [(self._held[place].num_cached, self._begin(place)) for place in places - plan.filled.keys()]
-        return sum(self._limits.pages(end) - self._limits.pages(begin) for end, begin in stored)
+        return sum(self._num_pages(end, begin) for end, begin in stored)
 
-    def _known(self, i: int) -> int:
-        return self._sizes[i].num_prompt_tokens + self._generated[i]
-
-    def _waiting(self, i: int) -> Waiting:
-        size = self._sizes[i]
-        most = most_cached(size.num_prompt_tokens, size.max_new_tokens)
-        return Waiting(request=i, num_known=self._known(i), num_most=most, prefix=size.prefix)
-
-    def _state(self, i: int) -> SeatState:
-        waiting = self._waiting(i)
-        return SeatState(
-            request=i, lane=self._seats[i], num_cached=self._cached[i],
-            num_known=waiting.num_known, num_most=waiting.num_most, prefix=waiting.prefix,
-        )  # fmt: skip
+    def move_on(self, plan: PassPlan) -> None:
+        for place, new in plan.filled.items():
+            held = self._held[place]
+            self._num_free -= self._num_pages(held.num_cached + new, held.num_cached)
+            self._held[place] = replace(held, num_cached=held.num_cached + new)
+        page = self._limits.page_tokens
+        for i, new in plan.new_tokens.items():
+            seat = self._seats[i]
+            past, cached = seat.num_cached, seat.num_cached + new
+            self._num_free -= -(-cached // page) - -(-past // page)
+            seat.num_cached = cached
+            if cached == seat.num_known:
+                seat.num_known += 1
+                if seat.num_known > seat.num_most:
+                    self._num_free += self._num_pages(cached, self._num_shared(i))
+                    del self._seats[i]

@@ -21,7 +21,7 @@ from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from .durations import PricedStages, durations
 from .lane_work import LaneWork, block_prefills, decode_work
-from .mixed_passes import mixed_passes
+from .mixed_passes import MixedPass, outlined_passes
 from .rates import MachineRates
 from .script import Links, Script
 from .simulator import simulate_each
@@ -219,13 +219,15 @@ def mixed_stretches(
         page_tokens=PAGE_TOKENS,
     )
     order = [sizes[i] for block in blocks for i in block.members]
-    run = mixed_passes(order, limits, placement.kv.num_pages)
-    parts = _parts(len(run.passes), MAX_MIXED_STRETCHES)
-    middles = [run.passes[part[len(part) // 2]] for part in parts]
-    return [
-        Stretch(num_passes=run.scale * len(part), lanes=middle.lanes, prefill_share=middle.prefill_share)
-        for part, middle in zip(parts, middles, strict=True)
-    ]
+    passes = outlined_passes(order, limits, placement.kv.num_pages)
+    parts = [passes[part.start : part.stop] for part in _parts(len(passes), MAX_MIXED_STRETCHES)]
+    return [_mixed_stretch(part) for part in parts]
+
+
+def _mixed_stretch(passes: Sequence[MixedPass]) -> Stretch:
+    middle = passes[len(passes) // 2]
+    num_passes = sum(each.num_passes for each in passes)
+    return Stretch(num_passes=num_passes, lanes=middle.lanes, prefill_share=middle.prefill_share)
 
 
 def _generating(block: Block, sizes: Sequence[SequenceSize]) -> Block:

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from heapq import nlargest
 
 from ...batching.balance import Block
 from ...batching.prefixes import SharedPrefix
@@ -58,19 +59,19 @@ def _continuous_load(
     padded lane may come to hold the longest prompt beside the longest answer.
     """
     chunk = chunk_tokens(config.policy)
+    seats = max((len(block.members) for block in blocks), default=0)
+    lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
     if shape.is_packed:
-        whole = [SequenceSize(num_prompt_tokens=size.capacity_tokens, max_new_tokens=0) for size in sizes]
-        longest = sorted(whole, key=lambda size: -size.capacity_tokens)
+        most_tokens = nlargest(seats, (size.capacity_tokens for size in sizes))
+        longest = [SequenceSize(num_prompt_tokens=num_tokens, max_new_tokens=0) for num_tokens in most_tokens]
     else:
         most = SequenceSize(
             num_prompt_tokens=max((size.num_prompt_tokens for size in sizes), default=0),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=max((size.num_scored for size in sizes), default=0),
         )
-        longest = [most] * len(sizes)
-    seats = max((len(block.members) for block in blocks), default=0)
-    lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
-    lanes = [longest[i : i + lane_size] for i in range(0, min(seats, len(longest)), lane_size)]
+        longest = [most] * min(seats, len(sizes))
+    lanes = [longest[i : i + lane_size] for i in range(0, len(longest), lane_size)]
     full = Load.of(shape, lanes, chunk)
     full = replace(
         full,
