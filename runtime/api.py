@@ -522,5 +522,5 @@ class Runtime(Closing):
             num_threads=offload.reader_threads,
             chunk_bytes=offload.read_chunk_mib * MIB,
             direct=offload.direct_io,
-            made=None if self.model.rounded is None else self.model.rounded.fills,
+            made=self.model.made,
         )

@@ -2,11 +2,8 @@
 may be stored, and the tables that `jobs.models` makes of it.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypedDict
 
 import torch
 import transformers
@@ -22,6 +19,7 @@ from runtime.probing.meta import build_meta_model
 from runtime.synthesize.checkpoints import config_for
 
 from ..config.settings import TableFormat
+from .losses import LossRow, read_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,6 @@ def describe(family: Family) -> FamilyTraits:
 _HEAD = ("family", "model_type", "lanes", "experts", "cache", "tested")
 _FORMATS_HEAD = ("format", "bytes a number", "numbers", "companions", "loss of model=tiny")
 _USUAL_COLUMNS = 4096
-LOSSES = Path(__file__).resolve().parents[1] / "data" / "weight_losses.jsonl"
 _TESTED = "greedy, sampled"
 _FOOT = "Tested: equals transformers' generate, token for token, in every tier (tests/runtime/test_families.py)."
 
@@ -97,21 +94,6 @@ def format_table(shape: TableFormat) -> str:
     ]
     methods = ", ".join(sorted(METHODS))
     return _table([_FORMATS_HEAD, *cells], shape, f"quant_method of config.json: {methods}; and GGUF files.")
-
-
-class LossRow(TypedDict):
-    """What rounding to a storage format does to the bundled model: the relative RMS error of its weights, the
-    perplexity of stories as a multiple of the exact one, and the share of answers that are right."""
-
-    format: str
-    weight_error: float
-    perplexity_ratio: float
-    right: float
-
-
-def read_losses() -> list[LossRow]:
-    """What `python -m tests.weight_loss` has measured."""
-    return [json.loads(line) for line in LOSSES.read_text(encoding="utf-8").splitlines()]
 
 
 def _loss(row: LossRow) -> str:

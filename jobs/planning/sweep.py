@@ -9,10 +9,12 @@ from runtime.config import PolicyKind
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.cost.machine import Machine
 from runtime.plan.shape.loss import StoredNumbers
+from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
 from runtime.units import GIB
 
 from .config import Packed, PlanConfig, Sweep
+from .losses import read_losses
 from .planning import Planned, plan_on
 from .shapes import read_shape
 
@@ -192,9 +194,7 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
 def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
     """One for each format, whose only value is what weights take in it. Products are priced as those of published
     weights."""
-    from runtime.formats.registry import LOSSES  # loads torch, which no other sweep needs
-
-    from .packed_shapes import as_packed
+    from .packed_shapes import as_packed  # loads torch, which no other sweep needs
 
     shape = read_shape(planned.shape.name, planned.dtype)
     published = replace(config, model=replace(config.model, quantize=None))
@@ -208,10 +208,20 @@ def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
             here=planned.shape.weight_bytes / GIGA,
             values=[stored.weight_bytes / GIGA],
             plan=partial(_planned_so, planned.machine, changed),
-            note=str(StoredNumbers.of(stored, LOSSES)),
+            note=_error_class(stored),
         )
         found.append(axis)
     return found
+
+
+def _error_class(shape: ModelShape) -> str:
+    """What its formats do to numbers; of those that round, what they did to the bundled model's."""
+    from runtime.formats.registry import LOSSES
+
+    numbers = StoredNumbers.of(shape, LOSSES)
+    measured = {row["format"]: row["weight_error"] for row in read_losses()}
+    errors = [f"{measured[name]:.2%}" for name in numbers.formats if name in measured]
+    return f"{numbers.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(numbers)
 
 
 def _planned_so(machine: Machine, config: PlanConfig, _: float) -> Planned:

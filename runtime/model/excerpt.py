@@ -17,6 +17,7 @@ from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
 from ..probing.layer_lists import layer_lists
 from ..store.checkpoint import Checkpoint
+from ..store.reader import Fill
 from ..weights.layout import match
 from ..weights.stage_weights import load_tensor
 
@@ -110,16 +111,19 @@ def dense_bytes(shape: ModelShape, num_layers: int) -> int:
     return sum(sizes) + max(sizes, default=0)
 
 
-def fill(model: PreTrainedModel, parameters: Mapping[str, Parameter], checkpoint: Checkpoint) -> None:
+def fill(
+    model: PreTrainedModel, parameters: Mapping[str, Parameter], checkpoint: Checkpoint, made: Mapping[str, Fill]
+) -> None:
     """Mutates `model`: its parameters are those of the checkpoint, dense, and what has the same bytes is read once; so
-    are buffers that the checkpoint holds. Raises KeyError for a parameter that is not among `parameters`."""
+    are buffers that the checkpoint holds. `made`: files that lie nowhere, as a reader has them. Raises KeyError for a
+    parameter that is not among `parameters`."""
     known: dict[tuple[str, ...], nn.Parameter] = {}  # a class may tie what a checkpoint holds twice
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         if isinstance(tensor, nn.Parameter) and tensor.is_meta:
             bytes_of = tuple(f"{piece.file} {piece.name}" for piece in parameters[name].slices)
             if bytes_of not in known or known[bytes_of].shape != tensor.shape:
-                known[bytes_of] = nn.Parameter(dense(parameters[name], tensor), requires_grad=False)
+                known[bytes_of] = nn.Parameter(dense(parameters[name], tensor, made), requires_grad=False)
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = known[bytes_of]
     if checkpoint.gguf is None:
@@ -129,8 +133,8 @@ def fill(model: PreTrainedModel, parameters: Mapping[str, Parameter], checkpoint
                 buffer.copy_(load_tensor(plain[name]).view(buffer.shape))
 
 
-def dense(parameter: Parameter, like: torch.Tensor) -> torch.Tensor:
+def dense(parameter: Parameter, like: torch.Tensor, made: Mapping[str, Fill]) -> torch.Tensor:
     """Read whole, in the shape and precision of `like`."""
-    entries = [torch.cat([load_tensor(piece) for piece in blocks]) for blocks in parameter.pieces]
+    entries = [torch.cat([load_tensor(piece, made) for piece in blocks]) for blocks in parameter.pieces]
     whole = torch.stack(entries) if parameter.is_stacked else entries[0]
     return whole.to(like.dtype).reshape(like.shape)

@@ -33,6 +33,7 @@ from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
 from ..store.piece_sums import check_packed
+from ..store.reader import Fill
 from ..stream.device_choice import has_bfloat16_units
 from ..weights.computed import keep_computed
 from ..weights.conversions import Conversion, convert_once
@@ -103,6 +104,11 @@ class LoadedModel:
     def numbers(self) -> StoredNumbers:
         """What weights are stored in; how far those are off that are rounded while they are read is known behind it."""
         return self.stored if self.rounded is None else replace(self.stored, relative_error=self.rounded.relative_error)
+
+    @property
+    def made(self) -> Mapping[str, Fill]:
+        """The files of weights that lie nowhere, for a reader."""
+        return {} if self.rounded is None else self.rounded.fills
 
     def weights_of(
         self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int]

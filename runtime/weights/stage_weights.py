@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -11,6 +12,7 @@ from ..linear.panels import Block, plain_rows
 from ..linear.stored import StoredWeight
 from ..plan.shape.shapes import Parameter, Stage, TensorSlice
 from ..profiles import BackendTable
+from ..store.reader import Fill
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
@@ -36,20 +38,24 @@ def stage_weights(
     return {p.name: _argument(p, buffer, tensor_offsets, dtypes[p.name], table) for p in stage.parameters}
 
 
-def load_tensor(piece: TensorSlice) -> torch.Tensor:
-    """Reads one tensor whole, to convert it, in its `dtype_of`."""
+def load_tensor(piece: TensorSlice, made: Mapping[str, Fill] = MappingProxyType({})) -> torch.Tensor:
+    """Reads one tensor whole, to convert it, in its `dtype_of`. `made`: files that lie nowhere, as for a reader."""
     if not is_plain(piece) and len(piece.shape) == 3:
-        return torch.stack([load_tensor(piece.expert(index)) for index in range(piece.shape[0])])
+        return torch.stack([load_tensor(piece.expert(index), made) for index in range(piece.shape[0])])
     offsets, parts = {}, [b""]
     for part in piece.with_companions():
         offsets[part.name] = sum(map(len, parts))
-        parts.append(_read(part))
+        parts.append(_read(part, made))
     rows = _rows(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), offsets, piece)
     tensor = rows if isinstance(rows, torch.Tensor) else plain_rows(rows, dtype_of(piece)).view(piece.shape)
     return tensor.t() if piece.is_transposed else tensor
 
 
-def _read(piece: TensorSlice) -> bytes:
+def _read(piece: TensorSlice, made: Mapping[str, Fill]) -> bytes:
+    if piece.file in made:
+        data = bytearray(piece.num_bytes)
+        made[piece.file](piece.offset, memoryview(data))
+        return bytes(data)
     with Path(piece.file).open("rb") as file:
         file.seek(piece.offset)
         return file.read(piece.num_bytes)

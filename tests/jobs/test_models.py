@@ -10,7 +10,8 @@ from jobs.config.cli import run_job
 from jobs.config.settings import ModelsConfig, TableFormat
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import error_of, pack
-from jobs.planning.support import FamilyTraits, families_named, format_table, read_losses, support_table
+from jobs.planning.losses import read_losses
+from jobs.planning.support import FamilyTraits, families_named, format_table, support_table
 from runtime.config import Lanes
 from runtime.errors import ConfigError
 from runtime.formats.registry import LOSSES

@@ -13,7 +13,8 @@ import torch
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
-from runtime.config import DType, ExpertPaging, PolicyConfig, PolicyKind, Quantize, Tier
+from runtime.config import DType, ExpertPaging, PolicyConfig, PolicyKind, Quantize, SelfCheck, Tier
+from runtime.engine.self_check import check
 from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.rounding import Rounding
 from runtime.plan.shape.loss import Loss
@@ -143,6 +144,17 @@ def test_the_log_says_how_far_weights_are_off(models: Models, caplog: pytest.Log
     planned, read = caplog.text.split("weights were rounded while they were read: ")
     assert "lossy, relative RMS error not measured" in planned
     assert re.match(r"[^\n]*int8-rows[^\n]*: lossy, relative RMS error [0-9.]+%\n", read)
+
+
+def test_the_class_itself_is_given_the_rounded_weights_by_the_self_check(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=check.__name__)
+    runtime = models.runtime(models.published, Quantize.int4)
+    runtime.config = replace(runtime.config, model=replace(runtime.config.model, self_check=SelfCheck.full))
+    tokens_of(runtime, PROMPTS)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == check.__name__]
+    assert "of their deviation" in said
 
 
 @pytest.mark.parametrize("tier", [Tier.auto, Tier.nvme])

@@ -85,7 +85,8 @@ def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated) -
     leave_unread(model)
     keep_computed(model, opened.checkpoint.tensors.keys())
     excerpt.cut(model)
-    fill(model, {p.name: p for stage in opened.shape.stages for p in stage.parameters}, opened.checkpoint)
+    parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
+    fill(model, parameters, opened.checkpoint, opened.made)
     found: dict[str, torch.Tensor] = {}
     for request in told.requests:
         ids = torch.tensor([request.prompt_ids])

@@ -49,7 +49,11 @@ class StoredNumbers:
         )
 
     def __str__(self) -> str:
-        return f"{', '.join(self.formats)}: {self.meaning}"
+        return f"{self.names}: {self.meaning}"
+
+    @property
+    def names(self) -> str:
+        return ", ".join(self.formats)
 
     @property
     def meaning(self) -> str:
