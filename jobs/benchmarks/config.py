@@ -48,7 +48,7 @@ class Form(Enum):
 @dataclass(frozen=True, kw_only=True)
 class LargerConfig:
     """Settings of `suite=larger_than_memory`. `num_layers` of Mixtral 8x7B have 2.7 GiB each; `architecture` makes them
-    others. `directory` keeps what was made; None: a temporary one, of which nothing stays."""
+    others. `directory` keeps the model, and may hold forms of it made before; None: a temporary one."""
 
     num_layers: int = 12
     host_memory_gib: float = 8.0

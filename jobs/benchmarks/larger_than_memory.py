@@ -52,7 +52,7 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
     with _model(config, say) as folder:
         published = folder / Form.published.value
         for form in wanted.forms:
-            with _form(published, form, keeps=wanted.directory is not None, say=say) as path:
+            with _form(published, form, say) as path:
                 task = _task(config, Contender.nvme, path)
                 results = _rounds(config, f"millrace, {form.value}", task, say, measure)
                 entries.append(Entry(f"millrace, {form.value}", _num_bytes(path), _loss(form), results))
@@ -124,10 +124,11 @@ def _synthesize(config: BenchConfig, published: Path, say: Say) -> None:
 
 
 @contextmanager
-def _form(published: Path, form: Form, *, keeps: bool, say: Say) -> Iterator[Path]:
-    """The directory of a form, for as long, or longer if it `keeps` what it made."""
+def _form(published: Path, form: Form, say: Say) -> Iterator[Path]:
+    """The directory of a form, which is deleted if it was made here."""
     path = published.parent / form.value
-    if form is not Form.published and not (path / "config.json").exists():
+    is_made = form is not Form.published and not (path / "config.json").exists()
+    if is_made:
         _require_room(published, SHARES[form], f"the form {form.value}")
         say(f"packing into {path}")
         model = SourceConfig(path=str(published))
@@ -135,7 +136,7 @@ def _form(published: Path, form: Form, *, keeps: bool, say: Say) -> Iterator[Pat
     try:
         yield path
     finally:
-        if form is not Form.published and not keeps:
+        if is_made:
             shutil.rmtree(path, ignore_errors=True)
 
 

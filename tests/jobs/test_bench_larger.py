@@ -52,13 +52,16 @@ def test_each_form_is_generated_from_and_gone_before_the_next(tmp_path: Path, mo
     assert lossless[-1] == "3 of 3 |"
 
 
-def test_a_named_directory_keeps_them_and_is_used_again(tmp_path: Path) -> None:
+def test_a_named_directory_keeps_the_model_and_forms_that_were_there(tmp_path: Path) -> None:
     said = list[str]()
     run_suite(config(tmp_path), [], said.append, result)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["int4", "lossless", "published"]
     assert sum(line.startswith(("packing", "synthesizing")) for line in said) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+    (tmp_path / "int4").mkdir()
+    (tmp_path / "int4" / "config.json").write_text("{}")
     done = run_suite(config(tmp_path), [], said.append, result)
-    assert sum(line.startswith(("packing", "synthesizing")) for line in said) == 3
+    assert sum(line.startswith(("packing", "synthesizing")) for line in said) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["int4", "published"]
     assert "| 3.00 (3.00-3.00) | 1.00 | 3 |" in done.table
 
 
