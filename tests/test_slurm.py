@@ -55,6 +55,18 @@ def test_step_gets_the_settings_as_given_and_its_shard(slurm: FakeSlurm) -> None
     assert slurm.calls("srun") == ["--ntasks=1", ".venv/bin/python", "-m", "jobs.generate", *settings]
 
 
+def test_elastic_workers_get_the_same_run_whatever_the_array(slurm: FakeSlurm) -> None:
+    assert slurm.run("model=gpt2", MILLRACE_WORKERS="elastic").returncode == 0
+    assert slurm.calls("srun")[-2:] == ["model=gpt2", "workers=elastic"]
+
+
+def test_an_unknown_kind_of_workers_is_refused(slurm: FakeSlurm) -> None:
+    ended = slurm.run(MILLRACE_WORKERS="many")
+    assert ended.returncode == 2
+    assert "one or elastic, got many" in ended.stderr
+    assert slurm.calls("srun") == []
+
+
 def test_one_shard_alone_keeps_the_number_of_shards(slurm: FakeSlurm) -> None:
     slurm.run(SLURM_ARRAY_TASK_MAX="2", MILLRACE_SHARDS="8")
     assert slurm.calls("srun")[-1] == "shard.count=8"

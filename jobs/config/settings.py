@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runtime.config import (
     BUILT_IN,
+    Admission,
     DType,
     KVConfig,
     MachineConfig,
@@ -78,6 +79,13 @@ class Output(Enum):
     openai_batch = "openai_batch"
 
 
+class Workers(Enum):
+    """Who works on a run: one process, or as many as come, which share its blocks out."""
+
+    one = "one"
+    elastic = "elastic"
+
+
 class TableFormat(Enum):
     text = "text"
     markdown = "markdown"
@@ -101,6 +109,8 @@ class GenerateConfig:
     output_root: str = "outputs"
     output_private: bool = False
     checkpoint_seconds: float | None = 60.0
+    workers: Workers = Workers.one
+    lease_seconds: float = 300.0
     log_level: LogLevel = LogLevel.info
     trace: bool = False
 
@@ -126,10 +136,25 @@ class GenerateConfig:
         )
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
+        require(self.lease_seconds >= 2, f"lease_seconds must be 2 or more, got {self.lease_seconds}")
+        if self.is_elastic:
+            self._require_shareable()
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
             f"run must be letters, digits, '.', '_' and '-' (it names a directory below output_root), got {self.run!r}",
         )
+
+    def _require_shareable(self) -> None:
+        """What several workers cannot do together is refused."""
+        admission = self.policy.admission
+        is_wave = admission is Admission.wave
+        require(is_wave, f"workers=elastic shares blocks out: policy.admission={admission.value} has none, wave has")
+        require(not self.trace, "workers=elastic writes no trace: trace=true needs workers=one")
+        require(not self.dataset.has_turns, "workers=elastic asks no chats of several turns: take workers=one")
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.workers is Workers.elastic
 
     @property
     def is_batch(self) -> bool:

@@ -1,4 +1,4 @@
-"""One process per run directory."""
+"""One process per run directory, or several that share it by leases."""
 
 import fcntl
 import json
@@ -19,15 +19,16 @@ class RunLock:
     """Held until `release` or the end of the process.
 
     The file stays: it names the last holder. Two processes would not damage a run, they would only do its work twice.
+    `is_shared`: with others that share it, and with no other.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_shared: bool = False) -> None:
         """Raises RunInUseError when another process holds the lock, DamagedRunError when the file is not a run's own,
         OSError when it cannot be written."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         try:
             self._require_own(path)
-            self._acquire(path)
+            self._acquire(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
         except BaseException:
             self.release()
             raise
@@ -38,9 +39,9 @@ class RunLock:
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             raise DamagedRunError(f"{path} is no file of its own but another's, under a second name: remove it")
 
-    def _acquire(self, path: Path) -> None:
+    def _acquire(self, path: Path, kind: int) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunInUseError(
                 f"run directory {path.parent} is in use by {_holder(path)}. "

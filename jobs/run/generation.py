@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from .run_dir import RunDirectory, RunState, format_begun_with, open_run
 from .running import remove_committed
 from .success import is_finished
 from .summary import MemoryUse, Summary, summarize, write_summary
+from .workers import Worker
 
 log = logging.getLogger(__name__)
 
@@ -138,15 +139,24 @@ def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool],
     manifest = manifest_of(config, runtime, digests)
     manifest = replace(manifest, semantic={**manifest.semantic, **task.identity})
     with (
-        _open(task.directory, manifest, digests, rows) as state,
+        _open(task.directory, manifest, digests, rows, is_shared=config.is_elastic) as state,
         mistakes_logged(state.directory.log),
+        _worker(config, state, should_stop) as worker,
     ):
         if config.output_private:
             state.directory.path.chmod(PRIVATE_FOLDER_MODE)  # of an earlier start it may be open
         if state.manifest.facts:
             keep_rows(state.directory.row_digests, digests)
         store = partial(PartStore, directory=state.directory, manifest=state.manifest, columns=columns, fixed=fixed)
-        yield _Run(task, state, runtime, rows, lambda plan: store(plan=plan), config, start)
+        store = partial(store, is_shared=config.is_elastic)
+        yield _Run(task, state, runtime, rows, lambda plan: store(plan=plan), config, start, worker)
+
+
+def _worker(
+    config: GenerateConfig, state: RunState, should_stop: Callable[[], bool]
+) -> AbstractContextManager[Worker | None]:
+    """This process among the run's workers; None where it is the only one."""
+    return Worker(state.directory, config.lease_seconds, should_stop) if config.is_elastic else nullcontext()
 
 
 def _asked_by_rows(config: GenerateConfig, rows: Sequence[Row]) -> RuntimeConfig:
@@ -156,10 +166,12 @@ def _asked_by_rows(config: GenerateConfig, rows: Sequence[Row]) -> RuntimeConfig
     return replace(config.runtime, sampling=sampling)
 
 
-def _open(path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequence[Row]) -> RunState:
+def _open(
+    path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequence[Row], *, is_shared: bool
+) -> RunState:
     """`open_run`; where the run is another's for its input, the error names the first row."""
     try:
-        return open_run(path, manifest)
+        return open_run(path, manifest, is_shared=is_shared)
     except RunMismatchError as error:
         changed = first_changed(RunDirectory(path=path).row_digests, digests, rows)
         raise RunMismatchError(f"{error}\n{changed}") if changed is not None else error from error
@@ -184,9 +196,10 @@ class _Run:
         store_of: Callable[[list[PlannedRequest]], PartStore],
         config: GenerateConfig,
         start: Start,
+        worker: Worker | None,
     ):
         self._task, self._state, self._runtime, self._rows, self._config = task, state, runtime, rows, config
-        self._store_of, self._start = store_of, start
+        self._store_of, self._start, self._worker = store_of, start, worker
 
     def outcome_if_finished(self) -> Outcome | None:
         """What a run came to whose every part is there; None where something is left to do. Raises DamagedRunError."""
@@ -198,6 +211,7 @@ class _Run:
         faster, the session ends, and the run goes on as one that is resumed would."""
         asked = ask(self._runtime, self._rows, self._task.requests)
         asked = replace(asked, read=self._task.read(self._runtime))
+        is_planner = self._worker is not None and self._worker.may_plan()
         if (begun := _known_plan(self._state)) is not None:
             asked = asked.seated(begun)
         if not asked.requests:
@@ -213,6 +227,9 @@ class _Run:
                 chunk_tokens=chunk_tokens_of(self._state.directory.plan) if known is None else None,
             ) as (plan, session):
                 store = self._seated(asked, plan.blocks, chunk_tokens(plan.policy))
+                if self._worker is not None and is_planner:
+                    self._worker.has_planned()
+                    is_planner = False
                 if self._is_generated(session, plan, store, asked, feedback):
                     return self._finished(asked, store, plan, session.opening_seconds)
 
@@ -252,9 +269,14 @@ class _Run:
         return lambda record: write(predicted.beginning(record.phase, time.monotonic() - record.seconds))
 
     def _feedback(self, asked: Asked) -> Feedback | None:
-        """What the run learns from its first block, where its policy may be a search's."""
+        """What the run learns from its first block, where its policy may be a search's and one machine does it all."""
         policy = self._config.policy
-        if policy.kind is PolicyKind.fixed or policy.pin is not None or policy.admission is not Admission.wave:
+        if (
+            self._worker is not None
+            or policy.kind is PolicyKind.fixed
+            or policy.pin is not None
+            or policy.admission is not Admission.wave
+        ):
             return None
         feedback = Feedback(path=self._state.directory.rates, runtime=self._runtime, requests=asked.computed)
         feedback.restore()
@@ -292,11 +314,18 @@ class _Run:
         if feedback is not None and feedback.is_due and left:
             plan = feedback.learn(plan, store.passes([first.index]))
             progress.expect(plan.prediction, {*done, first.index})
-        yield left, plan
+        if self._worker is None:
+            yield left, plan
+            return
+        for block, done_by_all in self._worker.blocks(left):
+            progress.expect(plan.prediction, done_by_all)
+            yield [block], plan
 
     def _finished(
         self, asked: Asked, store: PartStore, plan: RunPlan | None, weights_seconds: float | None = None
     ) -> Outcome:
+        if self._worker is not None and not self._worker.may_end():
+            return replace(self._outcome(store, plan, was_finished=True), was_finished=False)  # another wrote it down
         num_blocks = len(plan.blocks) if plan is not None else 0
         if asked.rejected and num_blocks not in store.committed():
             store.commit(num_blocks, rejected_rows(asked), [])

@@ -73,6 +73,7 @@ class PartStore:
     plan: Sequence[PlannedRequest]
     columns: pa.Schema  # of the rows' own columns, from `output_rows.infer_column_schema`
     fixed: pa.Schema = GENERATION_SCHEMA  # of the others, from `output_rows.generation_schema`
+    is_shared: bool = False  # with other workers, which may be writing
 
     @cached_property
     def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
@@ -108,12 +109,15 @@ class PartStore:
         """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`, and so
         does one that is not the one that `_SUCCESS.json` records.
 
-        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read or moved at all, and
-        RunMismatchError, with nothing moved, where an older version's parts have other columns than the input has.
+        Sweeps the temps of killed writers, unless others may be writing. Raises OutputError when a file cannot be read
+        or moved at all, and RunMismatchError, with nothing moved, where an older version's parts have other columns
+        than the input has.
         """
         try:
-            for folder in (self.directory.path, self.directory.generations, self.directory.throughput):
-                sweep_temps(folder)
+            run = self.directory
+            if not self.is_shared:
+                for folder in (run.path, run.generations, run.throughput, run.leases):
+                    sweep_temps(folder)
             recorded = recorded_parts(self.directory) or {}
             verdicts = {path: self._verdict(path, recorded) for path in visible(self.directory.generations)}
             self._refuse_other_columns(list(verdicts.values()))

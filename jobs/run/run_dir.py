@@ -56,6 +56,10 @@ class RunDirectory:
         return self.path / "running.parquet"
 
     @property
+    def leases(self) -> Path:
+        return self.path / "leases"
+
+    @property
     def quarantine(self) -> Path:
         return self.path / "quarantine"
 
@@ -112,8 +116,9 @@ class RunState(Closing):
         self.lock.release()
 
 
-def open_run(path: Path, manifest: RunManifest) -> RunState:
-    """Bind `path` to `manifest` on the first call, check that it is bound to the same one later, and lock it.
+def open_run(path: Path, manifest: RunManifest, *, is_shared: bool = False) -> RunState:
+    """Bind `path` to `manifest` on the first call, check that it is bound to the same one later, and lock it,
+    alone or, `is_shared`, with other workers.
 
     `run.json` is written before anything else; on a refusal nothing at all is. Raises RunMismatchError (another run,
     with a diff), ConfigError (not a directory that can hold a run), DamagedRunError (run.json unreadable, links where
@@ -124,7 +129,7 @@ def open_run(path: Path, manifest: RunManifest) -> RunState:
         _refuse_links(run)
         bound = _bound(run, manifest)
         run.path.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(run.lock)
+        lock = RunLock(run.lock, is_shared=is_shared)
     except OSError as error:
         raise _unusable(run, error) from error
     try:
@@ -162,7 +167,7 @@ def _bound(run: RunDirectory, manifest: RunManifest) -> RunManifest | None:
 
 def _refuse_links(run: RunDirectory) -> None:
     """A run writes into its own directory alone."""
-    for path in (run.lock, run.generations, run.throughput, run.quarantine, run.trace):
+    for path in (run.lock, run.generations, run.throughput, run.quarantine, run.trace, run.leases):
         if path.is_symlink():
             raise DamagedRunError(
                 f"{path} is a symbolic link, to {path.readlink()}: a run writes only into its own directory. Remove "

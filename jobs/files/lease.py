@@ -1,0 +1,243 @@
+"""Leases: files by which processes, on one machine or on several, agree on who does what.
+
+A lease is a file that is there whole or not at all; its holder touches it every few seconds. It is stale where the
+holder's process has ended on this machine, or where nobody has touched it for `seconds` by the clock of the one who
+waits: clocks of two machines are never compared. It saves work, and no more: two that do the same are told apart by
+whose result is published first.
+"""
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime.closing import Closing
+
+from .publishing import TEMP_SUFFIX, JsonValue, output_error, write_json
+
+LOG = logging.getLogger(__name__)
+BEATS_PER_LEASE = 10
+SLURM_IDS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
+
+
+def start_ticks_of(pid: int) -> int | None:
+    """When a process of this machine was started, in ticks since boot, which tells it from a later one of the same
+    number; None where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    state, *others = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(others[18])  # one that has ended and waits for its parent is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A process. `pid_namespace`: pids of another one, as of a container, say nothing here. `slurm`: its ids there."""
+
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    start_ticks: int | None
+    slurm: Mapping[str, str] = field(default_factory=dict)
+
+    def has_ended(self, found: Mapping[str, JsonValue], start_ticks: Callable[[int], int | None]) -> bool:
+        """Whether the holder that a lease names is known to be no more: its machine was started again since, or its
+        process is not there."""
+        if found.get("host") != self.host:
+            return False
+        if found.get("boot_id") != self.boot_id:
+            return True
+        pid = found.get("pid")
+        if found.get("pid_namespace") != self.pid_namespace or not isinstance(pid, int):
+            return False
+        return start_ticks(pid) != found.get("start_ticks")
+
+
+def this_process() -> Holder:
+    """This process, as others on this machine or elsewhere tell it from any other."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        boot, namespace = boot_id.read_text(encoding="ascii").strip(), str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # then only the heartbeat counts
+        boot, namespace = "", secrets.token_hex(8)
+    return Holder(
+        host=socket.gethostname(),
+        boot_id=boot,
+        pid_namespace=namespace,
+        pid=os.getpid(),
+        start_ticks=start_ticks_of(os.getpid()),
+        slurm={name: os.environ[name] for name in SLURM_IDS if name in os.environ},
+    )
+
+
+class Lease(NamedTuple):
+    """A lease's file as it was read. Two that are equal are of one holder, which has not touched it in between."""
+
+    data: bytes
+    touched_ns: int
+
+    @property
+    def holder(self) -> Mapping[str, JsonValue]:
+        """Who holds it; nothing where the file is damaged: then only its heartbeat counts."""
+        try:
+            value = json.loads(self.data)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def read_lease(path: Path) -> Lease | None:
+    """The lease at `path`; None where nobody holds one. Raises OSError."""
+    try:
+        with path.open("rb") as file:
+            return Lease(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+    except FileNotFoundError:
+        return None
+
+
+class Leases(Closing):
+    """The leases of one process in one folder. Closing gives all back. `clock` counts seconds, of this machine alone.
+
+    `has_heart`: whether a thread touches what is held; a test calls `touch` by itself.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seconds: float,
+        *,
+        holder: Holder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        start_ticks: Callable[[int], int | None] = start_ticks_of,
+        has_heart: bool = True,
+    ):
+        self._folder, self._seconds, self._clock, self._start_ticks = folder, seconds, clock, start_ticks
+        self._holder = holder or this_process()
+        self._held: dict[str, tuple[int, bytes]] = {}  # an open file, and what is in it
+        self._seen: dict[str, tuple[Lease, float]] = {}  # others', and since when they look so
+        self._mutex, self._has_closed = threading.Lock(), threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="leases", daemon=True) if has_heart else None
+        if self._heart is not None:
+            self._heart.start()
+
+    def path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+    def take(self, name: str) -> bool:
+        """Whether this process now holds the lease: nobody did, or it was stale. Of several that try, one gets it.
+        Raises OutputError."""
+        try:
+            return self._is_free(name) and self._make(name)
+        except OSError as error:
+            raise output_error(self.path(name), error) from error
+
+    def touch(self) -> list[str]:
+        """Renews what is held. Returns what is not any more: somebody found it stale, as after a long pause.
+        Raises OSError."""
+        lost = []
+        with self._mutex:
+            for name, (descriptor, data) in self._held.items():
+                os.utime(descriptor)
+                found = read_lease(self.path(name))
+                if found is None or found.data != data:
+                    lost.append(name)
+        return lost
+
+    def give_back(self, name: str) -> None:
+        """Removes the lease if it is still this process's. One that cannot be removed goes stale by itself."""
+        with self._mutex:
+            descriptor, data = self._held.pop(name)
+        os.close(descriptor)
+        try:
+            _remove(self.path(name), data)
+        except OSError as error:
+            LOG.warning("lease %s cannot be given back, and will go stale: %s", name, error)
+
+    def close(self) -> None:
+        self._has_closed.set()
+        if self._heart is not None:
+            self._heart.join()
+        for name in list(self._held):
+            self.give_back(name)
+
+    def _is_free(self, name: str) -> bool:
+        """Whether nobody holds it; takes a stale one away."""
+        path = self.path(name)
+        if (found := read_lease(path)) is None:
+            return True
+        if not self._is_stale(name, found) or not _remove(path, found.data, found.touched_ns):
+            return False
+        LOG.info("lease %s of %s is stale and taken over", name, told(found.holder))
+        return True
+
+    def _make(self, name: str) -> bool:
+        """A file that was taken away again, in the moment since it was made, is not held."""
+        token = secrets.token_hex(8)
+        value: dict[str, JsonValue] = {**asdict(self._holder), "lease": token, "since": time.time()}
+        self._seen.pop(name, None)
+        if not write_json(self.path(name), value, exclusive=True):
+            return False
+        try:
+            descriptor = os.open(self.path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        if token.encode() not in data:
+            os.close(descriptor)
+            return False
+        with self._mutex:
+            self._held[name] = descriptor, data
+        return True
+
+    def _is_stale(self, name: str, found: Lease) -> bool:
+        if self._holder.has_ended(found.holder, self._start_ticks):
+            return True
+        seen, since = self._seen.get(name, (None, 0.0))
+        if seen != found:
+            self._seen[name] = found, self._clock()
+            return False
+        return self._clock() - since >= self._seconds
+
+    def _beat(self) -> None:
+        lost = set[str]()
+        while not self._has_closed.wait(self._seconds / BEATS_PER_LEASE):
+            try:
+                now_lost = {*self.touch()}
+            except OSError as error:  # the next beat may find the disk well again
+                LOG.warning("leases cannot be renewed: %s", error)
+                continue
+            for name in now_lost - lost:
+                LOG.warning("lease %s was taken over: what is published first counts", name)
+            lost = now_lost
+
+
+def told(holder: Mapping[str, JsonValue]) -> str:
+    """Which process that is, for people."""
+    return f"pid {holder.get('pid')} on host {json.dumps(holder.get('host'))}"
+
+
+def _remove(path: Path, data: bytes, touched_ns: int | None = None) -> bool:
+    """Removes the lease that was read, and no other: it is looked at once it has a name that nobody else uses, and put
+    back if it is not the one. Of several that try, one succeeds. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMP_SUFFIX}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return False
+    found = read_lease(aside)
+    is_it = found is not None and found.data == data and touched_ns in (None, found.touched_ns)
+    if not is_it:
+        with suppress(FileExistsError):  # its holder lost it in between, which does no harm
+            os.link(aside, path)
+    aside.unlink(missing_ok=True)
+    return is_it

@@ -1,0 +1,85 @@
+"""Workers: processes that come and go as they like, and share out the blocks of one run by leases.
+
+The first fixes the plan; the last to find all blocks committed ends the run. In between each takes a block that nobody
+has, and one that finds none waits, so that a block whose worker ends is taken up again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from runtime.batching.balance import Block
+from runtime.closing import Closing
+from runtime.errors import Interrupted
+
+from ..files.lease import Leases
+from ..files.publishing import make_directory
+from .part_files import visible
+from .run_dir import RunDirectory
+
+MOST_POLL_SECONDS = 2.0
+PLAN, CLOSING = "plan", "closing"  # leases beside those of blocks
+
+
+def lease_name(block: int) -> str:
+    """The name of a block's lease."""
+    return f"block-{block:06d}"
+
+
+class Worker(Closing):
+    """This process among the workers of a run. Closing gives back what it has leased."""
+
+    def __init__(self, directory: RunDirectory, lease_seconds: float, should_stop: Callable[[], bool]):
+        self._directory, self._should_stop = directory, should_stop
+        self._poll_seconds = min(MOST_POLL_SECONDS, lease_seconds / 4)
+        self._leases = Leases(make_directory(directory.leases), lease_seconds)
+
+    def close(self) -> None:
+        self._leases.close()
+
+    def may_plan(self) -> bool:
+        """Whether this worker is the one to fix the plan, until `has_planned`; waits for another that does. Raises
+        Interrupted, OutputError."""
+        return self._gets(PLAN, self._directory.plan.exists)
+
+    def has_planned(self) -> None:
+        self._leases.give_back(PLAN)
+
+    def may_end(self) -> bool:
+        """Whether this worker is the one to end the run, all of whose blocks are committed; waits for another that
+        does. Raises Interrupted, OutputError."""
+        return self._gets(CLOSING, self._directory.success.exists)
+
+    def blocks(self, left: Sequence[Block]) -> Iterator[tuple[Block, set[int]]]:
+        """Those of `left` that this worker is to do, one after another, each with the blocks that are committed. Ends
+        when all are. Raises Interrupted, OutputError."""
+        while True:
+            done = self._committed()
+            left = [block for block in left if block.index not in done]
+            if not left:
+                return
+            block = next((block for block in left if self._leases.take(lease_name(block.index))), None)
+            if block is None:
+                self._wait()
+                continue
+            if not self._directory.generations_part(block.index).exists():  # since it was listed
+                yield block, done
+            self._leases.give_back(lease_name(block.index))
+
+    def _gets(self, name: str, is_done: Callable[[], bool]) -> bool:
+        while not is_done():
+            if not self._leases.take(name):
+                self._wait()
+            elif not is_done():
+                return True
+            else:
+                self._leases.give_back(name)
+        return False
+
+    def _committed(self) -> set[int]:
+        names = {path.name for path in visible(self._directory.generations)}
+        return {int(name.split("-")[1].split(".")[0]) for name in names if name.startswith("part-")}
+
+    def _wait(self) -> None:
+        if self._should_stop():
+            raise Interrupted("stopped while other workers were at work; the same command goes on from here")
+        time.sleep(self._poll_seconds)
