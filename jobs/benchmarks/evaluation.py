@@ -1,6 +1,6 @@
 """A task of lm-evaluation-harness, answered by Millrace from the disk in a share of the memory, and by the harness' own
 model of transformers, in memory and offloaded to the disk: the same scores, how many in a second, in how much memory.
-The task is made up: questions with four answers, behind five examples.
+The task is made up: questions with four answers, behind the same five examples each, as tasks like MMLU have them.
 """
 
 import json
@@ -45,6 +45,7 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {folder}/test.jsonl, train: {folder}/train.jsonl}}, cache_dir: {folder}/cache}}
 test_split: test
 fewshot_split: train
+fewshot_config: {{sampler: first_n}}
 num_fewshot: {num_examples}
 output_type: multiple_choice
 doc_to_text: "Q: {{{{question}}}}?\\nA:"

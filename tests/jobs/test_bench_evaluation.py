@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 pytest.importorskip("accelerate", reason="the extra `bench` is not installed")
 
+from lm_eval.tasks import TaskManager
+
 from jobs.benchmarks.config import BenchConfig, Suite
 from jobs.benchmarks.evaluation import BATCH_SIZES, TASK, run_evaluation, write_task
 from jobs.benchmarks.harness_scores import Asked, Entrant, Scores, measure
@@ -74,6 +76,15 @@ def test_answers_that_are_right_to_one_alone_end_it_too(model: Path) -> None:
 
     with pytest.raises(MillraceError, match="disk offload: log-probabilities are up to inf"):
         run_evaluation(config(model), lambda line: None, wrong)
+
+
+def test_all_questions_stand_behind_the_same_examples(model: Path, tmp_path: Path) -> None:
+    write_task(tmp_path, model, 3, 120)
+    task = TaskManager(include_path=str(tmp_path), include_defaults=False).load([TASK])["tasks"][TASK]
+    task.build_all_requests()
+    contexts = {instance.args[0] for instance in task.instances}
+    assert len(contexts) == 3
+    assert len({context.rpartition("\n\n")[0] for context in contexts}) == 1
 
 
 def test_every_entrant_scores_the_same_requests_alike(model: Path, tmp_path: Path) -> None:
