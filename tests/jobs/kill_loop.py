@@ -1,9 +1,9 @@
 """Ends runs of one long block again and again, at any moment, and holds what they come to against a run that nothing
-ended: python -m tests.jobs.kill_loop kills=40 stops=20 family=llama kv=auto seconds=0.3 prompts=shared
+ended: python -m tests.jobs.kill_loop kills=40 stops=20 family=llama kv=auto seconds=0.3 prompts=shared admission=wave
 
 `family`: llama goes in packed lanes, bloom in padded ones, t5 behind an encoder. `prompts`: bundled ones, or such as
-begin alike. What a kill may cost is the time since
-the block was last saved; what a stop may cost is a pass, so that no token is recorded twice.
+begin alike. With `admission=continuous` there are two blocks, and as many seats as one has. What a kill may cost is
+the time since the run was last saved; what a stop may cost is a pass, so that no token is recorded twice.
 """
 
 import json
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,7 +27,17 @@ from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
-from runtime.config import DType, KVConfig, KVTier, ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
+from runtime.config import (
+    Admission,
+    DType,
+    KVConfig,
+    KVTier,
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    Tier,
+)
 from runtime.errors import Interrupted
 from runtime.sampling_config import SamplingConfig
 from runtime.synthesize.tokenizer import byte_level_tokenizer
@@ -39,7 +50,8 @@ SLACK_SECONDS = 1.0  # the machine has others to serve
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One block of `num_rows` sequences. `checkpoint_seconds`: of each start."""
+    """One block of `num_rows` sequences, or where they come and go two of half as many. `checkpoint_seconds`: of each
+    start."""
 
     home: Path
     family: str = "llama"
@@ -48,6 +60,7 @@ class Case:
     num_rows: int = 12
     num_new_tokens: int = 120
     begin_alike: bool = False
+    admission: Admission = Admission.wave
 
     def config(self, name: str) -> GenerateConfig:
         return GenerateConfig(
@@ -57,10 +70,19 @@ class Case:
             offload=OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=1),
             kv=KVConfig(tier=self.kv, device_fraction=None if self.kv is KVTier.auto else 0.0),
             dataset=self.dataset(),
-            policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=-(-self.num_rows // 3), num_micro_batches=3),
+            policy=PolicyConfig(
+                kind=PolicyKind.fixed,
+                micro_batch_size=-(-self.num_rows // (3 * self.num_blocks)),
+                num_micro_batches=3,
+                admission=self.admission,
+            ),
             sampling=SamplingConfig(max_new_tokens=self.num_new_tokens, ignore_eos=True),
             checkpoint_seconds=self.checkpoint_seconds,
         )
+
+    @property
+    def num_blocks(self) -> int:
+        return 1 if self.admission is Admission.wave else 2
 
     def dataset(self) -> DatasetConfig:
         if not self.begin_alike:
@@ -101,7 +123,7 @@ class Tally:
     def __str__(self) -> str:
         oldest = max(self.ages_seconds, default=0)
         return (
-            f"{self.num_kills} kills, {self.num_stops} stops in {self.num_runs} runs, which went on inside their block "
+            f"{self.num_kills} kills, {self.num_stops} stops in {self.num_runs} runs, which went on inside a block "
             f"{self.num_resumed_inside} times; rows and tokens equal; at most {oldest:.2f} s since the last save at a "
             f"kill, longest pass {self.longest_pass_seconds:.2f} s"
         )
@@ -113,7 +135,7 @@ def loop(case: Case, *, num_kills: int, num_stops: int, seed: int = 0) -> Tally:
     case.make_inputs()
     generate(case.config("whole"), lambda: False)
     expected = case.tokens("whole")
-    passes = pq.read_table(case.directory("whole").throughput_part(0))
+    passes = pq.read_table(case.directory("whole").throughput)
     assert (sum(passes["spared_tokens"].to_pylist()) > 0) == case.begin_alike
     while tally.num_kills < num_kills or tally.num_stops < num_stops:
         name = f"ended-{tally.num_runs}"
@@ -127,6 +149,7 @@ def loop(case: Case, *, num_kills: int, num_stops: int, seed: int = 0) -> Tally:
 def _ended(case: Case, name: str, tally: Tally, moments: random.Random, num_kills: int, num_stops: int) -> bool:
     """One start; True where it came to its end."""
     begin, run = time.time(), case.directory(name)
+    tally.num_resumed_inside += case.admission is Admission.continuous and bool(_saved(run))
     process = PROCESSES.Process(target=_start, args=(case, name))
     process.start()
     is_last = tally.num_kills >= num_kills and tally.num_stops >= num_stops
@@ -168,8 +191,14 @@ def _end(process: BaseProcess, number: signal.Signals, run: RunDirectory, begin:
 
 
 def _saved_at(run: RunDirectory, begin: float) -> float:
-    files = [path.stat().st_mtime for path in run.path.glob("running-*")] if run.path.exists() else []
-    return max([begin, *files])
+    return max([begin, *_saved(run)])
+
+
+def _saved(run: RunDirectory) -> list[float]:
+    """When each checkpoint of the run was written; what goes meanwhile is none."""
+    with suppress(FileNotFoundError):
+        return [path.stat().st_mtime for path in run.path.glob("running*")]
+    return []
 
 
 def _began_at(run: RunDirectory, begin: float) -> float:
@@ -183,9 +212,9 @@ def _began_at(run: RunDirectory, begin: float) -> float:
 
 def _audit(case: Case, name: str, tally: Tally) -> None:
     run = case.directory(name)
-    part, table = run.generations_part(0), pq.read_table(run.throughput_part(0))
+    part, table = run.generations_part(0), pq.read_table(run.throughput)
     num_tokens = sum(map(len, case.tokens(name).values()))
-    assert not list(run.path.glob("running-*")), "a checkpoint is left"
+    assert not list(run.path.glob("running*")), "a checkpoint is left"
     assert not list(run.path.rglob(".*tmp*")), "a temp is left"
     assert sum(table["useful_tokens"].to_pylist()) == num_tokens, "a token counts twice"
     indices = table["pass_index"].to_pylist()
@@ -216,11 +245,13 @@ def main() -> None:
             kv=KVTier(given.get("kv", "auto")),
             checkpoint_seconds=float(given.get("seconds", "0.3")),
             begin_alike=given.get("prompts", "bundled") == "shared",
+            admission=Admission(given.get("admission", "wave")),
         )
         kills, stops, seed = (
             int(given.get(key, default)) for key, default in (("kills", 40), ("stops", 20), ("seed", 0))
         )
-        print(f"{case.family} kv={case.kv.value}: {loop(case, num_kills=kills, num_stops=stops, seed=seed)}")
+        title = f"{case.family} kv={case.kv.value} admission={case.admission.value}"
+        print(f"{title}: {loop(case, num_kills=kills, num_stops=stops, seed=seed)}")
 
 
 if __name__ == "__main__":
