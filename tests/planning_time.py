@@ -33,8 +33,8 @@ def drawn(draw: random.Random, count: int) -> "array[int]":
 
 
 def no_shots(draw: random.Random, num_rows: int) -> Prompts:
-    """Prompts that have nothing in common."""
-    return (drawn(draw, draw.randint(30, 130)) for _ in range(num_rows))
+    """Prompts that have nothing in common: each begins with a number of its own."""
+    return (array("i", [row]) + drawn(draw, draw.randint(30, 130)) for row in range(num_rows))
 
 
 def one_task(draw: random.Random, num_rows: int) -> Prompts:

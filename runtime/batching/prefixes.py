@@ -152,7 +152,10 @@ def _trie(heads: Sequence[bytes]) -> _Node:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """How many first tokens are the same, by halving."""
+    """How many first tokens are the same, by halving; 0 for fewer than are ever shared."""
+    least = LEAST_TOKENS * TOKEN_BYTES
+    if one[:least] != other[:least]:
+        return 0
     low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2

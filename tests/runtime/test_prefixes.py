@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from runtime.batching.prefixes import LEAST_TOKENS, Shares, shared_prefixes
-from runtime.plan.placement.memory import PAGE_TOKENS
+from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
 
 SEEDS = range(60)
 
@@ -79,6 +79,20 @@ def test_nothing_is_shared_where_there_is_nothing_to_share(prompts: list[tuple[i
     found = shared_prefixes(prompts, limits(prompts))
     assert found == [None] * len(prompts)
     assert Shares.among(found) == Shares(of=found, parents={})
+
+
+def test_sizes_of_prompts_that_share_nothing_are_those_without_sharing() -> None:
+    """So that what goes by them, a plan above all, costs the same."""
+    sizes = [SequenceSize.shared(num_tokens, 9) for num_tokens in (5, 70, 70)]
+    assert all(size.behind(None) is size for size in sizes)
+
+
+@pytest.mark.parametrize("num_common", range(2 * LEAST_TOKENS))
+def test_prompts_share_from_the_least_on(num_common: int) -> None:
+    prompts = [tuple([7] * num_common + [turn] * 40) for turn in (1, 2)]
+    found = shared_prefixes(prompts, limits(prompts))
+    expected = num_common if num_common >= LEAST_TOKENS else None
+    assert [prefix.num_tokens if prefix is not None else None for prefix in found] == [expected] * 2
 
 
 def test_equal_prompts_share_all_that_they_may() -> None:
