@@ -1,6 +1,10 @@
 """Work is counted as lanes do it: the same tokens, rows and passes as the engine's, from sizes alone."""
 
-from runtime.plan.cost.lane_work import Piece, decode_work, packed_work, prefill_works
+import pytest
+
+from runtime.batching.prefixes import SharedPrefix, SharingRule
+from runtime.plan.cost.lane_work import Piece, block_prefills, decode_work, packed_work, prefill_works
+from runtime.plan.placement.memory import PAGE_TOKENS, kv_tokens, pass_tokens
 from tests.toy import sizes_of, toy_shape
 
 PACKED, PADDED, BEHIND = toy_shape(), toy_shape(is_packed=False), toy_shape(is_packed=False, num_encoder_layers=2)
@@ -48,3 +52,39 @@ def test_behind_an_encoder_prompts_are_the_encoders() -> None:
     (work,) = prefill_works(BEHIND, sizes_of([5, 17]), 512)
     assert (work.num_encoder_tokens, work.num_tokens, work.prefill_pairs) == (34, 2, 2 * 17**2)
     assert decode_work(BEHIND, sizes_of([5, 17]), 0).num_cross_positions == 34  # type: ignore[union-attr]
+
+
+PARENT = SharedPrefix(num_tokens=40)
+CHILD = SharedPrefix(num_tokens=70, parent=PARENT)
+ALIKE = [
+    size.behind(prefix)
+    for size, prefix in zip(sizes_of([90, 75, 60, 50, 33], 20), (CHILD, CHILD, PARENT, PARENT, None), strict=True)
+]
+
+
+def test_rows_that_decode_hold_what_they_share_once() -> None:
+    """The parent has 2 whole pages, the child 2 more; of the pages that are not full each row has its own."""
+    work, alone = decode_work(PACKED, ALIKE, 0), decode_work(PACKED, sizes_of([90, 75, 60, 50, 33], 20), 0)
+    assert work is not None
+    assert alone is not None
+    assert work.held_pages == alone.held_pages - (2 * 4 + 2 * 2) + (2 + 2)
+    assert (work.kv_positions, work.changed_pages) == (alone.kv_positions, alone.changed_pages)
+    last = decode_work(PACKED, ALIKE, 18)
+    assert last is not None
+    assert last.held_pages * PAGE_TOKENS <= kv_tokens(PACKED, [ALIKE])
+
+
+def test_a_prefix_with_one_row_left_is_its_own() -> None:
+    sizes = [ALIKE[0], *sizes_of([75, 60], 1)]
+    work = decode_work(PACKED, [sizes[0], *(size.behind(CHILD) for size in sizes[1:])], 3)
+    assert work == decode_work(PACKED, sizes_of([90], 20), 3)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 1024])
+@pytest.mark.parametrize("among_lanes", [False, True])
+@pytest.mark.parametrize("page_tokens", [1, PAGE_TOKENS])
+def test_no_pass_has_more_tokens_than_a_lane_is_said_to_carry(chunk: int, among_lanes: bool, page_tokens: int) -> None:
+    lanes = [ALIKE[:3], ALIKE[3:]]
+    rule = SharingRule(among_lanes=among_lanes, page_tokens=page_tokens)
+    for lane, works in zip(lanes, block_prefills(PACKED, lanes, chunk, rule), strict=True):
+        assert max(work.num_tokens for work in works if work is not None) <= pass_tokens(PACKED, lane, chunk)

@@ -104,7 +104,7 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
     if not rows:
         return None
     if shape.is_packed:
-        return packed_work(Piece(size.num_prompt_tokens + num_done, 1, 1) for size in rows)
+        return _packed_decode(rows, num_done)
     width = max(size.num_prompt_tokens for size in lane)
     cached = 1 + num_done + (1 if shape.has_encoder else width)
     return LaneWork(
@@ -115,6 +115,22 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
         changed_pages=len(rows),
         num_cross_positions=len(rows) * width if shape.has_encoder else 0,
     )
+
+
+def _packed_decode(rows: MicroBatch, num_done: int) -> LaneWork:
+    """Whole pages that rows share are held once; of one that is not full each has its own copy."""
+    shares = shares_of(rows)
+    if shares is None:
+        return packed_work(Piece(size.num_prompt_tokens + num_done, 1, 1) for size in rows)
+    pieces = [
+        Piece(size.num_prompt_tokens + num_done, 1, 1, prefix.num_tokens if prefix is not None else 0)
+        for size, prefix in zip(rows, shares.of, strict=True)
+    ]
+    held = (
+        prefix.num_tokens // PAGE_TOKENS - (parent.num_tokens // PAGE_TOKENS if parent is not None else 0)
+        for prefix, parent in shares.parents.items()
+    )
+    return packed_work(pieces, sum(held))
 
 
 def _pages(num_positions: int) -> int:

@@ -72,6 +72,8 @@ class SequenceSize:
 
     def behind(self, prefix: SharedPrefix | None) -> "SequenceSize":
         """The same, of a prompt that begins with `prefix`."""
+        if prefix is self.prefix:
+            return self
         return SequenceSize.shared(self.num_prompt_tokens, self.max_new_tokens, self.num_scored, prefix, self.num_beams)
 
 
@@ -160,7 +162,8 @@ def prompt_columns(shape: ModelShape, num_rows: int, width: int, chunk_tokens: i
 
 
 def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
-    """Most tokens that a lane carries in one pass."""
+    """Most tokens that a lane carries in one pass; it may be fewer where its prompts share what they begin with, and
+    all of them together then are less than a chunk."""
     if not lane:
         return 0
     if shape.is_packed:
