@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tests.jobs.kill_loop import Case, loop
+from tests.jobs.kill_case import Case
+from tests.jobs.kill_loop import loop
 
 
 def test_a_kill_costs_what_was_not_saved_and_a_stop_a_pass(tmp_path: Path) -> None:
