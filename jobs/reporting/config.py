@@ -1,7 +1,8 @@
-"""Which runs are reported, and where to; conf/report.yaml mirrors it. It stands alone because a door reads it before it
-loads what takes long."""
+"""Which runs are reported, and where to, and whose status is told; conf/report.yaml and conf/status.yaml mirror it. It
+stands alone because a door reads it before it loads what takes long."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from runtime.errors import require
 
@@ -27,3 +28,19 @@ class ReportConfig:
     @property
     def names(self) -> list[str]:
         return [self.runs] if isinstance(self.runs, str) else self.runs or []
+
+
+class StatusFormat(Enum):
+    text = "text"
+    json = "json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """All settings of `jobs.status`; mirrors conf/status.yaml."""
+
+    run: str | None = None
+    format: StatusFormat = StatusFormat.text
+
+    def __post_init__(self) -> None:
+        require(bool(self.run), "run is not set: a run's directory or a glob, e.g. run=outputs/generate/mine")

@@ -4,6 +4,7 @@ The first fixes the plan; the last to find all blocks committed ends the run. In
 has, and one that finds none waits, so that a block whose worker ends is taken up again.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,6 +24,12 @@ PLAN, CLOSING = "plan", "closing"  # leases beside those of blocks
 def lease_name(block: int) -> str:
     """The name of a block's lease."""
     return f"block-{block:06d}"
+
+
+def leased_block(name: str) -> int | None:
+    """The block whose lease has this file name; None of other files."""
+    found = re.fullmatch(r"block-(\d{6,})\.json", name)
+    return None if found is None else int(found[1])
 
 
 class Worker(Closing):

@@ -1,0 +1,27 @@
+"""python -m jobs.status: how far a run is: blocks and rows that are done, in work and left, and who is at work."""
+
+import logging
+import sys
+
+import hydra
+
+from jobs.config.cli import as_job, run_job, say
+from jobs.config.settings import Composed, load
+from jobs.reporting.config import StatusConfig, StatusFormat
+
+
+@hydra.main(config_path="../conf", config_name="status", version_base=None)
+@as_job
+def main(composed: Composed) -> None:
+    config = load(StatusConfig, composed)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+
+    from jobs.reporting.status import as_json, as_text, status_of
+    from jobs.run.found import find_runs
+
+    statuses = [status_of(run) for run in find_runs([config.run or ""], "run")]
+    say(as_json(statuses) if config.format is StatusFormat.json else as_text(statuses))
+
+
+if __name__ == "__main__":
+    run_job(main, StatusConfig)
