@@ -13,6 +13,7 @@ ones are. Tokens that are prefilled a second time, after a resume or where memor
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 
 from runtime.plan.facts import PlanFacts
@@ -88,8 +89,9 @@ class Utilisation:
 
 @dataclass(frozen=True, kw_only=True)
 class Elapsed:
-    """Time on the wall, over all starts that have left a pass. `first_token_seconds` and `before_passes_seconds` are
-    those of the first start: until a token was there, and until the first pass began."""
+    """Time on the wall, over all starts that have left a pass, counted once where several ran at a time.
+    `first_token_seconds` and `before_passes_seconds` are those of the first start: until a token was there, and until
+    the first pass began."""
 
     num_starts: int
     seconds: float
@@ -216,10 +218,19 @@ def elapsed(passes: Sequence[PassRow]) -> Elapsed | None:
     tokens = [row.since_start_seconds or 0.0 for row in first if row.issued_tokens]
     return Elapsed(
         num_starts=len(starts),
-        seconds=sum(map(max, ends.values())),
+        seconds=_covered([(at, at + max(own)) for at, own in ends.items()]),
         first_token_seconds=min(tokens, default=None),
         before_passes_seconds=min((row.since_start_seconds or 0.0) - row.seconds for row in first),
     )
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The seconds that at least one of these spans covers: workers of one run work at the same time."""
+    seconds, until = 0.0, -inf
+    for begin, end in sorted(spans):
+        seconds += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return seconds
 
 
 def peak_memory(passes: Sequence[PassRow]) -> MemoryUse:

@@ -234,6 +234,13 @@ def test_time_on_the_wall_is_that_of_all_starts_and_the_first_token_that_of_the_
     assert table["until the first token"].split()[-2:] == ["14", "s"]
 
 
+def test_time_on_the_wall_counts_once_where_workers_ran_at_a_time() -> None:
+    spans = [(100.0, 10.0), (104.0, 3.0), (106.0, 9.0), (130.0, 2.0)]
+    found = summarize([told(DECODE, started_at=at, ended=ended) for at, ended in spans], rows=ROWS).elapsed
+    assert found is not None
+    assert (found.num_starts, found.seconds) == (4, 17.0)
+
+
 def test_passes_of_earlier_versions_say_neither_time_nor_mean_memory() -> None:
     summary = summarize([PREFILL, told(DECODE, started_at=0.0, ended=1.0)], rows=ROWS)
     assert (summary.elapsed, summary.mean) == (None, None)
