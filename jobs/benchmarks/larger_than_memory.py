@@ -22,6 +22,7 @@ from ..packing.packing import pack
 from .config import BenchConfig, Form, task_of
 from .contenders import CONTENDERS, Contender, Peer
 from .report import table
+from .runner import gguf_path
 from .task import Measured, Result, Task, prompts_of
 
 SHARES: Mapping[Form, float] = {  # of the published bytes that a form takes, at most
@@ -59,7 +60,8 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
         for peer in wanted.peers:
             try:
                 _require_room(published, _peer_share(peer), f"{peer.value}'s own copy")
-                results = _rounds(config, peer.value, _task(config, peer, published), say, measure)
+                with _own_copy(published, peer, keeps=wanted.directory is not None):
+                    results = _rounds(config, peer.value, _task(config, peer, published), say, measure)
             except MillraceError as error:
                 refusals[peer.value] = str(error)
                 say(f"{peer.value} is left out: {error}")
@@ -140,6 +142,17 @@ def _form(published: Path, form: Form, say: Say) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
+@contextmanager
+def _own_copy(published: Path, peer: Contender, *, keeps: bool) -> Iterator[None]:
+    """Deletes at the end what the peer has written of a model that does not stay either."""
+    kind = _gguf_kind(peer)
+    try:
+        yield
+    finally:
+        if kind is not None and not keeps:
+            gguf_path(published, kind).unlink(missing_ok=True)
+
+
 def _require_room(published: Path, share: float | None, what: str) -> None:
     if share is not None:
         _require_free(published.parent, int(share * _num_bytes(published)), what)
@@ -156,9 +169,14 @@ def _require_free(folder: Path, num_bytes: int, what: str) -> None:
 
 def _peer_share(peer: Contender) -> float | None:
     """What it writes besides, of the published bytes."""
+    kind = _gguf_kind(peer)
+    return None if kind is None else GGUF_SHARES[kind]
+
+
+def _gguf_kind(peer: Contender) -> str | None:
     entry = CONTENDERS[peer]
     isolation = entry.isolation if isinstance(entry, Peer) else None
-    return None if isolation is None or isolation.gguf_kind is None else GGUF_SHARES[isolation.gguf_kind]
+    return None if isolation is None else isolation.gguf_kind
 
 
 def _loss(form: Form) -> str:

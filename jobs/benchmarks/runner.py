@@ -160,14 +160,19 @@ def _gguf_of(checkpoint: Path, kind: str) -> Path:
     """The checkpoint as a GGUF file, written once, for as long as its own files stay as they are."""
     from .peers.gguf_export import export_gguf  # torch, which few workers' parents need
 
-    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
-    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
-    target = cache_root() / "peers" / f"{checkpoint.name}-{digest}-{kind}.gguf"
+    target = gguf_path(checkpoint, kind)
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         export_gguf(checkpoint, target, kind)
     return target
+
+
+def gguf_path(checkpoint: Path, kind: str) -> Path:
+    """Where it lies, as long as the checkpoint's files stay as they are."""
+    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
+    return cache_root() / "peers" / f"{checkpoint.name}-{digest}-{kind}.gguf"
 
 
 @contextmanager

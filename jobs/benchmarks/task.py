@@ -125,8 +125,9 @@ def batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     return [order[begin : begin + size] for begin in range(0, len(order), size)]
 
 
-def forget_pages(directory: Path) -> None:
-    for file in directory.rglob("*"):
+def forget_pages(path: Path) -> None:
+    """Drops a file's pages from the page cache, or those of all files in a directory."""
+    for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
             os.fdatasync(descriptor)

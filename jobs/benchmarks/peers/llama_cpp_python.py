@@ -1,7 +1,8 @@
 """llama.cpp by way of llama-cpp-python, in an environment of its own.
 
-All weights in memory, sequences decoded side by side: groups of `batch_size` neighbours in length, as its batch
-interface takes them. Its products round to half precision or less, so tokens may differ. Loading is not timed.
+All weights in memory, or mapped where the peer says so; sequences decoded side by side: groups of `batch_size`
+neighbours in length, as its batch interface takes them. Its products round to half precision or less, so tokens may
+differ. Loading is not timed.
 """
 
 import time
@@ -16,7 +17,7 @@ from runtime.stream.host_memory import resident_bytes
 from runtime.units import round_up
 
 from ..contenders import Peer
-from ..task import Result, Task, batches, prompts, timed
+from ..task import Result, Task, batches, forget_pages, prompts, timed
 
 BATCH_TOKENS = 512  # of a call, its own default for prompts
 
@@ -28,8 +29,11 @@ def generate(task: Task) -> Result:
     lib.llama_backend_init()
     baseline = resident_bytes()
     model_params = lib.llama_model_default_params()
-    model_params.load_mode = lib.LLAMA_LOAD_MODE_NONE  # into memory, or reading would be timed
-    model_params.use_extra_bufts = _has_kernels(task)
+    is_mapped = isinstance(task.entry, Peer) and task.entry.is_mapped
+    # Into memory, or reading would be timed; a map is what a model takes that does not fit, and reading is its time.
+    model_params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if is_mapped else lib.LLAMA_LOAD_MODE_NONE
+    model_params.use_extra_bufts = not is_mapped and _has_kernels(task)  # copies, laid out anew
+    forget_pages(file)
     model = lib.llama_model_load_from_file(str(file).encode(), model_params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {file}")
