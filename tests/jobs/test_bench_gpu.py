@@ -59,7 +59,8 @@ def test_every_way_is_measured_and_bytes_over_the_link_are_counted(device: Compu
         assert [len(tokens) for tokens in result.tokens] == [3] * (8 // variant.part)
         assert 0 < result.prefill_seconds < result.seconds
         assert bool(result.bytes_copied) == (not variant.is_cut and (device.is_accelerator or variant.is_peer))
-        assert bool(result.bytes_read) == (variant.entry.tier is Tier.nvme)
+        if not variant.is_peer:  # of which the kernel counts what libraries are paged in, too
+            assert bool(result.bytes_read) == (variant.entry.tier is Tier.nvme)
         assert bool(found[variant.name].phases) == (not variant.is_peer)
     assert {each.phase for each in found["millrace"].phases} == {"prefill", "decode"}
     assert {each.num_passes for each in found["millrace"].phases} == {1, 2}

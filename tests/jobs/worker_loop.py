@@ -1,5 +1,5 @@
 """Workers of one run that are killed, stopped, paused and started again: python -m tests.jobs.worker_loop
-[workers=6] [rows=96] [kills=30] [seed=0] (some minutes on two cores).
+[workers=6] [rows=96] [kills=30] [seed=0].
 
 At the end each row is there once, and all rows are those of a run that one worker made alone.
 """
