@@ -14,10 +14,10 @@ from runtime.formats.storage_format import Stored
 from runtime.linear.coded_rows import ROUNDED
 from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.header import read_header
+from runtime.weights.stage_weights import TORCH_DTYPES
 
 PANEL_NUMBERS = 4 << 20
 WORDS = {"BF16": np.uint16}
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
 
 
 def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, rounding: Rounding | None = None) -> None:
@@ -75,7 +75,7 @@ def _is_rounded(rounding: Rounding, stored_NK: torch.Tensor, packed: TensorSlice
 
 def numbers_of(tensor: TensorSlice) -> torch.Tensor:
     """A view of the file."""
-    return torch.from_numpy(bytes_of(tensor)).view(DTYPES[tensor.dtype]).view(tensor.shape)
+    return torch.from_numpy(bytes_of(tensor)).view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 def bytes_of(piece: TensorSlice) -> np.ndarray:

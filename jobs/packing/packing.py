@@ -4,12 +4,11 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 
 from runtime.errors import CheckpointError, OutputError
 from runtime.formats.own_store import RELATIVE_ERROR
-from runtime.formats.rounding import Rounding
+from runtime.formats.rounding import Rounding, error_of_squares
 from runtime.store.checkpoint import INDEX, SINGLE
 from runtime.store.header import read_header
 from runtime.store.piece_sums import told_of
@@ -164,10 +163,8 @@ def _publish(path: Path, data: bytes) -> None:
 
 
 def error_of(tensors: Sequence[Packed]) -> float | None:
-    """The root of the squares of what rounded ones are off by, as a share of that of their own; None if none were."""
-    squares = [packed.squares for packed in tensors if packed.squares is not None]
-    size = sum(own for _, own in squares)
-    return sqrt(sum(error for error, _ in squares) / size) if size else None
+    """What those that were rounded are off by; None if none were."""
+    return error_of_squares(packed.squares for packed in tensors if packed.squares is not None)
 
 
 def describe(packing: Packing) -> list[str]:

@@ -23,7 +23,7 @@ from runtime.formats.packing import (
     why_raw,
 )
 from runtime.formats.registry import pair_companions
-from runtime.formats.rounding import Rounding
+from runtime.formats.rounding import Rounding, Squares
 from runtime.formats.scaled_rows import SCALES
 from runtime.linear.window4_rows import WINDOW4
 from runtime.plan.shape.shapes import TensorSlice
@@ -47,7 +47,7 @@ class Packed:
     num_bytes: int
     packed_bytes: int
     why_raw: str | None
-    squares: tuple[float, float] | None = None
+    squares: Squares | None = None
 
 
 class _Shard:
@@ -88,7 +88,7 @@ class _Shard:
         self._file.seek(begin)
         self._file.truncate()
 
-    def _round(self, tensor: TensorSlice) -> tuple[float, float] | None:
+    def _round(self, tensor: TensorSlice) -> Squares | None:
         """Returns the sums of squares; None if it is not to be rounded, or holds what no code stands for: then what was
         written of it is of no use."""
         if self._rounding is None or self._rounding.why_exact(tensor.name, tensor.dtype, tensor.shape) is not None:

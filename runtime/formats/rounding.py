@@ -6,14 +6,15 @@ N rows of K numbers, R of them; G groups of W columns.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import sqrt
 from typing import NamedTuple
 
 import torch
 
-from ..kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT8
-from ..linear.coded_rows import INT4_MIDDLE, NAMES, CodedRows, bytes_of_codes
+from ..kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
+from ..linear.coded_rows import NAMES, CodedRows, bytes_of_codes
 
 WAYS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # as a user calls them
 MOST_INT8, MOST_FLOAT8 = 127, 448
@@ -31,6 +32,16 @@ class Rounded(NamedTuple):
     scales_RG: torch.Tensor
     error: float
     size: float
+
+
+Squares = tuple[float, float]  # of what rounding is off by, and of the numbers themselves, summed
+
+
+def error_of_squares(squares: Iterable[Squares]) -> float | None:
+    """The root of the squares of what weights are off by, as a share of that of their own; None where all are 0."""
+    found = list(squares)
+    size = sum(own for _, own in found)
+    return sqrt(sum(error for error, _ in found) / size) if size else None
 
 
 @dataclass(frozen=True)

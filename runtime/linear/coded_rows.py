@@ -10,11 +10,10 @@ N rows of K numbers, of which R are wanted; G groups of columns.
 import numpy as np
 import torch
 
-from ..kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT8
+from ..kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
 from .packed_rows import Layout, PackedRows
 from .rows import Words
 
-INT4_MIDDLE = 8
 ROUNDED = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # the ways of storage formats
 NAMES = {way: name for name, way in ROUNDED.items()}
 ALL_COLUMNS = 31  # a shift by which every column is in the first group

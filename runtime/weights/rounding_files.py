@@ -6,7 +6,7 @@ what stays, memory holds one rounded matrix for each that is being read.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod, sqrt
+from math import prod
 from pathlib import Path
 from threading import Lock
 
@@ -16,7 +16,7 @@ import torch
 from ..errors import CheckpointError
 from ..formats.own_store import METHOD, name_of
 from ..formats.registry import pair_companions
-from ..formats.rounding import Rounding
+from ..formats.rounding import Rounding, Squares, error_of_squares
 from ..formats.scaled_rows import SCALES
 from ..plan.shape.shapes import TensorSlice
 from ..store.faults import read_fault
@@ -24,7 +24,6 @@ from ..store.reader import Fill
 from .stage_weights import TORCH_DTYPES
 
 RUN_NUMBERS = 1 << 20  # read at a time
-Squares = tuple[float, float]  # of what rounding is off by, and of the numbers themselves, summed
 
 
 class RoundedTensor:
@@ -158,5 +157,4 @@ class RoundedTensors:
         squares = [pair for each in self.rounded for pair in each.squares.values()]
         if len(squares) < sum(each.num_matrices for each in self.rounded):
             return None
-        size = sum(own for _, own in squares)
-        return sqrt(sum(error for error, _ in squares) / size) if size else 0.0
+        return error_of_squares(squares) or 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.packing.comparing import bytes_of, compare, numbers_of
+from jobs.packing.comparing import compare
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import Packing, describe, pack
 from runtime import Runtime
@@ -17,10 +17,9 @@ from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.own_store import METHOD
 from runtime.formats.registry import FORMATS, pair_companions
 from runtime.formats.rounding import Rounding
-from runtime.formats.storage_format import Stored
 from runtime.linear.coded_rows import ROUNDED
-from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.header import read_header
+from runtime.weights.stage_weights import load_tensor
 from tests.quantized import Tensors, tensors_in, write_checkpoint
 from tests.runtime.test_fidelity import config_for, tokens_of
 from tests.runtime.test_quantized_checkpoints import expected_tokens, shape_of
@@ -44,25 +43,12 @@ def packed(source: Path, out: Path, kind: Format, group_size: int = 64, **settin
 
 
 def decoded(directory: Path) -> Tensors:
-    """All tensors of a store as float32, by the operators of a device."""
+    """All tensors of a store as float32."""
     found = Tensors()
     for path in directory.glob("*.safetensors"):
         for name, tensor in pair_companions(read_header(path), {"quant_method": METHOD}).items():
-            found[name] = _numbers(tensor)
+            found[name] = load_tensor(tensor).float()
     return found
-
-
-def _numbers(tensor: TensorSlice) -> torch.Tensor:
-    if not tensor.format:
-        return numbers_of(tensor).float()
-    if len(tensor.shape) == 3:
-        return torch.stack([_numbers(tensor.expert(e)) for e in range(tensor.shape[0])])
-    companions = {each.role: numbers_of(each.tensor) for each in tensor.companions}
-    out = torch.empty(tensor.shape)
-    FORMATS[tensor.format].rows(Stored(tensor, torch.from_numpy(bytes_of(tensor)), companions)).dequantize(
-        slice(None), out
-    )
-    return out
 
 
 @pytest.mark.parametrize(("family", "kind", "group_size"), CASES, ids=str)
