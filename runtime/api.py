@@ -28,7 +28,7 @@ from .config import (
 from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
 from .engine.beam_requests import with_beams
 from .engine.encoding_requests import Wanted, require_readable, require_text
-from .engine.engine import Engine
+from .engine.engine import Engine, alone
 from .engine.requests import Rejected, make_request
 from .engine.sampling.grammar import with_schema
 from .engine.sampling.sampler import Sampler, sampler_for
@@ -58,6 +58,12 @@ from .plan.shape.kv_dtype import keeping_kv
 from .planning import Planner
 from .probing.heads import Head
 from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
+from .rank_agreement import KIND, Agreement
+from .rank_messages import written_plan
+from .rank_plan import SESSION, end_sessions, for_ranks, plan_told, require_generating, require_shareable
+from .rank_session import RankSession
+from .ranks.ranks import Ranks
+from .ranks.shared_memory import SharedMemory
 from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
 from .session import Session
 from .settings import Settings, changed
@@ -84,7 +90,8 @@ class Runtime(Closing):
     passes them on, and a name that does not exist is refused with the nearest one that does.
 
     `device`: None takes the one that `machine.device` names; a text is one such name. `trace` collects what ran when;
-    somebody must take it as the run goes on. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with
+    somebody must take it as the run goes on. `ranks`: those of which this process is one; all make the same calls, and
+    all are given all results. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with
     what to change.
     """
 
@@ -95,11 +102,14 @@ class Runtime(Closing):
         should_stop: Callable[[], bool] = lambda: False,
         trace: Trace | None = None,
         device: ComputeDevice | str | None = None,
+        ranks: Ranks | None = None,
         **settings: Unpack[Settings],
     ):
         self.config = changed(config, settings)
         self.config = replace(self.config, sampling=with_schema(self.config.sampling))
-        self._should_stop, self.trace = should_stop, trace
+        self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
+        if ranks is not None:
+            self.config = for_ranks(self.config)
         self._kept: Kept | None = None
         self._is_closed = False
         self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
@@ -163,6 +173,8 @@ class Runtime(Closing):
     def _refuse_early(self) -> None:
         """Refuses what cannot be by the settings and the model alone: before rows are read, not behind them."""
         require_beams_fit(self.config.policy, self.config.sampling)
+        if self.ranks is not None:
+            require_shareable(self.model.shape, has_device=self.device.is_accelerator)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
 
@@ -189,7 +201,12 @@ class Runtime(Closing):
     def planner(self) -> Planner:
         self._require_open()
         return Planner(
-            model=self.model, config=self.config, device=self.device, open_reader=self.reader, kept=self._kept
+            model=self.model,
+            config=self.config,
+            device=self.device,
+            open_reader=self.reader,
+            kept=self._kept,
+            predicts=self.ranks is None,
         )
 
     @property
@@ -239,10 +256,11 @@ class Runtime(Closing):
         require_within(plan.placement, self.baseline_bytes)
 
     @contextmanager
-    def session(self, plan: RunPlan) -> Iterator[Session]:
-        """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last."""
+    def session(self, plan: RunPlan, memory: SharedMemory | None = None) -> Iterator[Session]:
+        """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last. `memory`:
+        of the ranks that hold them together, which keep nothing."""
         self._require_open()
-        kept = self._kept.weights if self._kept is not None else None
+        kept = self._kept.weights if self._kept is not None and memory is None else None
         setup = Setup(
             model=self.model,
             config=replace(self.config, policy=plan.policy),
@@ -250,6 +268,7 @@ class Runtime(Closing):
             device=self.device,
             trace=self.trace,
             kept=kept,
+            memory=memory,
         )
         limit = device_limited(self.config.offload, self.device, kept)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
@@ -258,11 +277,23 @@ class Runtime(Closing):
         begin = time.monotonic()
         with limit, self._session_reader() as reader, open_streams(setup, reader) as streams:
             sampler = self._sampler()
-            engine = Engine(setup, streams, sampler, self._should_stop)
-            seconds = time.monotonic() - begin
+            agreement = Agreement(memory, self._should_stop) if memory is not None else None
+            engine = Engine(
+                setup,
+                streams,
+                sampler,
+                self._should_stop if agreement is None else agreement.should_stop,
+                alone if agreement is None else agreement.lanes,
+            )
+            seconds, reasoning = time.monotonic() - begin, sampler.reasoning
             if self.model.rounded is not None:
                 log.info("weights were rounded while they were read: %s", self.model.numbers)
-            yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=sampler.reasoning)
+            if agreement is None:
+                yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=reasoning)
+            else:
+                yield RankSession(
+                    self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement
+                )
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:
@@ -298,6 +329,9 @@ class Runtime(Closing):
             self.model.head is not Head.none and any(request.encoding is not None for request in requests)
         ):
             slice_head(self.model.staged)
+        if self.ranks is not None:
+            require_generating(requests)
+            return self._session_of_ranks(self.ranks, requests, blocks, chunk_tokens)
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
 
@@ -322,6 +356,33 @@ class Runtime(Closing):
 
         opening = Opening(plan=plan, session=self.session, confirm=confirm, kind=kind, may_back_off=may_back_off)
         return opening.confirmed(rates)
+
+    @contextmanager
+    def _session_of_ranks(
+        self, ranks: Ranks, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
+    ) -> Iterator[tuple[RunPlan, Session]]:
+        """Rank 0's session, which the others follow."""
+        chosen = self.plan(requests, blocks=blocks, chunk_tokens=chunk_tokens)
+        self._check_lanes(chosen)
+        memory, told = SharedMemory.made(ranks), written_plan(chosen, requests)
+        ranks.tell({KIND: SESSION, "memory": memory.place, "plan": told})
+        plan = plan_told(told, self.planner, requests)
+        self.planner.announce(plan, self._advised)
+        with self.session(plan, memory) as session:
+            assert isinstance(session, RankSession)
+            yield plan, session
+            session.tell_closed()
+
+    def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
+        """Takes part, as another rank than 0, in each session that rank 0 opens for these requests, until it says that
+        there will be no other; gives what all ranks come to, with places in `requests`. Raises Interrupted, PeerEnded,
+        ConfigError."""
+        assert self.ranks is not None, "there is nobody to follow"
+        while (told := self.ranks.heard())[KIND] == SESSION:
+            memory = SharedMemory.opened(self.ranks, told["memory"])
+            with self.session(plan_told(told["plan"], self.planner, requests), memory) as session:
+                assert isinstance(session, RankSession)
+                yield from session.follow(requests)
 
     def _check_lanes(self, plan: RunPlan) -> None:
         """Compares lanes with the class itself where that is due: once, while no weights are held."""
@@ -513,8 +574,13 @@ class Runtime(Closing):
             return
         if self._kept is not None:
             reset_peak()  # of earlier calls, whose budget may have been another
+        if self.ranks is not None and self.ranks.rank:
+            yield from self.follow(requests)
+            return
         with self.confirmed_session(requests) as (_, session), closing(session.generate(requests)) as completions:
             yield from completions
+        if self.ranks is not None:
+            end_sessions(self.ranks)
 
     def reader(self) -> Reader:
         offload = self.config.offload

@@ -158,6 +158,13 @@ class SelfCheck(Enum):
     full = "full"
 
 
+class Fetch(Enum):
+    """How much of the weights this process reads: all of them, or its share, as one of the ranks of a run."""
+
+    whole = "whole"
+    sharded = "sharded"
+
+
 class Verify(Enum):
     """Which bytes of the weight files a run is bound to. `sampled`: headers and some of each file; `full`: all."""
 
@@ -275,6 +282,13 @@ class PolicyConfig:
         if self.schedule is not None and self.schedule.style.needs_cpu_attention:
             why = f"policy.schedule={self.schedule.value} has the CPU attend beside compute: set policy.attention=cpu"
             require(self.attention is Attention.cpu, why)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """Who reads the weights of a run: one process all of them, or several ranks each its share."""
+
+    fetch: TextField[Fetch] = enum_field(Fetch.whole)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,8 @@
 """The errors a user can meet. Each message says what was asked, the numbers with units, and the config key to
 change."""
 
+from collections.abc import Sequence
+
 
 class MillraceError(Exception):
     """Root of the family; `exit_code` is what a job ends with when the error reaches the top."""
@@ -84,6 +86,14 @@ class Interrupted(MillraceError):
     """The run was asked to stop; what is committed stays good and the run can resume."""
 
     exit_code = 75
+
+
+class PeerEnded(Interrupted):
+    """Another rank of the same run has ended. `ranks`: those that have, where it is known."""
+
+    def __init__(self, message: str, ranks: Sequence[int]):
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class JobEnded(MillraceError):

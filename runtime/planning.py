@@ -43,7 +43,7 @@ WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it p
 @dataclass(frozen=True, kw_only=True)
 class Planner:
     """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
-    `kept`: what an open runtime holds between its calls.
+    `kept`: what an open runtime holds between its calls. `predicts`: whether rates are measured where there are none.
 
     The methods raise ConfigError or BudgetError where what is asked for cannot be, before anything is read.
     """
@@ -53,6 +53,7 @@ class Planner:
     device: ComputeDevice
     open_reader: Callable[[], Reader]
     kept: Kept | None = None
+    predicts: bool = True
 
     @property
     def host(self) -> Host:
@@ -93,7 +94,7 @@ class Planner:
         first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
         for walk in (first.placement.walk, first.placement.decode_walk):
             require_slots(walk, first.num_lanes)
-        if rates is None and sizes:
+        if rates is None and sizes and self.predicts:
             rates = self.measured(first, sizes)
         problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
         if self.config.policy.kind is PolicyKind.fixed or not sizes:

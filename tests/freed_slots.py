@@ -30,8 +30,8 @@ def freed_slots_are_spoiled() -> Iterator[None]:
     slot_made, staging_made = Slot.__init__, StagingSlot.__init__
     kv_slot_made, trip_made, stored = KVSlot.__init__, TripMemory.__init__, KVStream.store
 
-    def make_slot(slot: Slot, buffer: torch.Tensor, device: ComputeDevice) -> None:
-        slot_made(slot, buffer, device)
+    def make_slot(slot: Slot, number: int, buffer: torch.Tensor, device: ComputeDevice) -> None:
+        slot_made(slot, number, buffer, device)
         when_recorded(slot.free, buffer)
 
     def make_staging(slot: StagingSlot, buffer: torch.Tensor, device: ComputeDevice) -> None:

@@ -32,7 +32,8 @@ ALLOWED = {
     "batching": set[str](),
     "trace": set[str](),
     "store": {"plan"},
-    "stream": {"plan", "store", "trace", "out_of_memory"},
+    "ranks": set[str](),
+    "stream": {"plan", "store", "trace", "ranks", "out_of_memory"},
     "kernels": set[str](),
     "attention": {"plan", "stream", "kernels"},
     "cache": {"plan", "stream", "attention"},
@@ -45,7 +46,7 @@ ALLOWED = {
     "synthesize": {"store", "probing", "foreign"},
     "origin": {"store", "synthesize", "foreign", "out_of_memory"},
     "model": MODEL,
-    "engine": {*MODEL, "model", "batching", "trace"},
+    "engine": {*MODEL, "model", "batching", "ranks", "trace"},
     "measure": {*MODEL, "model", "batching", "engine"},
 }
 FOR_ALL = {

@@ -14,6 +14,7 @@ from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from jobs.config.typed import build
 from jobs.datasets.config import DatasetConfig, DatasetKind
 from runtime.config import (
+    DevicesConfig,
     KVConfig,
     KVTier,
     MachineConfig,
@@ -39,6 +40,7 @@ GROUPS: dict[str, type] = {
     "dataset": DatasetConfig,
     "sampling": SamplingConfig,
     "machine": MachineConfig,
+    "devices": DevicesConfig,
 }
 SELECTORS: dict[str, tuple[str, type[Enum]]] = {
     "offload": ("tier", Tier),

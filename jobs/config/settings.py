@@ -12,7 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from runtime.config import (
     BUILT_IN,
     Admission,
+    DevicesConfig,
     DType,
+    Fetch,
     KVConfig,
     MachineConfig,
     ModelConfig,
@@ -40,7 +42,7 @@ from .typed import build, flatten, plain
 T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
-OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine"})
+OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine", "devices"})
 LOSSY_KEYS = frozenset({"kv.dtype"})  # of those groups: they change the text
 # Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
 # What model.verify=full finds is among the facts of the manifest.
@@ -103,6 +105,7 @@ class GenerateConfig:
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     run: str | None = None
     output: Output = Output.auto
@@ -139,6 +142,8 @@ class GenerateConfig:
         require(self.lease_seconds >= 2, f"lease_seconds must be 2 or more, got {self.lease_seconds}")
         if self.is_elastic:
             self._require_shareable()
+        if self.devices.fetch is Fetch.sharded:
+            self._require_for_ranks()
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
             f"run must be letters, digits, '.', '_' and '-' (it names a directory below output_root), got {self.run!r}",
@@ -151,6 +156,15 @@ class GenerateConfig:
         require(is_wave, f"workers=elastic shares blocks out: policy.admission={admission.value} has none, wave has")
         require(not self.trace, "workers=elastic writes no trace: trace=true needs workers=one")
         require(not self.dataset.has_turns, "workers=elastic asks no chats of several turns: take workers=one")
+
+    def _require_for_ranks(self) -> None:
+        """What ranks cannot do together is refused."""
+        require(not self.is_elastic, "devices=sharded is one worker in several processes: take workers=one")
+        require(type(self) is GenerateConfig, "devices=sharded is of jobs.generate as yet: take devices=one")
+        require(not self.dataset.has_turns, "devices=sharded asks no chats of several turns as yet: take devices=one")
+        admission = self.policy.admission
+        is_wave = admission is Admission.wave
+        require(is_wave, f"devices=sharded does not go with policy.admission={admission.value} as yet: wave does")
 
     @property
     def is_elastic(self) -> bool:

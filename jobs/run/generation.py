@@ -19,6 +19,7 @@ from runtime.errors import RunMismatchError
 from runtime.plan.listing import schedule_text
 from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.planner import RunPlan
+from runtime.ranks.ranks import Ranks
 from runtime.session import Session, ignore
 from runtime.trace import Span, Trace
 
@@ -100,41 +101,73 @@ def generation(config: GenerateConfig) -> Task:
     return Task(directory=run_directory(config), columns=columns, requests=completions_of)
 
 
-def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
+def generate(
+    config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None, ranks: Ranks | None = None
+) -> Outcome:
     """`perform`, for completions."""
-    return perform(generation(config), config, should_stop, start)
+    return perform(generation(config), config, should_stop, start, ranks)
 
 
-def perform(task: Task, config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
-    """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. Raises the errors
-    of runtime.errors."""
+def perform(
+    task: Task,
+    config: GenerateConfig,
+    should_stop: Callable[[], bool],
+    start: Start | None = None,
+    ranks: Ranks | None = None,
+) -> Outcome:
+    """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. `ranks`: of which
+    this one is the first. Raises the errors of runtime.errors."""
     privacy = files_made_private() if config.output_private else nullcontext()
-    with privacy, _opened(task, config, should_stop, start or Start()) as run:
+    with privacy, _opened(task, config, should_stop, start or Start(), ranks) as run:
         return run.outcome_if_finished() or run.finish()
 
 
-@contextmanager
-def _opened(task: Task, config: GenerateConfig, should_stop: Callable[[], bool], start: Start) -> Iterator["_Run"]:
-    """Reads the data set, and begins the run's directory or opens it again; holds its lock. Rows that need no tokenizer
-    come before the model, which may have to be asked for far away."""
-    trace = Trace() if config.trace else None
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The model of a run, all rows of its data set, and those of this shard. `begun_with`: the format that the run's
+    directory was begun with."""
+
+    runtime: Runtime
+    all_rows: Sequence[Row]
+    rows: Sequence[Row]
+    begun_with: int
+
+
+def prepared(
+    task: Task,
+    config: GenerateConfig,
+    should_stop: Callable[[], bool],
+    trace: Trace | None = None,
+    ranks: Ranks | None = None,
+) -> Prepared:
+    """Reads the data set and opens the model, and writes nothing. Rows that need no tokenizer come before the model,
+    which may have to be asked for far away."""
     read_first = task.rows(config, None) if config.dataset.window_tokens is None else None
-    runtime = Runtime(_asked_by_rows(config, read_first or []), should_stop=should_stop, trace=trace)
+    runtime = Runtime(_asked_by_rows(config, read_first or []), should_stop=should_stop, trace=trace, ranks=ranks)
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     all_rows = task.rows(config, runtime) if read_first is None else read_first
     begun_with = format_begun_with(task.directory)
-    sampling = runtime.config.sampling
-    fixed = task.columns(
-        has_source=begun_with > FORMAT_WITHOUT_SOURCES,
-        has_logprobs=sampling.logprobs > 0,
-        has_beams=(sampling.num_beams or 1) > 1,
-    )
-    columns = infer_column_schema([row.columns for row in all_rows], fixed)  # of the whole data set: shards share it
     rows = shard_rows(all_rows, config.shard)
     require_template(runtime.model.tokenizer, config.dataset, rows)
     if begun_with == FORMAT_WITHOUT_FACTS:
         rows = with_former_ids(rows)
+    return Prepared(runtime=runtime, all_rows=all_rows, rows=rows, begun_with=begun_with)
+
+
+@contextmanager
+def _opened(
+    task: Task, config: GenerateConfig, should_stop: Callable[[], bool], start: Start, ranks: Ranks | None
+) -> Iterator["_Run"]:
+    """Begins the run's directory or opens it again, with its rows and its model; holds its lock."""
+    ready = prepared(task, config, should_stop, Trace() if config.trace else None, ranks)
+    runtime, rows, sampling = ready.runtime, ready.rows, ready.runtime.config.sampling
+    fixed = task.columns(
+        has_source=ready.begun_with > FORMAT_WITHOUT_SOURCES,
+        has_logprobs=sampling.logprobs > 0,
+        has_beams=(sampling.num_beams or 1) > 1,
+    )
+    columns = infer_column_schema([row.columns for row in ready.all_rows], fixed)  # shards share it
     digests = digest_input(rows, columns)
     manifest = manifest_of(config, runtime, digests)
     manifest = replace(manifest, semantic={**manifest.semantic, **task.identity})
@@ -273,6 +306,7 @@ class _Run:
         policy = self._config.policy
         if (
             self._worker is not None
+            or self._runtime.ranks is not None
             or policy.kind is PolicyKind.fixed
             or policy.pin is not None
             or policy.admission is not Admission.wave

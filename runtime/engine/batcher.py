@@ -33,6 +33,11 @@ class Batch:
     new_tokens: Rows[Rows[int] | None] | None = None
 
 
+def nobody() -> Batch:
+    """A pass in which no lane of this process takes part."""
+    return Batch(block=0, index=0, phase=Phase.decode, lanes=(), new_tokens=())
+
+
 class Batcher(Closing):
     """Gives the engine batch after batch until every sequence has finished. Closing it closes the lanes that are open
     and gives back their KV pages; the sequences keep what they have generated."""

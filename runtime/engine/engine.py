@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
@@ -17,7 +19,7 @@ from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
-from .batcher import Batch, Batcher
+from .batcher import Batch, Batcher, nobody
 from .cpu_experts import CpuExperts
 from .experts import BatchedExperts
 from .lanes.factory import LaneFactory
@@ -30,39 +32,35 @@ from .sampling.sampler import Sampler
 from .setup import Setup
 from .streams import Streams
 
+Agree: TypeAlias = Callable[[int, Phase], tuple[int, Phase]]
+
+
+def alone(num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+    """What is agreed on where nobody else plays."""
+    return num_lanes, phase
+
 
 class Engine:
     """Owns order and residency; the model owns the mathematics. Single-threaded; the streams must be open.
 
     `lanes` makes the lanes that its batchers fill. `should_stop` is asked before every stage; when it says yes,
-    `Interrupted` is raised. A pass that raises is lost, and no other can be run.
+    `Interrupted` is raised. A pass that raises is lost, and no other can be run. `agree` says how many lanes a pass has
+    where other ranks play it too, and its phase, given this one's.
     """
 
-    def __init__(self, setup: Setup, streams: Streams, sampler: Sampler, should_stop: Callable[[], bool]):
+    def __init__(
+        self,
+        setup: Setup,
+        streams: Streams,
+        sampler: Sampler,
+        should_stop: Callable[[], bool],
+        agree: Agree = alone,
+    ):
+        self._agree = agree
         loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
-        pages = KVPages(
-            placement.kv.num_pages,
-            device,
-            placement.host_layers,
-            streams.exchange,
-            _pool(placement.kv),
-            dtype=loaded.shape.kv_dtype,
-        )
-        context = LaneContext(
-            model=loaded.staged.model,
-            sampler=sampler,
-            device=device,
-            pool=pages.pool,
-            travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
-            prefill_chunk_tokens=chunk_tokens(setup.config.policy),
-            has_whole_prompts=loaded.shape.has_whole_prompts,
-            head_rows=head_rows(loaded.shape.vocab_size),
-            last_stage=len(loaded.shape.stages) - 1,
-            rope_lengths=loaded.rope_lengths,
-        )
-        self.lanes = LaneFactory(model=loaded, context=context, pages=pages, rule=placement.sharing)
+        self.lanes = _lanes(setup, streams, sampler)
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
@@ -94,21 +92,24 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, batcher: Batcher) -> PassRecord | None:
-        """One pass: asks who takes part, has the schedule played, hands out the tokens. None when nobody is left.
-        Mutates the sequences in the batcher's lanes.
+        """One pass: asks who takes part, has the schedule played, hands out the tokens. None when nobody is left, of
+        no rank. Mutates the sequences in the batcher's lanes.
 
         Raises Interrupted, BrokenModelError when none of the sequences gets a finite number, and what streams raise.
         """
         assert not self._player.has_lost_a_pass, "an earlier pass of this session was lost: open another session"
-        batch = batcher.next_batch()
-        if batch is None:
+        own = batcher.next_batch() or nobody()
+        num_lanes, phase = self._agree(len(own.lanes), own.phase)
+        if not num_lanes:
             return None
+        batch = replace(own, phase=phase)
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
-        walk = self._placement.walk if batch.phase is Phase.prefill else self._placement.decode_walk
+        walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         self._streams.forget(self.lanes.pages.pool.take_given())  # before anybody stores what they hold next
-        self._player.play(self._schedule(walk, len(batch.lanes)), walk, batch.lanes, batch.new_tokens)
+        self._player.play(self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
         record = self._postprocess(batch, begin)
-        if record.counts.useful_tokens < record.counts.issued_tokens:
+        is_alone = self._agree is alone  # an inquiry's passes would be this rank's only
+        if is_alone and record.counts.useful_tokens < record.counts.issued_tokens:
             self._inquiry.explain(groups, record.counts)
         return record
 
@@ -155,6 +156,31 @@ class Engine:
                 del self._views[other]
             self._views[key] = self._loaded.weights_of(self._stages[stage], placed.buffer, placed.tensor_offsets)
         return self._views[key]
+
+
+def _lanes(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
+    loaded, placement, device = setup.model, setup.placement, setup.device
+    pages = KVPages(
+        placement.kv.num_pages,
+        device,
+        placement.host_layers,
+        streams.exchange,
+        _pool(placement.kv),
+        dtype=loaded.shape.kv_dtype,
+    )
+    context = LaneContext(
+        model=loaded.staged.model,
+        sampler=sampler,
+        device=device,
+        pool=pages.pool,
+        travels=frozenset(placement.kv.page_bytes) - placement.host_layers,
+        prefill_chunk_tokens=chunk_tokens(setup.config.policy),
+        has_whole_prompts=loaded.shape.has_whole_prompts,
+        head_rows=head_rows(loaded.shape.vocab_size),
+        last_stage=len(loaded.shape.stages) - 1,
+        rope_lengths=loaded.rope_lengths,
+    )
+    return LaneFactory(model=loaded, context=context, pages=pages, rule=placement.sharing)
 
 
 def _checked_schedule(walk: Walk, num_lanes: int) -> Schedule:

@@ -77,6 +77,7 @@ class Player:
         self, schedule: Schedule, walk: Walk, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None] | None = None
     ) -> None:
         """Takes the lanes through all stages of a pass. Mutates the lanes, whose tokens are then ready to be drawn.
+        The schedule may have more lanes, which other ranks have: here nothing is done in their turns.
 
         `new_tokens`: of each lane, how many tokens of each of its sequences the pass carries; None: the lane's choice.
         Raises Interrupted, and whatever a lane or a stream raises: the pass is lost then, and no other can be played,
@@ -88,7 +89,8 @@ class Player:
                 lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)
             ]
             for action in self._actions(schedule):
-                self._do[action.op](action)
+                if action.lane is None or action.lane < len(lanes):
+                    self._do[action.op](action)
             assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
         except BaseException:
             self.has_lost_a_pass = True

@@ -126,11 +126,11 @@ class Transfer(Protocol):
 
 
 class Slot:
-    """`free`: its last user has finished; `ready`: its bytes have arrived; `is_fresh`: no lane has asked for them.
-    `reads`: those in flight, by page."""
+    """`number` counts from 0. `free`: its last user has finished; `ready`: its bytes have arrived; `is_fresh`: no lane
+    has asked for them. `reads`: those in flight, by page."""
 
-    def __init__(self, buffer: torch.Tensor, device: ComputeDevice):
-        self.buffer = buffer
+    def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
+        self.number, self.buffer = number, buffer
         self.free: Event = device.new_event()
         self.free.record(device.compute_stream())  # what lay in this memory before may still be in use
         self.ready: Event = device.new_event()

@@ -25,11 +25,13 @@ from ..plan.shape.extents import (
 )
 from ..plan.shape.model import ModelShape
 from ..plan.shape.moves import DeviceLayout, Move
+from ..ranks.shared_memory import SharedMemory
 from ..resources import Resource
 from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
+from .filling import Filling, OwnFilling, SharedFilling
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging, Transfer
 
@@ -50,9 +52,10 @@ class WeightStream:
         trace: Trace | None = None,
         name_of: Callable[[int], str] = str,
         held: StreamWeights | None = None,
+        memory: SharedMemory | None = None,
     ):
         """`name_of` is what the trace calls a stage. `held`: what an earlier stream of these stages has read already,
-        to which is added what this one reads."""
+        to which is added what this one reads. `memory`: of the ranks that read together; None: this process alone."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
         self._trace, self._name_of = trace, name_of
@@ -65,9 +68,16 @@ class WeightStream:
         self._held = held or StreamWeights()
         self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
-        self._free_slots = [Slot(device.compute_buffer(size), device) for _ in range(walk.num_slots)]
+        self._filling = self._filling_of(memory)
+        self._free_slots = [Slot(n, self._filling.buffer(size), device) for n in range(walk.num_slots)]
         num_staged = walk.num_staging_slots
         self._staging = Staging(device, reader, num_slots=num_staged, slot_bytes=size) if num_staged else None
+
+    def _filling_of(self, memory: SharedMemory | None) -> Filling:
+        if memory is None:
+            return OwnFilling(self._device, self._reader)
+        num_slots, num_once = self._placement.walk.num_slots, len(self._placement.resident)
+        return SharedFilling(memory, self._reader, num_slots=num_slots, num_once=num_once)
 
     def __enter__(self) -> "WeightStream":
         self._load_resident()
@@ -80,6 +90,9 @@ class WeightStream:
         """Waits for reads in flight: their threads write into buffers that are about to go."""
         if self._staging is not None:
             self._staging.close()
+        if value is not None:
+            self._filling.abandon()
+        self._filling.close()
         for _, _, read in self._in_flight():
             try:
                 read.wait()
@@ -100,7 +113,7 @@ class WeightStream:
             self._present[stage] = self._free_slots.pop(0)
             self._present[stage].is_fresh = True
         slot = self._present[stage]
-        slot.reads[page or 0] = self._reader.submit(extents, slot.buffer.numpy().data)
+        slot.reads[page or 0] = self._filling.fill(slot.number, extents, slot.buffer)
 
     def copy(self, stage: int, page: int | None = None) -> None:
         """Has host -> device queued behind the device slot's last user, as soon as the read is done; of one page, the
@@ -145,6 +158,7 @@ class WeightStream:
         slot = self._present.pop(stage)
         self._settle(stage, slot)
         slot.free.record(self._device.compute_stream())
+        self._filling.free(slot.number)
         self._free_slots.append(slot)
 
     def drop(self) -> None:
@@ -238,11 +252,11 @@ class WeightStream:
         largest = max((layout.num_bytes for layout in missing.values()), default=0)
         is_staged = self._device.is_accelerator and bool(missing)
         staging = self._device.host_buffer(min(largest, LOADING_BYTES)) if is_staged else None
-        for key, layout in missing.items():
-            buffer = self._device.compute_buffer(layout.num_bytes)
+        for number, (key, layout) in enumerate(missing.items(), start=self._placement.walk.num_slots):
+            buffer = self._filling.buffer(layout.num_bytes)
             if staging is None:
                 placed = layout
-                self._reader.submit(layout.extents, buffer.numpy().data).wait()
+                self._filling.fill(number, layout.extents, buffer).wait()
             else:
                 placed = device_layout(groups[key], layout)
                 self._load_through(staging, layout, placed, buffer)

@@ -45,6 +45,15 @@ class Extent:
         )
 
 
+def share_of(extents: Sequence[Extent], index: int, count: int) -> tuple[Extent, ...]:
+    """The part of them that one of `count` readers reads: about as many bytes as any other's, in whole blocks."""
+    if not extents:
+        return ()
+    first, last = extents[0].slot_offset, extents[-1].slot_offset + extents[-1].num_bytes
+    begin, end = (first + round_up((last - first) * n // count, ALIGNMENT_BYTES) for n in (index, index + 1))
+    return tuple(part for extent in extents if (part := extent.within(begin, end)) is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotLayout:
     extents: tuple[Extent, ...]

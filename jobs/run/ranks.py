@@ -1,0 +1,59 @@
+"""The ranks of a run: rank 0 makes it as one process would, the others compute their part of its rows and write
+nothing.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from runtime.config import DevicesConfig, Fetch
+from runtime.errors import ConfigError, Interrupted, PeerEnded, require
+from runtime.rank_plan import end_sessions
+from runtime.ranks.launch import Launch
+from runtime.ranks.ranks import Ranks
+
+from ..config.settings import GenerateConfig
+from .generation import Task, prepared
+from .requests import ask
+
+log = logging.getLogger(__name__)
+START = "torchrun --nproc-per-node 2 -m jobs.generate devices=sharded ..., or srun --ntasks 2 ..."
+
+
+@contextmanager
+def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterator[Ranks | None]:
+    """This process among the ranks that a launcher has started; None where `devices` has no others. Raises ConfigError
+    where settings and launcher disagree."""
+    launch = Launch.found(os.environ)
+    if devices.fetch is Fetch.whole:
+        is_of_several = launch is not None and launch.size > 1 and launch.url == "env://"
+        require(
+            not is_of_several, "torchrun has started several processes, which devices=one does not: devices=sharded"
+        )
+        yield None
+        return
+    if launch is None or launch.size < 2:
+        raise ConfigError(f"devices=sharded is of several processes, and this one was started alone: {START}")
+    ranks = Ranks(launch, should_stop)
+    yield ranks  # where it raises, the end of the process tells the others
+    if not ranks.rank:
+        end_sessions(ranks)
+    ranks.close()
+
+
+def follow(task: Task, config: GenerateConfig, should_stop: Callable[[], bool], ranks: Ranks) -> int:
+    """Takes part in what rank 0 does; returns the exit code. Of a stop the first of those ranks tells that are
+    there."""
+    ready = prepared(task, config, should_stop, ranks=ranks)
+    asked = ask(ready.runtime, ready.rows, task.requests)
+    try:
+        for _ in ready.runtime.follow(asked.computed):
+            pass
+    except Interrupted as error:
+        ended = error.ranks if isinstance(error, PeerEnded) else ()
+        if {*range(ranks.rank)} <= {*ended}:
+            raise
+        log.info("%s", error)
+        return error.exit_code
+    return 0

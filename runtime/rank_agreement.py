@@ -1,0 +1,97 @@
+"""What ranks agree on between passes: how many lanes the next one takes, who has ended what, and when all of them stop.
+
+Whoever is stopped says so in the next exchange, whatever the others exchange there; each then says the same, until all
+have. Within a pass `SharedMemory` tells those that wait for bytes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+from .engine.records import PassCounts, Phase
+from .engine.sequence import Request, Unfinished
+from .errors import Interrupted
+from .rank_messages import Finished, read_completions, read_states, written_completions, written_states
+from .ranks.ranks import Message
+from .ranks.shared_memory import SharedMemory
+
+STOPPED = "start the same command again to go on"
+KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"
+
+
+class Agreement:
+    """This rank's part in the agreements of one session. All ranks make the same calls in the same order, but for
+    `stop` and `all_states`, which the others answer from within theirs. `states`, to be set, gives what this rank's
+    rows have come to that are begun and not finished."""
+
+    def __init__(self, memory: SharedMemory, should_stop: Callable[[], bool]):
+        self.ranks, self._memory, self._asked_to_stop = memory.ranks, memory, should_stop
+        self.states: Callable[[], Mapping[int, Unfinished]] = dict
+        self._known: dict[int, Unfinished] = {}  # of other ranks, when they were last asked
+        self._has_stopped = False
+
+    def should_stop(self) -> bool:
+        """Whether this rank, or any other, was asked to stop."""
+        return self._memory.is_stopping or self._asked_to_stop()
+
+    def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+        """The most lanes that any rank has in the next pass, and the phase of all that have any. Raises Interrupted."""
+        while True:
+            if self.should_stop():
+                raise Interrupted(STOPPED)
+            met = self._exchange({KIND: LANES, "lanes": num_lanes, "phase": phase.value})
+            if met[0][KIND] == LANES:
+                break
+            self._exchange(self._own_states())
+        phases = {each["phase"] for each in met if each["lanes"]}
+        agreed = Phase(*phases) if len(phases) == 1 else Phase.mixed
+        return max(each["lanes"] for each in met), agreed
+
+    def ended(
+        self, counts: PassCounts | None, finished: Finished, requests: Sequence[Request]
+    ) -> tuple[PassCounts, Finished]:
+        """What a pass came to on all ranks, given this one's: its counts, and what has finished in it, by rank."""
+        values = asdict(counts) if counts is not None else None
+        message = {KIND: ENDED, "counts": values, "finished": written_completions(finished)}
+        met = [each for each in self.ranks.exchange(message) if each[KIND] == ENDED]
+        found = [pair for each in met for pair in read_completions(each["finished"], requests)]
+        for place, _ in found:
+            self._known.pop(place, None)
+        return PassCounts.total(PassCounts(**each["counts"]) for each in met if each["counts"]), found
+
+    def all_states(self) -> dict[int, Unfinished]:
+        """What rows of all ranks have come to; of rank 0 alone, between two passes or behind the last one. Where others
+        cannot be asked any more, what they said last counts."""
+        try:
+            if not self._has_stopped and not self._memory.is_stopping:
+                self._exchange({KIND: STATES})
+                self._keep(self.ranks.exchange(self._own_states()))
+        except Interrupted:
+            self.stop()
+        return {**self._known, **self.states()}
+
+    def stop(self) -> None:
+        """Has all ranks stop, and waits until they have, as far as they are there."""
+        self._memory.stop()
+        while not self._has_stopped:
+            try:
+                met = self.ranks.exchange({**self._own_states(), KIND: STOPPING})
+            except Interrupted:  # one of them has ended
+                self._has_stopped = True
+                return
+            self._has_stopped = all(each.get(KIND) == STOPPING for each in met)
+            self._keep([each for each in met if each.get(KIND) == STOPPING])
+
+    def _exchange(self, message: Message) -> list[Message]:
+        """Raises Interrupted where another rank is stopping, and PeerEnded."""
+        met = self.ranks.exchange(message)
+        if any(each.get(KIND) == STOPPING for each in met):
+            raise Interrupted(STOPPED)
+        return met
+
+    def _own_states(self) -> Message:
+        return {KIND: STATES, "states": written_states(self.states())}
+
+    def _keep(self, met: list[Message]) -> None:
+        for rank, each in enumerate(met):
+            if rank != self.ranks.rank:
+                self._known.update(read_states(each["states"]))

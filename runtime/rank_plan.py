@@ -1,0 +1,72 @@
+"""One plan for all ranks: rank 0 makes it and tells the choices that it follows from; each makes the same plan of
+them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .config import Admission, ExpertPaging, PolicyKind, RuntimeConfig, SharePrefixes
+from .engine.sequence import Request
+from .errors import ConfigError, require
+from .plan.planner import RunPlan, plan_policy
+from .plan.search.candidate import Problem
+from .plan.shape.model import ModelShape
+from .planning import Planner
+from .rank_agreement import KIND
+from .rank_messages import Values, digest_of, read_blocks, read_choices
+from .ranks.ranks import Ranks
+
+SESSION, OVER = "session", "over"
+NOT_YET = "devices.fetch=sharded does not go with {} as yet: {}"
+
+
+def for_ranks(config: RuntimeConfig) -> RuntimeConfig:
+    """The config with what only one process can do left out, where the settings leave that open. Raises ConfigError
+    where they ask for it."""
+    paging, num_beams = config.offload.expert_paging, config.sampling.num_beams or 1
+    require(
+        config.policy.admission is Admission.wave,
+        NOT_YET.format("policy.admission=continuous", "set policy.admission=wave"),
+    )
+    require(
+        paging in (ExpertPaging.auto, ExpertPaging.off),
+        NOT_YET.format(f"offload.expert_paging={paging.value}", "layers are read whole, with auto or off"),
+    )
+    require(num_beams == 1, NOT_YET.format(f"sampling.num_beams={num_beams}", "leave beams out, or take devices=one"))
+    return replace(
+        config,
+        offload=replace(config.offload, expert_paging=ExpertPaging.off),
+        policy=replace(config.policy, share_prefixes=SharePrefixes.off),
+    )
+
+
+def require_shareable(shape: ModelShape, *, has_device: bool) -> None:
+    """Raises ConfigError for a model, or a device, that ranks cannot share the reads of."""
+    require(not has_device, NOT_YET.format("an accelerator", "machine=cpu, or devices=one"))
+    require(not shape.has_encoder, NOT_YET.format("an encoder in front of a decoder", "take devices=one"))
+
+
+def require_generating(requests: Sequence[Request]) -> None:
+    """Raises ConfigError where anything else is asked for."""
+    is_all = all(request.generates for request in requests)
+    require(is_all, NOT_YET.format("scores and embeddings", "take devices=one"))
+
+
+def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests."""
+    if told["requests"] != digest_of(requests):
+        raise ConfigError(
+            "devices.fetch=sharded: this rank has read other rows than rank 0: all ranks need the same data set, "
+            "tokenizer and settings"
+        )
+    policy, kv, prefetch, budgets = read_choices(told)
+    policy = replace(policy, kind=PolicyKind.fixed, pin=None)
+    config = replace(planner.config, policy=policy, kv=kv, prefetch=prefetch)
+    sizes = [request.size for request in requests]
+    problem = Problem(shape=planner.model.shape, config=config, budgets=budgets, sizes=sizes, rates=None)
+    return plan_policy(problem, blocks=read_blocks(told))
+
+
+def end_sessions(ranks: Ranks) -> None:
+    """Says, as rank 0, that there will be no other session."""
+    ranks.tell({KIND: OVER})

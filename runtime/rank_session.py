@@ -1,0 +1,99 @@
+"""A session that ranks share: rank 0 says which block is due, each rank computes its part of every micro-batch, and all
+of them are given what each has come to.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+
+from .batching.balance import Block
+from .engine.batcher import Batcher
+from .engine.engine import Engine
+from .engine.records import PassCounts
+from .engine.sampling.reasoning import Reasoning
+from .engine.sequence import Completion, Request, Unfinished
+from .errors import Interrupted, PeerEnded
+from .model.loading import LoadedModel
+from .plan.planner import RunPlan
+from .rank_agreement import KIND, Agreement
+from .rank_messages import Finished, read_states, written_states
+from .session import OnPass, Session, ignore
+
+WAVE, CLOSED = "wave", "closed"
+
+
+class RankSession(Session):
+    """`wave` is rank 0's, `follow` the others'. Records of passes have the tokens of all ranks, and this one's times
+    and bytes."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        engine: Engine,
+        plan: RunPlan,
+        *,
+        opening_seconds: float,
+        reasoning: Reasoning | None,
+        agreement: Agreement,
+    ):
+        super().__init__(model, engine, plan, plan.policy, opening_seconds=opening_seconds, reasoning=reasoning)
+        self._agreement, self._ranks = agreement, agreement.ranks
+        self._requests: Sequence[Request] = ()
+        agreement.states = super().snapshot
+
+    def wave(
+        self,
+        block: Block,
+        left: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass = ignore,
+    ) -> Generator[tuple[int, Completion]]:
+        states = written_states({i: unfinished[i] for i in left if i in unfinished})
+        self._ranks.tell({KIND: WAVE, "block": block.index, "left": list(left), "states": states})
+        return self._part(block, left, requests, unfinished, on_pass)
+
+    def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
+        """Takes part in the waves that rank 0 begins, until it closes its session; gives what all ranks come to."""
+        blocks = {block.index: block for block in self._plan.blocks}
+        while (told := self._ranks.heard())[KIND] == WAVE:
+            unfinished = read_states(told["states"])
+            yield from self._part(blocks[told["block"]], told["left"], requests, unfinished, ignore)
+
+    def tell_closed(self) -> None:
+        """Has those that follow close theirs, too."""
+        self._ranks.tell({KIND: CLOSED})
+
+    def snapshot(self) -> dict[int, Unfinished]:
+        return self._agreement.all_states()
+
+    def _part(
+        self,
+        block: Block,
+        left: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass,
+    ) -> Generator[tuple[int, Completion]]:
+        """This rank's part of a block: every so many-th row of what is left of each micro-batch."""
+        self._requests, is_left = requests, frozenset(left)
+        groups = [[i for i in group if i in is_left] for group in block.micro_batches]
+        parts = [tuple(group[self._ranks.rank :: self._ranks.size]) for group in groups]
+        own = Block(index=block.index, micro_batches=tuple(part for part in parts if part))
+        return super().wave(own, own.members, requests, unfinished, on_pass)
+
+    def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
+        try:
+            yield from self._ended(None)[1]
+            with batcher:
+                while (record := self._engine.step(batcher)) is not None:
+                    counts, finished = self._ended(record.counts)
+                    yield from finished
+                    on_pass(replace(record, counts=counts))
+        except PeerEnded:
+            raise
+        except (Interrupted, GeneratorExit):
+            self._agreement.stop()
+            raise
+
+    def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
+        return self._agreement.ended(counts, self._take_finished(), self._requests)

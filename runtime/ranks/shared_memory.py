@@ -1,0 +1,81 @@
+"""Memory that all ranks on a machine see, and what they leave there for one another.
+
+It is a file without a name: rank 0 makes it, the others open it by rank 0's own descriptor, and it goes with the last
+of them, however they end. Ranks take buffers out of it in one order, so that each finds the others' where its own is.
+"""
+
+import mmap
+import os
+from contextlib import suppress
+
+import torch
+
+from ..errors import ConfigError, Interrupted
+from ..units import GIB, round_up
+from .ranks import Ranks
+
+FILE_BYTES = 16 * 1024 * GIB  # of addresses; only what is written takes memory
+PAGE_BYTES = 4096
+
+
+class SharedMemory:
+    """Buffers of one session. Not thread-safe but for `require_going`."""
+
+    def __init__(self, ranks: Ranks, descriptor: int):
+        self.ranks = ranks
+        self._descriptor, self._taken_bytes = descriptor, 0
+        self._stop = self.cells(1).numpy()
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    @staticmethod
+    def made(ranks: Ranks) -> "SharedMemory":
+        descriptor = os.memfd_create("millrace-weights")
+        os.ftruncate(descriptor, FILE_BYTES)
+        return SharedMemory(ranks, descriptor)
+
+    @staticmethod
+    def opened(ranks: Ranks, place: tuple[int, int]) -> "SharedMemory":
+        """What another rank's `place` says. Raises ConfigError."""
+        path = "/proc/{}/fd/{}".format(*place)
+        try:
+            return SharedMemory(ranks, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            raise ConfigError(
+                f"devices.fetch=sharded: rank {ranks.rank} cannot open the memory of rank 0, {path}: {error.strerror}"
+            ) from error
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The process and the descriptor by which others open it."""
+        return os.getpid(), self._descriptor
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """uint8, page-aligned, zero until somebody writes. Every rank takes the same ones in the same order."""
+        size = round_up(max(num_bytes, 1), PAGE_BYTES)
+        memory = mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, offset=self._taken_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._taken_bytes += size
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def cells(self, count: int) -> torch.Tensor:
+        """int64; each is written by one rank alone, which only ever raises it."""
+        return self.buffer(8 * count).view(torch.int64)[:count]
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a rank was asked to stop."""
+        return bool(self._stop[0])
+
+    def stop(self) -> None:
+        """Has all ranks stop, those that wait for bytes at once."""
+        self._stop[0] = 1
+
+    def require_going(self) -> None:
+        """Raises PeerEnded or Interrupted where what is waited for may never come."""
+        self.ranks.require_all()
+        if self.is_stopping:
+            raise Interrupted("start the same command again to go on")

@@ -1,0 +1,147 @@
+"""Who fills the memory that compute finds its weights in: this process alone, or all ranks together, each with its
+share of every page, straight into memory that all of them see.
+
+A page is whole once all shares have arrived, and its slot may be filled again once all ranks have freed it. Each rank
+counts both in cells that the others look at; the order in which slots are taken is that of the schedule, so that the
+same slot has the same number everywhere.
+"""
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..closing import Closing
+from ..errors import Interrupted
+from ..plan.shape.extents import Extent, share_of
+from ..ranks.shared_memory import SharedMemory
+from ..store.reader import Reader
+from ..store.transfer import ChunkTiming, PendingTransfer
+from .device import ComputeDevice
+from .slots import Transfer
+
+POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks at the cells; looks between two at the other processes
+
+
+class Filling(Closing):
+    """Only the engine's thread calls it. `number` is of a slot, or of memory that is filled once."""
+
+    @abstractmethod
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Memory to be filled, where compute finds it."""
+
+    @abstractmethod
+    def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> Transfer:
+        """Begins to read extents into their places; returns at once."""
+
+    def free(self, number: int) -> None:
+        """The compute that looks at the slot has ended."""
+
+    def abandon(self) -> None:
+        """Nobody waits any more for what has begun."""
+
+    def close(self) -> None:
+        """Waits for what has begun."""
+
+
+class OwnFilling(Filling):
+    """Reads of this process alone."""
+
+    def __init__(self, device: ComputeDevice, reader: Reader):
+        self._device, self._reader = device, reader
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return self._device.compute_buffer(num_bytes)
+
+    def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> PendingTransfer:
+        return self._reader.submit(extents, buffer.numpy().data)
+
+
+class SharedFilling(Filling):
+    """Reads of all ranks of a machine. Two threads wait, so that the engine's goes on: one until a slot is free
+    everywhere, the other until this rank's share is there, to say so."""
+
+    def __init__(self, memory: SharedMemory, reader: Reader, *, num_slots: int, num_once: int):
+        self._memory, self._reader = memory, reader
+        size, numbers = memory.ranks.size, num_slots + num_once
+        self._rank, self._size = memory.ranks.rank, size
+        cells = memory.cells(2 * size * numbers).view(2, size, numbers).numpy()
+        self._freed, self._arrived = cells[0], cells[1]
+        self._num_begun, self._num_freed = [0] * numbers, [0] * numbers  # fills and frees, as this rank orders them
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="share-read")
+        self._telling = ThreadPoolExecutor(1, thread_name_prefix="share-there")
+        self._is_abandoned = threading.Event()
+
+    def close(self) -> None:
+        self._reading.shutdown(wait=True)
+        self._telling.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        self._is_abandoned.set()
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return self._memory.buffer(num_bytes)
+
+    def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "SharedTransfer":
+        self._num_begun[number] += 1
+        share = share_of(extents, self._rank, self._size)
+        begun = self._reading.submit(self._read, number, self._num_freed[number], share, buffer)
+        told = self._telling.submit(self._tell, begun, number, self._num_begun[number])
+        return SharedTransfer(self, told, number, self._num_begun[number])
+
+    def free(self, number: int) -> None:
+        self._num_freed[number] += 1
+        self._freed[self._rank, number] = self._num_freed[number]
+
+    def is_whole(self, number: int, count: int) -> bool:
+        """Whether all shares of the first `count` fills have arrived."""
+        return bool((self._arrived[:, number] >= count).all())
+
+    def wait_whole(self, number: int, count: int) -> None:
+        """Raises PeerEnded, or Interrupted, where they may never arrive."""
+        self._wait(self._arrived, number, count)
+
+    def _read(self, number: int, num_freed: int, share: Sequence[Extent], buffer: torch.Tensor) -> PendingTransfer:
+        self._wait(self._freed, number, num_freed)
+        return self._reader.submit(share, buffer.numpy().data)
+
+    def _tell(self, begun: Future[PendingTransfer], number: int, count: int) -> PendingTransfer:
+        transfer = begun.result()
+        transfer.wait()
+        self._arrived[self._rank, number] = count
+        return transfer
+
+    def _wait(self, cells: NDArray[np.int64], number: int, count: int) -> None:
+        num_looks = 0
+        while not (cells[:, number] >= count).all():
+            if self._is_abandoned.is_set():
+                raise Interrupted("start the same command again to go on")
+            if num_looks % NUM_POLLS == 0:
+                self._memory.require_going()
+            num_looks += 1
+            time.sleep(POLL_SECONDS)
+
+
+class SharedTransfer:
+    """A page on its way, of which each rank reads a share; `timing` is of this one's."""
+
+    def __init__(self, filling: SharedFilling, told: Future[PendingTransfer], number: int, count: int):
+        self._filling, self._told, self._number, self._count = filling, told, number, count
+
+    @property
+    def is_done(self) -> bool:
+        return self._told.done() and self._filling.is_whole(self._number, self._count)
+
+    def wait(self) -> None:
+        """Returns when all shares are there; raises what this rank's read raised, and what `wait_whole` raises."""
+        self._told.result()
+        self._filling.wait_whole(self._number, self._count)
+
+    @property
+    def timing(self) -> ChunkTiming:
+        return self._told.result().timing

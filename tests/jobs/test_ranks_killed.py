@@ -1,0 +1,18 @@
+"""A rank that is killed ends all, and the same command goes on with any number of ranks, to the rows of one process."""
+
+from pathlib import Path
+
+from runtime.config import DevicesConfig, Fetch
+from tests.jobs.rank_loop import MOMENTS, RESUMABLE, Case, end_of, kill_one, require_equal
+
+SHARDED = DevicesConfig(fetch=Fetch.sharded)
+
+
+def test_whoever_is_killed_whenever_all_end_with_75_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    case = Case(home=tmp_path)
+    killed = [(2, 1), (2, 0), (2, 1), (3, 2), (3, 0)]
+    for (moment, written), (size, victim) in zip(MOMENTS.items(), killed, strict=True):
+        codes = kill_one(case, size, victim, written, helped=moment == "it has started")
+        assert codes == [RESUMABLE] * (size - 1), moment
+    assert end_of(case.start(2)) == [0, 0]
+    require_equal(case)

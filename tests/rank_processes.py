@@ -1,0 +1,35 @@
+"""Ranks of a run, each in a process of its own, that meet by a file instead of a launcher."""
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from runtime.ranks.launch import Launch
+from runtime.ranks.ranks import Ranks
+from tests.processes import PROCESSES
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def in_ranks(
+    size: int, function: Callable[Concatenate[Ranks, P], T], *arguments: P.args, **keywords: P.kwargs
+) -> list[T]:
+    """What `function` of a module returns in each of `size` ranks, by rank."""
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=PROCESSES) as pool:
+        url = f"file://{Path(folder) / 'meet'}"
+        launches = [Launch(rank=rank, size=size, url=url) for rank in range(size)]
+        running = [pool.submit(_as_rank, launch, function, *arguments, **keywords) for launch in launches]
+        return [each.result() for each in running]
+
+
+def _as_rank(
+    launch: Launch, function: Callable[Concatenate[Ranks, P], T], *arguments: P.args, **keywords: P.kwargs
+) -> T:
+    torch.set_num_threads(1)
+    with Ranks(launch) as ranks:
+        return function(ranks, *arguments, **keywords)

@@ -1,0 +1,213 @@
+"""Ranks that share the reads of the weights come to the tokens of one process, and each reads its share alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from runtime import OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
+from runtime.config import (
+    Admission,
+    Attention,
+    ExpertPaging,
+    KVConfig,
+    KVTier,
+    Order,
+    PolicyConfig,
+    Prefetch,
+    PrefetchConfig,
+    Tier,
+)
+from runtime.engine.records import PassRecord
+from runtime.engine.sequence import Completion, Request
+from runtime.errors import ConfigError, Interrupted
+from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, share_of
+from runtime.rank_plan import end_sessions, for_ranks
+from runtime.ranks.launch import Launch, first_host
+from runtime.ranks.ranks import Ranks
+from runtime.store.reader import Reader
+from tests.rank_processes import in_ranks
+from tests.runtime.test_families import GREEDY, config_for
+from tests.support import Reference, synthesize
+
+References = Callable[[str], Reference]
+FAMILIES = (
+    *("llama", "mistral", "gemma-3", "qwen3-moe", "mixtral", "deepseek-v3"),
+    *("gpt-oss", "qwen3-next", "bloom", "phi-3", "gpt2"),
+)
+TIERS = (Tier.nvme, Tier.cpu)
+
+
+@dataclass
+class ReadBytes:
+    num_bytes: int = 0
+
+
+@contextmanager
+def counted_reads() -> Iterator[ReadBytes]:
+    """What is asked of all readers of this process."""
+    found, submit = ReadBytes(), Reader.submit
+
+    def counting(reader: Reader, extents: Sequence[Extent], target: memoryview) -> object:
+        found.num_bytes += sum(extent.num_bytes for extent in extents)
+        return submit(reader, extents, target)
+
+    with mock.patch.object(Reader, "submit", counting):
+        yield found
+
+
+def completed(runtime: Runtime, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    results = runtime.generate([list(prompt) for prompt in prompts])
+    assert all(isinstance(result, Completion) for result in results), results
+    return [list(result.token_ids) for result in results if isinstance(result, Completion)]
+
+
+Asked = tuple[RuntimeConfig, Sequence[Sequence[int]]]
+
+
+def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
+    """What each of several runs generates, one after another."""
+    return [completed(Runtime(config, ranks=ranks), prompts) for config, prompts in asked]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families(size: int, reference: References) -> None:
+    pairs = [(reference(family), tier) for family in FAMILIES for tier in TIERS[: 4 // size]]
+    expected = [each.expected for each, _ in pairs]
+    for found in in_ranks(size, generated, [(config_for(each, tier), each.prompts) for each, tier in pairs]):
+        assert found == expected
+
+
+def test_tokens_of_ranks_are_those_of_transformers_however_a_pass_is_played(reference: References) -> None:
+    """Orders, prefetch, pages, keys and values that travel, prompts in pieces, and more ranks than rows."""
+    ref = reference("llama")
+    plain = config_for(ref)
+    policies = [
+        {"schedule": Order.flexgen},
+        {"schedule": Order.cgopipe, "attention": Attention.cpu},
+        {"prefill_chunk_tokens": 7},
+        {"micro_batch_size": 2, "num_micro_batches": 1},
+    ]
+    configs = [replace(plain, policy=replace(plain.policy, **changes)) for changes in policies]
+    configs += [
+        replace(plain, prefetch=PrefetchConfig(kind=kind, depth=2)) for kind in Prefetch if kind.value != "block"
+    ]
+    configs += [replace(plain, kv=KVConfig(tier=tier, device_fraction=0.0)) for tier in (KVTier.cpu, KVTier.nvme)]
+    asked = [*((config, ref.prompts) for config in configs), (plain, ref.prompts[:2])]
+    for found in in_ranks(3, generated, asked):
+        assert found == [*(ref.expected for _ in configs), ref.expected[:2]]
+
+
+def test_experts_of_all_lanes_at_once_and_draws_of_each_row_are_as_those_of_one_process(
+    reference: References, opened: Callable[[RuntimeConfig], Runtime]
+) -> None:
+    ref = reference("qwen3-moe")
+    batched = config_for(ref)
+    batched = replace(batched, policy=replace(batched.policy, schedule=Order.module_batched))
+    drawn = config_for(reference("llama"), sampling=replace(GREEDY, temperature=0.8, top_p=0.95, logprobs=2))
+    expected = completed(opened(drawn), ref.prompts)
+    for found in in_ranks(2, generated, [(batched, ref.prompts), (drawn, ref.prompts)]):
+        assert found == [ref.expected, expected]
+
+
+def bytes_read(ranks: Ranks, directory: Path) -> tuple[int, int]:
+    """What a rank has read, and how many passes that took."""
+    config = config_for(Reference(directory=directory, prompts=[], expected=[], sampled=[]))
+    runtime, records = Runtime(config, ranks=ranks), list[PassRecord]()
+    requests = [runtime.request(str(i), [7 + i, 8, 9]) for i in range(6)]
+    asked = [each for each in requests if isinstance(each, Request)]
+    with counted_reads() as read:
+        if ranks.rank:
+            list(runtime.follow(asked))
+        else:
+            with runtime.confirmed_session(asked) as (_, session):
+                list(session.generate(asked, records.append))
+            end_sessions(ranks)
+    assert ranks.rank or sum(record.times.bytes_read_disk for record in records) <= read.num_bytes
+    return read.num_bytes, len(records)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_reads_its_share_of_the_bytes_within_2_percent(size: int, tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    directory = synthesize("llama", tmp_path / "wide", **wide)
+    [(whole, _)] = in_ranks(1, bytes_read, directory)
+    for found, _ in in_ranks(size, bytes_read, directory):
+        assert found == pytest.approx(whole / size, rel=0.02)
+
+
+def test_shares_of_readers_are_disjoint_and_cover_every_byte_in_whole_blocks() -> None:
+    extents = [
+        Extent(file="a", offset=4096, num_bytes=5 * 4096, used_bytes=18_000, slot_offset=8192),
+        Extent(file="b", offset=0, num_bytes=4096, used_bytes=100, slot_offset=7 * 4096),
+    ]
+    for count in (1, 2, 3, 4, 7, 9):
+        shares = [part for index in range(count) for part in share_of(extents, index, count)]
+        assert all(part.slot_offset % ALIGNMENT_BYTES == part.num_bytes % ALIGNMENT_BYTES == 0 for part in shares)
+        for extent in extents:
+            own = [part for part in shares if part.file == extent.file]
+            assert sum(part.num_bytes for part in own) == extent.num_bytes
+            assert sum(part.used_bytes for part in own) == extent.used_bytes
+            ends = [part.slot_offset + part.num_bytes for part in own]
+            assert [extent.slot_offset, *ends[:-1]] == [part.slot_offset for part in own]
+    assert share_of([], 0, 2) == ()
+
+
+def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> str:
+    """How a run ends that rank 1 alone is asked to stop, in the middle of a pass."""
+    asked = iter(range(12))
+    runtime = Runtime(config, ranks=ranks, should_stop=lambda: bool(ranks.rank == 1 and next(asked, None) is None))
+    try:
+        completed(runtime, prompts)
+    except Interrupted as error:
+        return str(error)
+    return "to its end"
+
+
+def test_one_rank_that_is_stopped_stops_all(reference: References) -> None:
+    ref = reference("llama")
+    for found in in_ranks(3, stopped, config_for(ref), ref.prompts):
+        assert "same command" in found
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, Launch(rank=1, size=4, url="env://")),
+        (
+            {
+                **{"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[07-08]"},
+                **{"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"},
+            },
+            Launch(rank=2, size=3, url="tcp://n07:20306"),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}, None),
+    ],
+)
+def test_what_torchrun_or_srun_says_is_found(environment: dict[str, str], expected: Launch | None) -> None:
+    assert Launch.found(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("a", "a"), ("a,b", "a"), ("gpu[03-07,11],b", "gpu03"), ("n[1,3]x", "n1x"), ("n-1,m", "n-1")]
+)
+def test_the_first_host_of_a_list_of_slurm_is_known(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"policy": PolicyConfig(admission=Admission.continuous)}, "policy.admission=continuous"),
+        ({"offload": OffloadConfig(expert_paging=ExpertPaging.hit)}, "offload.expert_paging=hit"),
+        ({"sampling": SamplingConfig(num_beams=2)}, "sampling.num_beams=2"),
+    ],
+)
+def test_what_ranks_cannot_do_yet_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"devices.fetch=sharded does not go with {named}"):
+        for_ranks(RuntimeConfig(**changes))
