@@ -16,8 +16,13 @@ def main(composed: Composed) -> None:
     config = load(ExportConfig, composed)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
 
+    from jobs.config.signals import StopFlag
     from jobs.exporting.export import describe, export
+    from jobs.exporting.waiting import wait_for_end
 
+    if config.wait:
+        with StopFlag() as stop:
+            wait_for_end(config.runs, stop, say)
     for line in describe(export(config)):
         say(line)
 

@@ -20,10 +20,13 @@ def main(composed: Composed) -> None:
     from jobs.reporting.figures import RunFigures
     from jobs.reporting.overview import overview
     from jobs.run.found import find_runs
+    from jobs.run.lacking import lacking
 
     runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
     table = overview(runs)
     say(table.text())
+    if unfinished := lacking([each.run for each in runs]):
+        say("\n" + "\n".join(unfinished))
     directory = Path(config.directory) if config.directory is not None else None
     if directory is not None:
         from jobs.reporting.files import write_overview  # matplotlib

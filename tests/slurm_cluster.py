@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
@@ -45,6 +45,12 @@ class Cluster:
         """The id of the job, submitted from `folder`."""
         return self.ask("sbatch", "--parsable", *arguments, folder=folder, **changes)
 
+    def signal(self, task: str, name: str) -> None:
+        """Sends a signal to the steps of a task. While the task changes its state scancel would send it again every
+        few seconds, also to the task as it starts once more."""
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(["scancel", f"--signal={name}", task], env=self.environment, capture_output=True, timeout=2)
+
     def facts(self, job: str) -> dict[str, str]:
         """What Slurm knows of a job, such as JobState, Restarts and ExitCode; of one task where it is `id_task`."""
         text = self.ask("scontrol", "--oneliner", "show", "job", job)
@@ -64,18 +70,19 @@ class Cluster:
         """Until it is in one of `states`; starts it again at once when it was requeued."""
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
-            assert time.monotonic() < deadline, f"job {job} is {state} after {seconds:.0f} s, not {states}"
+            is_over = time.monotonic() > deadline or state == "FAILED"
+            assert not is_over, f"job {job} is {state} after {seconds:.0f} s, not {states}"
             self.hurry(job)
             time.sleep(POLL_SECONDS)
 
 
 @contextmanager
-def running_cluster(home: Path) -> Iterator[Cluster]:
-    """Up, with two idle nodes; ends every daemon at the end."""
+def running_cluster(home: Path, *, num_cpus: int = 1) -> Iterator[Cluster]:
+    """Up, with two idle nodes of `num_cpus` each; ends every daemon at the end."""
     environment = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "SLURM_CONF": f"{home}/slurm.conf"}
     for name in ("munge", "state", *NODES):
         (home / name).mkdir(parents=True, mode=0o755)
-    (home / "slurm.conf").write_text(_configuration(home))
+    (home / "slurm.conf").write_text(_configuration(home, num_cpus))
     key = home / "munge" / "key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
@@ -122,7 +129,7 @@ def _idle_nodes(cluster: Cluster) -> int:
     return len({line for line in answer.stdout.splitlines() if line.endswith(" idle")})
 
 
-def _configuration(home: Path) -> str:
+def _configuration(home: Path, num_cpus: int) -> str:
     """No cgroups, no accounting, no services of the system. What starts in `urgent` takes the place of what runs in
     `usual`."""
     host, (controller, *ports) = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
@@ -158,7 +165,8 @@ def _configuration(home: Path) -> str:
     }
     lines = [f"{name}={value}" for name, value in settings.items()]
     for node, port in zip(NODES, ports, strict=True):
-        lines.append(f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=4000")
+        address = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+        lines.append(f"NodeName={node} {address} CPUs={num_cpus} RealMemory={4000 * num_cpus}")
     lines.append("PartitionName=usual Nodes=ALL Default=YES PriorityTier=1")
     lines.append("PartitionName=urgent Nodes=ALL PriorityTier=2")
     return "\n".join([*lines, ""])

@@ -52,10 +52,10 @@ def shard(folder: Path, index: int) -> Path:
     return folder / "outputs" / "generate" / f"night-{index:05d}-of-00002"
 
 
-def wait_for_part(folder: Path, index: int) -> None:
+def wait_for_part(run: Path) -> None:
     deadline = time.monotonic() + 180
-    while not list((shard(folder, index) / "generations").glob("part-*.parquet")):
-        assert time.monotonic() < deadline, [path.read_text()[-800:] for path in folder.glob("outputs/*.log")]
+    while not list((run / "generations").glob("part-*.parquet")):
+        assert time.monotonic() < deadline, [path.read_text()[-800:] for path in run.parents[1].glob("*.log")]
         time.sleep(0.05)
 
 
@@ -69,7 +69,7 @@ def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_onc
 ) -> None:
     array = submit_array(cluster, folder, "--array=0-1")
     for index in (0, 1):
-        wait_for_part(folder, index)
+        wait_for_part(shard(folder, index))
     cluster.ask("scancel", f"{array}_1")
     urgent = cluster.submit(folder, "--partition=urgent", "--nodes=2", "--mem=3500M", "--wrap=sleep 1")
     cluster.wait(f"{array}_1", "CANCELLED", seconds=60)
@@ -90,6 +90,48 @@ def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_onc
         log = (folder / f"outputs/slurm-{job}_{index}.log").read_text()
         assert "going on" in log
         assert "Traceback" not in log
+
+
+def test_workers_that_are_requeued_and_signalled_and_the_export_behind_them_are_as_the_readme_says(
+    cluster: Cluster, folder: Path
+) -> None:
+    prompts = [{"prompt": f"Q: Sort these numbers: {i} 7 3 A:"} for i in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
+    workers, export = readme_commands()
+    array = submit_as_written(cluster, folder, workers)
+    wait_for_part(folder / "outputs" / "generate" / "prompts")
+    cluster.ask("scontrol", "requeue", f"{array}_0")
+    cluster.signal(f"{array}_1", "TERM")
+    exporting = submit_as_written(cluster, folder, export)
+    for index in range(2):
+        cluster.wait(f"{array}_{index}", "COMPLETED", seconds=180)
+    assert [int(cluster.facts(f"{array}_{index}")["Restarts"]) for index in (0, 1)] == [1, 1]
+    cluster.wait(exporting, "COMPLETED", seconds=60)
+    rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["status"]) for row in rows] == [(str(i), "ok") for i in range(len(prompts))]
+
+
+def readme_commands() -> list[str]:
+    """The command that submits workers, and that which exports their run."""
+    lines = (ROOT / "slurm" / "README.md").read_text().replace("\\\n", "").splitlines()
+    commands = [line.strip() for line in lines if line.startswith("    ") and "--job-name=prompts" in line]
+    assert len(commands) == 2
+    return commands
+
+
+def submit_as_written(cluster: Cluster, folder: Path, command: str) -> str:
+    """The id of the job of a README's command, of two small tasks and with a model that comes along."""
+    changes = {
+        "slurm/": f"{' '.join(TASK)} {ROOT}/slurm/",
+        "sbatch ": "sbatch --parsable ",
+        "model=mixtral": "model=tiny",
+        "--array=0-3": "--array=0-1",
+    }
+    for old, new in changes.items():
+        command = command.replace(old, new, 1)
+    if "generate.sbatch" in command:
+        command = " ".join([command, *SETTINGS[2:]])
+    return cluster.ask("bash", "-c", command, folder=folder, MILLRACE_PYTHON=sys.executable, PYTHONPATH=str(ROOT))
 
 
 def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster, folder: Path) -> None:

@@ -37,6 +37,7 @@ class ExportConfig:
     columns: list[str] | None = None
     errors: ErrorRows = ErrorRows.keep
     partial: bool = False
+    wait: bool = False
 
     def __post_init__(self) -> None:
         require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
@@ -47,6 +48,7 @@ class ExportConfig:
             self.format is not None or suffix in SUFFIXES,
             f"out={self.out} ends in none of {known}: rename it, or choose format={'|'.join(ExportFormat.__members__)}",
         )
+        require(not (self.wait and self.partial), "wait=true waits for the whole run: partial=true does not go with it")
         columns = self.columns
         require(columns is None or bool(columns), "columns is empty: name some, or null for all")
         for form in FORMS_OF_OTHERS:

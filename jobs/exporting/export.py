@@ -1,13 +1,10 @@
 """The parts of a run's shards as one file: rows verified, put in order and published whole."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fcntl import LOCK_EX, LOCK_NB, flock
-from glob import escape
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +13,7 @@ import pyarrow.parquet as pq
 from runtime.errors import ConfigError, OutputError
 from runtime.units import MIB, format_bytes
 
-from ..files.publishing import PARQUET_PROBLEMS, TEMP_SUFFIX, make_directory, output_error, publish
+from ..files.publishing import PARQUET_PROBLEMS, make_directory, output_error, publish, sweep_temps
 from ..run.found import FoundRun, find_runs
 from ..run.run_dir import RunDirectory
 from .columns import JsonTypes, chosen, exported_schema, with_columns
@@ -70,7 +67,7 @@ def export(config: ExportConfig) -> Exported:
         as_written = types.result() if is_parquet else types.schema
         try:
             _sweep_left_behind(out)
-            publish(out, lambda file: _write_locked(lambda: write(tables, as_written, file), file), exclusive=False)
+            publish(out, lambda file: write(tables, as_written, file), exclusive=False)
         except OutputError as error:
             raise OutputError(f"out={out} cannot be written: {error.__cause__}; an older file is as it was") from error
     num_rows = counts.num_rows if results is None else results.num_lines
@@ -124,19 +121,10 @@ def _require_file(out: Path, shards: Sequence[FoundRun]) -> None:
         raise ConfigError(f"out={out} lies among the parts of the run, where readers would take it for one")
 
 
-def _write_locked(write: Callable[[], None], file: BinaryIO) -> None:
-    """Writes under a lock that ends with the process, so that others know a file that is being written."""
-    flock(file, LOCK_EX)
-    write()
-
-
 def _sweep_left_behind(out: Path) -> None:
     """Removes what exports to `out` left half written when they were killed. Raises OutputError."""
     try:
-        for left in out.parent.glob(f".{escape(out.name)}.*{TEMP_SUFFIX}"):
-            with left.open("rb") as file, suppress(BlockingIOError):
-                flock(file, LOCK_EX | LOCK_NB)
-                left.unlink(missing_ok=True)
+        sweep_temps(out.parent, out.name)
     except OSError as error:
         raise output_error(out, error) from error
 

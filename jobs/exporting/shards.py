@@ -10,9 +10,9 @@ import pyarrow as pa
 from runtime.errors import ConfigError, DamagedRunError
 
 from ..run.found import Condition, FoundRun
+from ..run.lacking import listed, missing_rows, told_lacking
 
 log = logging.getLogger(__name__)
-NUM_LISTED = 10
 
 
 def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
@@ -52,15 +52,21 @@ class Missing:
 
 def missing(shards: Sequence[FoundRun]) -> Missing:
     """What is not there yet, by names, footers and plans."""
-    sentences, num_rows = [], 0
-    for turn in range(1, shards[0].num_turns + 1):
-        sentences += _absent([run for run in shards if run.turn == turn], shards[0].shard[1], turn)
+    sentences, num_rows = absent_shards(shards), 0
     for run in shards:
         rows = missing_rows(run)
         num_rows += len(rows)
         if run.condition is not Condition.done or len(rows):
-            sentences.append(_about(run, rows))
+            sentences.append(told_lacking(run, rows))
     return Missing(sentences=sentences, num_rows=num_rows)
+
+
+def absent_shards(runs: Sequence[FoundRun]) -> list[str]:
+    """A sentence about the shards of each turn that are not there."""
+    turns = range(1, runs[0].num_turns + 1)
+    return [
+        text for turn in turns for text in _absent([run for run in runs if run.turn == turn], runs[0].shard[1], turn)
+    ]
 
 
 def _absent(shards: Sequence[FoundRun], count: int, turn: int) -> list[str]:
@@ -72,39 +78,6 @@ def _absent(shards: Sequence[FoundRun], count: int, turn: int) -> list[str]:
         return [f"turn {turn} is not there"]
     where = f" (turn {turn})" if shards[0].num_turns > 1 else ""
     return [f"shard {listed(absent)} of {count}{where} {'is' if len(absent) == 1 else 'are'} not there"]
-
-
-def _about(run: FoundRun, rows: Sequence[int]) -> str:
-    index, count = run.shard
-    name = f"{run.path}" + (f" (shard {index} of {count})" if count > 1 else "")
-    if run.condition is Condition.damaged:
-        return f"{name} is damaged: {run.problem}"
-    state = "is being worked on by another process" if run.condition is Condition.running else "is not finished"
-    if run.num_rows is None:
-        return f"{name} {state}: nothing is planned yet"
-    done = f"{run.num_done:,} of {run.num_rows:,} rows are done"
-    return f"{name} {state}: {done}" + (f", missing are rows {listed(rows)}" if len(rows) else "")
-
-
-def missing_rows(run: FoundRun) -> list[int]:
-    """The places in the input of rows that were planned and that no part has, in order."""
-    if run.plan is None:
-        return []
-    is_gone = ~np.isin(run.plan["block"].to_numpy(), list(run.parts))
-    return np.unique(run.plan["row_index"].to_numpy()[is_gone]).tolist()
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """The first numbers, those that follow one another as `3 to 7`."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
-    more = f" and {len(texts) - NUM_LISTED} more" if len(texts) > NUM_LISTED else ""
-    return ", ".join(texts[:NUM_LISTED]) + more
 
 
 def read_parts(run: FoundRun, *, partial: bool) -> Iterator[tuple[pa.Table, "np.ndarray"]]:

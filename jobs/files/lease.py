@@ -237,7 +237,8 @@ def _remove(path: Path, data: bytes, touched_ns: int | None = None) -> bool:
     found = read_lease(aside)
     is_it = found is not None and found.data == data and touched_ns in (None, found.touched_ns)
     if not is_it:
-        with suppress(FileExistsError):  # its holder lost it in between, which does no harm
+        # Its holder lost it in between, also where another worker swept it away from aside: that does no harm.
+        with suppress(FileExistsError, FileNotFoundError):
             os.link(aside, path)
     aside.unlink(missing_ok=True)
     return is_it

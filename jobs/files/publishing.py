@@ -6,6 +6,7 @@ said here too, as prompts and completions are in it.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -14,6 +15,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeAlias
@@ -45,24 +47,37 @@ def publish(
     Otherwise an older file is replaced. `check` reads the written file back and raises OSError if it is not right.
     `expected_bytes` only makes the message of a full disk better. Raises OutputError; an older file is then still good.
     """
-    temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}")
     try:
-        _write_durably(temp, write)
-        if check is not None:
-            check(temp)
-        return _commit(temp, path, exclusive=exclusive)
+        with _temp_beside(path) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            temp = Path(file.name)
+            if check is not None:
+                check(temp)
+            return _commit(temp, path, exclusive=exclusive)
     except OSError as error:
         raise output_error(path, error, expected_bytes=expected_bytes) from error
+
+
+@contextmanager
+def _temp_beside(path: Path) -> Iterator[BinaryIO]:
+    """A new hidden file. Its lock ends with the process, so that `sweep_temps` knows one that is being written; where
+    the file system has no locks, nobody sweeps it."""
+    temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}")
+    file = temp.open("xb")
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink == 0:  # swept in the moment before it was locked
+            with _temp_beside(path) as another:
+                yield another
+        else:
+            yield file
     finally:
-        with suppress(OSError):  # gone after a replace; one that stays is hidden and swept on resume
+        with suppress(OSError):  # gone after a replace; one that stays is hidden, and swept later
             temp.unlink()
-
-
-def _write_durably(temp: Path, write: Callable[[BinaryIO], None]) -> None:
-    with temp.open("xb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+        file.close()
 
 
 def _commit(temp: Path, path: Path, *, exclusive: bool) -> bool:
@@ -97,12 +112,30 @@ def make_directory(directory: Path) -> Path:
     return directory
 
 
-def sweep_temps(directory: Path) -> int:
-    """Remove what killed writers left half written; returns how many. The caller holds the run's lock."""
-    temps = [entry for entry in directory.glob(f".*{TEMP_SUFFIX}") if entry.is_file()]
-    for temp in temps:
+def sweep_temps(directory: Path, name: str | None = None, *, is_alone: bool = False) -> int:
+    """Removes what killed writers left half written, of the file `name` or of all; returns how many. What a living
+    writer has locked stays. `is_alone`: nobody else writes here, so that all go, also where the file system has no
+    locks. Raises OSError."""
+    pattern = f".*{TEMP_SUFFIX}" if name is None else f".{escape(name)}.*{TEMP_SUFFIX}"
+    return sum(_sweep(entry, is_alone=is_alone) for entry in directory.glob(pattern) if entry.is_file())
+
+
+def _sweep(temp: Path, *, is_alone: bool) -> bool:
+    """Whether it was left behind; then it is gone."""
+    try:
+        descriptor = os.open(temp, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:  # published in between, or swept by another
+        return False
+    try:
+        if not is_alone:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
         temp.unlink(missing_ok=True)
-    return len(temps)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def set_aside(path: Path, folder: Path, reason: str) -> None:

@@ -47,7 +47,7 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
         _require_something_to_pack(source)
     make_directory(out)
     with closing(_Locked(out / LOCK)):
-        sweep_temps(out)
+        sweep_temps(out, is_alone=True)
         return _Packer(source, out, config, rounding, progress).run()
 
 

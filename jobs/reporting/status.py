@@ -1,41 +1,36 @@
-"""How far a run is, by the names of its parts, its plan and its leases. No rows are read: it is quick for many rows."""
+"""How far a run is, by the names of its parts, its plan and its leases, and how fast its workers are, by the passes of
+the last parts. No rows are read: it is quick for many rows."""
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import pyarrow.parquet as pq
-
-from runtime.errors import DamagedRunError
 from runtime.units import counted
 
-from ..files.lease import read_lease, told
-from ..files.publishing import PARQUET_PROBLEMS
+from ..files.lease import told
+from ..files.publishing import JsonValue
 from ..run.found import FoundRun, is_locked
+from ..run.leased import LeasedBlock, leased_blocks, told_slurm
 from ..run.progress import roughly
-from ..run.workers import leased_block
+from .worker_rates import WorkerRate, worker_rates
 
 NUM_PARTS_OF_PACE = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeasedBlock:
-    """A block in work. `since_seconds` and `heartbeat_seconds`: how long ago it was leased, and renewed last, where
-    clocks of the worker, the file system and this machine agree; only shown, nothing goes by them."""
+class WorkerStatus:
+    """`rate`: None before a part of its own; `leased`: None of one that has no block, as it waits or has ended."""
 
-    block: int
-    holder: str
-    slurm: dict[str, str]
-    since_seconds: float
-    heartbeat_seconds: float
+    holder: Mapping[str, JsonValue]
+    rate: WorkerRate | None
+    leased: LeasedBlock | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """`state`: done, running or interrupted. Blocks and rows that are planned are None before the plan is fixed;
-    `rows_per_second` is of the last parts, None where there are too few."""
+    `rows_per_second` is that of the workers who are at work or, where the run does not say, of the last parts; None
+    where there are too few."""
 
     run: str
     state: str
@@ -45,10 +40,11 @@ class RunStatus:
     num_rows_done: int
     rows_per_second: float | None
     leased: Sequence[LeasedBlock]
+    workers: Sequence[WorkerStatus]
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the rest takes at the pace of the last parts; None where nobody is at work."""
+        """How long the rest takes at `rows_per_second`; None where nobody is at work."""
         if self.state != "running" or not self.rows_per_second or self.num_rows is None:
             return None
         return (self.num_rows - self.num_rows_done) / self.rows_per_second
@@ -56,10 +52,13 @@ class RunStatus:
 
 def status_of(run: FoundRun) -> RunStatus:
     """Raises DamagedRunError where the plan cannot be read."""
-    rows = _rows_by_block(run.directory.plan)
+    rows = run.rows_by_block
     done = {block: path for block, path in run.parts.items() if block in rows}
     is_running = is_locked(run.directory.lock)
     is_done = run.directory.success.exists() and len(done) == len(rows)
+    leased = leased_blocks(run.directory.leases) if is_running else []
+    rates = worker_rates(run, rows)
+    pace = _pace([(path.stat().st_mtime, rows[block]) for block, path in done.items()])
     return RunStatus(
         run=str(run.path),
         state="running" if is_running else "done" if is_done else "interrupted",
@@ -67,19 +66,54 @@ def status_of(run: FoundRun) -> RunStatus:
         num_blocks_done=len(done),
         num_rows=sum(rows.values()) or None,
         num_rows_done=sum(rows[block] for block in done),
-        rows_per_second=_pace([(path.stat().st_mtime, rows[block]) for block, path in done.items()]),
-        leased=_leased(run.directory.leases) if is_running else [],
+        rows_per_second=_present_rate(leased, rates) or pace,
+        leased=leased,
+        workers=_workers(leased, rates),
     )
 
 
+def _workers(leased: Sequence[LeasedBlock], rates: Sequence[WorkerRate]) -> list[WorkerStatus]:
+    """Those at work first."""
+    present = [WorkerStatus(holder=each.holder, rate=_rate_of(each, rates), leased=each) for each in leased]
+    known = [each.rate for each in present]
+    return present + [WorkerStatus(holder=r.holder, rate=r, leased=None) for r in rates if r not in known]
+
+
+def _rate_of(leased: LeasedBlock, rates: Sequence[WorkerRate]) -> WorkerRate | None:
+    return next((rate for rate in rates if rate.is_holder(leased.holder)), None)
+
+
+def _present_rate(leased: Sequence[LeasedBlock], rates: Sequence[WorkerRate]) -> float | None:
+    """Rows a second of those at work together. One that has no part yet counts as the others' mean."""
+    own = [rate.rows_per_second for each in leased if (rate := _rate_of(each, rates)) is not None]
+    known = own or [rate.rows_per_second for rate in rates]
+    return len(leased) * sum(known) / len(known) if known else None
+
+
 def as_text(statuses: Sequence[RunStatus]) -> str:
-    """A line of what is done for each run, and one for each block in work."""
+    """A line of what is done for each run, and one for each of its workers."""
     return "\n\n".join("\n".join(_lines(status)) for status in statuses)
 
 
 def as_json(statuses: Sequence[RunStatus]) -> str:
     """A list with an object for each run."""
-    return json.dumps([asdict(status) | {"seconds_left": status.seconds_left} for status in statuses], indent=2)
+    return json.dumps([_values(status) for status in statuses], indent=2)
+
+
+def _values(status: RunStatus) -> dict[str, object]:
+    leased = [{**asdict(each), "holder": told(each.holder), "slurm": each.slurm} for each in status.leased]
+    workers = [
+        {
+            "holder": told(worker.holder),
+            "slurm": worker.holder.get("slurm", {}),
+            "block": worker.leased.block if worker.leased is not None else None,
+            "num_parts": worker.rate.num_parts if worker.rate is not None else 0,
+            "rows_per_second": worker.rate.rows_per_second if worker.rate is not None else None,
+            "tokens_per_second": worker.rate.tokens_per_second if worker.rate is not None else None,
+        }
+        for worker in status.workers
+    ]
+    return {**vars(status), "leased": leased, "workers": workers, "seconds_left": status.seconds_left}
 
 
 def _lines(status: RunStatus) -> list[str]:
@@ -92,27 +126,25 @@ def _lines(status: RunStatus) -> list[str]:
         f"blocks  {status.num_blocks_done:,} of {status.num_blocks:,} done, {len(status.leased)} leased, {left:,} left",
     ]
     if status.seconds_left is not None and status.rows_per_second is not None:
-        lines.append(f"pace    {status.rows_per_second:.3g} rows/s, about {roughly(status.seconds_left)} left")
-    if status.leased:
-        lines.append(f"at work on {counted(len(status.leased), 'block')}:")
-    return lines + [_line(leased) for leased in status.leased]
+        by = f" with {counted(len(status.leased), 'worker')}" if status.leased else ""
+        left_text = roughly(status.seconds_left)
+        lines.append(f"pace    {status.rows_per_second:.3g} rows/s, about {left_text} left{by}")
+    if status.workers:
+        lines.append("workers, by the last parts:")
+    return lines + [_line(worker) for worker in status.workers]
 
 
-def _line(leased: LeasedBlock) -> str:
-    slurm = "".join(f", {name} {value}" for name, value in leased.slurm.items())
-    age = f"for {roughly(leased.since_seconds)}, last sign {roughly(leased.heartbeat_seconds)} ago"
-    return f"  block {leased.block}: {leased.holder}{slurm}, {age}"
-
-
-def _rows_by_block(plan: Path) -> dict[int, int]:
-    """How many rows each block has; nothing before the plan is fixed. Raises DamagedRunError."""
-    try:
-        counts = pq.read_table(plan, columns=["block"])["block"].value_counts()
-    except FileNotFoundError:
-        return {}
-    except PARQUET_PROBLEMS as error:
-        raise DamagedRunError(f"{plan} is damaged ({error}): the run's own command says what to do") from error
-    return {each["values"]: each["counts"] for each in counts.to_pylist()}
+def _line(worker: WorkerStatus) -> str:
+    ids, rate, leased = worker.holder.get("slurm"), worker.rate, worker.leased
+    name = told(worker.holder) + told_slurm({k: str(v) for k, v in ids.items()} if isinstance(ids, dict) else {})
+    texts = ["no part yet"]
+    if rate is not None:
+        texts = [counted(rate.num_parts, "part"), f"{rate.rows_per_second:.3g} rows/s"]
+        texts += [f"{rate.tokens_per_second:.3g} tokens/s"] if rate.num_tokens else []
+    if leased is not None:
+        age, sign = roughly(leased.since_seconds), roughly(leased.heartbeat_seconds)
+        texts.append(f"at work on block {leased.block} for {age}, last sign {sign} ago")
+    return f"  {name}: {', '.join(texts)}"
 
 
 def _pace(parts: Sequence[tuple[float, int]]) -> float | None:
@@ -121,22 +153,3 @@ def _pace(parts: Sequence[tuple[float, int]]) -> float | None:
     if len(last) < 2 or last[-1][0] <= last[0][0]:
         return None
     return sum(num_rows for _, num_rows in last[1:]) / (last[-1][0] - last[0][0])
-
-
-def _leased(folder: Path) -> list[LeasedBlock]:
-    found = ((leased_block(path.name), read_lease(path)) for path in sorted(folder.glob("block-*.json")))
-    now, leases = time.time(), list[LeasedBlock]()
-    for block, lease in found:
-        if block is None or lease is None:  # given back in between
-            continue
-        since, slurm = lease.holder.get("since"), lease.holder.get("slurm")
-        leases.append(
-            LeasedBlock(
-                block=block,
-                holder=told(lease.holder),
-                slurm={key: str(value) for key, value in slurm.items()} if isinstance(slurm, dict) else {},
-                since_seconds=max(0.0, now - since) if isinstance(since, float) else 0.0,
-                heartbeat_seconds=max(0.0, now - lease.touched_ns / 1e9),
-            )
-        )
-    return leases

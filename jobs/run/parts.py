@@ -109,15 +109,14 @@ class PartStore:
         """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`, and so
         does one that is not the one that `_SUCCESS.json` records.
 
-        Sweeps the temps of killed writers, unless others may be writing. Raises OutputError when a file cannot be read
+        Sweeps the temps of killed writers. Raises OutputError when a file cannot be read
         or moved at all, and RunMismatchError, with nothing moved, where an older version's parts have other columns
         than the input has.
         """
         try:
             run = self.directory
-            if not self.is_shared:
-                for folder in (run.path, run.generations, run.throughput, run.leases):
-                    sweep_temps(folder)
+            for folder in (run.path, run.generations, run.throughput, run.leases):
+                sweep_temps(folder, is_alone=not self.is_shared)
             recorded = recorded_parts(self.directory) or {}
             verdicts = {path: self._verdict(path, recorded) for path in visible(self.directory.generations)}
             self._refuse_other_columns(list(verdicts.values()))

@@ -2,7 +2,7 @@
 a phase, what each resource worked in them, and how long compute waited, as measured or as predicted."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import pyarrow as pa
@@ -10,6 +10,9 @@ import pyarrow as pa
 from runtime.engine.records import PassRecord
 from runtime.plan.cost.predict import PhaseTime, Prediction
 from runtime.resources import Resource
+
+from ..files.lease import this_process
+from ..files.publishing import canonical_json
 
 Phase: TypeAlias = Literal["prefill", "decode", "mixed"]
 Status: TypeAlias = Literal["ok", "error", "skipped"]
@@ -26,8 +29,8 @@ class PassRow:
     within the run where blocks overlap. `predicted_*` are of a pass of this phase on average, None where nobody said.
     `host_bytes`, `device_bytes`: memory in use at its end. `started_at`: when the process was started that ran it, in
     Unix seconds, and `since_start_seconds` how long after that it ended. `spared_tokens` of prompts need not be
-    computed because others begin alike; those that were computed for several count against it. The last five are None
-    in runs of earlier versions.
+    computed because others begin alike; those that were computed for several count against it. `worker`: the
+    process that ran it, as a lease's holder is written, in JSON. The last six are None in runs of earlier versions.
     """
 
     pass_index: int
@@ -71,6 +74,7 @@ class PassRow:
     started_at: float | None = None
     since_start_seconds: float | None = None
     spared_tokens: int | None = None
+    worker: str | None = None
 
     @property
     def prefill_share(self) -> float:
@@ -106,6 +110,7 @@ LATER_FIELDS = (  # which parts lack that earlier versions wrote
     pa.field("started_at", pa.float64()),
     pa.field("since_start_seconds", pa.float64()),
     pa.field("spared_tokens", pa.int64()),
+    pa.field("worker", pa.string()),
 )
 THROUGHPUT_SCHEMA = pa.schema(
     [
@@ -133,10 +138,12 @@ def with_later_fields(table: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """When this process was started: `at` in Unix seconds, `clock` by the monotonic one."""
+    """When this process was started: `at` in Unix seconds, `clock` by the monotonic one. `worker`: which process it
+    is, in JSON."""
 
     at: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.monotonic)
+    worker: str = field(default_factory=lambda: canonical_json(asdict(this_process())))
 
     @property
     def seconds(self) -> float:
@@ -207,6 +214,7 @@ def pass_row(
         phase=record.phase.value,
         started_at=start.at if start is not None else None,
         since_start_seconds=start.seconds if start is not None else None,
+        worker=start.worker if start is not None else None,
         load_seconds=sum(times.read_seconds),
         copy_seconds=sum(times.copy_seconds),
         compute_seconds=sum(times.compute_seconds),

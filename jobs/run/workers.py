@@ -4,7 +4,6 @@ The first fixes the plan; the last to find all blocks committed ends the run. In
 has, and one that finds none waits, so that a block whose worker ends is taken up again.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,22 +13,12 @@ from runtime.errors import Interrupted
 
 from ..files.lease import Leases
 from ..files.publishing import make_directory
+from .leased import lease_name
 from .part_files import visible
 from .run_dir import RunDirectory
 
 MOST_POLL_SECONDS = 2.0
 PLAN, CLOSING = "plan", "closing"  # leases beside those of blocks
-
-
-def lease_name(block: int) -> str:
-    """The name of a block's lease."""
-    return f"block-{block:06d}"
-
-
-def leased_block(name: str) -> int | None:
-    """The block whose lease has this file name; None of other files."""
-    found = re.fullmatch(r"block-(\d{6,})\.json", name)
-    return None if found is None else int(found[1])
 
 
 class Worker(Closing):

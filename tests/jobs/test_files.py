@@ -9,7 +9,7 @@ from typing import BinaryIO
 import pytest
 
 from jobs.files import publishing as files
-from jobs.files.publishing import canonical_json, publish, read_json, sweep_temps, write_json
+from jobs.files.publishing import canonical_json, publish, read_json, write_json
 from runtime.errors import DamagedRunError, OutputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,14 +126,6 @@ def test_no_hard_links_names_the_file_system(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(OutputError, match="hard links"):
         publish(tmp_path / "part", writer(b""), exclusive=True)
-
-
-def test_sweep_removes_temps_and_nothing_else(tmp_path: Path) -> None:
-    for name in (".part.1-a.tmp", ".run.json.2-b.tmp", ".lock", "part.tmp", "part"):
-        (tmp_path / name).write_text("x")
-    (tmp_path / ".folder.tmp").mkdir()
-    assert sweep_temps(tmp_path) == 2
-    assert names(tmp_path) == [".folder.tmp", ".lock", "part", "part.tmp"]
 
 
 def test_json_round_trips_and_equal_values_give_equal_text(tmp_path: Path) -> None:

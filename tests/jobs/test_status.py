@@ -3,19 +3,22 @@
 import json
 import os
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from jobs.files.lease import Leases
+from jobs.files.lease import Holder, Leases, this_process
 from jobs.files.lock import RunLock
+from jobs.files.publishing import canonical_json
 from jobs.reporting.config import StatusConfig
 from jobs.reporting.status import RunStatus, as_json, as_text, status_of
 from jobs.run.found import find_runs
+from jobs.run.leased import lease_name
+from jobs.run.passes import PassRow
 from jobs.run.run_dir import RunDirectory
-from jobs.run.workers import lease_name
 from runtime.errors import ConfigError, DamagedRunError
-from tests.jobs.sharded_run import ShardedRun
+from tests.jobs.sharded_run import ShardedRun, row_of
 
 NUM_ROWS, NUM_BLOCKS = 16, 4
 
@@ -66,10 +69,41 @@ def test_a_running_one_says_who_has_which_block_and_how_long_the_rest_takes(
     lock.release()
     assert (found.state, found.rows_per_second, found.seconds_left) == ("running", 2.0, 4.0)
     assert "blocks  2 of 4 done, 1 leased, 1 left" in as_text([found])
-    assert re.search(rf"block 2: pid {os.getpid()} on host .*, SLURM_JOB_ID 4711, for 1 s, last sign", as_text([found]))
+    line = rf"pid {os.getpid()} on host .*, Slurm job 4711: no part yet, at work on block 2 for 1 s, last sign"
+    assert re.search(line, as_text([found]))
     values = json.loads(as_json([found]))[0]
-    assert values["leased"][0]["block"] == 2
+    assert (values["leased"][0]["block"], values["workers"][0]["block"]) == (2, 2)
     assert values["seconds_left"] == 4.0
+
+
+def test_each_worker_has_the_rate_of_its_passes_and_the_rest_takes_those_who_are_there(tmp_path: Path) -> None:
+    here, gone = this_process(), replace(this_process(), host="n2", pid=7, slurm={"SLURM_JOB_ID": "5"})
+    case = ShardedRun(folder=tmp_path)
+    store, directory = case.store(0), case.directory(0)
+    for block, passes in enumerate([[(here, 4.0)], [(gone, 1.0)], [(here, 1.0), (gone, 3.0)]]):
+        rows = [pass_of(holder, seconds) for holder, seconds in passes]
+        store.commit(block, [row_of(request) for request in store.blocks[block]], rows)
+    directory.leases.mkdir()
+    lock = RunLock(directory.lock, is_shared=True)
+    with Leases(directory.leases, 300.0) as leases:
+        assert leases.take(lease_name(3))
+        found = status(directory)
+    lock.release()
+    [first, second] = found.workers
+    assert (first.holder["pid"], first.leased is not None, second.leased) == (os.getpid(), True, None)
+    rates = [(each.rate.num_rows, each.rate.seconds, each.rate.num_parts) for each in found.workers if each.rate]
+    assert rates == [(4 + 1, 5.0, 2), (4 + 3, 4.0, 2)], "four rows a block, shared by the seconds"
+    assert (found.rows_per_second, found.seconds_left) == (1.0, 4.0), "only one of the two is at work"
+    text = as_text([found])
+    assert "about 4 s left with 1 worker" in text
+    assert 'pid 7 on host "n2", Slurm job 5: 2 parts, 1.75 rows/s, 10 tokens/s' in text
+
+
+def pass_of(holder: Holder, seconds: float) -> PassRow:
+    counts = dict.fromkeys(("pass_index", "num_sequences", "real_tokens", "padded_tokens", "prompt_tokens"), 0)
+    worker = canonical_json(asdict(holder))
+    tokens = int(10 * seconds)
+    return PassRow(**counts, issued_tokens=tokens, useful_tokens=tokens, phase="decode", seconds=seconds, worker=worker)
 
 
 def test_a_run_without_a_plan_says_so_and_a_damaged_plan_is_an_error(run: RunDirectory) -> None:
