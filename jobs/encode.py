@@ -1,6 +1,7 @@
 """python -m jobs.encode: embeddings, classes or masked tokens, read off prompts, resumably."""
 
 import logging
+import sys
 import time
 
 from jobs.config.process import start_settled, uncollected
@@ -10,7 +11,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, ended, run_job, say
 from jobs.config.logs import log_start, log_to_stderr
 from jobs.config.settings import Composed, EncodeConfig, load
 
@@ -35,10 +36,13 @@ def main(composed: Composed) -> int:
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
         from jobs.run.encoding import encode
+        from jobs.run.local_workers import is_leader, lead
         from jobs.run.passes import Start
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
+        if is_leader(config, sys.argv[1:]):
+            return ended(*lead(config, [sys.executable, *sys.orig_argv[1:]], stop))
         outcome = encode(config, stop, Start(at=began_at, clock=began))
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")

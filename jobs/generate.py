@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say, with_prompt
+from jobs.config.cli import as_job, ended, run_job, say, with_prompt
 from jobs.config.logs import log_start, log_to_stderr
 from jobs.config.settings import Composed, GenerateConfig, LogLevel, load, run_directory
 from jobs.datasets.config import DatasetKind
@@ -60,11 +60,14 @@ def main(composed: Composed) -> int:
         from jobs.exporting.export import write_batch_files
         from jobs.run.conversation import converse
         from jobs.run.generation import generate, generation
+        from jobs.run.local_workers import is_leader, lead
         from jobs.run.passes import Start
         from jobs.run.ranks import follow, ranks_of
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
+        if is_leader(config, sys.argv[1:]):
+            return ended(*lead(config, [sys.executable, *sys.orig_argv[1:]], stop))
         start = Start(at=began_at, clock=began)
         if config.dataset.has_turns:
             return _told_of_turns(converse(config, stop, start), run_directory(config))

@@ -1,6 +1,7 @@
 """python -m jobs.score: log-probabilities of given targets behind their prompts, or of documents, resumably."""
 
 import logging
+import sys
 import time
 
 from jobs.config.process import start_settled, uncollected
@@ -10,7 +11,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, run_job, say
+from jobs.config.cli import as_job, ended, run_job, say
 from jobs.config.logs import log_start, log_to_stderr
 from jobs.config.settings import Composed, ScoreConfig, load
 
@@ -33,11 +34,14 @@ def main(composed: Composed) -> int:
     # torch and transformers are loaded only once the config is known to be good
     with uncollected():
         from jobs.config.signals import StopFlag
+        from jobs.run.local_workers import is_leader, lead
         from jobs.run.passes import Start
         from jobs.run.scoring import score, sentence
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
+        if is_leader(config, sys.argv[1:]):
+            return ended(*lead(config, [sys.executable, *sys.orig_argv[1:]], stop))
         outcome = score(config, stop, Start(at=began_at, clock=began))
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")

@@ -253,7 +253,7 @@ class Runtime(Closing):
 
     def require_within_budget(self, plan: RunPlan) -> None:
         """Raises MemoryError when this process has used more host memory than planned for, above its own baseline."""
-        require_within(plan.placement, self.baseline_bytes)
+        require_within(plan.placement, self.baseline_bytes, self.device.num_sharers)
 
     @contextmanager
     def session(self, plan: RunPlan, memory: SharedMemory | None = None) -> Iterator[Session]:

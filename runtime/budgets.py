@@ -34,10 +34,15 @@ def budgets_of(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights 
     host = offload.host_memory_gib
     host_bytes = gib_to_bytes(host) if host is not None else int((available_bytes() + in_host) * FREE_SHARE)
     if not device.is_accelerator:
-        return Budgets(host_bytes=host_bytes)
+        return Budgets(host_bytes=host_bytes, num_sharers=device.num_sharers)
     own = offload.device_memory_gib
     device_bytes = gib_to_bytes(own) if own is not None else int((device.free_bytes() + in_compute) * FREE_SHARE)
-    return Budgets(host_bytes=host_bytes, device_bytes=device_bytes, library_bytes=device.library_bytes)
+    return Budgets(
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        library_bytes=device.library_bytes,
+        num_sharers=device.num_sharers,
+    )
 
 
 @contextmanager
@@ -61,9 +66,9 @@ def device_limited(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeig
         log.info("device memory: at most %s in tensors, and %s held by torch's allocator for them", used, held)
 
 
-def require_within(placement: Placement, baseline_bytes: int) -> None:
+def require_within(placement: Placement, baseline_bytes: int, num_sharers: int) -> None:
     """Raises MemoryError when the peak of this process, above its baseline, is over what the host's ledger allows."""
     host = next(ledger for ledger in placement.ledgers if ledger.memory == "host")
-    used = peak_resident_bytes() - baseline_bytes
+    used = peak_resident_bytes(num_sharers) - baseline_bytes
     if used > host.budget_bytes:
         raise MemoryError(f"{format_bytes(used)} used, {host.budget_key} allows {format_bytes(host.budget_bytes)}")

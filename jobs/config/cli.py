@@ -151,6 +151,15 @@ def say(text: str = "") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def ended(code: int, output: str, error: str) -> int:
+    """Says what other processes came to, as they said it, and returns their exit code."""
+    if output:
+        say(output)
+    if error:
+        print(error, file=sys.stderr, flush=True)
+    return code
+
+
 def report(error: Exception | str) -> None:
     """`error: ...` on stderr, or `interrupted: ...`. Control characters are shown, not sent: a message may quote text
     from a data set."""

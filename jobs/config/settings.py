@@ -42,6 +42,7 @@ from .typed import build, flatten, plain
 T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 
+MAX_WORKERS = 1024  # of one command
 OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine", "devices"})
 LOSSY_KEYS = frozenset({"kv.dtype"})  # of those groups: they change the text
 # Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
@@ -113,6 +114,7 @@ class GenerateConfig:
     output_private: bool = False
     checkpoint_seconds: float | None = 60.0
     workers: Workers = Workers.one
+    num_workers: int | None = 1
     lease_seconds: float = 300.0
     log_level: LogLevel = LogLevel.info
     trace: bool = False
@@ -140,6 +142,12 @@ class GenerateConfig:
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
         require(self.lease_seconds >= 2, f"lease_seconds must be 2 or more, got {self.lease_seconds}")
+        count = self.num_workers
+        is_sound = count is None or 1 <= count <= MAX_WORKERS
+        require(is_sound, f"num_workers must be 1 to {MAX_WORKERS:,}, or null, got {count}")
+        require(
+            self.is_elastic or count == 1, f"num_workers={count} starts workers that share a run: set workers=elastic"
+        )
         if self.is_elastic:
             self._require_shareable()
         if self.devices.fetch is Fetch.sharded:

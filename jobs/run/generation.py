@@ -21,6 +21,7 @@ from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.planner import RunPlan
 from runtime.ranks.ranks import Ranks
 from runtime.session import Session, ignore
+from runtime.stream.device import ComputeDevice
 from runtime.trace import Span, Trace
 
 from ..config.mistakes import mistakes_logged
@@ -32,6 +33,7 @@ from .chat import require_template
 from .feedback import Feedback
 from .identity import manifest_of
 from .input_digests import InputDigests, digest_input, first_changed, keep_rows
+from .local_workers import shared_weights
 from .manifest import FORMAT_WITHOUT_FACTS, FORMAT_WITHOUT_SOURCES, RunManifest
 from .open_run import Surroundings, generate_blocks
 from .output_rows import generation_schema, infer_column_schema
@@ -118,8 +120,10 @@ def perform(
     """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. `ranks`: of which
     this one is the first. Raises the errors of runtime.errors."""
     privacy = files_made_private() if config.output_private else nullcontext()
-    with privacy, _opened(task, config, should_stop, start or Start(), ranks) as run:
-        return run.outcome_if_finished() or run.finish()
+    with privacy, shared_weights() as shared:
+        device = ComputeDevice(config.machine.device, shared)
+        with _opened(task, config, should_stop, start or Start(), ranks, device) as run:
+            return run.outcome_if_finished() or run.finish()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +143,13 @@ def prepared(
     should_stop: Callable[[], bool],
     trace: Trace | None = None,
     ranks: Ranks | None = None,
+    device: ComputeDevice | None = None,
 ) -> Prepared:
-    """Reads the data set and opens the model, and writes nothing. Rows that need no tokenizer come before the model,
-    which may have to be asked for far away."""
+    """Reads the data set and opens the model, on `device` or the one that the settings name, and writes nothing. Rows
+    that need no tokenizer come before the model, which may have to be asked for far away."""
     read_first = task.rows(config, None) if config.dataset.window_tokens is None else None
-    runtime = Runtime(_asked_by_rows(config, read_first or []), should_stop=should_stop, trace=trace, ranks=ranks)
+    asked = _asked_by_rows(config, read_first or [])
+    runtime = Runtime(asked, should_stop=should_stop, trace=trace, ranks=ranks, device=device)
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     all_rows = task.rows(config, runtime) if read_first is None else read_first
@@ -157,10 +163,15 @@ def prepared(
 
 @contextmanager
 def _opened(
-    task: Task, config: GenerateConfig, should_stop: Callable[[], bool], start: Start, ranks: Ranks | None
+    task: Task,
+    config: GenerateConfig,
+    should_stop: Callable[[], bool],
+    start: Start,
+    ranks: Ranks | None,
+    device: ComputeDevice,
 ) -> Iterator["_Run"]:
     """Begins the run's directory or opens it again, with its rows and its model; holds its lock."""
-    ready = prepared(task, config, should_stop, Trace() if config.trace else None, ranks)
+    ready = prepared(task, config, should_stop, Trace() if config.trace else None, ranks, device)
     runtime, rows, sampling = ready.runtime, ready.rows, ready.runtime.config.sampling
     fixed = task.columns(
         has_source=ready.begun_with > FORMAT_WITHOUT_SOURCES,

@@ -126,9 +126,9 @@ class Engine:
             counts=counts,
             seconds=time.monotonic() - begin,
             times=times,
-            host_bytes=resident_bytes(),
+            host_bytes=resident_bytes(self._device.num_sharers),
             device_bytes=self._device.used_bytes(),
-            peak_host_bytes=peak_resident_bytes(),
+            peak_host_bytes=peak_resident_bytes(self._device.num_sharers),
             peak_device_bytes=self._device.peak_bytes(),
         )
 

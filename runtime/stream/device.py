@@ -7,7 +7,7 @@ memory, and what they keep is taken in the eyes of the driver and of the system.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -15,11 +15,12 @@ import torch
 
 from ..out_of_memory import first_line
 from ..plan.placement.ledger import LIBRARY_BYTES
-from ..plan.shape.extents import ALIGNMENT_BYTES
+from ..plan.shape.extents import ALIGNMENT_BYTES, Extent
 from ..units import round_up
 from .clock import DeviceClock, Then
 from .device_choice import choose_device
 from .pinned import HUGE_PAGE_BYTES, anonymous, pinned
+from .shared_weights import SharedWeights
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +116,11 @@ class ComputeDevice:
     """`is_accelerator` says whether compute memory and host memory are two. Streams are made here, waited on in the
     engine."""
 
-    def __init__(self, name: str):
-        self.torch_device = choose_device(name)
+    _shared: SharedWeights | None = None
+
+    def __init__(self, name: str, shared: SharedWeights | None = None):
+        """`shared`: where weights lie that stay in host memory, which other processes have too."""
+        self.torch_device, self._shared = choose_device(name), shared
         self.is_accelerator = self.torch_device.type != "cpu"
         self.library_bytes = LIBRARY_BYTES if self.is_accelerator else 0  # that plans leave to them
         if self.is_accelerator:
@@ -148,6 +152,23 @@ class ComputeDevice:
         if not self.is_accelerator:
             return anonymous(size, huge=size >= HUGE_PAGE_BYTES)
         return pinned(size, is_aligned=True)
+
+    @property
+    def num_sharers(self) -> int:
+        """How many processes have the weights that stay in host memory in common."""
+        return 1 if self._shared is None else self._shared.num_sharers
+
+    def host_weights(
+        self, extents: Sequence[Extent], num_bytes: int, read: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        """A host buffer with weights that stay, which `read` fills, or has filled in another process that shares them.
+        Nobody writes into it afterwards."""
+        if self._shared is None:
+            buffer = self.host_buffer(num_bytes)
+            read(buffer)
+            return buffer
+        size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
+        return self._shared.filled(extents, size, read, is_pinned=self.is_accelerator)
 
     def compute_buffer(self, num_bytes: int) -> torch.Tensor:
         """uint8 memory where compute finds its weights."""

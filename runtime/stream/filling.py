@@ -11,6 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,6 +40,12 @@ class Filling(Closing):
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> Transfer:
         """Begins to read extents into their places; returns at once."""
 
+    def staying(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
+        """Memory with weights that stay, once they are read."""
+        buffer = self.buffer(num_bytes)
+        self.fill(number, extents, buffer).wait()
+        return buffer
+
     def free(self, number: int) -> None:
         """The compute that looks at the slot has ended."""
 
@@ -60,6 +67,15 @@ class OwnFilling(Filling):
 
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> PendingTransfer:
         return self._reader.submit(extents, buffer.numpy().data)
+
+    def staying(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
+        """Reads it, or on a CPU waits for the one of several workers that does."""
+        return self._device.host_weights(extents, num_bytes, partial(read_whole, self._reader, extents))
+
+
+def read_whole(reader: Reader, extents: Sequence[Extent], buffer: torch.Tensor) -> None:
+    """Reads extents into their places, and waits for them."""
+    reader.submit(extents, buffer.numpy().data).wait()
 
 
 class SharedFilling(Filling):

@@ -131,13 +131,20 @@ def available_bytes() -> int:
     return free if within_limits is None else min(free, within_limits)
 
 
-def resident_bytes() -> int:
-    return _field(STATUS, "VmRSS") * KIB
+def resident_bytes(num_sharers: int = 1) -> int:
+    """Memory that this process holds. Where `num_sharers` processes have pages in common, a share of those."""
+    return (_field(STATUS, "VmRSS") - _others_kib(num_sharers)) * KIB
 
 
-def peak_resident_bytes() -> int:
-    """The most memory that this process held since its start, or since `reset_peak`."""
-    return _field(STATUS, "VmHWM") * KIB
+def peak_resident_bytes(num_sharers: int = 1) -> int:
+    """The most memory that this process held since its start, or since `reset_peak`; of shared pages as above, by how
+    many it has now."""
+    return (_field(STATUS, "VmHWM") - _others_kib(num_sharers)) * KIB
+
+
+def _others_kib(num_sharers: int) -> int:
+    """What of the pages that this process shares counts for the others."""
+    return 0 if num_sharers == 1 else _field(STATUS, "RssShmem") * (num_sharers - 1) // num_sharers
 
 
 def reset_peak() -> None:

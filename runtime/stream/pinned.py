@@ -32,12 +32,14 @@ def pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
         buffer = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         if is_out_of_memory(error) or num_bytes >= REGISTERED_BYTES:
-            raise MemoryError(
-                f"{format_bytes(num_bytes)} of host memory cannot be pinned ({first_line(error)})"
-            ) from error
+            raise _unpinnable(num_bytes, error) from error
         raise
     start = -buffer.data_ptr() % ALIGNMENT_BYTES
     return buffer[start : start + num_bytes]
+
+
+def _unpinnable(num_bytes: int, error: RuntimeError) -> MemoryError:
+    return MemoryError(f"{format_bytes(num_bytes)} of host memory cannot be pinned ({first_line(error)})")
 
 
 def anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
@@ -57,8 +59,8 @@ def driver() -> Driver:
     return cast(Driver, torch.cuda.cudart())
 
 
-class _Registered(mmap.mmap):
-    """Pages that the driver knows of, until nobody looks at them any more."""
+class Pinnable(mmap.mmap):
+    """Pages that the driver may know of, until nobody looks at them any more."""
 
     known: tuple[Driver, int] | None = None  # to whom, and at which address
 
@@ -70,15 +72,30 @@ class _Registered(mmap.mmap):
 
 def _registered(num_bytes: int) -> torch.Tensor:
     """Raises RuntimeError where the driver cannot lock so many bytes."""
-    memory = _mapped(_Registered, num_bytes, huge=num_bytes >= HUGE_PAGE_BYTES)
+    memory = _mapped(Pinnable, num_bytes, huge=num_bytes >= HUGE_PAGE_BYTES)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    _register(memory, tensor)
+    return tensor
+
+
+def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
     registrar, address = driver(), tensor.data_ptr()
-    code = int(registrar.cudaHostRegister(address, num_bytes, PORTABLE))
+    code = int(registrar.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if code:
         _forget_error()
         raise RuntimeError("out of memory" if code == OUT_OF_MEMORY else f"the driver's error {code}")
     memory.known = registrar, address
-    return tensor
+
+
+def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
+    """Pins all of it, which `tensor` looks at, until both are gone; a piece that is small, or in front of a device
+    without such a driver, stays as it is. Raises MemoryError."""
+    if tensor.nbytes < REGISTERED_BYTES or not torch.cuda.is_available():
+        return
+    try:
+        _register(memory, tensor)
+    except RuntimeError as error:
+        raise _unpinnable(tensor.nbytes, error) from error
 
 
 def _forget_error() -> None:

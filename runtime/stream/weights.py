@@ -31,7 +31,7 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
-from .filling import Filling, OwnFilling, SharedFilling
+from .filling import Filling, OwnFilling, SharedFilling, read_whole
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging, Transfer
 
@@ -253,11 +253,10 @@ class WeightStream:
         is_staged = self._device.is_accelerator and bool(missing)
         staging = self._device.host_buffer(min(largest, LOADING_BYTES)) if is_staged else None
         for number, (key, layout) in enumerate(missing.items(), start=self._placement.walk.num_slots):
-            buffer = self._filling.buffer(layout.num_bytes)
             if staging is None:
-                placed = layout
-                self._filling.fill(number, layout.extents, buffer).wait()
+                placed, buffer = layout, self._filling.staying(number, layout.extents, layout.num_bytes)
             else:
+                buffer = self._filling.buffer(layout.num_bytes)
                 placed = device_layout(groups[key], layout)
                 self._load_through(staging, layout, placed, buffer)
             self._held.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
@@ -276,9 +275,8 @@ class WeightStream:
     def _load_host_tier(self) -> None:
         for stage in sorted(self._placement.walk.in_host - self._held.in_host.keys()):
             layout = self._layout(stage)
-            buffer = self._device.host_buffer(layout.num_bytes)
-            self._reader.submit(layout.extents, buffer.numpy().data).wait()
-            self._held.in_host[stage] = buffer
+            read = partial(read_whole, self._reader, layout.extents)
+            self._held.in_host[stage] = self._device.host_weights(layout.extents, layout.num_bytes, read)
 
 
 class HostPiece(NamedTuple):

@@ -56,11 +56,15 @@ class Case:
 
     def start(self) -> BaseProcess:
         """What the command of one more worker does."""
+        return start_job(*self.words())
+
+    def words(self) -> list[str]:
+        """The settings of a worker's command."""
         dataset = ("dataset=sample", "dataset.limit=12", f"dataset.repeat={self.num_rows // 12}")
         policy = ("policy=fixed", "policy.micro_batch_size=2", "policy.num_micro_batches=1")
         sampling = (f"sampling.max_new_tokens={self.num_new_tokens}", "sampling.ignore_eos=true")
         workers = ("workers=elastic", f"lease_seconds={LEASE_SECONDS}", "checkpoint_seconds=0.1", "log_level=warning")
-        return start_job("run=shared", f"output_root={self.home}", *dataset, *policy, *sampling, *workers)
+        return ["run=shared", f"output_root={self.home}", *dataset, *policy, *sampling, *workers]
 
 
 def disturb(process: BaseProcess, kind: signal.Signals, pause: float) -> None:

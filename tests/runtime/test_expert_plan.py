@@ -235,7 +235,7 @@ def test_slots_hold_any_expert_and_are_counted_where_they_lie(reads: bool, copie
     sizes = [slot_layout(page).num_bytes for page in pages.pages]
     assert len(sizes) == NUM_EXPERTS == len(walk.streamed)
     assert slot_entry(paged, 3).num_bytes == 3 * max(sizes)
-    host = sum(entry.num_bytes for entry in host_entries({1: paged[0]}, outer))
+    host = sum(entry.num_bytes for entry in host_entries({1: paged[0]}, outer, lambda entry: entry))
     assert host >= (walk.num_staging_slots * max(sizes) if reads else sum(sizes)) * copies
     assert bool(host) == copies
 

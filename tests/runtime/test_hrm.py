@@ -147,11 +147,15 @@ def test_a_faster_road_never_gives_a_slower_choice(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("has_device", "chunk"), [(True, 512), (False, 512), (True, 2048)])
-def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("has_device", "chunk", "num_sharers"),
+    [(True, 512, 1), (False, 512, 1), (True, 2048, 1), (True, 512, 3), (False, 512, 3)],
+)
+def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int, num_sharers: int) -> None:
     """Of sequences that are all alike, to a twentieth: alignment, and tables that grow with neither layers nor rows."""
     shape, workload = SHAPES[name], Workload.from_mean(192, mean=64, longest=64, max_new_tokens=32)
-    huge = Machine(name="huge", host_bytes=64 * GIB, device_bytes=64 * GIB if has_device else None, rates=RATES)
+    device_bytes = 64 * GIB if has_device else None
+    huge = Machine(name="huge", host_bytes=64 * GIB, device_bytes=device_bytes, rates=RATES, num_sharers=num_sharers)
     tier = Tier.cpu if has_device else Tier.nvme
     asked = replace(in_chunks(config(), chunk), offload=OffloadConfig(tier=tier, resident_layers=2))
     alone = problem(shape, huge, asked, workload)
@@ -162,7 +166,7 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
         ways=Choices.of(shape, asked, 192, has_device=has_device).ways,
     )
     grid = choices.grid(192)
-    need = room(shape, asked, workload, grid, has_device=has_device, is_paged=False)
+    need = room(shape, asked, workload, grid, huge.budgets, is_paged=False)
     for at in range(len(grid.micro_batch)):
         policy = grid.policy(at)
         if policy.kv_fraction not in (0.0, 1.0):
@@ -193,8 +197,8 @@ def test_the_grid_lets_through_what_fits_with_no_stage_resident(is_tied: bool, h
         except BudgetError:
             continue
         fitting.append(budgets)
-    need = room(shape, tight, workload, grid, has_device=has_device, is_paged=False)
     assert fitting
+    need = room(shape, tight, workload, grid, fitting[0], is_paged=False)
     assert need.fits(fitting[0]).all()
 
 
@@ -207,7 +211,7 @@ def test_the_grid_lets_through_what_host_memory_has_staging_for(paging: ExpertPa
     fixed = grid.policy(0).applied(tight, has_device=True)
     budgets = Budgets(host_bytes=GIB, device_bytes=144 * MIB)
     host = plan_run(shape, fixed, budgets, workload.sizes()).placement.ledgers[1].total_bytes
-    need = room(shape, tight, workload, grid, has_device=True, is_paged=paging is ExpertPaging.hit)
+    need = room(shape, tight, workload, grid, budgets, is_paged=paging is ExpertPaging.hit)
     assert need.fits(replace(budgets, host_bytes=host)).all()
 
 

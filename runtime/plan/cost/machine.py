@@ -17,8 +17,14 @@ class Machine:
     rates: MachineRates
     num_devices: int = 1
     library_bytes: int = 0  # of device_bytes, as in `Budgets`
+    num_sharers: int = 1  # of weights in host memory, as in `Budgets`
     has_bfloat16: bool = True
 
     @property
     def budgets(self) -> Budgets:
-        return Budgets(host_bytes=self.host_bytes, device_bytes=self.device_bytes, library_bytes=self.library_bytes)
+        return Budgets(
+            host_bytes=self.host_bytes,
+            device_bytes=self.device_bytes,
+            library_bytes=self.library_bytes,
+            num_sharers=self.num_sharers,
+        )

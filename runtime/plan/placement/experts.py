@@ -4,7 +4,7 @@ A paged stage's slot holds its dense part alone. Each expert of it is a stage of
 expert each.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...config import ExpertPaging
@@ -127,14 +127,14 @@ def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
     )
 
 
-def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk) -> tuple[Entry, ...]:
+def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[[Entry], Entry]) -> tuple[Entry, ...]:
     """What the experts of `paged` stages take in host memory in front of an accelerator: staging slots for those that
-    are read, and the others themselves, which live there."""
+    are read, and the others themselves, which live there, and of which a `share` counts."""
     if not outer.copies:
         return ()
     read = [sizes for stage, sizes in paged.items() if stage not in outer.in_host]
     held = [sizes for stage, sizes in paged.items() if stage in outer.in_host]
-    return (*_staging_entries(read), *_held_entries(held))
+    return (*_staging_entries(read), *map(share, _held_entries(held)))
 
 
 def _staging_entries(read: Sequence[ExpertSizes]) -> tuple[Entry, ...]:

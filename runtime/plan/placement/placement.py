@@ -3,7 +3,7 @@ that takes of each memory; and where it is too much, which config keys can make 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...batching.prefixes import SharingRule
 from ...config import ExpertPaging, KVTier
@@ -11,22 +11,34 @@ from ..schedule.walk import Walk
 from .exchange import ExchangeSize
 from .feedforward import CpuShare
 from .kv import KVLayout
-from .ledger import Ledger
+from .ledger import Entry, Ledger
 from .memory import PAGE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
     """Bytes that a run may use. `device_bytes` is None where compute happens in host memory; `library_bytes` of them
-    are what the device's libraries take."""
+    are what the device's libraries take. Weights that stay in host memory are those of `num_sharers` processes, each of
+    which counts its share of them."""
 
     host_bytes: int
     device_bytes: int | None = None
     library_bytes: int = 0
+    num_sharers: int = 1
 
     @property
     def has_device(self) -> bool:
         return self.device_bytes is not None
+
+    def share(self, entry: Entry) -> Entry:
+        """What of weights that stay in host memory counts here."""
+        if self.num_sharers == 1:
+            return entry
+        num_bytes, equation = self.shared_bytes(entry.num_bytes), f"{entry.equation}, of {self.num_sharers} processes"
+        return replace(entry, num_bytes=num_bytes, equation=equation)
+
+    def shared_bytes(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.num_sharers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,7 +192,9 @@ class _Placer:
         sizes = self.shape.sizes.slot_bytes(placement.paged)
         experts = self.shape.sizes.experts
         taken = {
-            stage: pinned_bytes(sizes[stage]) + (experts[stage].pinned_bytes if stage in placement.paged else 0)
+            stage: self.budgets.shared_bytes(
+                pinned_bytes(sizes[stage]) + (experts[stage].pinned_bytes if stage in placement.paged else 0)
+            )
             for stage in streamed
         }
         for num_held in range(len(streamed) - 1, 0, -1):

@@ -34,7 +34,9 @@ class Requirements:
         """False where compute memory has no room for these weights, even if no other passed through a slot."""
         compute, host = self.budgets.device_bytes, self.budgets.host_bytes
         fixed = sum(entry.num_bytes for entry in self._fixed)
-        return resident_bytes + fixed <= (host if compute is None else compute)
+        if compute is None:
+            return self.budgets.shared_bytes(resident_bytes) + fixed <= host
+        return resident_bytes + fixed <= compute
 
     def ledgers(self, placement: Placement) -> tuple[Ledger, ...]:
         compute, budgets = self._compute_entries(placement), self.budgets
@@ -61,12 +63,13 @@ class Requirements:
 
     def _compute_entries(self, placement: Placement) -> tuple[Entry, ...]:
         resident, slots, size = placement.resident, placement.walk.num_slots, placement.slot_bytes
+        staying = Entry(
+            name="resident weights",
+            num_bytes=self.shape.sizes.resident_bytes(resident),
+            equation=f"{len(resident)} of {len(self.shape.stages)} stages",
+        )
         entries = [
-            Entry(
-                name="resident weights",
-                num_bytes=self.shape.sizes.resident_bytes(resident),
-                equation=f"{len(resident)} of {len(self.shape.stages)} stages",
-            ),
+            staying if self.budgets.has_device else self.budgets.share(staying),
             Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B"),
         ]
         if placement.paged:
@@ -99,9 +102,11 @@ class Requirements:
         if walk.in_host:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
             num_bytes = sum(pinned_bytes(sizes[stage]) for stage in walk.in_host)
-            entries.append(Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.in_host)} stages, pinned"))
+            entry = Entry(name="weights", num_bytes=num_bytes, equation=f"{len(walk.in_host)} stages, pinned")
+            entries.append(self.budgets.share(entry))
         if placement.paged:
-            entries += host_entries({stage: self.shape.sizes.experts[stage] for stage in placement.paged}, walk)
+            experts = {stage: self.shape.sizes.experts[stage] for stage in placement.paged}
+            entries += host_entries(experts, walk, self.budgets.share)
         entries += feedforward.host_entries(self.shape, placement.cpu_share)
         entries += self._kv_cost.host
         if placement.host_layers:

@@ -83,6 +83,7 @@ def _machine(problem: Problem) -> Machine:
         host_bytes=budgets.host_bytes,
         device_bytes=budgets.device_bytes,
         library_bytes=budgets.library_bytes,
+        num_sharers=budgets.num_sharers,
         rates=problem.rates,
     )
 
@@ -104,9 +105,9 @@ def fitting(
     shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig, grid: PolicyGrid
 ) -> PolicyGrid:
     """Those within the budgets, with slots of whole layers or by expert; or if there is none, the smallest of all."""
-    has_device = machine.device_bytes is not None
-    ways = (room(shape, config, workload, grid, has_device=has_device, is_paged=is_paged) for is_paged in (False, True))
-    fits = np.logical_or(*(way.fits(machine.budgets) for way in ways))
+    budgets = machine.budgets
+    ways = (room(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    fits = np.logical_or(*(way.fits(budgets) for way in ways))
     if fits.any():
         return grid.taken(fits)
     size = grid.micro_batch * grid.count * (1 + grid.resident)

@@ -45,10 +45,10 @@ class Room:
 
 
 def room(
-    shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, *, has_device: bool, is_paged: bool
+    shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, budgets: Budgets, *, is_paged: bool
 ) -> Room:
     """`is_paged`: slots hold a layer's dense part and one expert at a time, not the whole layer."""
-    need = _Need(shape, config, workload, grid, has_device=has_device, is_paged=is_paged)
+    need = _Need(shape, config, workload, grid, budgets, is_paged=is_paged)
     return Room(compute_bytes=need.compute(), host_bytes=need.host())
 
 
@@ -59,7 +59,7 @@ def layers_in_host(
     streamed = len(shape.layers) - grid.resident
     if not budgets.has_device or config.offload.tier is not Tier.auto:
         return streamed * (config.offload.tier is Tier.cpu)
-    ways = (_Need(shape, config, workload, grid, has_device=True, is_paged=is_paged) for is_paged in (False, True))
+    ways = (_Need(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
     return np.maximum(*(way.in_host(budgets.host_bytes) for way in ways))
 
 
@@ -70,24 +70,24 @@ class _Need:
         config: RuntimeConfig,
         workload: Workload,
         grid: PolicyGrid,
+        budgets: Budgets,
         *,
-        has_device: bool,
         is_paged: bool,
     ):
         self._shape, self._config, self._workload, self._grid = shape, config, workload, grid
-        self._has_device, self._is_paged = has_device, is_paged
+        self._has_device, self._num_sharers, self._is_paged = budgets.has_device, budgets.num_sharers, is_paged
         self._work = LayerWork.of(shape)
         layer_bytes = [slot_layout(layer.dense if is_paged else layer).num_bytes for layer in shape.layers]
         self._layer_bytes = float(max(layer_bytes))  # which slots are for
         self._mean_pinned_bytes = sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes)
         self._slots = grid.num_slots(config.prefetch)
-        self._in_host = has_device & grid.cpu_attends  # keys and values, for good
+        self._in_host = self._has_device & grid.cpu_attends  # keys and values, for good
 
     def compute(self) -> Floats:
         work, grid = self._work, self._grid
         is_streamed = grid.resident < work.num_layers
         paged = self._is_paged * max(2, self._config.prefetch.depth + 1) * work.expert_bytes
-        kept = work.outer_bytes + grid.resident * work.num_bytes
+        kept = (work.outer_bytes + grid.resident * work.num_bytes) / (1 if self._has_device else self._num_sharers)
         kept += is_streamed * (self._slots * self._layer_bytes + paged)
         passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
         weights = np.where(grid.resident == 0, np.minimum(kept, passing), kept)  # where no stage at all need stay
@@ -119,10 +119,10 @@ class _Need:
 
     @property
     def _living(self) -> float:
-        """The bytes of a layer that lives in host memory, in the mean: the first ones of a mixture may be dense."""
+        """What counts of a layer that lives in host memory, in the mean: the first ones of a mixture may be dense."""
         work = self._work
         experts = work.num_experts * self._is_paged * pinned_bytes(int(work.expert_bytes))
-        return self._mean_pinned_bytes + experts
+        return (self._mean_pinned_bytes + experts) / self._num_sharers
 
     def _loading(self) -> Floats:
         """What stays passes through it; where no layer does, nothing need."""

@@ -1,0 +1,205 @@
+"""Workers that one command starts on this machine: a process for each device, or for each node of the processors, with
+its share of threads and memory, and the weights that stay in host memory once for all of them.
+
+The command's own process only waits: it passes signals on, and ends as they do.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, NamedTuple
+
+import torch
+
+from runtime.budgets import FREE_SHARE
+from runtime.errors import ConfigError, InternalError, Interrupted
+from runtime.stream.device_choice import choose_device
+from runtime.stream.host_memory import available_bytes
+from runtime.stream.shared_weights import SharedWeights, new_shared_memory
+from runtime.units import GIB, format_bytes
+
+from ..config.settings import GenerateConfig
+from ..config.signals import StopFlag
+from .processors import processors_by_node, split_processors
+
+log = logging.getLogger(__name__)
+VARIABLE = "MILLRACE_WORKER"  # of the environment of such a worker: descriptor, number of sharers and leader's pid
+FINISHED = (0, 3)
+WORST_FIRST = (InternalError.exit_code, 4, 2, Interrupted.exit_code)
+POLL_SECONDS = 0.1
+PR_SET_PDEATHSIG = 1
+
+
+def is_leader(config: GenerateConfig, words: Sequence[str]) -> bool:
+    """Whether this process, called with `words`, is to start workers, and is none itself. Raises ConfigError."""
+    if config.num_workers == 1 or VARIABLE in os.environ:
+        return False
+    if {"--multirun", "-m"} & {*words}:
+        raise ConfigError(f"num_workers={config.num_workers} does not go with --multirun: start a command for each run")
+    return True
+
+
+@contextmanager
+def shared_weights() -> Iterator[SharedWeights | None]:
+    """The weights that this process has in common with the other workers of its leader, with whom it is stopped; None
+    of a process that has no leader."""
+    if VARIABLE not in os.environ:
+        yield None
+        return
+    descriptor, num_sharers, leader = map(int, os.environ[VARIABLE].split())
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != leader:  # it has ended in the moment before
+        raise Interrupted("the process that started this worker is gone; the same command goes on from here")
+    with SharedWeights(descriptor, num_sharers) as shared:
+        yield shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What a worker gets of the machine. `settings` are words for its command line."""
+
+    processors: Collection[int]
+    settings: Sequence[str]
+
+
+def shares(
+    config: GenerateConfig, device: torch.device, nodes: Sequence[Sequence[int]], num_devices: int
+) -> list[Share]:
+    """The share of each worker. Raises ConfigError where there are more of them than devices."""
+    is_cpu, asked = device.type == "cpu", config.num_workers
+    count = asked or (len(nodes) if is_cpu else num_devices)
+    if not is_cpu and count > num_devices:
+        raise ConfigError(f"num_workers={count}, and torch finds {num_devices} of {device.type} here: a worker each")
+    gib = config.offload.host_memory_gib or available_bytes() * FREE_SHARE / GIB
+    threads = config.machine.num_threads
+    return [
+        Share(
+            processors=processors,
+            settings=[
+                f"offload.host_memory_gib={gib / count:.6f}",
+                *([] if is_cpu else [f"machine.device={device.type}:{number}"]),
+                *([] if threads is None else [f"machine.num_threads={max(1, threads // count)}"]),
+            ],
+        )
+        for number, processors in enumerate(split_processors(nodes, count))
+    ]
+
+
+class Led(NamedTuple):
+    """What workers came to: an exit code, and of what it means what no worker has said yet, for stdout and stderr."""
+
+    code: int
+    output: str
+    error: str
+
+
+class _Worker:
+    """The first one speaks for all, on the terminal; what others say is kept for the case that it is the only one to
+    end well, or the first to fail."""
+
+    def __init__(self, number: int, command: Sequence[str], share: Share, descriptor: int, num_workers: int):
+        self.number = number
+        self.output: IO[bytes] | None = tempfile.TemporaryFile() if number else None  # noqa: SIM115 - closed at the end
+        self.errors: IO[bytes] | None = tempfile.TemporaryFile() if number else None  # noqa: SIM115
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, share.processors)  # which it inherits
+        try:
+            self.process = subprocess.Popen(
+                [*command, *share.settings, *(["log_level=warning"] if number else [])],
+                env={**os.environ, VARIABLE: f"{descriptor} {num_workers} {os.getpid()}"},
+                pass_fds=(descriptor,),
+                stdout=self.output,
+                stderr=self.errors,
+            )
+        finally:
+            os.sched_setaffinity(0, own)
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def how(self) -> str:
+        """How it ended, for people."""
+        code = self.process.returncode
+        if code >= 0:
+            return f"worker {self.number} ended with exit code {code}"
+        return f"worker {self.number} (pid {self.process.pid}) was killed by {signal.Signals(-code).name}"
+
+    def close(self) -> None:
+        for file in (self.output, self.errors):
+            if file is not None:
+                file.close()
+
+
+def lead(config: GenerateConfig, command: Sequence[str], stop: StopFlag) -> Led:
+    """Starts workers, each by `command` and what is its share, and waits until all have ended. Whoever is killed leaves
+    its blocks to the others. Raises ConfigError."""
+    device = choose_device(config.machine.device)
+    num_devices = 0 if device.type == "cpu" else torch.accelerator.device_count()
+    given = shares(config, device, processors_by_node(), num_devices)
+    descriptor = new_shared_memory()
+    workers: list[_Worker] = []
+    try:
+        for number, share in enumerate(given):
+            workers.append(_Worker(number, command, share, descriptor, len(given)))
+        log.info(
+            "%d workers share this machine, %d processors each and %s of host memory in all",
+            len(given),
+            len(given[0].processors),
+            format_bytes(int(sum(_gib(share) for share in given) * GIB)),
+        )
+        _wait(workers, stop)
+        return _result(workers)
+    finally:
+        for worker in workers:
+            worker.process.kill()  # where an error ended the loop: nobody is left behind
+            worker.close()
+        os.close(descriptor)
+
+
+def _gib(share: Share) -> float:
+    return float(share.settings[0].partition("=")[2])
+
+
+def _wait(workers: Sequence[_Worker], stop: StopFlag) -> None:
+    """Returns when all have ended. A signal to stop is passed on once."""
+    left, has_told = list(workers), False
+    while left:
+        if stop.requested and not has_told:
+            has_told = True
+            for worker in left:
+                worker.process.send_signal(signal.Signals[stop.signal_name])
+        for worker in [each for each in left if each.code is not None]:
+            left.remove(worker)
+            if worker.process.returncode < 0 and left:
+                log.warning("%s: the others do its blocks", worker.how)
+        time.sleep(POLL_SECONDS)
+
+
+def _result(workers: Sequence[_Worker]) -> Led:
+    finished = [worker for worker in workers if worker.code in FINISHED]
+    if finished:
+        code = max(worker.process.returncode for worker in finished)
+        return Led(code=code, output=_text(finished[0].output).strip(), error="")
+    told = [worker for worker in workers if worker.code in WORST_FIRST]
+    if not told:
+        is_ours = any(worker.process.returncode > 0 for worker in workers)
+        code = InternalError.exit_code if is_ours else Interrupted.exit_code
+        return Led(code=code, output="", error=f"interrupted: {workers[0].how}; the same command goes on from here")
+    worst = min(told, key=lambda worker: WORST_FIRST.index(worker.process.returncode))
+    return Led(code=worst.process.returncode, output="", error=_text(worst.errors).strip().rpartition("\n")[2])
+
+
+def _text(file: IO[bytes] | None) -> str:
+    if file is None:
+        return ""
+    file.seek(0)
+    return file.read().decode(errors="replace")
