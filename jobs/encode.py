@@ -38,6 +38,7 @@ def main(composed: Composed) -> int:
         from jobs.run.encoding import encode
         from jobs.run.local_workers import is_leader, lead
         from jobs.run.passes import Start
+        from jobs.run.stored_run import add_batch_files
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
@@ -49,6 +50,7 @@ def main(composed: Composed) -> int:
     say(format_table(outcome.summary))
     if config.has_batch_files:
         say("\n".join(write_batch_files(outcome.directory)))
+        add_batch_files(config, outcome.directory)
     say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
     return outcome.exit_code
 

@@ -24,6 +24,7 @@ from jobs.datasets.files import require_there
 from runtime.config import Fetch
 from runtime.origin.place import local_place
 from runtime.ranks.launch import Launch
+from runtime.urls import is_url
 
 if TYPE_CHECKING:
     from jobs.run.generation import Outcome
@@ -53,8 +54,9 @@ def main(composed: Composed) -> int:
 
     # torch and transformers are loaded only once the config and what it points at are known to be there
     local_place(config.model)
-    if config.dataset.path is not None and config.dataset.kind is not DatasetKind["hub"]:
-        require_there(config.dataset.path)
+    path = config.dataset.path
+    if path is not None and not is_url(path) and config.dataset.kind is not DatasetKind["hub"]:
+        require_there(path)
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
@@ -63,6 +65,7 @@ def main(composed: Composed) -> int:
         from jobs.run.local_workers import is_leader, lead
         from jobs.run.passes import Start
         from jobs.run.ranks import follow, ranks_of
+        from jobs.run.stored_run import add_batch_files
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
@@ -80,6 +83,7 @@ def main(composed: Composed) -> int:
     say(format_table(outcome.summary))
     if config.has_batch_files:
         say("\n".join(write_batch_files(outcome.directory)))
+        add_batch_files(config, outcome.directory)
     if config.dataset.kind is DatasetKind["tasks"] and config.dataset.keep_columns:
         from jobs.grading.grading import told
 

@@ -14,6 +14,7 @@ from .profiles import DataSheet, MeasuredRates
 from .sampling_config import SamplingConfig
 from .sampling_config import SamplingOverrides as SamplingOverrides
 from .text_field import TextField, enum_field, group_field, optional_enum_field
+from .urls import require_plain_url
 
 
 class Tier(Enum):
@@ -174,10 +175,10 @@ class Verify(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint. `path`: a local directory, a GGUF file or a hub id. Of the two that need none, `tiny` is a
-    small Llama trained for a few tasks, which comes along, and `random` one whose weights are drawn on the spot.
-    `quantize`: of what is read once and then stays. `compile`: on an accelerator, steps between products run as kernels
-    that torch.compile makes."""
+    """Which checkpoint. `path`: a local directory, a GGUF file, the URL of either, or a hub id. Of the two that need
+    none, `tiny` is a small Llama trained for a few tasks, which comes along, and `random` one whose weights are drawn
+    on the spot. `quantize`: of what is read once and then stays. `compile`: on an accelerator, steps between products
+    run as kernels that torch.compile makes."""
 
     name: str = TINY
     path: str | None = None
@@ -192,6 +193,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.name), "model.name is empty")
+        require_plain_url(self.path, "model.path")
+        require_plain_url(self.tokenizer, "model.tokenizer")
 
     @staticmethod
     def named(text: str) -> "ModelConfig":

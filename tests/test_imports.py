@@ -32,6 +32,7 @@ ALLOWED = {
     "batching": set[str](),
     "trace": set[str](),
     "store": {"plan"},
+    "remote": set[str](),
     "ranks": set[str](),
     "stream": {"plan", "store", "trace", "ranks", "out_of_memory"},
     "kernels": set[str](),
@@ -44,14 +45,14 @@ ALLOWED = {
     "probing": {"plan", "events", "attention"},
     "foreign": set[str](),
     "synthesize": {"store", "probing", "foreign"},
-    "origin": {"store", "synthesize", "foreign", "out_of_memory"},
+    "origin": {"store", "remote", "synthesize", "foreign", "out_of_memory"},
     "model": MODEL,
     "engine": {*MODEL, "model", "batching", "ranks", "trace"},
     "measure": {*MODEL, "model", "batching", "engine"},
 }
 FOR_ALL = {
     *("closing", "config", "errors", "orders", "profiles", "resources", "sampling_config", "shared_work", "text_field"),
-    "units",
+    *("units", "urls"),
 }
 # What each room of jobs may import of the others. Nothing but a door imports benchmarks.
 JOBS = {

@@ -5,6 +5,8 @@ import sys
 
 from .settings import GenerateConfig, LogLevel, doubtful_settings, run_directory, to_yaml
 
+TOLD_TOO_MUCH = ("botocore", "aiobotocore")  # log requests to stores with what signs them
+
 
 def log_to_stderr(level: LogLevel) -> None:
     """Every line gets its time; where nobody watches, as in a file that is read later, its date as well."""
@@ -15,6 +17,8 @@ def log_to_stderr(level: LogLevel) -> None:
         stream=sys.stderr,
         force=True,
     )
+    for name in TOLD_TOO_MUCH:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def log_start(log: logging.Logger, config: GenerateConfig) -> None:

@@ -32,6 +32,7 @@ from runtime.config import (
 )
 from runtime.errors import ConfigError
 from runtime.sampling_config import STRUCTURES
+from runtime.urls import is_url, require_plain_url
 
 from ..datasets.config import DatasetConfig
 from ..datasets.fields import ShardConfig
@@ -112,6 +113,8 @@ class GenerateConfig:
     output: Output = Output.auto
     output_root: str = "outputs"
     output_private: bool = False
+    output_url: str | None = None
+    upload_retry_seconds: float = 300.0
     checkpoint_seconds: float | None = 60.0
     workers: Workers = Workers.one
     num_workers: int | None = 1
@@ -142,6 +145,7 @@ class GenerateConfig:
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
         require(self.lease_seconds >= 2, f"lease_seconds must be 2 or more, got {self.lease_seconds}")
+        self._require_uploadable()
         count = self.num_workers
         is_sound = count is None or 1 <= count <= MAX_WORKERS
         require(is_sound, f"num_workers must be 1 to {MAX_WORKERS:,}, or null, got {count}")
@@ -156,6 +160,12 @@ class GenerateConfig:
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
             f"run must be letters, digits, '.', '_' and '-' (it names a directory below output_root), got {self.run!r}",
         )
+
+    def _require_uploadable(self) -> None:
+        url, seconds = self.output_url, self.upload_retry_seconds
+        require_plain_url(url, "output_url")
+        require(url is None or is_url(url), f"output_url must be a URL, e.g. s3://bucket/prefix, or null, got {url!r}")
+        require(seconds >= 0, f"upload_retry_seconds must be 0 or more, got {seconds}")
 
     def _require_shareable(self) -> None:
         """What several workers cannot do together is refused."""

@@ -5,6 +5,7 @@ from enum import Enum
 
 from runtime.config import require
 from runtime.units import GIB, MIB
+from runtime.urls import require_plain_url
 
 MAX_ROWS = 50_000_000  # of a run: each is held in memory, in about 1 KiB
 
@@ -122,6 +123,8 @@ class DatasetFields:
         return self.turns_field is not None or self.turns is Turns.all
 
     def _check_fields(self) -> None:
+        for key in (name for name in vars(self) if name.endswith("path")):
+            require_plain_url(getattr(self, key), f"dataset.{key}")
         for key in ("prompt_field", "article_field", "summary_field", "hub_split"):
             require(bool(getattr(self, key)), f"dataset.{key} is empty")
         optional = ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path")

@@ -4,17 +4,24 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 from runtime.errors import DatasetError
+from runtime.remote.copies import local_copy
+from runtime.remote.object_store import ObjectStore
+from runtime.store.cache_root import cache_root
 from runtime.units import MIB
+from runtime.urls import is_url
 
 CHUNK_BYTES = MIB
 
 
 def require_there(path: str, key: str = "path") -> Path:
-    """The path of a data set; DatasetError where it leads nowhere."""
+    """The path of a data set; DatasetError where it leads nowhere, or is a URL where a path must be."""
+    if is_url(path):
+        raise DatasetError(f"dataset.{key}={path} is a URL: copy what is there, and name the copy")
     root = Path(path).expanduser()
     if not root.exists():
         raise DatasetError(f"dataset.{key}={path} does not exist (looked for {root.absolute()})")
@@ -22,11 +29,12 @@ def require_there(path: str, key: str = "path") -> Path:
 
 
 def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[Path]:
-    """The file `path`, or the files with one of `suffixes` in the directory `path`, by name.
+    """The file `path`, or the files with one of `suffixes` in the directory `path`, by name; of a URL, copies of them.
 
-    Files whose names begin with `.` or `_` are skipped, as Parquet readers do. Raises DatasetError.
+    Files whose names begin with `.` or `_` are skipped, as Parquet readers do. Raises DatasetError, and what
+    `local_copy` raises.
     """
-    root = require_there(path, key)
+    root = _copied(path, suffixes, key) if is_url(path) else require_there(path, key)
     if root.is_file():
         return [root]
     if not root.is_dir():
@@ -36,6 +44,12 @@ def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[
     if not files:
         raise DatasetError(f"dataset.{key}={path} is a directory without files ending in {', '.join(suffixes)}")
     return files
+
+
+@cache  # a run reads what was there when it first looked
+def _copied(url: str, suffixes: tuple[str, ...], key: str) -> Path:
+    patterns = [f"[!_.]*{suffix}" for suffix in suffixes]
+    return local_copy(ObjectStore(url, f"dataset.{key}"), cache_root(), patterns, DatasetError)
 
 
 def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:

@@ -46,4 +46,5 @@ class EvaluateConfig(GenerateConfig):
         require(bool(self.tasks), "tasks is not set: names of the harness's tasks, e.g. tasks=[gsm8k,hellaswag]")
         require(self.dataset == DatasetConfig(), "dataset has no meaning for an evaluation: tasks bring their own data")
         require(self.shard.count == 1, "shard has no meaning for an evaluation: give each job tasks of its own")
+        require(self.output_url is None, "output_url has no meaning for an evaluation: its results lie in output_root")
         require(self.sampling.n == 1, f"sampling.n={self.sampling.n}: a task says by its repeats how often it asks")

@@ -5,6 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from runtime.errors import require
+from runtime.urls import is_url, require_plain_url
 
 
 class ExportFormat(Enum):
@@ -41,7 +42,10 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
+        for name in self.runs:
+            require_plain_url(name, "run")
         require(bool(self.out), "out is not set: the file to write, e.g. out=answers.jsonl")
+        require(not is_url(self.out), f"out={self.out} is a URL: name a file here")
         suffix = Path(self.out or "").suffix[1:]
         known = ", ".join(f".{name}" for name in SUFFIXES)
         require(

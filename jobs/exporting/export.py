@@ -132,7 +132,7 @@ def _sweep_left_behind(out: Path) -> None:
 def _schemas(shards: Sequence[FoundRun]) -> list[pa.Schema]:
     firsts = [run.parts[min(run.parts)] for run in shards if run.parts]
     if not firsts:
-        raise ConfigError(f"{shards[0].path}: no row is done yet")
+        raise ConfigError(f"{shards[0].place}: no row is done yet")
     try:
         return [pq.read_schema(path) for path in firsts]
     except PARQUET_PROBLEMS as error:

@@ -51,7 +51,7 @@ class Tokens:
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         checkpoint = open_checkpoint(find_checkpoint(self.model, self.cache_dir))
-        tokenizer = load_tokenizer(self.model.tokenizer, checkpoint)
+        tokenizer = load_tokenizer(self.model.tokenizer, checkpoint, self.cache_dir)
         if tokenizer is None:
             raise ConfigError("log-probabilities in OpenAI's form have texts of tokens: set model.tokenizer")
         return tokenizer

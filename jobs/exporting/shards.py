@@ -23,17 +23,17 @@ def require_one_run(runs: Sequence[FoundRun]) -> list[FoundRun]:
         keys = sorted(key for key in {*first.identity, *other.identity} if _differ(first, other, key))
         if keys:
             raise ConfigError(
-                f"{other.path} is another run than {first.path}, by {', '.join(keys[:3])}: one is exported at a time"
+                f"{other.place} is another run than {first.place}, by {', '.join(keys[:3])}: one is exported at a time"
             )
         counts = first.shard[1], other.shard[1]
         if counts[0] != counts[1]:
-            raise ConfigError(f"{first.path} is one of {counts[0]} shards and {other.path} one of {counts[1]}")
+            raise ConfigError(f"{first.place} is one of {counts[0]} shards and {other.place} one of {counts[1]}")
     by_place = {(run.turn, run.shard[0]): run for run in runs}
     if len(by_place) < len(runs):
         twice = next(run for run in runs if by_place[run.turn, run.shard[0]] is not run)
         other = by_place[twice.turn, twice.shard[0]]
         raise ConfigError(
-            f"{twice.path} and {other.path} are both shard {twice.shard[0]} of {twice.shard[1]}: name one of them"
+            f"{twice.place} and {other.place} are both shard {twice.shard[0]} of {twice.shard[1]}: name one of them"
         )
     return [by_place[place] for place in sorted(by_place)]
 
@@ -108,6 +108,6 @@ def _places(run: FoundRun, block: int, table: pa.Table) -> "np.ndarray":
     if all(id.isdecimal() for id in ids):
         return np.array([int(id) for id in ids], dtype=np.int64)
     raise ConfigError(
-        f"{run.path} was begun by a version of Millrace whose parts do not say where in the input a row lies, and its "
+        f"{run.place} was begun by a version of Millrace whose parts do not say where in the input a row lies, and its "
         f"plan.parquet, which does, is gone; its ids are no numbers ({ids[0]!r}): put that file back"
     )

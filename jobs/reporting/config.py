@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from runtime.errors import require
+from runtime.urls import require_plain_url
 
 MAX_SAMPLES = 1000  # on one page
 
@@ -22,6 +23,8 @@ class ReportConfig:
             bool(self.names) and all(self.names),
             "runs is not set: directories of runs, or a glob, e.g. runs='outputs/generate/*'",
         )
+        for name in self.names:
+            require_plain_url(name, "runs")
         require(self.directory != "", "directory is empty: name one, or null")
         require(0 <= self.samples <= MAX_SAMPLES, f"samples must be 0 to {MAX_SAMPLES:,} rows, got {self.samples}")
 
@@ -43,4 +46,5 @@ class StatusConfig:
     format: StatusFormat = StatusFormat.text
 
     def __post_init__(self) -> None:
+        require_plain_url(self.run, "run")
         require(bool(self.run), "run is not set: a run's directory or a glob, e.g. run=outputs/generate/mine")

@@ -89,7 +89,7 @@ class Overview:
     def _values(self, run: RunFigures) -> dict[str, object]:
         summary, (index, count) = run.summary, run.run.shard
         return {
-            "run": str(run.run.path),
+            "run": run.run.place,
             "shard": index,
             "num_shards": count,
             "state": run.run.condition.value,

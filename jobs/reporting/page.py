@@ -104,13 +104,14 @@ class Page:
         versions = self.figures.run.manifest.get("versions")
         named = versions if isinstance(versions, dict) else {}
         begun = ", ".join(f"{name} {version}" for name, version in named.items())
-        return element("footer", element("p", f"{self.figures.run.path} · begun with {begun or 'unknown versions'}"))
+        return element("footer", element("p", f"{self.figures.run.place} · begun with {begun or 'unknown versions'}"))
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:
-    """Publishes the page as report.html in `directory`, or in the run's own; an older one is replaced. Raises
-    OutputError."""
-    path = (make_directory(directory) if directory is not None else figures.run.path) / "report.html"
+    """Publishes the page as report.html in `directory`, or in the run's own, of a run at a URL in this one; an older
+    one is replaced. Raises OutputError."""
+    folder = make_directory(directory) if directory is not None else Path() if figures.run.url else figures.run.path
+    path = folder / "report.html"
     text = Page(figures=figures, spans=_spans(figures), num_samples=num_samples).html()
     publish(path, lambda file: write_all(file, text.encode()), exclusive=False)
     return path

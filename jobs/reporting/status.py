@@ -28,9 +28,9 @@ class WorkerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """`state`: done, running or interrupted. Blocks and rows that are planned are None before the plan is fixed;
-    `rows_per_second` is that of the workers who are at work or, where the run does not say, of the last parts; None
-    where there are too few."""
+    """`state`: done, running or interrupted; unfinished in an object store, which says of no one whether he is at work.
+    Blocks and rows that are planned are None before the plan is fixed; `rows_per_second` is that of the workers who are
+    at work or, where the run does not say, of the last parts; None where there are too few, and of an object store."""
 
     run: str
     state: str
@@ -54,19 +54,19 @@ def status_of(run: FoundRun) -> RunStatus:
     """Raises DamagedRunError where the plan cannot be read."""
     rows = run.rows_by_block
     done = {block: path for block, path in run.parts.items() if block in rows}
-    is_running = is_locked(run.directory.lock)
+    is_running, here = is_locked(run.directory.lock), run.url is None
     is_done = run.directory.success.exists() and len(done) == len(rows)
     leased = leased_blocks(run.directory.leases) if is_running else []
     rates = worker_rates(run, rows)
     pace = _pace([(path.stat().st_mtime, rows[block]) for block, path in done.items()])
     return RunStatus(
-        run=str(run.path),
-        state="running" if is_running else "done" if is_done else "interrupted",
+        run=run.place,
+        state="running" if is_running else "done" if is_done else "interrupted" if here else "unfinished",
         num_blocks=len(rows) or None,
         num_blocks_done=len(done),
         num_rows=sum(rows.values()) or None,
         num_rows_done=sum(rows[block] for block in done),
-        rows_per_second=_present_rate(leased, rates) or pace,
+        rows_per_second=(_present_rate(leased, rates) or pace) if here else None,
         leased=leased,
         workers=_workers(leased, rates),
     )

@@ -1,6 +1,6 @@
 """Runs as they are found on disk, by whatever version and however far: read without their engine, and left as they are.
 
-`runs=` and `run=` name directories or globs of them.
+`runs=` and `run=` name directories, URLs of object stores, or globs of them.
 """
 
 import fcntl
@@ -18,8 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runtime.errors import ConfigError, DamagedRunError
+from runtime.urls import is_url
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
+from .fetched_runs import fetch_runs
 from .part_files import parse_part, visible
 from .plan_file import read_plan_table
 from .run_dir import RunDirectory
@@ -39,14 +41,20 @@ class Condition(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRun:
-    """A run by its directory and its run.json."""
+    """A run by its directory and its run.json. `url`: of one in an object store, whose files were fetched."""
 
     directory: RunDirectory
     manifest: Mapping[str, JsonValue]
+    url: str | None = None
 
     @property
     def path(self) -> Path:
         return self.directory.path
+
+    @property
+    def place(self) -> str:
+        """Where it lies, for messages."""
+        return self.url or str(self.path)
 
     @cached_property
     def semantic(self) -> Mapping[str, JsonValue]:
@@ -194,18 +202,31 @@ def is_locked(path: Path) -> bool:
 
 def find_runs(names: Sequence[str], key: str) -> list[FoundRun]:
     """The runs that `names`, the value of the setting `key`, mean: each a run's directory, that of the turns of chats,
-    or a glob of which those matches count that hold a run.json. Each run comes once. Raises ConfigError,
-    DamagedRunError."""
-    paths: dict[Path, Path] = {}  # by what they are once links are followed
+    or a glob of which those matches count that hold a run.json; or a URL of such, whose files are fetched. Each run
+    comes once. Raises ConfigError, DamagedRunError, and of a URL what `fetch_runs` raises."""
+    found: dict[Path, FoundRun] = {}  # by what they are once links are followed
     for name in names:
-        path = Path(name).expanduser()
-        matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207
-        found = [run for match in matches for run in _runs_at(match)]
-        if not found:
-            raise ConfigError(_nothing_found(key, name, path, matches))
-        paths |= {match.resolve(): match for match in found if match.resolve() not in paths}
-    runs = [RunDirectory(path=path) for path in paths.values()]
-    return [FoundRun(directory=run, manifest=read_json(run.manifest)) for run in runs]
+        if is_url(name):
+            runs = [_found(fetched.path, fetched.url) for fetched in fetch_runs(name, key)]
+        else:
+            runs = [_found(path) for path in _here(name, key)]
+        for run in runs:
+            found.setdefault(run.path.resolve(), run)
+    return list(found.values())
+
+
+def _found(path: Path, url: str | None = None) -> FoundRun:
+    run = RunDirectory(path=path)
+    return FoundRun(directory=run, manifest=read_json(run.manifest), url=url)
+
+
+def _here(name: str, key: str) -> list[Path]:
+    path = Path(name).expanduser()
+    matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207
+    found = [run for match in matches for run in _runs_at(match)]
+    if not found:
+        raise ConfigError(_nothing_found(key, name, path, matches))
+    return found
 
 
 def _runs_at(path: Path) -> list[Path]:

@@ -45,6 +45,7 @@ from .progress import Progress
 from .requests import Asked, MakeRequests, Read, ask, completions_of, rejected_rows, seat, unseat
 from .run_dir import RunDirectory, RunState, format_begun_with, open_run
 from .running import remove_committed
+from .stored_run import RunCopy, copy_of
 from .success import is_finished
 from .summary import MemoryUse, Summary, summarize, write_summary
 from .workers import Worker
@@ -129,11 +130,12 @@ def perform(
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """The model of a run, all rows of its data set, and those of this shard. `begun_with`: the format that the run's
-    directory was begun with."""
+    directory, or its copy, was begun with."""
 
     runtime: Runtime
     all_rows: Sequence[Row]
     rows: Sequence[Row]
+    copy: RunCopy
     begun_with: int
 
 
@@ -153,12 +155,13 @@ def prepared(
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     all_rows = task.rows(config, runtime) if read_first is None else read_first
-    begun_with = format_begun_with(task.directory)
+    copy = copy_of(config, task.directory, should_stop)
+    begun_with = format_begun_with(task.directory, copy.begun)
     rows = shard_rows(all_rows, config.shard)
     require_template(runtime.model.tokenizer, config.dataset, rows)
     if begun_with == FORMAT_WITHOUT_FACTS:
         rows = with_former_ids(rows)
-    return Prepared(runtime=runtime, all_rows=all_rows, rows=rows, begun_with=begun_with)
+    return Prepared(runtime=runtime, all_rows=all_rows, rows=rows, copy=copy, begun_with=begun_with)
 
 
 @contextmanager
@@ -172,7 +175,7 @@ def _opened(
 ) -> Iterator["_Run"]:
     """Begins the run's directory or opens it again, with its rows and its model; holds its lock."""
     ready = prepared(task, config, should_stop, Trace() if config.trace else None, ranks, device)
-    runtime, rows, sampling = ready.runtime, ready.rows, ready.runtime.config.sampling
+    runtime, rows, copy, sampling = ready.runtime, ready.rows, ready.copy, ready.runtime.config.sampling
     fixed = task.columns(
         has_source=ready.begun_with > FORMAT_WITHOUT_SOURCES,
         has_logprobs=sampling.logprobs > 0,
@@ -183,16 +186,18 @@ def _opened(
     manifest = manifest_of(config, runtime, digests)
     manifest = replace(manifest, semantic={**manifest.semantic, **task.identity})
     with (
-        _open(task.directory, manifest, digests, rows, is_shared=config.is_elastic) as state,
+        _open(task.directory, manifest, digests, rows, is_shared=config.is_elastic, begun=copy.begun) as state,
         mistakes_logged(state.directory.log),
         _worker(config, state, should_stop) as worker,
     ):
         if config.output_private:
             state.directory.path.chmod(PRIVATE_FOLDER_MODE)  # of an earlier start it may be open
+        copy.take_up()
         if state.manifest.facts:
             keep_rows(state.directory.row_digests, digests)
+            copy.keep(state.directory.row_digests)
         store = partial(PartStore, directory=state.directory, manifest=state.manifest, columns=columns, fixed=fixed)
-        store = partial(store, is_shared=config.is_elastic)
+        store = partial(store, is_shared=config.is_elastic, copy=copy)
         yield _Run(task, state, runtime, rows, lambda plan: store(plan=plan), config, start, worker)
 
 
@@ -211,11 +216,17 @@ def _asked_by_rows(config: GenerateConfig, rows: Sequence[Row]) -> RuntimeConfig
 
 
 def _open(
-    path: Path, manifest: RunManifest, digests: InputDigests, rows: Sequence[Row], *, is_shared: bool
+    path: Path,
+    manifest: RunManifest,
+    digests: InputDigests,
+    rows: Sequence[Row],
+    *,
+    is_shared: bool,
+    begun: Mapping[str, JsonValue] | None,
 ) -> RunState:
     """`open_run`; where the run is another's for its input, the error names the first row."""
     try:
-        return open_run(path, manifest, is_shared=is_shared)
+        return open_run(path, manifest, is_shared=is_shared, begun=begun)
     except RunMismatchError as error:
         changed = first_changed(RunDirectory(path=path).row_digests, digests, rows)
         raise RunMismatchError(f"{error}\n{changed}") if changed is not None else error from error
@@ -248,7 +259,12 @@ class _Run:
     def outcome_if_finished(self) -> Outcome | None:
         """What a run came to whose every part is there; None where something is left to do. Raises DamagedRunError."""
         plan = _known_plan(self._state) if is_finished(self._state.directory) else None
-        return self._outcome(self._store_of(plan), None, was_finished=True) if plan is not None else None
+        if plan is None:
+            return None
+        store = self._store_of(plan)
+        outcome = self._outcome(store, None, was_finished=True)
+        store.copy.end(is_new=False)
+        return outcome
 
     def finish(self) -> Outcome:
         """Generates what is left, commits it and sums the run up. Where the first block shows that another way is
@@ -335,6 +351,7 @@ class _Run:
             store.require_seats()
         is_old = self._state.manifest.is_old
         fix_plan(self._state.directory.plan, planned, chunk_tokens=chunk_tokens, may_lack_digest=is_old)
+        store.copy.keep(self._state.directory.plan)
         return store
 
     def _stretches(
@@ -377,6 +394,7 @@ class _Run:
         outcome = self._outcome(store, plan, was_finished=False, weights_seconds=weights_seconds)
         facts = outcome.summary.plan
         store.finish(None if facts is None else facts.numbers)
+        store.copy.end(is_new=True)
         return outcome
 
     def _outcome(

@@ -29,7 +29,7 @@ def lacking(runs: Sequence[FoundRun]) -> list[str]:
 def told_lacking(run: FoundRun, rows: Sequence[int]) -> str:
     """What is said of a run that is not done, of whose rows those at `rows` are missing."""
     index, count = run.shard
-    name = f"{run.path}" + (f" (shard {index} of {count})" if count > 1 else "")
+    name = f"{run.place}" + (f" (shard {index} of {count})" if count > 1 else "")
     if run.condition is Condition.damaged:
         return f"{name} is damaged: {run.problem}"
     state = "is being worked on by another process" if run.condition is Condition.running else "is not finished"

@@ -164,6 +164,7 @@ class OpenRun:
             raise
         self._commit_complete()
         self._checkpoint.remove()
+        self._around.store.copy.drop(self._checkpoint.path)
 
     def _restore(self, saved: Running, recorded: frozenset[int]) -> None:
         """Drops what parts have: rows, and passes by their index. They were saved before the parts were committed."""
@@ -208,12 +209,12 @@ class OpenRun:
         if self._around.checkpoint_seconds is None:
             return
         known = {**self._unfinished, **self._session.snapshot()}
-        self._checkpoint.save(
-            Running(
-                finished=list(self._parts.rows.values()),
-                unfinished={self._around.asked.computed[i].key: state for i, state in known.items()},
-                passes=self._parts.passes,
-                num_stops=self._parts.num_stops,
-            )
+        running = Running(
+            finished=list(self._parts.rows.values()),
+            unfinished={self._around.asked.computed[i].key: state for i, state in known.items()},
+            passes=self._parts.passes,
+            num_stops=self._parts.num_stops,
         )
+        if self._checkpoint.save(running):
+            self._around.store.copy.offer(self._checkpoint.path)
         self._saved_at = time.monotonic()

@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from .part_files import parse_part, visible
 from .passes import THROUGHPUT_SCHEMA, PassRow, Status, with_later_fields
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
+from .stored_run import RunCopy
 from .success import recorded_parts, tell_of_remade, write_success
 
 LOG = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class PartStore:
     columns: pa.Schema  # of the rows' own columns, from `output_rows.infer_column_schema`
     fixed: pa.Schema = GENERATION_SCHEMA  # of the others, from `output_rows.generation_schema`
     is_shared: bool = False  # with other workers, which may be writing
+    copy: RunCopy = field(default_factory=RunCopy)  # where a part must be too before its block is done
 
     @cached_property
     def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
@@ -94,16 +96,20 @@ class PartStore:
         """Publish a block's rows, in any order, exactly one for each planned request. The first commit wins. A block
         that went on inside after `num_stops` stops says so: its log-probabilities need not be those of another run.
 
-        False: the block was committed already, and these rows are discarded. Raises OutputError with nothing committed.
-        """
+        False: the block was committed already, and these rows are discarded. Raises OutputError with nothing committed,
+        or, with the part here, what `RunCopy` raises."""
         if self.directory.generations_part(block).exists():
             LOG.info("block %d is committed already: the second result is discarded", block)
             return False
         table, passes = self._generation_table(block, generations), self._throughput_table(block, throughput)
         if num_stops:
             table = table.replace_schema_metadata({NUM_STOPS: str(num_stops).encode()})
-        self._publish(self.directory.throughput_part(block), passes, block, exclusive=False)
-        return self._publish(self.directory.generations_part(block), table, block, exclusive=True)
+        paths = self.directory.throughput_part(block), self.directory.generations_part(block)
+        self._publish(paths[0], passes, block, exclusive=False)
+        if not self._publish(paths[1], table, block, exclusive=True):
+            return False
+        self.copy.add_part(*paths)
+        return True
 
     def committed(self) -> dict[int, PartInfo]:
         """The blocks that need no work. Every part is read whole; one that is not right moves to `quarantine/`, and so
@@ -111,7 +117,7 @@ class PartStore:
 
         Sweeps the temps of killed writers. Raises OutputError when a file cannot be read
         or moved at all, and RunMismatchError, with nothing moved, where an older version's parts have other columns
-        than the input has.
+        than the input has; what `RunCopy` raises where parts are not there yet.
         """
         try:
             run = self.directory
@@ -129,6 +135,7 @@ class PartStore:
                 set_aside(self.directory.success, self.directory.quarantine, "it lists parts that are gone")
         except OSError as error:
             raise output_error(self.directory.path, error) from error
+        self.copy.keep(*map(self.directory.throughput_part, found), *map(self.directory.generations_part, found))
         return dict(sorted(found.items()))
 
     def require_seats(self) -> None:

@@ -2,14 +2,15 @@
 
 import errno
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.closing import Closing
-from runtime.errors import ConfigError, DamagedRunError, MillraceError
+from runtime.errors import ConfigError, DamagedRunError, MillraceError, RunMismatchError
 
 from ..files.lock import RunLock
-from ..files.publishing import fsync_directory, output_error, read_json, write_json
+from ..files.publishing import JsonValue, fsync_directory, output_error, read_json, write_json
 from .manifest import FORMAT, RunManifest
 
 LASTING_ERRNOS = frozenset(
@@ -89,6 +90,11 @@ class RunDirectory:
         return self.path / "errors.jsonl"
 
     @property
+    def store_token(self) -> Path:
+        """What the run's copy in an object store knows this directory by."""
+        return self.path / ".store_token.json"
+
+    @property
     def lock(self) -> Path:
         return self.path / ".lock"
 
@@ -116,9 +122,11 @@ class RunState(Closing):
         self.lock.release()
 
 
-def open_run(path: Path, manifest: RunManifest, *, is_shared: bool = False) -> RunState:
+def open_run(
+    path: Path, manifest: RunManifest, *, is_shared: bool = False, begun: Mapping[str, JsonValue] | None = None
+) -> RunState:
     """Bind `path` to `manifest` on the first call, check that it is bound to the same one later, and lock it,
-    alone or, `is_shared`, with other workers.
+    alone or, `is_shared`, with other workers. `begun`: the run.json of the run's copy, to which `path` is bound too.
 
     `run.json` is written before anything else; on a refusal nothing at all is. Raises RunMismatchError (another run,
     with a diff), ConfigError (not a directory that can hold a run), DamagedRunError (run.json unreadable, links where
@@ -127,14 +135,14 @@ def open_run(path: Path, manifest: RunManifest, *, is_shared: bool = False) -> R
     run = RunDirectory(path=path)
     try:
         _refuse_links(run)
-        bound = _bound(run, manifest)
+        bound = _bound(run, manifest, begun)
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock, is_shared=is_shared)
     except OSError as error:
         raise _unusable(run, error) from error
     try:
-        if bound is None and not write_json(run.manifest, manifest.to_json(), exclusive=True):
-            bound = _bound(run, manifest)  # another process was first
+        if not run.manifest.exists() and not write_json(run.manifest, begun or manifest.to_json(), exclusive=True):
+            bound = _bound(run, manifest, begun)  # another process was first
         _make_folders(run)
     except OSError as error:
         lock.release()
@@ -145,23 +153,34 @@ def open_run(path: Path, manifest: RunManifest, *, is_shared: bool = False) -> R
     return RunState(directory=run, manifest=bound or manifest, is_resumed=bound is not None, lock=lock)
 
 
-def format_begun_with(path: Path) -> int:
-    """The format of the run.json at `path`, from which follow the names of rows that cannot be read, and the columns of
-    parts; that of now where there is none."""
+def format_begun_with(path: Path, begun: Mapping[str, JsonValue] | None = None) -> int:
+    """The format of the run.json at `path`, or of that of the run's copy, from which follow the names of rows that
+    cannot be read, and the columns of parts; that of now where there is none."""
     try:
         number = read_json(RunDirectory(path=path).manifest).get("format")
+    except FileNotFoundError:
+        number = (begun or {}).get("format")
     except (OSError, DamagedRunError):  # `open_run` says so
         return FORMAT
     return number if isinstance(number, int) else FORMAT
 
 
-def _bound(run: RunDirectory, manifest: RunManifest) -> RunManifest | None:
-    """What run.json says, if it is there and ours; raises when it or the directory is another's. Writes nothing."""
+def _bound(run: RunDirectory, manifest: RunManifest, begun: Mapping[str, JsonValue] | None) -> RunManifest | None:
+    """What run.json says, here or in the run's copy, if it is there and ours; raises when it or the directory is
+    another's, or the two are of two runs. Writes nothing."""
     try:
         stored = read_json(run.manifest)
     except FileNotFoundError:
         _refuse_foreign(run)
+        stored = begun
+    if stored is None:
         return None
+    if begun is not None and begun.get("semantic_digest") != stored.get("semantic_digest"):
+        manifest.as_begun(begun, run.manifest)  # says in what, where it is not in how versions wrote it down
+        raise RunMismatchError(
+            f"{run.path} and its copy (output_url) were begun as two runs: choose another directory with run=, or "
+            f"another output_root"
+        )
     return manifest.as_begun(stored, run.manifest)
 
 

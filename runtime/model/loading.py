@@ -171,7 +171,7 @@ def load_model(
 
     `express`: see `map_weights`; `excerpt`: a part of it alone. Raises CheckpointError or ConfigError, with what to do.
     """
-    hollow = _open(config, device, cache_dir, excerpt)
+    hollow = _open(config, device, cache_dir, excerpt, should_stop)
     lanes = _choose_lanes(hollow, config, excerpt)
     weights = _map_bytes(hollow, config, cache_dir, express=express, should_stop=should_stop)
     dtypes = {name: tensor.dtype for name, tensor in hollow.model.state_dict(keep_vars=True).items()}
@@ -194,7 +194,7 @@ def load_model(
         rope_lengths=rope_lengths,
         dtypes=dtypes,
         compute_dtype=hollow.dtype,
-        tokenizer=load_tokenizer(config.tokenizer, hollow.checkpoint),
+        tokenizer=load_tokenizer(config.tokenizer, hollow.checkpoint, cache_dir),
         generation=hollow.generation,
         eos_token_ids=hollow.generation.eos_token_ids,
         start_token_id=hollow.generation.start_token_id if hollow.is_seq2seq else None,
@@ -215,11 +215,17 @@ def _in_lanes(shape: ModelShape, lanes: _Lanes, rope: RopeLengths | None, device
     )
 
 
-def _open(config: ModelConfig, device: torch.device, cache_dir: str | None, excerpt: Excerpt | None) -> _Hollow:
+def _open(
+    config: ModelConfig,
+    device: torch.device,
+    cache_dir: str | None,
+    excerpt: Excerpt | None,
+    should_stop: Callable[[], bool],
+) -> _Hollow:
     """Reads the small files and the headers of a checkpoint, and builds the model without its weights."""
     if config.compile:
         require_accelerator(device)
-    path = find_checkpoint(config, cache_dir)
+    path = find_checkpoint(config, cache_dir, should_stop)
     checkpoint = open_checkpoint(path)
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
     generation = read_generation(path, hf_config)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,12 +21,16 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ..config import RANDOM, TINY, ModelConfig
 from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
+from ..remote.copies import local_copy
+from ..remote.object_store import ObjectStore
+from ..remote.patience import Patience, never
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, is_gguf
 from ..store.gguf import read_gguf
 from ..store.json_object import JsonObject, read_json_object
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
+from ..urls import is_url
 from .config_rules import code_keys, require_sound, without_code
 from .net import one_line
 from .place import local_place, no_weights
@@ -44,9 +49,9 @@ TOKENIZER_KEY = "model.tokenizer"
 GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
 
 
-def find_checkpoint(config: ModelConfig, cache_dir: str | None) -> Path:
-    """A local directory or GGUF file, one of the two models that need none, or what the hub or its cache holds under
-    the id."""
+def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Callable[[], bool] = never) -> Path:
+    """A local directory or GGUF file, one of the two models that need none, a copy of what lies at a URL, or what the
+    hub or its cache holds under the id."""
     if config.path is None:
         if config.name == TINY:
             return BUNDLED
@@ -55,11 +60,20 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None) -> Path:
         raise ConfigError(f"model={config.name} needs model.path: a local directory, a GGUF file or a hub id")
     if (place := local_place(config)) is not None:
         return place
+    if is_url(config.path):
+        return _copied(config.path, "model.path", HUB_PATTERNS, cache_dir, should_stop)
     try:
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=HUB_PATTERNS))
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise no_weights(config, f"the hub and its cache gave nothing for it: {reason}") from error
+
+
+def _copied(
+    url: str, key: str, patterns: Sequence[str], cache_dir: str | None, should_stop: Callable[[], bool]
+) -> Path:
+    store = ObjectStore(url, key, Patience(should_stop=should_stop))
+    return local_copy(store, cache_root(cache_dir), patterns, CheckpointError)
 
 
 def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConfig:
@@ -116,7 +130,9 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def load_tokenizer(wanted: str | None, checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(
+    wanted: str | None, checkpoint: Checkpoint, cache_dir: str | None = None
+) -> PreTrainedTokenizerBase | None:
     """The wanted one or the checkpoint's; None when it has none: token ids can still be generated from."""
     path, gguf = checkpoint.path, checkpoint.gguf
     if wanted is None and not (_has_tokenizer(path) if gguf is None else "tokenizer.ggml.tokens" in gguf.metadata):
@@ -125,7 +141,7 @@ def load_tokenizer(wanted: str | None, checkpoint: Checkpoint) -> PreTrainedToke
     if wanted is None and gguf is not None:
         with vetted_directory(path.parent, path.name) as view, one_line(place):
             return AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left")
-    directory = path if wanted is None else _tokenizer_place(wanted)
+    directory = path if wanted is None else _tokenizer_place(wanted, cache_dir)
     if (model := lone_sentencepiece(directory)) is not None:
         return _of_sentencepiece(model, directory, place)
     return _of_directory(directory, place)
@@ -150,8 +166,10 @@ def _of_directory(directory: Path, failed: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _tokenizer_place(wanted: str) -> Path:
+def _tokenizer_place(wanted: str, cache_dir: str | None) -> Path:
     """A directory, or a SentencePiece model's file."""
+    if is_url(wanted):
+        return _copied(wanted, TOKENIZER_KEY, TOKENIZER_PATTERNS, cache_dir, never)
     path = Path(wanted).expanduser()
     if path.is_dir() or (path.is_file() and lone_sentencepiece(path) is not None):
         return path

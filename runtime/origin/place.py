@@ -6,14 +6,15 @@ from pathlib import Path
 from ..config import ModelConfig
 from ..errors import CheckpointError
 from ..store.checkpoint import is_gguf
+from ..urls import is_url
 
 FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
 
 
 def local_place(config: ModelConfig) -> Path | None:
-    """The directory or file that `model.path` names, or None where that is a hub id or not set. Raises CheckpointError
-    for what can only be a path and leads nowhere."""
-    if config.path is None:
+    """The directory or file that `model.path` names, or None where that is a URL, a hub id or not set. Raises
+    CheckpointError for what can only be a path and leads nowhere."""
+    if config.path is None or is_url(config.path):
         return None
     path = Path(config.path).expanduser()
     if path.is_dir() or is_gguf(path):
@@ -30,6 +31,6 @@ def no_weights(config: ModelConfig, reason: str) -> CheckpointError:
         f"model={config.name}: no weights at model.path={config.path}: {reason}\n"
         f"choose one of:\n"
         f"  1. hub: run `hf download {config.path}` where there is network (gated models: `hf auth login` first)\n"
-        f"  2. local: model.path=/directory/with/config.json/and/safetensors or model.path=/file.gguf\n"
+        f"  2. local, or a URL: model.path=/directory/with/config.json/and/safetensors or model.path=/file.gguf\n"
         f"  3. random weights: python -m jobs.synthesize model={shape} out=DIR, then model.path=DIR"
     )

@@ -1,0 +1,253 @@
+"""A run's copy in an object store: whole files at a URL, by which another machine goes on where this one ended.
+
+The run's own directory is worked in as ever. A file goes to the store once it is whole here: the plan before the first
+block, a part before its block counts as done, `_SUCCESS.json` last. One directory at a time writes there: a start in
+another one takes the run over, and the one before it ends at its next part.
+"""
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+
+from runtime.errors import DamagedRunError, MillraceError, RunInUseError, StorageError
+from runtime.remote.object_store import ObjectStore, Stored
+from runtime.remote.patience import Patience, never
+from runtime.units import counted
+from runtime.urls import url_child
+
+from ..config.settings import GenerateConfig
+from ..files.publishing import (
+    JsonValue,
+    canonical_json,
+    output_error,
+    publish,
+    read_json,
+    set_aside,
+    write_all,
+    write_json,
+)
+from .run_dir import RunDirectory
+
+log = logging.getLogger(__name__)
+
+KEY, RETRY_KEY = "output_url", "upload_retry_seconds"
+RUN, WRITER = "run.json", "writer.json"
+# What is fetched of a run: files of its own kinds, in its own folders, whatever else is there.
+OWN = re.compile(r"(?:(?:generations|throughput)/)?[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:json|jsonl|parquet|txt)")
+NUM_FETCHES = 8  # at once
+
+
+class RunCopy:
+    """A run's copy elsewhere; this one is none, and does nothing."""
+
+    @property
+    def begun(self) -> Mapping[str, JsonValue] | None:
+        """The run.json that it has. Raises DamagedRunError where that is no object."""
+        return None
+
+    def take_up(self) -> None:
+        """Makes this directory the one that writes there, and fetches what it lacks. The caller holds the run's lock.
+        All of this raises OutputError and StorageError, with nothing lost, RunInUseError and Interrupted."""
+
+    def keep(self, *paths: Path) -> None:
+        """Files that are never changed: those that are not there yet are taken there."""
+
+    def add_part(self, throughput: Path, generations: Path) -> None:
+        """A part that was just made here. Where another was there first, that one takes its place here."""
+
+    def end(self, *, is_new: bool) -> None:
+        """What a finished run comes to, and that it is finished. Not `is_new`: unless it is there."""
+
+    def add(self, *paths: Path) -> None:
+        """Files that take the place of those there; none where they are not here."""
+
+    def offer(self, path: Path) -> None:
+        """A file that helps, and is tried once: a failure is logged."""
+
+    def drop(self, path: Path) -> None:
+        """A file that was offered and helps no more."""
+
+
+class StoredRun(RunCopy):
+    """The copy of the run in `directory` in `store`."""
+
+    def __init__(self, store: ObjectStore, directory: RunDirectory):
+        self._store, self._directory = store, directory
+        self._hasty = ObjectStore(store.url, store.key, Patience(seconds=0))
+        self._files: dict[str, Stored] = {**store.listed(is_deep=True)}
+        self._begun = self._read_json(RUN) if RUN in self._files else None
+
+    @property
+    def begun(self) -> Mapping[str, JsonValue] | None:
+        return self._begun
+
+    def take_up(self) -> None:
+        writer = self._read_json(WRITER) if WRITER in self._files else {}
+        is_ours = writer.get("token") == self._token
+        if writer and not is_ours:
+            log.info("%s: taken over from %s, process %s", self._store.url, writer.get("host"), writer.get("pid"))
+        told = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}
+        self._store.write(WRITER, canonical_json(told).encode(), is_first=True)
+        self._files = {**self._store.listed(is_deep=True)}
+        names = [name for name in self._files if OWN.fullmatch(name) and name not in (RUN, WRITER)]
+        try:
+            with ThreadPoolExecutor(NUM_FETCHES) as pool:
+                num_fetched = sum(pool.map(partial(self._fetch, is_ours=is_ours), names))
+        except OSError as error:
+            raise output_error(self._directory.path, error) from error
+        if num_fetched:
+            log.info("%s: fetched %s", self._store.url, counted(num_fetched, "file"))
+        self.keep(self._directory.manifest)
+
+    def keep(self, *paths: Path) -> None:
+        new = self._lacking(paths)
+        if len(new) > 1:  # other workers may have taken them there
+            self._files |= self._store.listed(is_deep=True)
+            self._forget_others(new)
+            new = self._lacking(new)
+        if new:
+            self._require_ours()
+        for path in new:
+            self._put_first(path)
+
+    def add_part(self, throughput: Path, generations: Path) -> None:
+        self._require_ours()
+        self._put(throughput)
+        if self._name(generations) in self._files:  # one that was damaged here, and made again
+            self._put(generations)
+        else:
+            self._put_first(generations)
+
+    def end(self, *, is_new: bool) -> None:
+        run = self._directory
+        if not is_new and self._name(run.success) in self._files:
+            return
+        self.add(run.schedule, run.summary, run.success)
+        for name in [name for name in self._files if name.startswith("running")]:
+            self.drop(run.path / name)
+
+    def add(self, *paths: Path) -> None:
+        self._require_ours()
+        for path in paths:
+            if path.exists():
+                self._put(path)
+
+    def offer(self, path: Path) -> None:
+        name = self._name(path)
+        try:
+            self._hasty.write(name, path.read_bytes())
+            self._files[name] = Stored(num_bytes=0, tag="")
+        except (MillraceError, OSError) as error:
+            log.warning("what is generated and not finished was saved here alone: %s", error)
+
+    def drop(self, path: Path) -> None:
+        if self._files.pop(self._name(path), None) is None:
+            return
+        try:
+            self._hasty.remove(self._name(path))
+        except MillraceError as error:
+            log.warning("%s is of no more use and cannot be removed: %s", self._name(path), error)
+
+    def _lacking(self, paths: Sequence[Path]) -> list[Path]:
+        return [path for path in paths if self._name(path) not in self._files and path.exists()]
+
+    def _forget_others(self, paths: Sequence[Path]) -> None:
+        """What is there under the names of `paths` and is not of their size is as good as not there."""
+        for path in paths:
+            stored = self._files.get(self._name(path))
+            if stored is not None and stored.num_bytes != path.stat().st_size:
+                del self._files[self._name(path)]
+
+    @cached_property
+    def _token(self) -> str:
+        """What tells this directory from every other; workers that share it share that too. Raises OutputError."""
+        path = self._directory.store_token
+        if not path.exists():
+            write_json(path, {"token": secrets.token_hex(16)}, exclusive=True)
+        return str(read_json(path).get("token"))
+
+    def _require_ours(self) -> None:
+        try:
+            writer = self._read_json(WRITER)
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{self._store.url} ({KEY}) was emptied: start the same command again to take there what is here"
+            ) from error
+        if writer.get("token") != self._token:
+            raise RunInUseError(
+                f"{self._store.url} ({KEY}) was taken over by a start on {json.dumps(writer.get('host'))}, process "
+                f"{writer.get('pid')}: this one ends. What is in {self._directory.path} stays; to go on here, stop "
+                "that one first"
+            )
+
+    def _fetch(self, name: str, *, is_ours: bool) -> bool:
+        """Whether a file was fetched. What is here and came from here is not looked at again but for its size. Raises
+        OSError."""
+        path = self._directory.path / name
+        if is_ours and path.exists():
+            self._forget_others([path])
+            return False
+        try:
+            data = self._store.read(name)
+        except FileNotFoundError:  # what was offered is dropped in between
+            return False
+        if path.exists() and path.read_bytes() == data:
+            return False
+        self._replace(path, data)
+        return True
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        if path.exists() and path.parent != self._directory.path:
+            set_aside(path, self._directory.quarantine, f"{self._store.url} had another one first")
+        publish(path, lambda file: write_all(file, data), exclusive=False, expected_bytes=len(data))
+
+    def _put_first(self, path: Path) -> None:
+        name = self._name(path)
+        data = path.read_bytes()
+        try:
+            self._store.write(name, data, exclusive=True)
+        except FileExistsError:  # of another worker, or by a call of ours that was thought to have failed
+            theirs = self._store.read(name)
+            if theirs != data:
+                self._replace(path, theirs)
+        self._files[name] = Stored(num_bytes=len(data), tag="")
+
+    def _put(self, path: Path) -> None:
+        data = path.read_bytes()
+        self._store.write(self._name(path), data)
+        self._files[self._name(path)] = Stored(num_bytes=len(data), tag="")
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._directory.path).as_posix()
+
+    def _read_json(self, name: str) -> dict[str, JsonValue]:
+        """Raises DamagedRunError, FileNotFoundError."""
+        try:
+            value = json.loads(self._store.read(name))
+        except ValueError as error:
+            raise DamagedRunError(f"{url_child(self._store.url, name)} is no JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise DamagedRunError(f"{url_child(self._store.url, name)} is no JSON object")
+        return value
+
+
+def add_batch_files(config: GenerateConfig, directory: Path) -> None:
+    """Takes OpenAI's files of the finished run in `directory` to its copy. Raises what `RunCopy` raises."""
+    run = RunDirectory(path=directory)
+    copy_of(config, directory, never).add(run.batch_output, run.batch_errors)
+
+
+def copy_of(config: GenerateConfig, directory: Path, should_stop: Callable[[], bool]) -> RunCopy:
+    """The copy that the run in `directory` has by `config`. Raises ConfigError where it cannot be looked at."""
+    if config.output_url is None:
+        return RunCopy()
+    url = url_child(config.output_url, directory.relative_to(config.output_root).as_posix())
+    patience = Patience(seconds=config.upload_retry_seconds, should_stop=should_stop, key=RETRY_KEY)
+    return StoredRun(ObjectStore(url, KEY, patience), RunDirectory(path=directory))

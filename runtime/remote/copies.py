@@ -1,0 +1,180 @@
+"""Local copies of what lies at a URL: made once, kept in the cache directory, and never seen half.
+
+A copy is known by the URL and by the sizes and tags of its files: what was written again there is another copy, and a
+process that reads the old one goes on with it. A copy that was killed goes on behind the last byte it has.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
+from fnmatch import fnmatch
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import Interrupted, MillraceError, StorageError
+from ..units import MIB, counted, format_bytes
+from .object_store import ObjectStore, Stored
+
+log = logging.getLogger(__name__)
+
+RANGE_BYTES = 16 * MIB
+NUM_RANGES = 8  # that are asked for at once
+SECONDS_PER_LINE, SECONDS_PER_LOOK = 10.0, 0.5
+NAME = re.compile(r"[^/\\\0]+")
+
+
+def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], refused: type[MillraceError]) -> Path:
+    """The file, or the directory of those files whose names `patterns` match, that lies at the store's URL, as a copy
+    below `cache`. Hidden files and folders inside are passed over.
+
+    Raises `refused` where nothing is there, or no room here; StorageError, ConfigError and Interrupted.
+    """
+    files = store.listed(is_deep=False)
+    wanted = files if "" in files else {name: file for name, file in files.items() if _is_wanted(name, patterns)}
+    if not wanted:
+        what = f"{counted(len(files), 'file')} and none of {', '.join(patterns)}" if files else "nothing there"
+        raise refused(f"{store.key}={store.url}: there is {what}")
+    name = store.url.rstrip("/").rpartition("/")[2]
+    folder = cache / "copies" / _digest(store.url, wanted)
+    root = folder / name if "" not in wanted else folder
+    targets = {each: root / (each or name) for each in wanted}
+    if not all(target.exists() for target in targets.values()):
+        _make(root, store, refused)
+        with _Lock(folder / ".lock", store):
+            _Copy(store, wanted, targets, refused).finish()
+    return folder / name
+
+
+def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    is_plain = NAME.fullmatch(name) is not None and not name.startswith(".")
+    return is_plain and any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _digest(url: str, files: Mapping[str, Stored]) -> str:
+    told = [url, *([name, file.num_bytes, file.tag] for name, file in sorted(files.items()))]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
+
+
+def _make(folder: Path, store: ObjectStore, refused: type[MillraceError]) -> None:
+    """Others have no look at what may be private in its store."""
+    try:
+        folder.parents[0].mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise refused(f"{store.key}={store.url} cannot be copied to {folder}: {error.strerror}") from error
+
+
+class _Lock(AbstractContextManager["_Lock"]):
+    """One process copies, others wait until it has, or has ended."""
+
+    def __init__(self, path: Path, store: ObjectStore):
+        self._path, self._store = path, store
+
+    def __enter__(self) -> Self:
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        has_said = False
+        while True:
+            try:
+                flock(self._descriptor, LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                if not has_said:
+                    log.info("another process copies %s", self._store.url)
+                has_said = True
+                _heed_stop(self._store)
+                time.sleep(SECONDS_PER_LOOK)
+            else:
+                return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+
+def _heed_stop(store: ObjectStore) -> None:
+    if store.patience.should_stop():
+        raise Interrupted(f"stopped while {store.url} was copied; the same command goes on from here")
+
+
+@dataclass
+class _Copy:
+    """One process' work on a copy, under its lock."""
+
+    store: ObjectStore
+    files: Mapping[str, Stored]
+    targets: Mapping[str, Path]
+    refused: type[MillraceError]
+
+    def finish(self) -> None:
+        left = {name: file for name, file in self.files.items() if not self.targets[name].exists()}
+        begun = {name: _num_bytes(_partial(self.targets[name])) for name in left}
+        self._num_bytes, self._all_bytes = 0, sum(file.num_bytes - begun[name] for name, file in left.items())
+        self._said_at = time.monotonic()
+        self._require_room()
+        log.info("copying %s, %s of %s", self.store.url, counted(len(left), "file"), format_bytes(self._all_bytes))
+        for name, file in left.items():
+            self._fetch(name, file)
+
+    def _require_room(self) -> None:
+        folder = next(iter(self.targets.values())).parent
+        free = shutil.disk_usage(folder).free
+        if free < self._all_bytes:
+            raise self.refused(
+                f"{self.store.key}={self.store.url} takes {format_bytes(self._all_bytes)} of copies, and "
+                f"{format_bytes(free)} are free in {folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
+            )
+
+    def _fetch(self, name: str, file: Stored) -> None:
+        target = self.targets[name]
+        partial = _partial(target)
+        try:
+            with partial.open("ab") as out, ThreadPoolExecutor(NUM_RANGES) as pool:
+                for begin in range(out.tell(), file.num_bytes, RANGE_BYTES * NUM_RANGES):
+                    ends = range(begin, min(begin + RANGE_BYTES * NUM_RANGES, file.num_bytes), RANGE_BYTES)
+                    for data in pool.map(lambda at: self._range(name, file, at), ends):
+                        out.write(data)
+                        self._tell(len(data))
+                out.flush()
+                os.fsync(out.fileno())
+        except OSError as error:
+            raise StorageError(f"{partial} cannot be written: {error.strerror or error}") from error
+        if self.store.listed(is_deep=False).get(name) != file or _num_bytes(partial) != file.num_bytes:
+            partial.unlink()
+            raise StorageError(f"{self.store.url} was written while it was copied ({name}): start the command again")
+        partial.replace(target)
+
+    def _range(self, name: str, file: Stored, begin: int) -> bytes:
+        _heed_stop(self.store)
+        end = min(begin + RANGE_BYTES, file.num_bytes)
+        try:
+            data = self.store.read(name, begin, end)
+        except FileNotFoundError as error:
+            raise self.refused(f"{self.store.key}={self.store.url}: {name} went away while it was copied") from error
+        if len(data) != end - begin:
+            raise StorageError(f"{self.store.url} gave {len(data):,} of {end - begin:,} bytes of {name}")
+        return data
+
+    def _tell(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if time.monotonic() - self._said_at >= SECONDS_PER_LINE:
+            self._said_at = time.monotonic()
+            done, whole = format_bytes(self._num_bytes), format_bytes(self._all_bytes)
+            log.info("copying %s: %s of %s", self.store.url, done, whole)
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.part")
+
+
+def _num_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

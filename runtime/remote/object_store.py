@@ -1,0 +1,129 @@
+"""A place in an object store: what lies below its URL, read and written whole. Credentials and endpoints are for the
+store's own library to find, by fsspec; nothing here keeps or shows them.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from ..errors import ConfigError
+from ..urls import require_plain_url, url_child
+from .patience import Patience, told
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # of ours, by scheme
+TAGS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
+LASTING = (FileNotFoundError, PermissionError)  # where nothing was begun: a mistake in the command
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A file as its store tells of it. `tag`: what is another once it was written again."""
+
+    num_bytes: int
+    tag: str
+    is_file: bool = True
+
+
+class ObjectStore:
+    """What lies below `url`, which the setting `key` names. Names of files are what follows on the URL and a slash.
+
+    All of it raises StorageError where the store fails for longer than `patience`, and Interrupted.
+    """
+
+    def __init__(self, url: str, key: str, patience: Patience | None = None):
+        """Raises ConfigError for a URL with credentials, of an unknown scheme, or whose library is not installed."""
+        require_plain_url(url, key)
+        self.url, self.key, self.patience = url.rstrip("/"), key, patience or Patience()
+        self._fs, self._root = _opened(self.url, key)
+
+    def listed(self, *, is_deep: bool) -> Mapping[str, Stored]:
+        """The files below the URL, by name; `is_deep`: those in folders too. The name of a URL that is a file is empty.
+        Nothing where there is none. Raises ConfigError where nobody may look."""
+        return self._opening("listing", lambda: self._list(is_deep), {})
+
+    def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
+        """The bytes of a file, or those in a range. Raises FileNotFoundError."""
+        call = partial(self._fs.cat_file, self._path(name), start=begin, end=end)
+        return self._held("reading", name, call, lasting=(FileNotFoundError,))
+
+    def write(self, name: str, data: bytes, *, exclusive: bool = False, is_first: bool = False) -> None:
+        """Puts a file there, of which a reader sees all or nothing. `exclusive`: raises FileExistsError where one is
+        there. `is_first`: of all that is written, so that a bucket that is not there, or not ours, is a ConfigError."""
+        call = partial(self._write, self._path(name), data, exclusive)
+        if is_first:
+            self._opening(f"writing {name}", call, None)
+        else:
+            self._held("writing", name, call)
+
+    def remove(self, name: str) -> None:
+        """Takes a file away, which may be gone already."""
+        with suppress(FileNotFoundError):
+            self._held("removing", name, partial(self._fs.rm_file, self._path(name)), lasting=(FileNotFoundError,))
+
+    def _path(self, name: str) -> str:
+        return url_child(self._root, name) if name else self._root
+
+    def _held(self, what: str, name: str, call: Callable[[], T], *, lasting: tuple[type[Exception], ...] = ()) -> T:
+        place = url_child(self.url, name) if name else self.url
+        return self.patience.hold(f"{what} {place} ({self.key})", call, lasting=lasting)
+
+    def _opening(self, what: str, call: Callable[[], T], absent: T | None) -> T:
+        """A call that is among the first: what cannot pass is refused at once, but for `absent` where that is given."""
+        try:
+            return self.patience.hold(f"{what} at {self.url} ({self.key})", call, lasting=LASTING)
+        except LASTING as error:
+            if absent is not None and isinstance(error, FileNotFoundError):
+                return absent
+            raise ConfigError(
+                f"{self.key}={self.url}: {what} is refused ({told(error)}): look at its name, and at the credentials "
+                "in the environment or in the files of the store's own tools"
+            ) from error
+
+    def _list(self, is_deep: bool) -> dict[str, Stored]:
+        whole = self._look(self._root) if not is_deep else None
+        if whole is not None and whole.is_file:
+            return {"": whole}
+        self._fs.invalidate_cache()
+        found = self._fs.find(self._root, detail=True).values() if is_deep else self._fs.ls(self._root, detail=True)
+        files = {info["name"].removeprefix(self._root).lstrip("/"): _stored(info) for info in found}
+        return {name: file for name, file in files.items() if file.is_file}
+
+    def _look(self, path: str) -> Stored:
+        self._fs.invalidate_cache()
+        return _stored(self._fs.info(path))
+
+    def _write(self, path: str, data: bytes, exclusive: bool) -> None:
+        fs = self._fs
+        if exclusive and fs.exists(path):
+            raise FileExistsError(path)
+        if isinstance(fs, LocalFileSystem):  # whose readers would see a half
+            folder, _, name = path.rpartition("/")
+            temp = f"{folder}/.{name}.{secrets.token_hex(4)}.tmp"
+            fs.pipe_file(temp, data)
+            fs.mv(temp, path)
+        else:
+            fs.pipe_file(path, data, mode="create" if exclusive else "overwrite")
+
+
+def _opened(url: str, key: str) -> tuple[Any, str]:
+    scheme = url.partition("://")[0]
+    options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+    try:
+        return fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        extra = f"'millrace[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "what it names"
+        raise ConfigError(f"{key}={url} needs a library ({told(error)}): pip install {extra}") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}={url} is of no scheme that fsspec knows: {told(error)}") from error
+
+
+def _stored(info: Mapping[str, Any]) -> Stored:
+    tag = next((str(info[name]) for name in TAGS if info.get(name) is not None), "")
+    return Stored(num_bytes=int(info.get("size") or 0), tag=tag, is_file=info["type"] == "file")
