@@ -1,8 +1,8 @@
 """How long planning takes for many rows that begin alike in one way or another, beside rows that share nothing.
 
-`python -m tests.planning_time [ROWS]` plans 100,000 rows, or as many as it is told, of a Llama of 1 B on a made-up
-machine, and prints seconds of a processor: to find what prompts share, to plan without it, and with it, in waves.
-Prompts that share nothing must cost about the same either way.
+`python -m tests.planning_time [ROWS [ADMISSION]]` plans 100,000 rows, or as many as it is told, of a Llama of 1 B on a
+made-up machine, and prints seconds of a processor: to find what prompts share, to plan without it, and with it, in
+waves or as that admission has it. Prompts that share nothing must cost about the same either way.
 """
 
 import random
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from jobs.planning.shapes import read_shape
 from runtime.batching.prefixes import shared_prefixes
-from runtime.config import DType, OffloadConfig, RuntimeConfig, Tier
+from runtime.config import Admission, DType, OffloadConfig, PolicyConfig, RuntimeConfig, Tier
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import find_policy
@@ -59,18 +59,18 @@ def many_tasks(draw: random.Random, num_rows: int) -> Prompts:
 WORKLOADS = {"no shots": no_shots, "one task": one_task, "samples of a prompt": samples, "many tasks": many_tasks}
 
 
-def planned(sizes: Sequence[SequenceSize]) -> float:
+def planned(sizes: Sequence[SequenceSize], admission: Admission) -> float:
     """Seconds of a processor."""
     machine = cpu_machine()
-    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme))
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme), policy=PolicyConfig(admission=admission))
     problem = Problem(shape=SHAPE, config=config, budgets=Budgets(host_bytes=2 * GIB), sizes=sizes, rates=machine.rates)
     begin = time.process_time()
     find_policy(problem)
     return time.process_time() - begin
 
 
-def main(num_rows: int) -> None:
-    print(f"{num_rows:,} rows, seconds of a processor")
+def main(num_rows: int, admission: Admission) -> None:
+    print(f"{num_rows:,} rows, admission={admission.value}, seconds of a processor")
     print("| prompts | finding what they share | planned without | with |")
     print("|---|---|---|---|")
     for name, made in WORKLOADS.items():
@@ -81,9 +81,10 @@ def main(num_rows: int) -> None:
         alone = [SequenceSize.shared(len(prompt), NEW_TOKENS) for prompt in prompts]
         del prompts
         sizes = [size.behind(prefix) for size, prefix in zip(alone, found, strict=True)]
-        seconds = planned(alone), planned(sizes)
+        seconds = planned(alone, admission), planned(sizes, admission)
         print(f"| {name} | {finding:.1f} | {' | '.join(f'{each:.1f}' for each in seconds)} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else NUM_ROWS)
+    given = dict(enumerate(sys.argv))
+    main(int(given.get(1, NUM_ROWS)), Admission(given.get(2, Admission.wave.value)))

@@ -27,6 +27,7 @@ class Contender(Enum):
     transformers_bf16 = "transformers_bf16"
     accelerate_cpu = "accelerate_cpu"
     accelerate_disk = "accelerate_disk"
+    accelerate_disk_bf16 = "accelerate_disk_bf16"
     airllm = "airllm"
     deepspeed_cpu = "deepspeed_cpu"
     deepspeed_nvme = "deepspeed_nvme"
@@ -148,6 +149,7 @@ CONTENDERS: Mapping[Contender, Entry] = {
     Contender.transformers_bf16: Peer(dtype=DType.bfloat16),
     Contender.accelerate_cpu: Peer(tier=Tier.cpu),
     Contender.accelerate_disk: Peer(tier=Tier.nvme),
+    Contender.accelerate_disk_bf16: Peer(dtype=DType.bfloat16, tier=Tier.nvme),
     Contender.airllm: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, isolation=AIRLLM),
     Contender.deepspeed_cpu: Peer(tier=Tier.cpu, batch_sizes=LARGE_BATCH_SIZES, isolation=DEEPSPEED),
     Contender.deepspeed_nvme: Peer(tier=Tier.nvme, batch_sizes=LARGE_BATCH_SIZES, isolation=DEEPSPEED),

@@ -29,6 +29,7 @@ SHARES: Mapping[Form, float] = {  # of the published bytes that a form takes, at
     Form.published: 1.0, Form.lossless: 0.76, Form.int8: 0.52, Form.fp8: 0.52, Form.int4: 0.29,
 }  # fmt: skip
 GGUF_SHARES = {"F16": 1.0, "Q8_0": 0.54, "Q4_0": 0.29}
+OFFLOADED_SHARES = {Contender.accelerate_disk: 2.0, Contender.accelerate_disk_bf16: 1.0}
 PARAMETERS_OF_A_LAYER, PARAMETERS_BESIDE = 1_451_270_144, 262_148_096  # of Mixtral 8x7B
 BYTES_OF_BF16 = 2
 
@@ -66,7 +67,7 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
                 refusals[peer.value] = str(error)
                 say(f"{peer.value} is left out: {error}")
                 continue
-            num_bytes = int(_num_bytes(published) * (_peer_share(peer) or 1))
+            num_bytes = int(_num_bytes(published) * GGUF_SHARES.get(_gguf_kind(peer) or "", 1.0))
             entries.append(Entry(peer.value, num_bytes, _peer_loss(peer), results))
     found = larger_table(entries, _prompt_tokens(config))
     found += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
@@ -168,9 +169,11 @@ def _require_free(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def _peer_share(peer: Contender) -> float | None:
-    """What it writes besides, of the published bytes."""
+    """What it writes besides, of the published bytes: a file of its own, or experts in stacks."""
     kind = _gguf_kind(peer)
-    return None if kind is None else GGUF_SHARES[kind]
+    if kind is not None:
+        return GGUF_SHARES[kind]
+    return OFFLOADED_SHARES.get(peer)
 
 
 def _gguf_kind(peer: Contender) -> str | None:
@@ -184,7 +187,8 @@ def _loss(form: Form) -> str:
 
 
 def _peer_loss(peer: Contender) -> str:
-    return "lossy" if (_peer_share(peer) or 1) < 1 else "half precision"
+    kind = _gguf_kind(peer)
+    return "lossy" if kind is not None and GGUF_SHARES[kind] < 1 else "half precision"
 
 
 def _num_bytes(path: Path) -> int:

@@ -5,10 +5,11 @@ For the models of the comparison, Llama and Mixtral; without a vocabulary, as to
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -28,26 +29,67 @@ OUTER = {
 EXPERT_NAMES = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 
 
+class Source(NamedTuple):
+    """Where the weights of a tensor lie: the shards and names of one matrix, or of all experts', in their order."""
+
+    places: Sequence[tuple[Path, str]]
+    shape: Sequence[int]
+    num_rotated_heads: int | None = None
+
+
 def export_gguf(checkpoint: Path, target: Path, kind: str) -> None:
-    """`kind`: of matrices, "F16", "Q8_0" or "Q4_0"; vectors are F32. Raises ConfigError for another model."""
+    """`kind`: of matrices, "F16", "Q8_0" or "Q4_0"; vectors are F32. The header is written first, then one tensor after
+    the other, so it takes the memory of one and the disk of the file. Raises ConfigError for another model."""
     import gguf
 
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in ("llama", "mixtral"):
         raise ConfigError(f"{checkpoint}: llama.cpp is measured on Llama and Mixtral, this is {config['model_type']}")
     part = target.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, "llama", use_temp_file=True)  # it would hold all of it in memory
+    writer = gguf.GGUFWriter(part, "llama")
     _add_keys(writer, config)
-    types = gguf.GGMLQuantizationType
-    for name, weights in _tensors(checkpoint, config):
-        is_matrix = weights.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
-        stored = types[kind] if is_matrix else types.F32
-        writer.add_tensor(name, gguf.quants.quantize(weights.float().numpy(), stored), raw_dtype=stored)
+    types, factors = gguf.GGMLQuantizationType, _frequency_factors(config)
+    sources = _sources(checkpoint, config)
+    stored = {name: types[kind] if _is_matrix(name, source) else types.F32 for name, source in sources.items()}
+    for name, source in sources.items():
+        numbers, shape = _stored_as(source.shape, stored[name])
+        writer.add_tensor_info(name, shape, numbers, math.prod(shape) * numbers.itemsize, raw_dtype=stored[name])
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for name, source in sources.items():
+        writer.write_tensor_data(_quantized(source, stored[name]))
+    if factors is not None:
+        writer.write_tensor_data(factors)
     writer.close()
     part.replace(target)
+
+
+def _is_matrix(name: str, source: Source) -> bool:
+    return len(source.shape) > 1 and not name.endswith("ffn_gate_inp.weight")
+
+
+def _stored_as(shape: Sequence[int], kind: Any) -> tuple[np.dtype[Any], Sequence[int]]:
+    """What numpy has such a tensor as."""
+    from gguf.quants import quant_shape_to_byte_shape
+
+    if kind.name in ("F16", "F32"):
+        return np.dtype("float16" if kind.name == "F16" else "float32"), shape
+    return np.dtype("uint8"), quant_shape_to_byte_shape(shape, kind)
+
+
+def _quantized(source: Source, kind: Any) -> np.ndarray:
+    from gguf.quants import quantize
+
+    matrices = list[np.ndarray]()
+    for file, key in source.places:
+        with safe_open(file, framework="pt") as weights:
+            tensor = weights.get_tensor(key).float()
+        heads = source.num_rotated_heads
+        matrices.append(quantize((tensor if heads is None else _interleaved(tensor, heads)).numpy(), kind))
+    return np.stack(matrices) if len(source.shape) > 2 else matrices[0]
 
 
 def _add_keys(writer: Any, config: Mapping[str, Any]) -> None:
@@ -68,29 +110,29 @@ def _add_keys(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
-def _tensors(checkpoint: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Source]:
+    """The tensors of the file, by llama.cpp's names."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    found, stacks = dict[str, Source](), dict[str, dict[int, Source]]()
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for key in weights.keys():  # noqa: SIM118 - the file is no mapping
-                tensor = weights.get_tensor(key)
+                source = Source([(file, key)], weights.get_slice(key).get_shape())
                 if key in OUTER:
-                    yield OUTER[key], tensor
+                    found[OUTER[key]] = source
                     continue
                 layer, _, inner = key.removeprefix("model.layers.").partition(".")
                 inner = inner.removesuffix(".weight")
                 if ".experts." in inner:
                     _, expert, matrix = inner.rsplit(".", 2)
-                    stack = stacks.setdefault(f"blk.{layer}.{EXPERT_NAMES[matrix]}.weight", {})
-                    stack[int(expert)] = tensor
+                    stacks.setdefault(f"blk.{layer}.{EXPERT_NAMES[matrix]}.weight", {})[int(expert)] = source
                     continue
                 name = NAMES[inner]
-                yield f"blk.{layer}.{name}.weight", _interleaved(tensor, heads[name]) if name in heads else tensor
+                found[f"blk.{layer}.{name}.weight"] = source._replace(num_rotated_heads=heads.get(name))
     for name, stack in stacks.items():
-        yield name, torch.stack([stack[expert] for expert in sorted(stack)])
-    if config["rope_parameters"]["rope_type"] == "llama3":
-        yield "rope_freqs.weight", _frequency_factors(config)
+        places = [place for expert in sorted(stack) for place in stack[expert].places]
+        found[name] = Source(places, [len(places), *stack[0].shape])
+    return found
 
 
 def _interleaved(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -98,8 +140,11 @@ def _interleaved(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
     return weights.view(num_heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
 
 
-def _frequency_factors(config: Mapping[str, Any]) -> torch.Tensor:
-    """The factors by which Llama 3 divides the rotary frequencies of waves that are longer than its first context."""
+def _frequency_factors(config: Mapping[str, Any]) -> np.ndarray | None:
+    """The factors by which Llama 3 divides the rotary frequencies of waves that are longer than its first context; None
+    of other models."""
+    if config["rope_parameters"]["rope_type"] != "llama3":
+        return None
     rope = config["rope_parameters"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     first, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
@@ -108,4 +153,4 @@ def _frequency_factors(config: Mapping[str, Any]) -> torch.Tensor:
         turns = first / (2 * math.pi * rope["rope_theta"] ** (number / dim))  # of this wave in the first context
         share = min(1.0, max(0.0, (turns - low) / (high - low)))
         factors.append(1 / ((1 - share) / rope["factor"] + share))
-    return torch.tensor(factors)
+    return np.array(factors, np.float32)

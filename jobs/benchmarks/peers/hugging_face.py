@@ -3,9 +3,10 @@ by accelerate, on the CPU or in front of a device."""
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import (
@@ -29,35 +30,55 @@ from ..task import Result, Task, batches, forgetting, prompts, timed
 def generate(peer: Peer, task: Task) -> Result:
     """Measures a model with every decoder layer where `peer.tier` says; embeddings and head stay in memory: what users
     of accelerate get for a model that does not fit."""
-    baseline, device = resident_bytes(), torch.device("cpu")
-    model = AutoModelForCausalLM.from_pretrained(task.path, dtype=getattr(torch, peer.dtype.value)).eval()
-    if peer.tier is Tier.none:
-        return generated(model, task, baseline)
-    import accelerate
-
+    baseline, dtype = resident_bytes(), getattr(torch, peer.dtype.value)
+    if peer.tier is Tier.nvme:
+        return _from_disk(task, dtype, baseline)
+    model = AutoModelForCausalLM.from_pretrained(task.path, dtype=dtype).eval()
     if peer.tier is Tier.cpu:
-        accelerate.cpu_offload(model, execution_device=device)
-        return generated(model, task, baseline)
+        import accelerate
+
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    return generated(model, task, baseline)
+
+
+def _from_disk(task: Task, dtype: torch.dtype, baseline_bytes: int) -> Result:
+    """Never loads all of it. Weights that the checkpoint holds otherwise, as stacks of experts, are written anew."""
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
-        accelerate.disk_offload(model, offload_dir=folder, execution_device=device)
-        with forgetting(Path(folder)):
-            return generated(model, task, baseline)
+        model = AutoModelForCausalLM.from_pretrained(
+            task.path, dtype=dtype, device_map=_layers_on_disk(Path(task.path)), offload_folder=folder
+        ).eval()
+        with forgetting(Path(folder)), forgetting(Path(task.path)):
+            return generated(model, task, baseline_bytes)
+
+
+def _layers_on_disk(checkpoint: Path) -> dict[str, str]:
+    from runtime.probing.meta import build_meta_model
+
+    model = build_meta_model(AutoConfig.from_pretrained(checkpoint), torch.float32)
+    layers = cast("Iterable[torch.nn.Module]", model.get_decoder().layers)
+    names = {module: name for name, module in model.named_modules()}
+    beside = [*model.children(), *model.get_decoder().children()]
+    outer = {names[each]: "cpu" for each in beside if each is not layers and each is not model.get_decoder()}
+    return outer | {names[layer]: "disk" for layer in layers}
 
 
 def generated(model: PreTrainedModel, task: Task, baseline_bytes: int) -> Result:
     """Measures the task's prompts on the CPU, in batches of neighbours in length, the longest first."""
     ids = prompts(task.num_prompts, model.config.get_text_config().vocab_size, task.prompt_tokens)
-    size = task.batch_size
+    size, prefill_seconds = task.batch_size, list[float]()
     assert size is not None, "given, or searched before"
 
     def generate_all() -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {}
         for members in batches(ids, size):
-            rows = generate_batch(model, [ids[i] for i in members], task.num_new_tokens, torch.device("cpu"))
+            begin, clock = time.monotonic(), _FirstToken()
+            rows = generate_batch(model, [ids[i] for i in members], task.num_new_tokens, torch.device("cpu"), clock)
+            prefill_seconds.append(clock.seconds - begin)
             tokens |= dict(zip(members, rows, strict=True))
         return tokens
 
-    return timed(generate_all, baseline_bytes=baseline_bytes, batch_size=size)
+    result = timed(generate_all, baseline_bytes=baseline_bytes, batch_size=size)
+    return replace(result, prefill_seconds=sum(prefill_seconds))
 
 
 @torch.inference_mode()
@@ -112,7 +133,7 @@ class DeviceModel:
 
     def measure(self, prompts: Sequence[list[int]], num_new_tokens: int) -> Result:
         """Host seconds, between which the device is waited for."""
-        clock = _FirstToken(self._device)
+        clock = _FirstToken(self._device.finish)
 
         def generate_all() -> dict[int, list[int]]:
             rows = generate_batch(self._model, prompts, num_new_tokens, self._device.torch_device, clock)
@@ -129,14 +150,14 @@ class DeviceModel:
 class _FirstToken(StoppingCriteria):
     """Stops nobody; remembers when the first tokens were there."""
 
-    def __init__(self, device: ComputeDevice):
-        self._device, self.seconds = device, 0.0
+    def __init__(self, wait: Callable[[], object] = lambda: None):
+        self._wait, self.seconds = wait, 0.0
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - it promises a class that no tensor has
         self, input_ids: torch.Tensor, scores: object, **kwargs: object
     ) -> torch.Tensor:
         if not self.seconds:
-            self._device.finish()
+            self._wait()
             self.seconds = time.monotonic()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
