@@ -7,6 +7,7 @@ pyarrow and torch start threads on import that block nothing, the kernel may han
 default action ends the process.)
 """
 
+import atexit
 import os
 import signal
 import threading
@@ -37,12 +38,21 @@ def end_on_signals() -> None:
     job calls this first, as imports from a cold file system can take long and there is nothing to save yet."""
     for number in heard_signals():
         signal.signal(number, _end)
+    atexit.register(ignore_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os.write(2, BEFORE_THE_START)
+    if not StopFlag.was_watching:  # what ends behind it has said why
+        os.write(2, BEFORE_THE_START)
     os._exit(EXIT_INTERRUPTED)
+
+
+def ignore_signals() -> None:
+    """Has the process end with the exit code that it is about to end with: while the interpreter goes down, a signal
+    would otherwise end it as if nobody listened, and launchers send one as soon as another process has ended."""
+    for number in heard_signals():
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopFlag:
@@ -51,6 +61,8 @@ class StopFlag:
     The first SIGTERM, SIGUSR1, SIGINT or SIGHUP sets `requested`. A second one ends the process at once with exit code
     75, without any clean-up: committed parts need none.
     """
+
+    was_watching = False
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -77,7 +89,7 @@ class StopFlag:
         self._old_handlers = {number: signal.signal(number, _leave_to_the_watcher) for number in heard_signals()}
         for number in self._old_handlers:
             signal.siginterrupt(number, False)  # reads in flight go on instead of failing with EINTR
-        self._is_watching = True
+        self._is_watching = StopFlag.was_watching = True
         self._thread = threading.Thread(target=self._watch, name="stop-flag", daemon=True)
         self._thread.start()
         return self
