@@ -20,6 +20,7 @@ class Suite(Enum):
     `floor`: how near Millrace's contenders come, in each of `blocks`, to what reading and multiplying take at least.
     `evaluation`: scores of lm-evaluation-harness, ours beside those of its own model, in memory and offloaded.
     `prefixes`: few-shot prompts with what they begin with computed once, and by each of them, beside vLLM's cache.
+    `devices`: ranks that read together, beside one process, from a disk that gives each of them so much.
     `larger_than_memory`: Mixtral layers of full size in each form that `millrace pack` makes, beside peers.
     `gpu`: weights in host memory in front of a device, see `gpu/`."""
 
@@ -31,6 +32,7 @@ class Suite(Enum):
     floor = "floor"
     evaluation = "evaluation"
     prefixes = "prefixes"
+    devices = "devices"
     larger_than_memory = "larger_than_memory"
     gpu = "gpu"
 
@@ -66,6 +68,19 @@ class LargerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    """Settings of `suite=devices`: how many ranks beside each other, and how many MB/s each of them may read."""
+
+    sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
+    read_mb_per_second: float = 8.0
+
+    def __post_init__(self) -> None:
+        require(bool(self.sizes) and min(self.sizes) >= 1, f"ranks.sizes must be 1 or more each, got {self.sizes}")
+        rate = self.read_mb_per_second
+        require(rate > 0, f"ranks.read_mb_per_second must be above 0 MB/s, got {rate}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """`checkpoints` are directories, empty: that of `model`; a block is so many sequences.
 
@@ -97,6 +112,7 @@ class BenchConfig:
     tokenizer: str | None = None
     kv_seats: int = 8
     rows: dict[Contender, int] = field(default_factory=dict)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
     larger: LargerConfig = field(default_factory=LargerConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
     name: str = "bench"

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from runtime.api import Runtime
 from runtime.config import (
@@ -53,7 +54,13 @@ def _policy(task: Task) -> PolicyConfig:
     )
 
 
-def opened(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tuple[Runtime, list[Request]]:
+class MakeRuntime(Protocol):
+    def __call__(self, config: RuntimeConfig, *, trace: Trace | None) -> Runtime: ...
+
+
+def opened(
+    task: Task, offload: OffloadConfig, trace: Trace | None = None, make: MakeRuntime = Runtime
+) -> tuple[Runtime, list[Request]]:
     """The runtime of a task, with its weights where `offload` says, and the task's requests. Raises MillraceError where
     a prompt is longer than the model takes."""
     config = RuntimeConfig(
@@ -67,7 +74,7 @@ def opened(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tu
         ),
         machine=MachineConfig(num_threads=task.num_threads),
     )
-    runtime = Runtime(config, trace=trace)
+    runtime = make(config, trace=trace)
     ids = prompts_of(task, runtime.model.shape.vocab_size)
     requests, longest = requests_of(runtime, ids), max(map(len, ids))
     if len(requests) < len(ids):

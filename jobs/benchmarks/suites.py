@@ -11,6 +11,7 @@ from runtime.errors import MillraceError
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks, needed_sequences
 from .config import BenchConfig, Suite, task_of
 from .contenders import Contender, Ours, Peer
+from .devices import RanksCase, devices_table, measured_ranks
 from .evaluation import run_evaluation
 from .floor import floors_of, floors_table, product_seconds
 from .gpu.suite import run_gpu
@@ -40,6 +41,8 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
         return run_evaluation(config, say)
     if config.suite is Suite.larger_than_memory:
         return run_larger(config, say, measure)
+    if config.suite is Suite.devices:
+        return _devices(config, paths[0], say)
     if config.suite is Suite.policies:
         return _policies(config, paths, say, measure)
     if config.suite is Suite.scale:
@@ -128,6 +131,17 @@ def with_batch_size(task: Task, measure: Measure, say: Say) -> Task:
             break
         best, best_rate = size, rate
     return replace(task, batch_size=best)
+
+
+def _devices(config: BenchConfig, path: str, say: Say) -> Measured:
+    task = task_of(config, Contender.nvme_unshared, path, config.num_prompts)
+    rate = config.ranks.read_mb_per_second * 1e6
+    rounds = {RanksCase(num_ranks=size, bytes_per_second=rate): list[Result]() for size in config.ranks.sizes}
+    for turn in range(config.rounds):
+        for case, results in rounds.items():
+            results.append(measured_ranks(case, task))
+            say(f"round {turn + 1} {case}: {results[-1].seconds:.1f} s")
+    return _done(devices_table(rounds), rounds)
 
 
 def _scale(config: BenchConfig, say: Say) -> Measured:
