@@ -4,12 +4,13 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Self, TypeVar, Unpack
 
+import pyarrow as pa
 import torch
 
 from .batching.balance import Block
@@ -70,6 +71,7 @@ from .settings import Settings, changed
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import reset_peak, resident_bytes, set_allocator
+from .tables import TableColumns, results_table
 from .trace import Trace
 from .units import MIB, format_bytes
 
@@ -417,6 +419,32 @@ class Runtime(Closing):
         )
         self._latest = weakref.ref(stream)
         return stream
+
+    def generate_table(
+        self,
+        table: pa.Table,
+        *,
+        prompt: str = "prompt",
+        id: str | None = None,
+        overrides: Mapping[str, str] | None = None,
+        prefix: str = "",
+    ) -> pa.Table:
+        """`table` with what comes behind each row's prompt: its columns and rows as they are, and the columns of
+        `runtime.columns` behind them. A row without a usable prompt has `status` error, and says why in `error`.
+
+        `prompt` is a column of texts, of lists of token ids, or of lists of messages. `id`: of the ids that draws
+        follow from, each once; None: a row's place. `overrides`: columns by what a row asks for itself, as in `Prompt`.
+        `prefix` stands before the names of added columns. Raises ConfigError where the table has no such columns, or
+        has those of results; else as `stream`.
+        """
+        columns = TableColumns(prompt=prompt, id=id, overrides=overrides or {}, prefix=prefix)
+        columns.schema(table.schema, self.config.sampling)
+        found: list[Prompt | Result] = [*columns.prompts(table)]
+        places = [place for place, each in enumerate(found) if isinstance(each, Prompt)]
+        for result in self.generate([each for each in found if isinstance(each, Prompt)]):
+            found[places[result.prompt_index]] = result
+        results = [each for each in found if not isinstance(each, Prompt)]
+        return columns.answered(table, results_table(results, self.config.sampling), self.config.sampling)
 
     def score(self, pairs: Iterable[TargetsLike]) -> list[Scored]:
         """The log-probability of each target behind its prompt, in order of pairs and then of targets. `pairs` as for

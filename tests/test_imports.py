@@ -70,6 +70,7 @@ JOBS = {
     "benchmarks": {"config", "files", "datasets", "evaluating", "packing", "pictures", "run"},
     "grading": {"exporting", "files", "run"},
     "packing": {"files"},
+    "tables": {"config", "datasets", "run"},
     "training": set[str](),
 }
 PURE = ("plan", "batching")

@@ -7,6 +7,7 @@ from functools import partial
 import pyarrow as pa
 
 from runtime.api import Runtime
+from runtime.columns import clean_text
 from runtime.config import Readout
 from runtime.encoding import Classified, Embedded, encoded
 from runtime.engine.encoding_requests import Wanted, make_encoding, require_readable
@@ -18,7 +19,7 @@ from ..config.settings import EncodeConfig, EncodeSettings, run_directory
 from ..datasets import Row
 from .batch_encoding import lines_of
 from .generation import Outcome, Task, perform
-from .output_rows import SOURCE_FIELDS, clean_text
+from .output_rows import SOURCE_FIELDS
 from .passes import Start
 from .requests import Prompt, Read, tokenized
 

@@ -117,13 +117,15 @@ def perform(
     should_stop: Callable[[], bool],
     start: Start | None = None,
     ranks: Ranks | None = None,
+    runtime: Runtime | None = None,
 ) -> Outcome:
     """Runs, or goes on with, the job that `config` describes. `start`: of the process; None is now. `ranks`: of which
-    this one is the first. Raises the errors of runtime.errors."""
+    this one is the first. `runtime`: one of these settings that is there already; it is left open. Raises the errors of
+    runtime.errors."""
     privacy = files_made_private() if config.output_private else nullcontext()
     with privacy, shared_weights() as shared:
         device = ComputeDevice(config.machine.device, shared)
-        with _opened(task, config, should_stop, start or Start(), ranks, device) as run:
+        with _opened(task, config, should_stop, start or Start(), ranks, device, runtime) as run:
             return run.outcome_if_finished() or run.finish()
 
 
@@ -146,12 +148,15 @@ def prepared(
     trace: Trace | None = None,
     ranks: Ranks | None = None,
     device: ComputeDevice | None = None,
+    runtime: Runtime | None = None,
 ) -> Prepared:
-    """Reads the data set and opens the model, on `device` or the one that the settings name, and writes nothing. Rows
-    that need no tokenizer come before the model, which may have to be asked for far away."""
+    """Reads the data set and opens the model, on `device` or the one that the settings name, unless it is there as
+    `runtime`, and writes nothing. Rows that need no tokenizer come before the model, which may have to be asked for far
+    away."""
     read_first = task.rows(config, None) if config.dataset.window_tokens is None else None
-    asked = _asked_by_rows(config, read_first or [])
-    runtime = Runtime(asked, should_stop=should_stop, trace=trace, ranks=ranks, device=device)
+    if runtime is None:
+        asked = _asked_by_rows(config, read_first or [])
+        runtime = Runtime(asked, should_stop=should_stop, trace=trace, ranks=ranks, device=device)
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     all_rows = task.rows(config, runtime) if read_first is None else read_first
@@ -172,9 +177,10 @@ def _opened(
     start: Start,
     ranks: Ranks | None,
     device: ComputeDevice,
+    runtime: Runtime | None,
 ) -> Iterator["_Run"]:
     """Begins the run's directory or opens it again, with its rows and its model; holds its lock."""
-    ready = prepared(task, config, should_stop, Trace() if config.trace else None, ranks, device)
+    ready = prepared(task, config, should_stop, Trace() if config.trace else None, ranks, device, runtime)
     runtime, rows, copy, sampling = ready.runtime, ready.rows, ready.copy, ready.runtime.config.sampling
     fixed = task.columns(
         has_source=ready.begun_with > FORMAT_WITHOUT_SOURCES,

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 
 import pyarrow as pa
 
+from runtime.columns import BEAM_FIELD, LOGPROB_FIELDS, REASONING_FIELD, RESULT_FIELDS, clean_text
+
 from .passes import Status
 from .plan_file import PlannedRequest
 
@@ -21,9 +23,7 @@ EXACT_FLOAT_RANGE = range(-(2**53), 2**53 + 1)  # integers that a float64 holds 
 COMPLETION_FIELDS = (
     pa.field("id", pa.string(), nullable=False),
     pa.field("sample_index", pa.int32(), nullable=False),
-    pa.field("status", pa.string(), nullable=False),
-    pa.field("completion", pa.string(), nullable=False),
-    pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+    *RESULT_FIELDS[:3],
 )
 SOURCE_FIELDS = (  # which runs lack that earlier versions began
     pa.field("row_index", pa.int64(), nullable=False),  # in the whole input, as in `plan.parquet`
@@ -32,21 +32,11 @@ SOURCE_FIELDS = (  # which runs lack that earlier versions began
 GENERATION_SCHEMA = pa.schema(
     [
         *COMPLETION_FIELDS,
-        pa.field("finish_reason", pa.string()),
-        pa.field("num_prompt_tokens", pa.int32(), nullable=False),
-        pa.field("num_completion_tokens", pa.int32(), nullable=False),
-        pa.field("error", pa.string()),
+        *RESULT_FIELDS[3:],
         pa.field("block", pa.int32(), nullable=False),
         pa.field("micro_batch", pa.int32(), nullable=False),
         *SOURCE_FIELDS,
     ]
-)
-
-
-LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution, see runtime/engine/logprobs.py
-    pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-    pa.field("top_token_ids", pa.list_(pa.list_(pa.int32())), nullable=False),
-    pa.field("top_logprobs", pa.list_(pa.list_(pa.float32())), nullable=False),
 )
 
 
@@ -87,8 +77,8 @@ def generation_schema(
 ) -> pa.Schema:
     """The columns that every row has, whatever it brought along. `has_source`: with SOURCE_FIELDS."""
     common = [column for column in GENERATION_SCHEMA if has_source or column not in SOURCE_FIELDS]
-    reasoning = [pa.field("reasoning", pa.string())] if has_reasoning else []
-    beams = [pa.field("beam_score", pa.float64())] if has_beams else []
+    reasoning = [REASONING_FIELD] if has_reasoning else []
+    beams = [BEAM_FIELD] if has_beams else []
     return pa.schema([*common, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning, *beams])
 
 
@@ -185,11 +175,6 @@ def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed: pa.Schema =
 def encode_columns(schema: pa.Schema, columns: Mapping[str, object]) -> dict[str, object]:
     """One row's own columns as values of `schema`; a column that the row lacks is null."""
     return {column.name: _encode(column.metadata, columns) for column in schema}
-
-
-def clean_text(text: str) -> str:
-    """A lone surrogate has no UTF-8 form: it is written as its escape."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _kind(value: object) -> str:

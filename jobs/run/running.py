@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
+from runtime.columns import LOGPROB_FIELDS, clean_text
 from runtime.engine.sequence import TokenLogprobs, Unfinished
 from runtime.errors import OutputError
 
@@ -28,7 +29,7 @@ from ..files.publishing import (
 )
 from ..files.row_digest import is_signed, require_intact, sign
 from .manifest import RunManifest
-from .output_rows import COMPLETION_FIELDS, LOGPROB_FIELDS, GenerationRow, clean_text
+from .output_rows import COMPLETION_FIELDS, GenerationRow
 from .passes import PassRow
 from .plan_file import PlannedRequest, plan_digest
 from .run_dir import RunDirectory

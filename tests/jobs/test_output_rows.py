@@ -7,11 +7,11 @@ import pytest
 
 from jobs.run.output_rows import (
     GENERATION_SCHEMA,
-    LOGPROB_FIELDS,
     encode_columns,
     generation_schema,
     infer_column_schema,
 )
+from runtime.columns import LOGPROB_FIELDS
 
 
 def test_log_probabilities_have_columns_only_where_they_are_asked_for() -> None:
