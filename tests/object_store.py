@@ -36,7 +36,8 @@ class S3Server:
     @property
     def environment(self) -> Mapping[str, str]:
         """What a process finds the server by."""
-        return {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_DEFAULT_REGION": "us-east-1"}
+        place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_DEFAULT_REGION": "us-east-1"}
+        return {**CREDENTIALS, **place, "AWS_MAX_ATTEMPTS": "1"}
 
     def come(self) -> None:
         """Answers from now on, at the same port each time, and refuses nothing."""
@@ -76,7 +77,7 @@ def s3_serving() -> Iterator[S3Server]:
 
     server = S3Server()
     server.come()
-    with patch.dict(os.environ, server.environment):
+    with patch.dict(os.environ, server.environment), patch.object(S3FileSystem, "retries", 1):
         S3FileSystem.clear_instance_cache()
         boto3.client("s3", endpoint_url=server.environment["AWS_ENDPOINT_URL"]).create_bucket(Bucket=BUCKET)
         yield server

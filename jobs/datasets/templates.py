@@ -10,6 +10,7 @@ from string import Formatter
 from typing import TypeAlias
 
 from runtime.errors import ConfigError, DatasetError
+from runtime.urls import is_url
 
 from .fields import DatasetFields
 from .records import (
@@ -109,8 +110,9 @@ def _examples(config: DatasetFields, read: ReadRecords) -> str:
     if config.few_shot_path is None or config.few_shot_template is None:
         return ""
     where, count = f"dataset.few_shot_path={config.few_shot_path}", config.num_examples
-    if not Path(config.few_shot_path).expanduser().exists():
-        raise DatasetError(f"{where} does not exist (looked for {Path(config.few_shot_path).expanduser().absolute()})")
+    path = Path(config.few_shot_path).expanduser()
+    if not is_url(config.few_shot_path) and not path.exists():
+        raise DatasetError(f"{where} does not exist (looked for {path.absolute()})")
     records = list(read(_as_examples(config)))
     if len(records) < count:
         raise DatasetError(f"{where} has {len(records):,} rows, dataset.num_examples={count} asks for more")

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,10 @@ from jobs.reporting.config import ReportConfig, StatusConfig
 from jobs.reporting.status import status_of
 from jobs.run.found import find_runs
 from jobs.run.generation import generate
-from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, Interrupted, RunInUseError, RunMismatchError, StorageError
 from runtime.remote.object_store import ObjectStore
 from tests.jobs.stored_runs import config, files, num_parts, parts, rows, run, stopped_after
-
-SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,36 @@ def test_another_machine_goes_on_from_the_copy_with_equal_bytes(
     assert rows(folder).equals(rows(plain))
     assert first.items() <= files(url).items()
     assert (folder / "plan.parquet").read_bytes() == there["plan.parquet"]
+
+
+class Killed(BaseException):
+    """Ends a run as a kill would: nothing of ours catches it."""
+
+
+def test_killed_at_every_write_to_the_store_a_run_ends_elsewhere_with_equal_bytes(
+    tmp_path: Path, url: str, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, left = ObjectStore._write, 0  # pyright: ignore[reportPrivateUsage]
+
+    def killing(self: ObjectStore, path: str, data: bytes, exclusive: bool) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise Killed
+        write(self, path, data, exclusive)
+
+    monkeypatch.setattr(ObjectStore, "_write", killing)
+    for step in count(1):
+        place, left = f"{url}/{step}", step
+        with suppress(Killed):
+            run(tmp_path / f"{step}-one", place)
+            break
+        first = {name: data for name, data in files(place).items() if name.startswith("generations/")}
+        folder = run(tmp_path / f"{step}-other", place)
+        assert parts(folder) == parts(plain)
+        assert first.items() <= files(place).items()
+        assert "_SUCCESS.json" in files(place)
+    assert step > 10
 
 
 def test_what_is_generated_of_an_open_block_goes_on_elsewhere(
