@@ -57,20 +57,22 @@ def main(composed: Composed) -> int:
     path = config.dataset.path
     if path is not None and not is_url(path) and config.dataset.kind is not DatasetKind["hub"]:
         require_there(path)
+    if config.num_workers != 1:
+        from jobs.run.local_workers import led
+
+        if (result := led(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
+            return ended(*result)
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
         from jobs.run.conversation import converse
         from jobs.run.generation import generate, generation
-        from jobs.run.local_workers import is_leader, lead
         from jobs.run.passes import Start
         from jobs.run.ranks import follow, ranks_of
         from jobs.run.stored_run import add_batch_files
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
-        if is_leader(config, sys.argv[1:]):
-            return ended(*lead(config, [sys.executable, *sys.orig_argv[1:]], stop))
         start = Start(at=began_at, clock=began)
         if config.dataset.has_turns:
             return _told_of_turns(converse(config, stop, start), run_directory(config))

@@ -32,16 +32,18 @@ def main(composed: Composed) -> int:
     log_start(logging.getLogger("jobs.score"), config)
 
     # torch and transformers are loaded only once the config is known to be good
+    if config.num_workers != 1:
+        from jobs.run.local_workers import led
+
+        if (result := led(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
+            return ended(*result)
     with uncollected():
         from jobs.config.signals import StopFlag
-        from jobs.run.local_workers import is_leader, lead
         from jobs.run.passes import Start
         from jobs.run.scoring import score, sentence
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
-        if is_leader(config, sys.argv[1:]):
-            return ended(*lead(config, [sys.executable, *sys.orig_argv[1:]], stop))
         outcome = score(config, stop, Start(at=began_at, clock=began))
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")

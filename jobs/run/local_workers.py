@@ -139,6 +139,15 @@ class _Worker:
                 file.close()
 
 
+def led(config: GenerateConfig, words: Sequence[str], command: Sequence[str]) -> Led | None:
+    """What the workers came to that this process, called with `words`, had to start by `command`; None where it is
+    itself the one to work. Raises ConfigError."""
+    if not is_leader(config, words):
+        return None
+    with StopFlag() as stop:
+        return lead(config, command, stop)
+
+
 def lead(config: GenerateConfig, command: Sequence[str], stop: StopFlag) -> Led:
     """Starts workers, each by `command` and what is its share, and waits until all have ended. Whoever is killed leaves
     its blocks to the others. Raises ConfigError."""

@@ -1,7 +1,8 @@
 """Workers of one run that are killed, stopped, paused and started again: python -m tests.jobs.worker_loop
-[workers=6] [rows=96] [kills=30] [seed=0].
+[workers=6] [rows=96] [kills=30] [seed=0] [minutes=0].
 
-At the end each row is there once, and all rows are those of a run that one worker made alone.
+At the end each row is there once, and all rows are those of a run that one worker made alone; so again and again with
+other seeds until the minutes are over. Then two workers are timed beside one.
 """
 
 import os
@@ -10,8 +11,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,7 +21,9 @@ import pyarrow.parquet as pq
 
 from jobs.config.settings import GenerateConfig, Workers
 from jobs.datasets import DatasetConfig, DatasetKind
+from jobs.files.lease import read_lease
 from jobs.run.generation import generate
+from jobs.run.leased import lease_name, leased_blocks
 from jobs.run.run_dir import RunDirectory
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
@@ -78,9 +82,38 @@ def disturb(process: BaseProcess, kind: signal.Signals, pause: float) -> None:
         os.kill(process.pid, signal.SIGCONT)
 
 
-def drain(case: Case) -> list[int]:
-    """Workers until the run is finished; the exit codes of those that ended by themselves."""
+@dataclass(kw_only=True)
+class Watch:
+    """The blocks of workers that were killed or paused, and how long each waited for another holder or its part."""
+
+    directory: RunDirectory
+    waiting: dict[int, tuple[bytes, float]] = field(default_factory=dict)  # what its lease held, and since when
+    longest_seconds: float = 0.0
+
+    def begin(self, pid: int | None) -> None:
+        for block in leased_blocks(self.directory.leases):
+            if block.holder.get("pid") == pid:
+                self.waiting[block.block] = self._lease(block.block), time.monotonic()
+
+    def look(self) -> None:
+        for block, (data, since) in list(self.waiting.items()):
+            if self._lease(block) != data:
+                self.longest_seconds = max(self.longest_seconds, time.monotonic() - since)
+                del self.waiting[block]
+
+    def _lease(self, block: int) -> bytes:
+        found = read_lease(self.directory.leases / f"{lease_name(block)}.json")
+        return found.data if found is not None else b""
+
+
+def drain(case: Case, disturbed: Counter[str] | None = None) -> list[int]:
+    """Workers until the run is finished; the exit codes of those that ended by themselves. `disturbed` counts what was
+    done to them, and the longest that a block of one waited, in milliseconds."""
     chance, codes, kills = random.Random(case.seed), list[int](), 0
+    watch, disturbed = (
+        Watch(directory=RunDirectory(path=case.home / "generate" / "shared")),
+        disturbed if disturbed is not None else Counter(),
+    )
     success = RunDirectory(path=case.home / "generate" / "shared").success
     workers: list[BaseProcess] = []
     while not success.exists() or workers:
@@ -88,21 +121,26 @@ def drain(case: Case) -> list[int]:
             workers += [case.start() for _ in range(case.num_workers - len(workers))]
         time.sleep(chance.uniform(0.1, 0.6))
         if kills < case.num_kills and not success.exists():
-            disturb(chance.choice(workers), chance.choice(KINDS), chance.uniform(0.5, 1.5) * LEASE_SECONDS)
+            worker, kind = chance.choice(workers), chance.choice(KINDS)
+            watch.begin(worker.pid)
+            disturb(worker, kind, chance.uniform(0.5, 1.5) * LEASE_SECONDS)
+            disturbed[kind.name] += 1
             kills += 1
+        watch.look()
         ended = [worker for worker in workers if not worker.is_alive()]
         codes += [worker.exitcode or 0 for worker in ended]
         workers = [worker for worker in workers if worker not in ended]
+    disturbed["waited_ms"] = max(disturbed["waited_ms"], round(1000 * watch.longest_seconds))
     return codes
 
 
-def check(case: Case) -> int:
+def check(case: Case, disturbed: Counter[str] | None = None) -> int:
     """How many starts had a share in the run. Raises AssertionError where its rows are not those of one worker."""
     process = PROCESSES.Process(target=_alone, args=(case,))
     process.start()
     process.join()
     assert process.exitcode == 0, "the run of one worker failed"
-    codes = drain(case)
+    codes = drain(case, disturbed)
     strange = {code for code in codes if code not in (0, RESUMABLE, -signal.SIGKILL, -signal.SIGTERM)}
     assert not strange, f"workers ended with {strange}"
     shared, alone = (read_generations(RunDirectory(path=case.home / "generate" / name)) for name in ("shared", "alone"))
@@ -116,18 +154,37 @@ def _alone(case: Case) -> None:
     generate(case.config("alone", Workers.one), lambda: False)
 
 
+def seconds_with(case: Case, num_workers: int) -> float:
+    """How long so many workers of one thread each take, undisturbed."""
+    began = time.monotonic()
+    workers = [start_job(*case.words(), "machine.num_threads=1") for _ in range(num_workers)]
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * num_workers
+    return time.monotonic() - began
+
+
 def main(words: Sequence[str]) -> None:
     given = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
-    with tempfile.TemporaryDirectory() as home:
-        case = Case(
-            home=Path(home),
-            num_workers=given.get("workers", 6),
-            num_rows=given.get("rows", 96),
-            num_kills=given.get("kills", 30),
-            seed=given.get("seed", 0),
-        )
-        num_starts = check(case)
-    print(f"{case.num_rows} rows by {num_starts} starts of workers, each once and as one worker makes them")
+    disturbed, num_rounds, num_starts = Counter[str](), 0, 0
+    sizes = {"num_workers": given.get("workers", 6), "num_rows": given.get("rows", 96)}
+    began, first = time.monotonic(), given.get("seed", 0)
+    while not num_rounds or time.monotonic() - began < 60 * given.get("minutes", 0):
+        with tempfile.TemporaryDirectory() as home:
+            case = Case(home=Path(home), num_kills=given.get("kills", 30), seed=first + num_rounds, **sizes)
+            num_starts += check(case, disturbed)
+        num_rounds += 1
+    kinds = ", ".join(f"{disturbed[kind.name]} {kind.name}" for kind in KINDS)
+    print(f"{num_rounds} rounds of {sizes['num_rows']} rows by {num_starts} starts with {kinds} in all:")
+    print(
+        "each row once and as one worker makes them; the block of a worker that was disturbed waited at most", end=" "
+    )
+    print(f"{disturbed['waited_ms'] / 1000:.1f} s for another, with leases of {LEASE_SECONDS:.0f} s")
+    times = list[float]()
+    for count in (1, 2):
+        with tempfile.TemporaryDirectory() as home:
+            times.append(seconds_with(Case(home=Path(home), num_new_tokens=200, **sizes), count))
+    print(f"undisturbed, one thread each: {times[0]:.0f} s by one worker, {times[1]:.0f} s by two")
 
 
 if __name__ == "__main__":
