@@ -86,14 +86,19 @@ def main(composed: Composed) -> int:
     if config.has_batch_files:
         say("\n".join(write_batch_files(outcome.directory)))
         add_batch_files(config, outcome.directory)
+    _tell_of_rows(config, outcome.directory / "generations")
+    return outcome.exit_code
+
+
+def _tell_of_rows(config: GenerateConfig, folder: Path) -> None:
+    """Says what there is to see in a run's generations, and how."""
     if config.dataset.kind is DatasetKind["tasks"] and config.dataset.keep_columns:
         from jobs.grading.grading import told
 
-        say(f"\n{told(outcome.directory / 'generations')}")
-    say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
+        say(f"\n{told(folder)}")
+    say(HOW_TO_READ.format(folder=folder))
     if config.dataset.prompt is not None:
-        say("\n" + answers(outcome.directory / "generations"))
-    return outcome.exit_code
+        say("\n" + answers(folder))
 
 
 def _told_of_turns(outcomes: Iterator["Outcome"], directory: Path) -> int:
