@@ -46,7 +46,8 @@ Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
 MAX_WORKERS = 1024  # of one command
 OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine", "devices"})
 LOSSY_KEYS = frozenset({"kv.dtype"})  # of those groups: they change the text
-# Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input.
+# Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input, and how
+# many a window has is in the manifest of a run that has several.
 # What model.verify=full finds is among the facts of the manifest.
 FREE_KEYS = frozenset(
     {
@@ -55,6 +56,7 @@ FREE_KEYS = frozenset(
         "policy.feedforward",
         "policy.share_prefixes",
         "dataset.max_row_bytes",
+        "dataset.window_rows",
         "model.self_check",
         "model.verify",
     }
@@ -141,6 +143,10 @@ class GenerateConfig:
             self.sampling.n == 1 or not self.dataset.has_turns,
             f"sampling.n={self.sampling.n} has no meaning where a later turn follows on one answer: "
             "dataset.repeat asks each chat several times",
+        )
+        require(
+            self.dataset.window_rows is None or not self.dataset.has_turns,
+            "dataset.window_rows reads rows in windows, and chats of several turns are held: leave it null",
         )
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
@@ -242,6 +248,8 @@ class ScoreConfig(GenerateConfig):
         structures = [key for key in STRUCTURES if getattr(self.sampling, key) is not None]
         require(not structures, f"sampling.{''.join(structures)} means nothing where targets are scored")
         require(not self.dataset.has_turns, "targets are scored behind one prompt: dataset.turns have no meaning here")
+        is_held = self.score.rolling and self.dataset.window_rows is not None
+        require(not is_held, "dataset.window_rows reads rows in windows, and score.rolling=true holds its documents")
         is_read = self.score.rolling or self.dataset.keep_columns
         require(is_read, "score.target_field is read from a row's other fields: dataset.keep_columns must be true")
 

@@ -58,6 +58,11 @@ class DatasetConfig(DatasetFields):
             "dataset.num_examples and dataset.trial choose examples: they need dataset.few_shot_path",
         )
         require("prompt" not in kind.keys or bool(self.prompt), f"{name} needs dataset.prompt='TEXT'")
+        require(
+            self.window_rows is None or self.repeat == 1,
+            f"dataset.window_rows reads each row once, and dataset.repeat={self.repeat} holds them: sampling.n asks "
+            "a row several times",
+        )
         super().__post_init__()
 
     @property

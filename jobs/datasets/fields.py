@@ -7,7 +7,9 @@ from runtime.config import require
 from runtime.units import GIB, MIB
 from runtime.urls import require_plain_url
 
-MAX_ROWS = 50_000_000  # of a run: each is held in memory, in about 1 KiB
+MAX_ROWS = 50_000_000  # that are held at once, each in a few KiB
+WINDOW_ROWS = 200_000  # that are held at once of an input with more: below 1 GiB where rows are short
+MAX_INPUT_ROWS = 10**12  # of an input that is read in windows
 
 OVERRIDE_FIELDS = (  # of what a row may ask for itself
     *("max_new_tokens_field", "temperature_field", "stop_field", "json_schema_field", "regex_field"),
@@ -102,6 +104,7 @@ class DatasetFields:
     system_prompt: str | None = None
     keep_columns: bool = True  # pass the row's other fields through to the output
     max_row_bytes: int = 8 * MIB  # of one row as it is stored: a longer one is an error row and is not kept in memory
+    window_rows: int | None = None  # rows of the output that are held at a time; null: WINDOW_ROWS, or as begun
     limit: int | None = None  # rows read, before repeat
     repeat: int = 1  # times each row is asked; replicas of `a` are `a#1`, `a#2` ...
     dedupe: DuplicatePolicy = DuplicatePolicy.refuse
@@ -161,7 +164,11 @@ class DatasetFields:
 
     def _check_counts(self) -> None:
         limit = self.limit
-        require(limit is None or 1 <= limit <= MAX_ROWS, f"dataset.limit must be 1 to {MAX_ROWS:,} rows, got {limit}")
+        is_possible = limit is None or 1 <= limit <= MAX_INPUT_ROWS
+        require(is_possible, f"dataset.limit must be 1 to {MAX_INPUT_ROWS:,} rows, got {limit}")
+        window = self.window_rows
+        is_possible = window is None or 1 <= window <= MAX_ROWS
+        require(is_possible, f"dataset.window_rows must be 1 to {MAX_ROWS:,} rows, or null, got {window}")
         require(1 <= self.repeat <= MAX_ROWS, f"dataset.repeat must be 1 to {MAX_ROWS:,}, got {self.repeat}")
         require(
             1 <= self.max_row_bytes <= GIB,

@@ -21,6 +21,7 @@ from .records import (
     read_overrides,
 )
 from .rows import Row
+from .sources import Source
 from .templates import content_reader
 
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
@@ -44,16 +45,38 @@ class Kind:
     needs: str = "dataset.path=<file or directory>"  # what is said where `path` is known and missing
     has_chats: bool = False
     for_job: Callable[[Sequence[Row], bool], list[Row]] = lambda rows, _: [*rows]
+    windowed: "Windowed | None" = None
 
 
-def prompts(read: ReadRecords, keys: frozenset[str] = frozenset(), needs: str = Kind.needs) -> Kind:
+@dataclass(frozen=True, kw_only=True)
+class Windowed:
+    """What a kind needs to be read in windows: its source, and the rows of some of its records, each with the number
+    that it has in the input."""
+
+    source: Source
+    rows: Callable[[Iterable[tuple[int, Record]], DatasetFields], Iterator[Row]]
+
+
+def prompts(
+    read: ReadRecords,
+    keys: frozenset[str] = frozenset(),
+    needs: str = Kind.needs,
+    source: Source | None = None,
+) -> Kind:
     """A kind with a row for each record that `read` yields: the prompt or the messages, and what the row asks for
-    itself, in the fields that the config names. `keys`: what it knows beside `TABLE_KEYS`."""
+    itself, in the fields that the config names. `keys`: what it knows beside `TABLE_KEYS`. With `source` its rows can
+    be read in windows."""
+
+    def some(records: Iterable[tuple[int, Record]], config: DatasetFields) -> Iterator[Row]:
+        return make_rows(records, config, content_reader(config, read), config.id_field)
 
     def rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-        return make_rows(enumerate(read(config)), config, content_reader(config, read), config.id_field)
+        return some(enumerate(read(config)), config)
 
-    return Kind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
+    if source is None:
+        return Kind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
+    keys = TABLE_KEYS | keys | {"window_rows"}
+    return Kind(rows=rows, keys=keys, needs=needs, windowed=Windowed(source=source, rows=some))
 
 
 def make_rows(
@@ -61,7 +84,7 @@ def make_rows(
 ) -> Iterator[Row]:
     """A row for each record with its number; `content_of` reads what it asks, and raises BadRecord."""
     for index, record in records:
-        yield replace(_row_of(record, index, config, content_of, id_field), source_file=record.source)
+        yield _row_of(record, index, config, content_of, id_field)
 
 
 def make_row(
@@ -71,6 +94,7 @@ def make_row(
     columns: Fields,
     config: DatasetFields,
     overrides: SamplingOverrides = AS_THE_RUN,
+    source_file: str | None = None,
 ) -> Row:
     """The row that asks `content`, as a chat where the config says so."""
     chat = add_chat(content, config)
@@ -86,23 +110,47 @@ def make_row(
         overrides=overrides,
         template_kwargs=chat.template_kwargs,
         later_turns=chat.later_turns,
+        source_file=source_file,
     )
 
 
 def _row_of(record: Record, index: int, config: DatasetFields, content_of: ReadContent, id_field: str | None) -> Row:
     """A record's row; whatever is wrong with the record, the row has the best id there is."""
-    row_id, former_id = (str(index), None) if id_field is None else (f"bad-row-{index}", record.name)
+    row_id, former_id = (str(index), None) if id_field is None else (bad_row_id(index), record.name)
     fields = record.fields
     if fields is None:
-        return _error_row(index, row_id, former_id, {}, record.error or f"{record.place}: not readable")
-    passed = {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}
+        error = record.error or f"{record.place}: not readable"
+        return _error_row(index, row_id, former_id, {}, error, record.source)
+    passed = passed_through(fields, config, id_field)
     try:
         row_id, former_id = (row_id if id_field is None else read_id(fields, id_field)), None
-        return make_row(index, row_id, content_of(fields), passed, config, read_overrides(fields, config))
+        content, overrides = content_of(fields), read_overrides(fields, config)
+        return make_row(index, row_id, content, passed, config, overrides, record.source)
     except BadRecord as error:
-        row = _error_row(index, row_id, former_id, passed, f"{record.place}: {error}")
+        row = _error_row(index, row_id, former_id, passed, f"{record.place}: {error}", record.source)
         return replace(row, missing_field=error.missing_field)
 
 
-def _error_row(index: int, row_id: str, former_id: str | None, columns: Fields, error: str) -> Row:
-    return Row(index=index, id=row_id, prompt="", messages=None, columns=columns, error=error, former_id=former_id)
+def bad_row_id(index: int) -> str:
+    """The id of a row whose own cannot be read."""
+    return f"bad-row-{index}"
+
+
+def passed_through(fields: Fields, config: DatasetFields, id_field: str | None) -> Fields:
+    """The columns that a record's row brings along."""
+    return {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}
+
+
+def _error_row(
+    index: int, row_id: str, former_id: str | None, columns: Fields, error: str, source_file: str | None
+) -> Row:
+    return Row(
+        index=index,
+        id=row_id,
+        prompt="",
+        messages=None,
+        columns=columns,
+        error=error,
+        former_id=former_id,
+        source_file=source_file,
+    )

@@ -67,17 +67,30 @@ class Row:
 def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
     """Raise DatasetError for `fail` when there is a bad row, and where all of them lack the same field, which is a
     mistyped setting; for `error_row` log how many there are."""
-    errors = [row.error for row in rows if row.error is not None]
-    if not errors:
-        return
-    missing = rows[0].missing_field
+    missing = rows[0].missing_field if rows else None
     if missing is not None and all(row.missing_field == missing for row in rows):
         what = f"no row has the field {shorten(missing)} ({counted(len(rows), 'row')})"
-        raise DatasetError(f"{what}; the first: {errors[0]}")
-    report = f"{len(errors)} of {counted(len(rows), 'row')} cannot be used; the first: {errors[0]}"
-    if policy is BadRowPolicy.fail:
-        raise DatasetError(f"{report}. dataset.on_bad_row=error_row turns them into error rows of the output")
-    logger.warning("%s", report)
+        raise DatasetError(f"{what}; the first: {rows[0].error}")
+    warn_of_bad_rows(rows, policy)
+
+
+def warn_of_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
+    """`refuse_bad_rows`, but for rows that all lack the same field."""
+    errors = [row.error for row in rows if row.error is not None]
+    if errors and policy is BadRowPolicy.fail:
+        raise bad_rows(len(errors), len(rows), errors[0])
+    if errors:
+        logger.warning("%s", _bad_rows_text(len(errors), len(rows), errors[0]))
+
+
+def bad_rows(num_bad: int, num_rows: int, first: str) -> DatasetError:
+    """What `on_bad_row=fail` comes to."""
+    report = _bad_rows_text(num_bad, num_rows, first)
+    return DatasetError(f"{report}. dataset.on_bad_row=error_row turns them into error rows of the output")
+
+
+def _bad_rows_text(num_bad: int, num_rows: int, first: str) -> str:
+    return f"{num_bad} of {counted(num_rows, 'row')} cannot be used; the first: {first}"
 
 
 def warn_of_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
@@ -112,16 +125,22 @@ def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row
     if len(first_of) == len(rows):
         return list(rows)
     num_dropped = len(rows) - len(first_of)
+    repeated = [(row_id, count) for row_id, count in counts.items() if count > 1]
+    refuse_repeated(policy, num_dropped, len(repeated), repeated[:NUM_DUPLICATES_LISTED])
+    return list(first_of.values())
+
+
+def refuse_repeated(policy: DuplicatePolicy, num_dropped: int, num_ids: int, listed: Sequence[tuple[str, int]]) -> None:
+    """Raises DatasetError for `refuse`; for `first` logs how many rows are dropped. `num_ids` ids are those of more
+    than one row; `listed`: the first of them, and how many rows each has."""
     if policy is DuplicatePolicy.first:
         dropped = counted(num_dropped, "row")
         logger.warning("%s dropped: an earlier row has the same id (dataset.dedupe=first)", dropped)
-        return list(first_of.values())
-    repeated = [(row_id, count) for row_id, count in counts.items() if count > 1]
-    listed = ", ".join(f"{shorten(row_id)} x{count}" for row_id, count in repeated[:NUM_DUPLICATES_LISTED])
+        return
+    texts = ", ".join(f"{shorten(row_id)} x{count}" for row_id, count in listed)
     raise DatasetError(
-        f"{counted(len(repeated), 'id')} {'is' if len(repeated) == 1 else 'are'} used by more than one row "
-        f"({counted(num_dropped, 'row')} too many): {listed}"
-        f"{' ...' if len(repeated) > NUM_DUPLICATES_LISTED else ''}. "
+        f"{counted(num_ids, 'id')} {'is' if num_ids == 1 else 'are'} used by more than one row "
+        f"({counted(num_dropped, 'row')} too many): {texts}{' ...' if num_ids > len(listed) else ''}. "
         "Give dataset.id_field a field that is unique, or keep the first of each with dataset.dedupe=first"
     )
 

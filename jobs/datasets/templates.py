@@ -113,7 +113,7 @@ def _examples(config: DatasetFields, read: ReadRecords) -> str:
     path = Path(config.few_shot_path).expanduser()
     if not is_url(config.few_shot_path) and not path.exists():
         raise DatasetError(f"{where} does not exist (looked for {path.absolute()})")
-    records = list(read(_as_examples(config)))
+    records = list(read(as_examples(config)))
     if len(records) < count:
         raise DatasetError(f"{where} has {len(records):,} rows, dataset.num_examples={count} asks for more")
     template = read_template(config.few_shot_template, "few_shot_template")
@@ -121,7 +121,7 @@ def _examples(config: DatasetFields, read: ReadRecords) -> str:
     return "".join(_filled(template, records[place], where) + BETWEEN_BLOCKS for place in places)
 
 
-def _as_examples(config: DatasetFields) -> DatasetFields:
+def as_examples(config: DatasetFields) -> DatasetFields:
     """Where the examples are, in the same form as the rows; of fields they have those of their own template alone."""
     kept = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
     same = {key: getattr(config, key) for key in kept}

@@ -141,8 +141,8 @@ def _schemas(shards: Sequence[FoundRun]) -> list[pa.Schema]:
 
 def _num_places(shards: Sequence[FoundRun]) -> int:
     """One more than the last place in the input, or a guess at it: it only decides how rows are dealt out."""
-    plans = [run.plan["row_index"].to_numpy() for run in shards if run.plan is not None]
-    return max((int(places.max()) + 1 for places in plans if len(places)), default=1)
+    places = (plan["row_index"].to_numpy() for run in shards for plan in run.plans())
+    return max((int(each.max()) + 1 for each in places if len(each)), default=1)
 
 
 def _num_files(shards: Sequence[FoundRun]) -> int:

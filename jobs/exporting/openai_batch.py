@@ -167,10 +167,9 @@ def batch_results(shards: Sequence[FoundRun], schema: pa.Schema, wanted: ErrorRo
         tokenizer=texts["model.tokenizer"],
     )
     rejected: set[int] = set()
-    for plan in (shard.plan for shard in shards):
-        if plan is not None:
-            rows = zip(plan["row_index"].to_pylist(), plan["status"].to_pylist(), strict=True)
-            rejected |= {place for place, status in rows if status == "rejected"}
+    for plan in (plan for shard in shards for plan in shard.plans()):
+        rows = zip(plan["row_index"].to_pylist(), plan["status"].to_pylist(), strict=True)
+        rejected |= {place for place, status in rows if status == "rejected"}
     return BatchResults(
         model=model.path or model.name,
         tokens=Tokens(model=model, cache_dir=texts["offload.cache_dir"]),

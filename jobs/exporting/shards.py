@@ -99,8 +99,8 @@ def _places(run: FoundRun, block: int, table: pa.Table) -> "np.ndarray":
     """Runs that were begun before parts said so have them in their plan; without that, ids that are numbers are."""
     if "row_index" in table.column_names and not table.schema.field("row_index").nullable:
         return table["row_index"].to_numpy()
-    if run.plan is not None:
-        planned = run.plan.filter(pa.array(run.plan["block"].to_numpy() == block))
+    for plan in run.plans():
+        planned = plan.filter(pa.array(plan["block"].to_numpy() == block))
         if planned["row_id"].to_pylist() != table["id"].to_pylist():
             raise DamagedRunError(f"{run.parts[block]} has not the rows that {run.directory.plan} seats in its block")
         return planned["row_index"].to_numpy()

@@ -29,8 +29,9 @@ class WorkerStatus:
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """`state`: done, running or interrupted; unfinished in an object store, which says of no one whether he is at work.
-    Blocks and rows that are planned are None before the plan is fixed; `rows_per_second` is that of the workers who are
-    at work or, where the run does not say, of the last parts; None where there are too few, and of an object store."""
+    Blocks and rows that are planned are None before the plan is fixed; of `num_windows` windows, `num_windows_planned`
+    have a plan. `rows_per_second` is that of the workers who are at work or, where the run does not say, of the last
+    parts; None where there are too few, and of an object store."""
 
     run: str
     state: str
@@ -41,13 +42,17 @@ class RunStatus:
     rows_per_second: float | None
     leased: Sequence[LeasedBlock]
     workers: Sequence[WorkerStatus]
+    num_windows: int = 1
+    num_windows_planned: int = 1
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the rest takes at `rows_per_second`; None where nobody is at work."""
+        """How long the rest takes at `rows_per_second`, where windows without a plan have as many rows as those with
+        one; None where nobody is at work."""
         if self.state != "running" or not self.rows_per_second or self.num_rows is None:
             return None
-        return (self.num_rows - self.num_rows_done) / self.rows_per_second
+        num_rows = self.num_rows * self.num_windows / max(1, self.num_windows_planned)
+        return (num_rows - self.num_rows_done) / self.rows_per_second
 
 
 def status_of(run: FoundRun) -> RunStatus:
@@ -55,7 +60,8 @@ def status_of(run: FoundRun) -> RunStatus:
     rows = run.rows_by_block
     done = {block: path for block, path in run.parts.items() if block in rows}
     is_running, here = is_locked(run.directory.lock), run.url is None
-    is_done = run.directory.success.exists() and len(done) == len(rows)
+    num_planned = len(run.directory.plans)
+    is_done = run.directory.success.exists() and len(done) == len(rows) and num_planned == run.num_windows
     leased = leased_blocks(run.directory.leases) if is_running else []
     rates = worker_rates(run, rows)
     pace = _pace([(path.stat().st_mtime, rows[block]) for block, path in done.items()])
@@ -69,6 +75,8 @@ def status_of(run: FoundRun) -> RunStatus:
         rows_per_second=(_present_rate(leased, rates) or pace) if here else None,
         leased=leased,
         workers=_workers(leased, rates),
+        num_windows=run.num_windows,
+        num_windows_planned=num_planned,
     )
 
 
@@ -125,6 +133,10 @@ def _lines(status: RunStatus) -> list[str]:
         f"rows    {status.num_rows_done:,} of {status.num_rows:,}",
         f"blocks  {status.num_blocks_done:,} of {status.num_blocks:,} done, {len(status.leased)} leased, {left:,} left",
     ]
+    if status.num_windows > 1:
+        lines.append(
+            f"windows {status.num_windows_planned:,} of {status.num_windows:,} planned: the rows above are theirs"
+        )
     if status.seconds_left is not None and status.rows_per_second is not None:
         by = f" with {counted(len(status.leased), 'worker')}" if status.leased else ""
         left_text = roughly(status.seconds_left)

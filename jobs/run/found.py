@@ -6,7 +6,7 @@
 import fcntl
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -22,12 +22,11 @@ from runtime.urls import is_url
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
 from .fetched_runs import fetch_runs
-from .part_files import parse_part, visible
+from .part_files import PART_NAME, parse_part, visible
 from .plan_file import read_plan_table
 from .run_dir import RunDirectory
 
 TURN_NAME = re.compile(r"turn-([1-9]\d*)")
-PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
 class Condition(Enum):
@@ -88,26 +87,32 @@ class FoundRun:
         own = {"shard.index", "shard.count", "input", "turn"}
         return {key: value for key, value in self.semantic.items() if key not in own}
 
-    @cached_property
-    def plan(self) -> pa.Table | None:
-        """The rows of plan.parquet; None where it is not there. Raises DamagedRunError."""
-        try:
-            return read_plan_table(self.directory.plan, may_lack_digest=True)
-        except FileNotFoundError:
-            return None
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan is fixed, of a run in windows its first one."""
+        return bool(self.directory.plans)
+
+    def plans(self) -> Iterator[pa.Table]:
+        """The rows of the plan, or of that of one window after another. Raises DamagedRunError."""
+        for path in self.directory.plans:
+            with suppress(FileNotFoundError):
+                yield read_plan_table(path, may_lack_digest=True)
+
+    @property
+    def num_windows(self) -> int:
+        """How many windows the run has, each of which has a plan once it is its turn; 1 where all rows are held."""
+        facts, each = self.manifest.get("facts"), self.semantic.get("dataset.window_rows")
+        num_rows = facts.get("input rows") if isinstance(facts, dict) else None
+        if not isinstance(each, int) or not isinstance(num_rows, int):
+            return 1
+        num_samples = found if isinstance(found := self.semantic.get("sampling.n"), int) else 1
+        return -(-num_rows // (max(1, each // num_samples) * self.shard[1]))
 
     @cached_property
     def rows_by_block(self) -> Mapping[int, int]:
-        """How many rows each block has; nothing before the plan is fixed. Quick also where there are many. Raises
+        """How many rows each block has; nothing before a plan is fixed. Quick also where there are many. Raises
         DamagedRunError."""
-        plan = self.directory.plan
-        try:
-            counts = pq.read_table(plan, columns=["block"])["block"].value_counts()
-        except FileNotFoundError:
-            return {}
-        except PARQUET_PROBLEMS as error:
-            raise DamagedRunError(f"{plan} is damaged ({error}): the run's own command says what to do") from error
-        return {each["values"]: each["counts"] for each in counts.to_pylist()}
+        return {block: count for plan in self.directory.plans for block, count in _rows_by_block(plan).items()}
 
     @cached_property
     def parts(self) -> Mapping[int, Path]:
@@ -119,8 +124,8 @@ class FoundRun:
 
     @cached_property
     def num_rows(self) -> int | None:
-        """Rows that the run has to answer; None before its plan is fixed."""
-        return self.plan.num_rows if self.plan is not None else None
+        """Rows that are planned; None before a plan is fixed. Raises DamagedRunError."""
+        return sum(plan.num_rows for plan in self.plans()) if self.is_planned else None
 
     @cached_property
     def num_done(self) -> int:
@@ -242,3 +247,13 @@ def _nothing_found(key: str, name: str, path: Path, matches: Sequence[Path]) -> 
     inside = [child for child in sorted(matches[0].glob("*")) if RunDirectory(path=child).manifest.is_file()]
     hint = f": {len(inside)} runs lie in it, of which {inside[0]} is the first" if inside and len(matches) == 1 else ""
     return f"{key}={name} is no run: there is no run.json in {matches[0]}{hint}"
+
+
+def _rows_by_block(plan: Path) -> Mapping[int, int]:
+    try:
+        counts = pq.read_table(plan, columns=["block"])["block"].value_counts()
+    except FileNotFoundError:
+        return {}
+    except PARQUET_PROBLEMS as error:
+        raise DamagedRunError(f"{plan} is damaged ({error}): the run's own command says what to do") from error
+    return {each["values"]: each["counts"] for each in counts.to_pylist()}

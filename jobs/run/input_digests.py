@@ -11,10 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from ..datasets import Row, asked_bytes, input_digest
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, parse_parquet, publish, write_parquet
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, json_digest, parse_parquet, publish, write_parquet
 from .output_rows import encode_columns
 
 LOG = logging.getLogger(__name__)
+MAX_FILES_SAID = 1000  # one by one, in run.json
 ROW_SCHEMA = pa.schema(
     [pa.field("asked", pa.uint64(), nullable=False), pa.field("columns", pa.uint64(), nullable=False)]
 )
@@ -23,11 +24,11 @@ ROW_SCHEMA = pa.schema(
 @dataclass(frozen=True, kw_only=True)
 class InputDigests:
     """`asked`: of what can change the text. `facts`: the columns in their order, and the type and digest of each.
-    `rows`: by ROW_SCHEMA, in the order of the input."""
+    `rows`: by ROW_SCHEMA, in the order of the input; None of one that is read in windows, whose files are digested."""
 
     asked: str
     facts: Mapping[str, JsonValue]
-    rows: pa.Table
+    rows: pa.Table | None = None
 
 
 def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
@@ -41,7 +42,7 @@ def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
             of_column[name].update(line)
             of_row.update(line)
         of_rows.append(_short(of_row.digest()))
-    names = {column.name: json.dumps(column.metadata[b"column"].decode("utf-8", "surrogatepass")) for column in columns}
+    names = _names(columns)
     facts: dict[str, JsonValue] = {
         f"input column {names[column.name]}": f"{column.type} {of_column[column.name].hexdigest()[:32]}"
         for column in columns
@@ -54,21 +55,40 @@ def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
     )
 
 
+def _names(columns: pa.Schema) -> dict[str, str]:
+    """What the input calls the columns, as JSON."""
+    return {column.name: json.dumps(column.metadata[b"column"].decode("utf-8", "surrogatepass")) for column in columns}
+
+
+def digest_files_of_input(
+    files: Mapping[str, str], settings: Mapping[str, JsonValue], columns: pa.Schema
+) -> InputDigests:
+    """The digests of an input whose rows are not held: of its files, by name and SHA-256 in their order, and what else
+    decides which rows they hold."""
+    names = _names(columns)
+    facts: dict[str, JsonValue] = {f"input column {names[column.name]}": str(column.type) for column in columns}
+    if len(files) <= MAX_FILES_SAID:
+        facts |= {f"input file {name}": sha256 for name, sha256 in files.items()}
+    asked = json_digest([[*files.items()], {**settings}])
+    return InputDigests(asked=asked, facts=facts | {"input columns": list(names.values())})
+
+
 def _short(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
 def keep_rows(path: Path, digests: InputDigests) -> None:
     """Once per run. Raises OutputError."""
-    if not path.exists():
-        publish(
-            path, lambda file: write_parquet(digests.rows, file), exclusive=True, expected_bytes=digests.rows.nbytes
-        )
+    rows = digests.rows
+    if rows is not None and not path.exists():
+        publish(path, lambda file: write_parquet(rows, file), exclusive=True, expected_bytes=rows.nbytes)
 
 
 def first_changed(path: Path, digests: InputDigests, rows: Sequence[Row]) -> str | None:
     """A sentence about the first row that is not as it was when `path` was written. None where there is none, or no
     such file that can be read."""
+    if digests.rows is None:
+        return None
     try:
         table = parse_parquet(path.read_bytes())
         was = [table.column(name).to_pylist() for name in ROW_SCHEMA.names]

@@ -14,10 +14,9 @@ NUM_LISTED = 10
 
 def missing_rows(run: FoundRun) -> list[int]:
     """The places in the input of rows that were planned and that no part has, in order."""
-    if run.plan is None:
-        return []
-    is_gone = ~np.isin(run.plan["block"].to_numpy(), list(run.parts))
-    return np.unique(run.plan["row_index"].to_numpy()[is_gone]).tolist()
+    there = list(run.parts)
+    gone = [plan["row_index"].to_numpy()[~np.isin(plan["block"].to_numpy(), there)] for plan in run.plans()]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *gone])).tolist()
 
 
 def lacking(runs: Sequence[FoundRun]) -> list[str]:

@@ -13,12 +13,11 @@ import pyarrow as pa
 
 from runtime.columns import BEAM_FIELD, LOGPROB_FIELDS, REASONING_FIELD, RESULT_FIELDS, clean_text
 
+from ..datasets.value_kinds import ColumnKinds, add_kinds
 from .passes import Status
 from .plan_file import PlannedRequest
 
 FinishReason: TypeAlias = Literal["stop", "eos", "length"]
-INT64_RANGE = range(-(2**63), 2**63)
-EXACT_FLOAT_RANGE = range(-(2**53), 2**53 + 1)  # integers that a float64 holds exactly
 
 COMPLETION_FIELDS = (
     pa.field("id", pa.string(), nullable=False),
@@ -156,10 +155,13 @@ def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed: pa.Schema =
     A column becomes string, int64, float64 or bool where all its values agree, and a string of JSON otherwise. A name
     of `fixed` gets the prefix `row_`. Each field's metadata holds the input's own name and the encoding.
     """
-    kinds: dict[str, set[str]] = {}
-    for row in rows:
-        for name, value in row.items():
-            kinds.setdefault(name, set()).update(() if value is None else (_kind(value),))
+    kinds = ColumnKinds()
+    add_kinds(kinds, rows)
+    return column_schema(kinds, fixed)
+
+
+def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa.Schema:
+    """`infer_column_schema`, from what kinds of values the columns have."""
     taken = {*fixed.names, *kinds}
     columns: list[pa.Field] = []
     for name, kind in kinds.items():
@@ -177,15 +179,7 @@ def encode_columns(schema: pa.Schema, columns: Mapping[str, object]) -> dict[str
     return {column.name: _encode(column.metadata, columns) for column in schema}
 
 
-def _kind(value: object) -> str:
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, int):
-        return "int" if value in EXACT_FLOAT_RANGE else "wide int" if value in INT64_RANGE else "other"
-    return "float" if isinstance(value, float) else "string" if isinstance(value, str) else "other"
-
-
-def _column_type(kinds: set[str]) -> pa.DataType | None:
+def _column_type(kinds: AbstractSet[str]) -> pa.DataType | None:
     """The simple type that all values have; None where they agree on none."""
     agreements = (
         ({"string"}, pa.string()),

@@ -1,11 +1,14 @@
 """Parts as files: which a reader sees, and their tables, read whole and found as they were written."""
 
+import re
 from pathlib import Path
 
 import pyarrow as pa
 
 from ..files.publishing import parse_parquet
 from ..files.row_digest import require_intact
+
+PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 
 
 def parse_part(data: bytes) -> pa.Table:

@@ -30,7 +30,7 @@ from ..files.publishing import (
 from ..files.row_digest import is_signed, sign
 from .manifest import RunManifest
 from .output_rows import GENERATION_SCHEMA, GenerationRow
-from .part_files import parse_part, visible
+from .part_files import PART_NAME, parse_part, visible
 from .passes import THROUGHPUT_SCHEMA, PassRow, Status, with_later_fields
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
@@ -76,6 +76,7 @@ class PartStore:
     fixed: pa.Schema = GENERATION_SCHEMA  # of the others, from `output_rows.generation_schema`
     is_shared: bool = False  # with other workers, which may be writing
     copy: RunCopy = field(default_factory=RunCopy)  # where a part must be too before its block is done
+    is_window: bool = False  # its blocks are some of the run's: parts of others are let be
 
     @cached_property
     def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
@@ -124,9 +125,9 @@ class PartStore:
             for folder in (run.path, run.generations, run.throughput, run.leases):
                 sweep_temps(folder, is_alone=not self.is_shared)
             recorded = recorded_parts(self.directory) or {}
-            verdicts = {path: self._verdict(path, recorded) for path in visible(self.directory.generations)}
+            verdicts = {path: self._verdict(path, recorded) for path in self._own(self.directory.generations)}
             self._refuse_other_columns(list(verdicts.values()))
-            caches = {path: self._checked(path, THROUGHPUT_SCHEMA) for path in visible(self.directory.throughput)}
+            caches = {path: self._checked(path, THROUGHPUT_SCHEMA) for path in self._own(self.directory.throughput)}
             for path, verdict in (verdicts | caches).items():
                 if isinstance(verdict, Exception):
                     set_aside(path, self.directory.quarantine, str(verdict))
@@ -141,7 +142,7 @@ class PartStore:
     def require_seats(self) -> None:
         """That a plan which was computed again seats rows as parts were made. Raises DamagedRunError, with nothing
         moved: another machine, or one with less memory, may plan otherwise."""
-        others = [path.name for path in visible(self.directory.generations) if self._sits_elsewhere(path)]
+        others = [path.name for path in self._own(self.directory.generations) if self._sits_elsewhere(path)]
         if others:
             raise DamagedRunError(
                 f"{self.directory.plan} is gone, and computed again it seats rows otherwise than {len(others)} parts "
@@ -176,9 +177,28 @@ class PartStore:
             rows += [PassRow(**row) for row in table.drop_columns(["block", "operational"]).to_pylist()]
         return rows
 
-    def finish(self, numbers: Mapping[str, JsonValue] | None = None) -> None:
-        """Publish `_SUCCESS.json` last of all, with `numbers` as `write_success` takes them. Raises OutputError when a
-        planned block is not there."""
+    def _own(self, folder: Path) -> list[Path]:
+        """What is to be judged here: all but parts that other windows may have. Raises OSError."""
+        return [path for path in visible(folder) if not self._is_of_others(path)]
+
+    def _is_of_others(self, path: Path) -> bool:
+        return self.is_window and path.name not in self._block_by_name and PART_NAME.fullmatch(path.name) is not None
+
+    def finish(
+        self, numbers: Mapping[str, JsonValue] | None = None, earlier: Mapping[int, PartInfo] | None = None
+    ) -> None:
+        """Publish `_SUCCESS.json` last of all, with `numbers` as `write_success` takes them. `earlier`: the parts of
+        the windows before. Raises OutputError when a planned block is not there."""
+        parts = {**(earlier or {}), **self._whole()}
+        self._set_strangers_aside(parts)
+        rows: Counter[Status] = Counter()
+        for part in parts.values():
+            rows.update(part.rows)
+        tell_of_remade(self.directory, {self._name(block): part.sha256 for block, part in parts.items()})
+        listed = [self._listing(part) for part in parts.values()]
+        write_success(self.directory, self.manifest.digest, {**rows}, listed, numbers)
+
+    def _whole(self) -> dict[int, PartInfo]:
         parts = self.committed()
         missing = sorted(set(self.blocks) - set(parts))
         if missing:
@@ -186,12 +206,17 @@ class PartStore:
                 f"{self.directory.generations} lacks {len(missing)} of {len(self.blocks)} blocks (first: {missing[0]}) "
                 f"that were committed or never ran. Start the same command again to make them"
             )
-        rows: Counter[Status] = Counter()
-        for part in parts.values():
-            rows.update(part.rows)
-        tell_of_remade(self.directory, {self._name(block): part.sha256 for block, part in parts.items()})
-        listed = [self._listing(part) for part in parts.values()]
-        write_success(self.directory, self.manifest.digest, {**rows}, listed, numbers)
+        return parts
+
+    def _set_strangers_aside(self, parts: Mapping[int, PartInfo]) -> None:
+        """Moves parts away that no window of the run has planned. Raises OutputError."""
+        names = {self._name(block) for block in parts}
+        try:
+            for path in visible(self.directory.generations) if self.is_window else []:
+                if path.name not in names:
+                    set_aside(path, self.directory.quarantine, "no block of any plan has this file name")
+        except OSError as error:
+            raise output_error(self.directory.path, error) from error
 
     def _listing(self, part: PartInfo) -> dict[str, JsonValue]:
         return {"file": self._name(part.block), "block": part.block, "num_rows": part.num_rows, "sha256": part.sha256}

@@ -46,7 +46,7 @@ def follow(task: Task, config: GenerateConfig, should_stop: Callable[[], bool], 
     """Takes part in what rank 0 does; returns the exit code. Of a stop the first of those ranks tells that are
     there."""
     ready = prepared(task, config, should_stop, ranks=ranks)
-    asked = ask(ready.runtime, ready.rows, task.requests)
+    asked = ask(ready.runtime, ready.asked.first_rows(), task.requests)
     try:
         for _ in ready.runtime.follow(asked.computed):
             pass

@@ -145,9 +145,9 @@ def _text(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected:
         return Rejected(id=row.id, error=f"the model's chat template refuses the messages: {error}")
 
 
-def seat(asked: Asked, blocks: Sequence[Block]) -> list[PlannedRequest]:
+def seat(asked: Asked, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
     """The plan as it is written down: what is computed as one has one seat. Rejected rows share a block of their own
-    behind the others."""
+    behind the others. `first_block`: the number of the first block, which those that are there have already."""
     planned = [
         _planned(asked.request_rows[member], asked.requests[member], block.index, micro_batch, position)
         for block in blocks
@@ -155,8 +155,8 @@ def seat(asked: Asked, blocks: Sequence[Block]) -> list[PlannedRequest]:
         for position, i in enumerate(members)
         for member in asked.joined[i].members
     ]
-    pairs = zip(asked.rejected_rows, asked.rejected, strict=True)
-    return planned + [_planned(row, why, len(blocks), 0, position) for position, (row, why) in enumerate(pairs)]
+    pairs, rejects = zip(asked.rejected_rows, asked.rejected, strict=True), first_block + len(blocks)
+    return planned + [_planned(row, why, rejects, 0, position) for position, (row, why) in enumerate(pairs)]
 
 
 def _planned(row: Row, item: Request | Rejected, block: int, micro_batch: int, position: int) -> PlannedRequest:

@@ -32,6 +32,21 @@ class RunDirectory:
     def plan(self) -> Path:
         return self.path / "plan.parquet"
 
+    def window_plan(self, number: int) -> Path:
+        """What `plan` is, for one window of a run in windows."""
+        return self.path / f"plan-{number:05d}.parquet"
+
+    @property
+    def plans(self) -> list[Path]:
+        """The plans that are fixed, in their order."""
+        if self.plan.exists():
+            return [self.plan]
+        return sorted(self.path.glob("plan-*.parquet"), key=lambda path: (len(path.name), path.name))
+
+    @property
+    def survey(self) -> Path:
+        return self.path / "survey.json"
+
     @property
     def row_digests(self) -> Path:
         return self.path / "row_digests.parquet"

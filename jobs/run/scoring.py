@@ -1,11 +1,12 @@
 """Scoring as a run's task: the log-probability of each row's targets behind its prompt, or of a whole document."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow.parquet as pq
 
@@ -20,6 +21,7 @@ from ..datasets import Row
 from ..files.publishing import JsonValue
 from .generation import Outcome, Task, perform
 from .output_rows import score_schema
+from .part_files import visible
 from .passes import Start
 from .requests import Prompt
 
@@ -35,7 +37,7 @@ def scoring(config: ScoreConfig) -> Task:
         directory=run_directory(config),
         columns=partial(score_schema, has_top=config.sampling.logprobs > 0),
         requests=partial(windows_of if config.score.rolling else targets_of, config.score),
-        totals=lambda directory, rows: Totals.of(directory, rows if config.score.rolling else ()).to_plain(),
+        totals=lambda directory, read: Totals.of(directory, read() if config.score.rolling else ()).to_plain(),
     )
 
 
@@ -105,18 +107,24 @@ class Totals:
     def of(directory: Path, documents: Sequence[Row] = ()) -> "Totals":
         """The totals of a run's parts, whose rows are of `documents` where there are some. A document that has an error
         in any of its windows does not count."""
-        columns = ["row_index", "logprob", "is_greedy", "num_target_tokens"]
-        rows = pq.read_table(directory / "generations", columns=columns).to_pylist()
-        broken = {row["row_index"] for row in rows if row["logprob"] is None} if documents else set[int]()
-        good = [row for row in rows if row["logprob"] is not None and row["row_index"] not in broken]
-        scored = {row["row_index"] for row in good}
+        broken = {row["row_index"] for row in _scores(directory) if row["logprob"] is None} if documents else set[int]()
+        scored, counts = set[int](), Counter[str]()
+
+        def good() -> Iterator[float]:
+            for row in _scores(directory):
+                if row["logprob"] is not None and row["row_index"] not in broken:
+                    counts.update(rows=1, tokens=row["num_target_tokens"], greedy=row["is_greedy"])
+                    scored.update([row["row_index"]] if documents else ())
+                    yield row["logprob"]
+
+        logprob = math.fsum(good())
         whole = [row for row in documents if row.index in scored]
         sizes = [TextSize.of(row.prompt) for row in whole if row.messages is None and row.prompt_ids is None]
         return Totals(
-            num_rows=len(good),
-            num_tokens=sum(row["num_target_tokens"] for row in good),
-            num_greedy=sum(row["is_greedy"] for row in good),
-            logprob=math.fsum(row["logprob"] for row in good),
+            num_rows=counts["rows"],
+            num_tokens=counts["tokens"],
+            num_greedy=counts["greedy"],
+            logprob=logprob,
             size=TextSize.total(sizes) if sizes and len(sizes) == len(whole) else None,
         )
 
@@ -132,6 +140,13 @@ class Totals:
         values = asdict(self)
         size = values.pop("size")
         return {**values, **(size or {}), **self.perplexities}
+
+
+def _scores(directory: Path) -> Iterator[dict[str, Any]]:
+    """The output rows of a run, one part after another, by the columns that totals are made of."""
+    columns = ["row_index", "logprob", "is_greedy", "num_target_tokens"]
+    for path in visible(directory / "generations"):
+        yield from pq.read_table(path, columns=columns).to_pylist()
 
 
 def sentence(totals: Mapping[str, JsonValue]) -> str:

@@ -6,6 +6,7 @@ has, and one that finds none waits, so that a block whose worker ends is taken u
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from runtime.batching.balance import Block
 from runtime.closing import Closing
@@ -32,10 +33,10 @@ class Worker(Closing):
     def close(self) -> None:
         self._leases.close()
 
-    def may_plan(self) -> bool:
-        """Whether this worker is the one to fix the plan, until `has_planned`; waits for another that does. Raises
-        Interrupted, OutputError."""
-        return self._gets(PLAN, self._directory.plan.exists)
+    def may_plan(self, plan: Path) -> bool:
+        """Whether this worker is the one to fix the plan at this path, until `has_planned`; waits for another that
+        does. Raises Interrupted, OutputError."""
+        return self._gets(PLAN, plan.exists)
 
     def has_planned(self) -> None:
         self._leases.give_back(PLAN)

@@ -49,10 +49,14 @@ class _Stamp:
 
 
 def digest_files(
-    files: Sequence[str], cache: Path, should_stop: Callable[[], bool] = lambda: False
+    files: Sequence[str],
+    cache: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    asked_by: str = "model.verify=full",
 ) -> Mapping[str, str]:
     """The SHA-256 of each of `files`, in hexadecimal digits: the kept one where the file is as it was then, else of all
-    its bytes, a few files at a time.
+    its bytes, a few files at a time. `asked_by`: the setting that messages name.
 
     Raises CheckpointError, also for a blob of the Hugging Face cache that is not the one its name says and for a file
     that is written meanwhile; StorageError for a fault that may pass; Interrupted when `should_stop` says so.
@@ -60,40 +64,44 @@ def digest_files(
     stamps = {file: _stamp(file) for file in files}
     found = {file: _find(stamp, cache) for file, stamp in stamps.items()}
     unknown = {file: stamp for file, stamp in stamps.items() if found[file] is None}
-    read = _read_all(unknown, cache, should_stop) if unknown else {}
+    read = _read_all(unknown, cache, should_stop, asked_by) if unknown else {}
     digests = {file: digest or read[file] for file, digest in found.items()}
     for file, digest in digests.items():
         _compare_with_name(file, digest)
     return digests
 
 
-def _read_all(stamps: Mapping[str, _Stamp], cache: Path, should_stop: Callable[[], bool]) -> dict[str, str]:
+def _read_all(
+    stamps: Mapping[str, _Stamp], cache: Path, should_stop: Callable[[], bool], asked_by: str
+) -> dict[str, str]:
     gib = sum(stamp.size for stamp in stamps.values()) / GIB
-    log.info("model.verify=full: reading all bytes of %d weight files, %.2f GiB", len(stamps), gib)
+    log.info("%s: reading all bytes of %d files, %.2f GiB", asked_by, len(stamps), gib)
     started = time.monotonic()
 
     def read(file: str) -> str:
-        digest = _read(file, should_stop)
+        digest = _read(file, should_stop, asked_by)
         if _stamp(file) != stamps[file]:
-            raise CheckpointError(f"{file}: was written while its bytes were read for model.verify=full")
+            raise CheckpointError(f"{file}: was written while its bytes were read for {asked_by}")
         if stamps[file].is_settled:
             _keep(stamps[file], digest, cache)
         return digest
 
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="digest") as threads:
         digests = dict(zip(stamps, threads.map(read, stamps), strict=True))
-    log.info("model.verify=full: read %.2f GiB in %.1f s", gib, time.monotonic() - started)
+    log.info("%s: read %.2f GiB in %.1f s", asked_by, gib, time.monotonic() - started)
     return digests
 
 
-def _read(file: str, should_stop: Callable[[], bool]) -> str:
+def _read(file: str, should_stop: Callable[[], bool], asked_by: str) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
     try:
         with Path(file).open("rb", buffering=0) as handle:
             while count := patiently(lambda: handle.readinto(buffer), file, "reading all of it", time.sleep):
                 digest.update(buffer[:count])
                 if should_stop():
-                    raise Interrupted("model.verify=full was reading weights; start the same command again to go on")
+                    raise Interrupted(
+                        f"{asked_by} was being read for its SHA-256; start the same command again to go on"
+                    )
     except OSError as error:
         raise read_fault(file, "opening it", error) from error
     return digest.hexdigest()

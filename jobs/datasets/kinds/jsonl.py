@@ -7,18 +7,23 @@ be written again and does not depend on who parses it. Lines end at byte 10 and 
 import codecs
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from runtime.errors import DatasetError
 from runtime.store.json_object import is_deeper_than
+from runtime.units import MIB
 
 from ..fields import DatasetFields
 from ..files import bounded_lines, list_files, open_bytes, reading
-from ..records import Json, Record, shorten, too_long
+from ..records import Fields, Json, Record, shorten, too_long
 from ..row_rules import CHAT_KEYS, prompts
+from ..sources import STRETCH_ROWS, Mark, Numbered, Source, Stretch, stretched
 
 MAX_DEPTH = 100
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
+STRETCH_BYTES = 32 * MIB
+LEAST_ROW_BYTES = 3  # `{}` and the end of its line
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz")
 
@@ -33,12 +38,15 @@ def read_jsonl(
     DatasetError for what concerns a whole file.
     """
     for file in list_files(path, _SUFFIXES, key):
-        is_document = json_field is not None or file.name.endswith((".json", ".json.gz"))
         with reading(file):
-            if is_document:
+            if _is_document(file, json_field):
                 yield from _read_document(file, json_field, max_row_bytes)
             else:
                 yield from _read_lines(file, max_row_bytes)
+
+
+def _is_document(file: Path, json_field: str | None) -> bool:
+    return json_field is not None or file.name.endswith((".json", ".json.gz"))
 
 
 def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
@@ -46,15 +54,71 @@ def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
     return read_jsonl(config.path or "", config.json_field, max_row_bytes=config.max_row_bytes)
 
 
-KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"})}
+def _files(config: DatasetFields) -> list[Path]:
+    return list_files(config.path or "", _SUFFIXES)
+
+
+def _count(config: DatasetFields, file: Path, most: int) -> int:
+    """How many rows the file has, up to `most`. Lines are told apart and not parsed; a document is, unless it is too
+    short for so many."""
+    with reading(file):
+        if not _is_document(file, config.json_field):
+            return sum(1 for _ in islice(_lines(file, config.max_row_bytes), most))
+        if not file.name.endswith(".gz") and file.stat().st_size < LEAST_ROW_BYTES * most:
+            return file.stat().st_size // LEAST_ROW_BYTES
+        return sum(1 for _ in islice(_read_document(file, config.json_field, config.max_row_bytes), most))
+
+
+def _look(config: DatasetFields, numbered: Numbered) -> Iterator[Stretch]:
+    number, file = numbered
+    with reading(file):
+        if _is_document(file, config.json_field):
+            records = _read_document(file, config.json_field, config.max_row_bytes)
+            yield from stretched((record.fields for record in records), number)
+        else:
+            yield from _look_at_lines(file, number, config.max_row_bytes)
+
+
+def _look_at_lines(file: Path, number: int, max_row_bytes: int) -> Iterator[Stretch]:
+    rows: list[Fields | None] = []
+    mark, begin_bytes = Mark(file=number, row=0), 0
+    for row, (line, offset_bytes, text, _) in enumerate(_lines(file, max_row_bytes)):
+        if len(rows) == STRETCH_ROWS or offset_bytes - begin_bytes > STRETCH_BYTES:
+            yield Stretch(mark=mark, rows=rows)
+            mark = Mark(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
+            rows, begin_bytes = [], offset_bytes
+        rows.append(_fields(text))
+    if rows:
+        yield Stretch(mark=mark, rows=rows)
+
+
+def _fields(text: bytes | None) -> Fields | None:
+    """What a row's line holds, looked at in a hurry: nesting and lone surrogates are judged when it is read."""
+    if text is None:
+        return None
+    try:
+        value = _DECODER.decode(text.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _records(config: DatasetFields, file: Path, mark: Mark) -> Iterator[Record]:
+    with reading(file):
+        if _is_document(file, config.json_field):
+            yield from islice(_read_document(file, config.json_field, config.max_row_bytes), mark.row, None)
+        else:
+            yield from _read_lines(file, config.max_row_bytes, mark)
+
+
+SOURCE = Source(files=_files, count=_count, look=_look, records=_records)
+KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
 
 
 def parse_json(text: str) -> Json:
     """The value of a JSON text. Raises ValueError saying what is wrong with it."""
     try:
-        value = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-        )
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg}, line {error.lineno} column {error.colno}") from None
     except RecursionError:
@@ -64,17 +128,30 @@ def parse_json(text: str) -> Json:
     return value
 
 
-def _read_lines(file: Path, max_row_bytes: int) -> Iterator[Record]:
-    offset_bytes = 0
+def _read_lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Iterator[Record]:
+    """The records from `mark` on, or all."""
+    for number, offset_bytes, text, num_bytes in _lines(file, max_row_bytes, mark):
+        name = f"{file.name}:{number}"
+        place = f"{file.name}, line {number}, byte {offset_bytes}"
+        if text is None:
+            yield too_long(name, place, num_bytes, max_row_bytes)
+        else:
+            yield _parse_record(text, name, place)
+
+
+def _lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Iterator[tuple[int, int, bytes | None, int]]:
+    """The lines that are rows, from `mark` on: number, offset, text without its end, None where it is too long, and
+    bytes."""
+    number, offset_bytes = (mark.line, mark.offset_bytes) if mark is not None else (0, 0)
     with open_bytes(file) as stream:
-        for number, (line, num_bytes) in enumerate(bounded_lines(stream, max_row_bytes), start=1):
+        stream.seek(offset_bytes)  # of what is unpacked, where it is packed
+        for line, num_bytes in bounded_lines(stream, max_row_bytes):
+            number += 1
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            name = f"{file.name}:{number}"
-            place = f"{file.name}, line {number}, byte {offset_bytes}"
             if num_bytes > len(line) or len(line.rstrip(b"\r\n")) > max_row_bytes:
-                yield too_long(name, place, num_bytes, max_row_bytes)
+                yield number, offset_bytes, None, num_bytes
             elif text.strip():
-                yield _parse_record(text.rstrip(b"\r\n"), name, place)
+                yield number, offset_bytes, text.rstrip(b"\r\n"), num_bytes
             offset_bytes += num_bytes
 
 
@@ -144,3 +221,8 @@ def _finite_float(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"the number {shorten(text)} is out of range")
     return value
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
+)  # `json.loads` would make one for each text

@@ -13,6 +13,7 @@ import io
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, time
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,6 +27,7 @@ from ..fields import DatasetFields
 from ..files import list_files, reading
 from ..records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
 from ..row_rules import CHAT_KEYS, prompts
+from ..sources import STRETCH_ROWS, Mark, Numbered, Source, Stretch
 
 NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
@@ -34,13 +36,53 @@ _FIRST_CSV_ROW = 2  # what pyarrow calls the first row below the header
 
 def read_parquet(config: DatasetFields) -> Iterator[Record]:
     """Rows of a Parquet file, or of a directory's files by name. Page checksums are verified where there are any."""
-    for path in list_files(config.path or "", (".parquet",)):
-        with _arrow_reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-            names = file.schema_arrow.names
-            check_columns(names, config, str(path))
-            columns = None if config.keep_columns else _needed_columns(config, names)
-            batches = file.iter_batches(_rows_at_once(file), columns=columns, use_threads=False)
-            yield from _records(_rows_of(batches), path.name, config.max_row_bytes)
+    for path in _parquet_files(config):
+        yield from _parquet_records(config, path, Mark(file=0, row=0))
+
+
+def _parquet_files(config: DatasetFields) -> list[Path]:
+    return list_files(config.path or "", (".parquet",))
+
+
+def _parquet_records(config: DatasetFields, path: Path, mark: Mark) -> Iterator[Record]:
+    """Groups of rows before the mark are not read."""
+    with _arrow_reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        rows = _parquet_rows(config, file, path, mark.row, NUM_ROWS_PER_BATCH)
+        yield from _records(rows, path.name, config.max_row_bytes, mark.row)
+
+
+def _parquet_rows(
+    config: DatasetFields, file: pq.ParquetFile, path: Path, first: int, most_at_once: int
+) -> Iterator[dict[str, object]]:
+    names = file.schema_arrow.names
+    check_columns(names, config, str(path))
+    columns = None if config.keep_columns else _needed_columns(config, names)
+    groups, before = list(range(file.num_row_groups)), 0
+    while groups and before + file.metadata.row_group(groups[0]).num_rows <= first:
+        before += file.metadata.row_group(groups.pop(0)).num_rows
+    at_once = _rows_at_once(file, most_at_once)
+    batches = file.iter_batches(at_once, row_groups=groups, columns=columns, use_threads=False)
+    return islice(_rows_of(batches), first - before, None)
+
+
+def _count_parquet(config: DatasetFields, path: Path, most: int) -> int:
+    with _arrow_reading(path):
+        return pq.read_metadata(path).num_rows
+
+
+def _look_at_parquet(config: DatasetFields, numbered: Numbered) -> Iterator[Stretch]:
+    number, path = numbered
+    with _arrow_reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        rows = _parquet_rows(config, file, path, 0, STRETCH_ROWS)
+        first, at_once = 0, _rows_at_once(file, STRETCH_ROWS)
+        while found := list(islice(rows, at_once)):
+            yield Stretch(mark=Mark(file=number, row=first), rows=[_seen(row, config.max_row_bytes) for row in found])
+            first += len(found)
+
+
+def _seen(row: Mapping[str, object], max_row_bytes: int) -> Fields | None:
+    """The row's fields; None of one that is too long."""
+    return _as_fields(row) if num_text_bytes(row) <= max_row_bytes else None
 
 
 def read_csv(config: DatasetFields) -> Iterator[Record]:
@@ -78,7 +120,11 @@ def read_hub(config: DatasetFields) -> Iterator[Record]:
 
 
 KINDS = {
-    "parquet": prompts(read_parquet, CHAT_KEYS),
+    "parquet": prompts(
+        read_parquet,
+        CHAT_KEYS,
+        source=Source(files=_parquet_files, count=_count_parquet, look=_look_at_parquet, records=_parquet_records),
+    ),
     "csv": prompts(read_csv, frozenset({"csv_delimiter"})),
     "hub": prompts(
         read_hub,
@@ -109,12 +155,12 @@ def _needed_columns(config: DatasetFields, names: Collection[str]) -> list[str]:
     return list(dict.fromkeys(name if name in names else name.partition(".")[0] for name in named))
 
 
-def _rows_at_once(file: pq.ParquetFile) -> int:
+def _rows_at_once(file: pq.ParquetFile, most: int) -> int:
     """Few where the file says that its rows are long."""
     metadata = file.metadata
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     num_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(NUM_ROWS_PER_BATCH, BATCH_BYTES // max(1, num_bytes)))
+    return max(1, min(most, BATCH_BYTES // max(1, num_bytes)))
 
 
 def _rows_of(batches: Iterable[pa.Table]) -> Iterator[dict[str, object]]:
@@ -122,14 +168,17 @@ def _rows_of(batches: Iterable[pa.Table]) -> Iterator[dict[str, object]]:
         yield from batch.to_pylist()
 
 
-def _records(rows: Iterator[dict[str, object]], source: str, max_row_bytes: int) -> Iterator[Record]:
-    for number, row in enumerate(rows):
+def _records(rows: Iterator[dict[str, object]], source: str, max_row_bytes: int, first: int = 0) -> Iterator[Record]:
+    for number, row in enumerate(rows, start=first):
         name, place, num_bytes = f"{source}:{number}", f"{source}, row {number}", num_text_bytes(row)
         if num_bytes > max_row_bytes:
             yield too_long(name, place, num_bytes, max_row_bytes)
             continue
-        fields: Fields = {key: as_json(value) for key, value in row.items()}
-        yield Record(name=name, place=place, fields=fields)
+        yield Record(name=name, place=place, fields=_as_fields(row))
+
+
+def _as_fields(row: Mapping[str, object]) -> Fields:
+    return {key: as_json(value) for key, value in row.items()}
 
 
 def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:

@@ -1,0 +1,244 @@
+"""What a run asks, held as a list of rows or read in windows: a run is as many plans behind one another as there are
+windows, and one where all rows are held."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+
+from runtime.config import Fetch
+from runtime.errors import CheckpointError, DamagedRunError, DatasetError
+from runtime.store.cache_root import cache_root
+from runtime.store.file_digests import digest_files
+
+from ..config.settings import GenerateConfig, ScoreConfig
+from ..datasets import Row, shard_rows, with_former_ids
+from ..datasets.fields import WINDOW_ROWS
+from ..datasets.survey import Survey, make_survey
+from ..datasets.templates import as_examples
+from ..datasets.windows import RowWindows, has_more_than, windowed_kind
+from ..files.publishing import JsonValue, json_digest, read_json, write_json
+from .input_digests import InputDigests, digest_files_of_input, digest_input, keep_rows
+from .manifest import FORMAT_WITHOUT_FACTS
+from .output_rows import column_schema, infer_column_schema
+from .run_dir import RunDirectory
+
+log = logging.getLogger(__name__)
+WINDOW_KEY = "dataset.window_rows"  # among the settings of run.json, of a run in windows alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """One of `count` windows of a run. `read` reads its rows, of this shard alone. Raises DatasetError."""
+
+    number: int
+    count: int
+    read: Callable[[], Sequence[Row]]
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def plan_in(self, directory: RunDirectory) -> Path:
+        """Where its plan is fixed."""
+        return directory.plan if self.count == 1 else directory.window_plan(self.number)
+
+
+class RunInput(Protocol):
+    """`identity`: what makes the run this run beside its settings and digests."""
+
+    @property
+    def windows(self) -> Sequence[Window]: ...
+
+    @property
+    def identity(self) -> Mapping[str, JsonValue]: ...
+
+    def columns(self, fixed: pa.Schema) -> pa.Schema:
+        """The schema of the columns that rows bring along, the same for all shards."""
+        ...
+
+    def first_rows(self) -> Sequence[Row]:
+        """Rows of this shard to look at before the run is begun: all of them, or some."""
+        ...
+
+    def digests(self, columns: pa.Schema) -> InputDigests: ...
+
+    def keep(self, directory: RunDirectory, digests: InputDigests) -> Path:
+        """Keeps in the run's directory what a later start asks for: the file. Raises OutputError."""
+        ...
+
+
+class HeldRows:
+    """All rows of an input, in memory."""
+
+    def __init__(self, rows: Sequence[Row], config: GenerateConfig, begun_with: int):
+        self._all, own = rows, shard_rows(rows, config.shard)
+        self._rows = with_former_ids(own) if begun_with == FORMAT_WITHOUT_FACTS else own
+        self.identity: Mapping[str, JsonValue] = {}
+        self.windows = [Window(number=0, count=1, read=lambda: self._rows)]
+
+    def columns(self, fixed: pa.Schema) -> pa.Schema:
+        return infer_column_schema([row.columns for row in self._all], fixed)
+
+    def first_rows(self) -> Sequence[Row]:
+        return self._rows
+
+    def digests(self, columns: pa.Schema) -> InputDigests:
+        return digest_input(self._rows, columns)
+
+    def keep(self, directory: RunDirectory, digests: InputDigests) -> Path:
+        keep_rows(directory.row_digests, digests)
+        return directory.row_digests
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsInWindows:
+    """Rows that are read window by window. `files`: the SHA-256 of each of the input's files, by name, in their order,
+    and `settings` what else decides which rows they hold."""
+
+    rows: RowWindows
+    files: Mapping[str, str]
+    settings: Mapping[str, JsonValue]
+    stamps: Mapping[Path, tuple[int, int]]
+    window_rows: int
+    is_begun: bool
+    _read_ahead: list[Sequence[Row]] = field(default_factory=list)
+
+    @property
+    def windows(self) -> Sequence[Window]:
+        count = len(self.rows)
+        return [Window(number=i, count=count, read=lambda number=i: self._read(number)) for i in range(count)]
+
+    @property
+    def identity(self) -> Mapping[str, JsonValue]:
+        return {WINDOW_KEY: self.window_rows}
+
+    def columns(self, fixed: pa.Schema) -> pa.Schema:
+        return column_schema(self.rows.survey.kinds, fixed)
+
+    def first_rows(self) -> Sequence[Row]:
+        """The first window's, which are kept until that is read; none of a run that was begun."""
+        if self.is_begun:
+            return ()
+        self._read_ahead.append(self._read(0))
+        return self._read_ahead[0]
+
+    def digests(self, columns: pa.Schema) -> InputDigests:
+        found = digest_files_of_input(self.files, self.settings, columns)
+        return replace(found, facts={**found.facts, "input rows": self.rows.survey.num_rows})
+
+    def keep(self, directory: RunDirectory, digests: InputDigests) -> Path:
+        if not directory.survey.exists():
+            value: dict[str, JsonValue] = {"of": _survey_key(self.files, self.settings), **self.rows.survey.to_plain()}
+            write_json(directory.survey, value | {"digest": json_digest(value)}, exclusive=True)
+        return directory.survey
+
+    def _read(self, number: int) -> Sequence[Row]:
+        if number == 0 and self._read_ahead:
+            return self._read_ahead.pop()
+        changed = [path for path, stamp in self.stamps.items() if _stamp(path) != stamp]
+        if changed:
+            raise DatasetError(f"{changed[0]} was changed while the run reads it; nothing of it was used since")
+        return self.rows.read(number)
+
+
+def rows_in_windows(
+    config: GenerateConfig,
+    directory: Path,
+    should_stop: Callable[[], bool],
+    begun: Mapping[str, JsonValue] | None = None,
+) -> RowsInWindows | None:
+    """The input of a run, where it is to be read in windows; None where all of its rows are to be held. `begun`: the
+    run.json of its copy elsewhere. Raises DatasetError, Interrupted."""
+    dataset, windowed = config.dataset, windowed_kind(config.dataset)
+    window_rows = _window_rows(config, directory, begun) if windowed is not None else None
+    if windowed is None or window_rows is None:
+        return None
+    num_rows_each = max(1, window_rows // config.sampling.n)
+    if not has_more_than(dataset, num_rows_each * config.shard.count):
+        return None
+    examples = windowed.source.files(as_examples(dataset)) if dataset.few_shot_path is not None else []
+    paths = [*windowed.source.files(dataset), *examples]
+    stamps, files = {path: _stamp(path) for path in paths}, _digests(paths, config, should_stop)
+    run = RunDirectory(path=directory)
+    settings: dict[str, JsonValue] = {
+        **{f"dataset.{key}": getattr(dataset, key) for key in ("limit", "max_row_bytes", "id_field", "keep_columns")},
+        **{f"dataset.{key}": getattr(dataset, key).value for key in ("dedupe", "on_bad_row")},
+        "dataset.json_field": dataset.json_field,
+    }
+    survey = _known_survey(run.survey, _survey_key(files, settings))
+    if survey is None:
+        there = next(folder for folder in directory.absolute().parents if folder.is_dir())
+        survey = make_survey(dataset, windowed, there, should_stop)
+    return RowsInWindows(
+        rows=RowWindows(config=dataset, survey=survey, shard=config.shard, num_rows_each=num_rows_each),
+        files=files,
+        settings=settings,
+        stamps=stamps,
+        window_rows=window_rows,
+        is_begun=begun is not None or run.manifest.exists(),
+    )
+
+
+def _window_rows(config: GenerateConfig, directory: Path, begun: Mapping[str, JsonValue] | None) -> int | None:
+    """How many rows of the output a window of the run has; None where all rows are held. Where nobody says, a run goes
+    on as it was begun."""
+    asked, run = config.dataset.window_rows, RunDirectory(path=directory)
+    holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.fetch is Fetch.sharded
+    holds_all |= isinstance(config, ScoreConfig) and config.score.rolling
+    if asked is None and (begun is not None or run.manifest.exists()):
+        found = _settings_of(run, begun).get(WINDOW_KEY)
+        return found if isinstance(found, int) else None
+    return None if holds_all else asked or WINDOW_ROWS
+
+
+def _settings_of(run: RunDirectory, begun: Mapping[str, JsonValue] | None) -> Mapping[str, JsonValue]:
+    try:
+        found = (begun or read_json(run.manifest)).get("semantic")
+    except (OSError, DamagedRunError):  # `open_run` says so
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DatasetError(f"cannot read {path}: {error}") from error
+    return found.st_size, found.st_mtime_ns
+
+
+def _digests(paths: Sequence[Path], config: GenerateConfig, should_stop: Callable[[], bool]) -> Mapping[str, str]:
+    """The SHA-256 of each file, by name; of files that lie in several folders by their paths."""
+    names = [path.name for path in paths]
+    keys = names if len(set(names)) == len(names) else [str(path) for path in paths]
+    try:
+        found = digest_files(
+            [*map(str, paths)], cache_root(config.offload.cache_dir), should_stop, asked_by="dataset.path"
+        )
+    except CheckpointError as error:
+        raise DatasetError(str(error)) from error
+    return {key: found[str(path)] for key, path in zip(keys, paths, strict=True)}
+
+
+def _survey_key(files: Mapping[str, str], settings: Mapping[str, JsonValue]) -> str:
+    return json_digest([[*files.items()], {**settings}])
+
+
+def _known_survey(path: Path, key: str) -> Survey | None:
+    """The survey that an earlier start has kept; None where there is none of this input, or it is damaged."""
+    try:
+        values = read_json(path)
+        digest = values.pop("digest", None)
+        if digest == json_digest(values) and values.pop("of") == key:
+            return Survey.from_plain(values)
+    except FileNotFoundError:
+        return None
+    except (OSError, DamagedRunError, KeyError, TypeError, ValueError) as error:
+        log.warning("%s cannot be used (%s): the rows are looked through anew", path, error)
+        return None
+    log.warning("%s is of another input, or was edited: the rows are looked through anew", path)
+    return None
