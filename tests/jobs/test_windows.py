@@ -102,6 +102,22 @@ def test_workers_share_windows_out(case: WindowedInput) -> None:
     assert files_of(case.directory("shared")).keys() == files_of(case.directory("alone")).keys()
 
 
+def test_another_machine_goes_on_from_the_copy_of_a_run_in_windows(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}-windows"
+    case, other = WindowedInput(home=tmp_path / "one"), WindowedInput(home=tmp_path / "other")
+    for each in (case, other):
+        each.home.mkdir()
+        each.write()
+    with pytest.raises(Interrupted):
+        generate(case.config("here", WINDOW, output_url=url), lambda: len(case.directory("here").plans) > 2)
+    there = files_of(case.directory("here"))
+    other.run("here", None, output_url=url)
+    case.run("whole", None)
+    assert other.rows("here") == case.rows("whole")
+    assert there.items() <= files_of(other.directory("here")).items()
+    assert len(other.directory("here").plans) == NUM_WINDOWS
+
+
 def test_shards_and_samples_in_windows_are_those_of_one(case: WindowedInput) -> None:
     sampling = SamplingConfig(max_new_tokens=2, temperature=0.8, n=2)
     case.run("whole", None, sampling=sampling)
