@@ -8,9 +8,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
-import pyarrow as pa
 import torch
 
 from .batching.balance import Block
@@ -71,9 +70,11 @@ from .settings import Settings, changed
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.host_memory import reset_peak, resident_bytes, set_allocator
-from .tables import TableColumns, results_table
 from .trace import Trace
 from .units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -422,13 +423,13 @@ class Runtime(Closing):
 
     def generate_table(
         self,
-        table: pa.Table,
+        table: "pa.Table",
         *,
         prompt: str = "prompt",
         id: str | None = None,
         overrides: Mapping[str, str] | None = None,
         prefix: str = "",
-    ) -> pa.Table:
+    ) -> "pa.Table":
         """`table` with what comes behind each row's prompt: its columns and rows as they are, and the columns of
         `runtime.columns` behind them. A row without a usable prompt has `status` error, and says why in `error`.
 
@@ -437,6 +438,8 @@ class Runtime(Closing):
         `prefix` stands before the names of added columns. Raises ConfigError where the table has no such columns, or
         has those of results; else as `stream`.
         """
+        from .tables import TableColumns, results_table  # pyarrow, which nothing else of the library needs
+
         columns = TableColumns(prompt=prompt, id=id, overrides=overrides or {}, prefix=prefix)
         columns.schema(table.schema, self.config.sampling)
         found: list[Prompt | Result] = [*columns.prompts(table)]

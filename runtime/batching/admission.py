@@ -162,9 +162,8 @@ def _needed_pages(
 ) -> int:
     """That a pass of so many tokens takes from the free ones."""
     page = limits.page_tokens
-    needed = sum(
-        limits.pages(held.num_cached + filled.get(place, 0)) - limits.pages(held.num_cached) for place, held in kept
-    )
+    cached_of = {place: kept[place].num_cached for place in filled}
+    needed = sum(limits.pages(cached_of[place] + new) - limits.pages(cached_of[place]) for place, new in filled.items())
     for seat in seats:
         cached = seat.num_cached
         needed += -(-(cached + new_tokens.get(seat.request, 0)) // page) - -(-cached // page)
@@ -190,13 +189,15 @@ def _share_budgets(
 
     prompts = list[SeatState]()
     for seat in seats:
-        missing = seat.num_known - seat.num_cached
-        if missing > 1 or (seat.prefix is not None and not may_begin(seat)):
+        missing, prefix = seat.num_known - seat.num_cached, seat.prefix
+        # Most decode, behind what they went on from: that is seen without a call.
+        if missing > 1 or (prefix is not None and seat.num_cached <= prefix.num_tokens and not may_begin(seat)):
             prompts.append(seat)
         elif missing and left[seat.lane]:
             left[seat.lane] -= 1
             new_tokens[seat.request] = 1
-    for (prefix, where), held in sorted(kept, key=lambda each: each[1].lane):
+    growing = [each for each in kept if each[1].num_cached < rule.num_shared(each[0][0])]
+    for (prefix, where), held in sorted(growing, key=lambda each: each[1].lane):
         begins = held.num_cached == rule.num_shared(prefix.parent)
         if not begins or kept.may_begin(prefix.parent, held.lane, filled):
             filled[prefix, where] = take(held.lane, rule.num_shared(prefix) - held.num_cached)

@@ -31,12 +31,23 @@ def places_of(prefix: SharedPrefix | None, lane: int, rule: SharingRule) -> list
     return [(each, where) for each in prefix.chain][::-1] if prefix is not None else []
 
 
+def places_of_all(seated: Seated, rule: SharingRule) -> set[Place]:
+    """Where any of them does."""
+    found = set[Place]()
+    for prefix, lane in seated:
+        where = ALL_LANES if rule.among_lanes else lane
+        while prefix is not None and (prefix, where) not in found:
+            found.add((prefix, where))
+            prefix = prefix.parent
+    return found
+
+
 class Kept:
     """The prefixes that are held, those opened last behind the others. `dropped` are those that no longer are."""
 
     def __init__(self, held: Iterable[HeldPrefix], rule: SharingRule, page_tokens: int):
         self._rule, self._page_tokens = rule, page_tokens
-        self._held = {places_of(each.prefix, each.lane, rule)[-1]: each for each in held}
+        self._held = {(each.prefix, ALL_LANES if rule.among_lanes else each.lane): each for each in held}
         self.dropped: list[Place] = []
 
     def __iter__(self) -> Iterator[tuple[Place, HeldPrefix]]:
@@ -44,6 +55,9 @@ class Kept:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def __getitem__(self, place: Place) -> HeldPrefix:
+        return self._held[place]
 
     def open(self, prefix: SharedPrefix | None, lane: int) -> None:
         """Has the lane compute what a sequence of it goes on from, as far as nobody does."""
@@ -69,26 +83,27 @@ class Kept:
         """Whether a sequence of the lane may go on from the prefix in a pass that adds `filled` to those held."""
         if prefix is None:
             return True
-        place = places_of(prefix, lane, self._rule)[-1]
+        place = prefix, ALL_LANES if self._rule.among_lanes else lane
         held, num_tokens = self._held[place], self._rule.num_shared(prefix)
         in_pass = filled.get(place, 0) if self._rule.in_pass and held.lane <= lane else 0
         return held.num_cached + in_pass == num_tokens
 
     def drop_unwanted(self, seated: Seated, line: Line) -> int:
         """Drops those that neither anybody seated nor anybody in line goes on from; returns the pages that are free."""
-        turns = _turns(line)
-        return sum(self._drop(place) for place in self._idle(seated, turns) if turns.get(place[0], FAR) == FAR)
+        idle = self._unneeded(seated)
+        wanted = _turns(line) if idle else {}  # mostly nobody is idle, and the line is long
+        return sum(self._drop(place) for place in self._in_order(idle, wanted) if place[0] not in wanted)
 
     def drop_one(self, seated: Seated, line: Line) -> int | None:
         """Drops the one that is wanted last of those that nobody seated goes on from; returns the pages that are free,
         None where there is none."""
-        idle = self._idle(seated, _turns(line))
+        idle = self._in_order(self._unneeded(seated), _turns(line))
         return self._drop(idle[0]) if idle else None
 
     def make_room(self, num_pages: int, seated: Seated, line: Line) -> int | None:
         """Drops as many, in the same order, as have `num_pages`, stored or promised, together; returns the pages
         that they come to, None where all of them come to too few, and none is dropped."""
-        idle, found = self._idle(seated, _turns(line)), 0
+        idle, found = self._in_order(self._unneeded(seated), _turns(line)), 0
         if sum(map(self._num_pages, idle)) < num_pages:
             return None
         for place in idle:
@@ -98,12 +113,14 @@ class Kept:
             self._drop(place)
         return found
 
-    def _idle(self, seated: Seated, turns: Mapping[SharedPrefix, int]) -> list[Place]:
-        """Those that nobody seated needs, the one that is wanted last first; a prefix behind its parent."""
-        if not self._held:
-            return []
-        needed = {place for prefix, lane in set(seated) for place in places_of(prefix, lane, self._rule)}
-        idle = [place for place in self._held if place not in needed]
+    def _unneeded(self, seated: Seated) -> list[Place]:
+        """Those that nobody seated needs."""
+        needed = places_of_all(seated, self._rule) if self._held else ()
+        return [place for place in self._held if place not in needed]
+
+    @staticmethod
+    def _in_order(idle: Iterable[Place], turns: Mapping[SharedPrefix, int]) -> list[Place]:
+        """The one that is wanted last first; a prefix before its parent."""
         return sorted(idle, key=lambda place: (turns.get(place[0], FAR), place[0].num_tokens), reverse=True)
 
     def _drop(self, place: Place) -> int:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, Interrupted
+from ..units import GIB, counted
 from .faults import patiently, read_fault
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ NUM_THREADS = 4
 SETTLED_SECONDS = (
     2.0  # a file that was written just now may be written again within one tick of the file system's clock
 )
-GIB = 1 << 30
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -75,7 +75,7 @@ def _read_all(
     stamps: Mapping[str, _Stamp], cache: Path, should_stop: Callable[[], bool], asked_by: str
 ) -> dict[str, str]:
     gib = sum(stamp.size for stamp in stamps.values()) / GIB
-    log.info("%s: reading all bytes of %d files, %.2f GiB", asked_by, len(stamps), gib)
+    log.info("%s: reading all bytes of %s, %.2f GiB", asked_by, counted(len(stamps), "file"), gib)
     started = time.monotonic()
 
     def read(file: str) -> str:

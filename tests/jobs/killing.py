@@ -1,9 +1,10 @@
 """Runs to be ended, each in a process of its own."""
 
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 
 from jobs import generate as job
@@ -13,9 +14,16 @@ from jobs.run.generation import generate
 from tests.processes import PROCESSES
 
 
-def run_and_kill(config: GenerateConfig, has_got_somewhere: Callable[[], bool], *, after_seconds: float) -> None:
-    """Starts or goes on with the run, and kills it `after_seconds` after it has got somewhere."""
-    process = PROCESSES.Process(target=run_alone, args=(config,))
+def run_and_kill(
+    config: GenerateConfig,
+    has_got_somewhere: Callable[[], bool],
+    *,
+    after_seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Starts or goes on with the run, and kills it `after_seconds` after it has got somewhere. `environment`: what it
+    needs of ours beside what there was as the first of such processes was started."""
+    process = PROCESSES.Process(target=run_alone, args=(config, environment or {}))
     process.start()
     while process.is_alive() and not has_got_somewhere():
         time.sleep(0.005)
@@ -38,5 +46,6 @@ def job_alone(arguments: Sequence[str]) -> None:
     run_job(job.main, GenerateConfig)
 
 
-def run_alone(config: GenerateConfig) -> None:
+def run_alone(config: GenerateConfig, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
     generate(config, lambda: False)

@@ -63,7 +63,8 @@ def ended(words: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
 def test_killed_a_run_goes_on_on_another_machine_and_is_exported_from_there(
     tmp_path: Path, server: S3Server, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_and_kill(config(tmp_path / "one", S3), lambda: num_parts(S3) >= 1, after_seconds=0.0)
+    one = config(tmp_path / "one", S3)
+    run_and_kill(one, lambda: num_parts(S3) >= 1, after_seconds=0.0, environment=server.environment)
     assert 1 <= num_parts(S3) < len(parts(plain))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other-cache"))
     folder = run(tmp_path / "other", S3)

@@ -23,7 +23,7 @@ def runtime_with(monkeypatch: pytest.MonkeyPatch, kind: PolicyKind, peaks: list[
     )
     runtime = Runtime(config)
     left = iter(peaks)
-    monkeypatch.setattr(budgets, "peak_resident_bytes", lambda: runtime.baseline_bytes + GIB + next(left))
+    monkeypatch.setattr(budgets, "peak_resident_bytes", lambda _: runtime.baseline_bytes + GIB + next(left))
     yield runtime
 
 

@@ -44,7 +44,7 @@ def test_a_kept_digest_is_used_again_and_not_when_the_file_was_written(
     with caplog.at_level(logging.INFO, logger=file_digests.__name__):
         assert digest_files([str(file)], cache) == {str(file): sha256(file)}
     begun, ended = (record.getMessage() for record in caplog.records)
-    assert "1 weight files, 0.01 GiB" in begun
+    assert begun.endswith("of 1 file, 0.01 GiB")
     assert ended.endswith(" s")
     with monkeypatch.context() as patch:
         forbid_reading(patch)
@@ -127,8 +127,8 @@ def test_a_stop_ends_the_reading_and_keeps_nothing_of_it(file: Path, cache: Path
 def test_a_file_that_is_written_meanwhile_is_refused(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = file_digests._read
 
-    def read(name: str, should_stop: object) -> str:
-        digest = real(name, lambda: False)
+    def read(name: str, should_stop: object, asked_by: str) -> str:
+        digest = real(name, lambda: False, asked_by)
         file.write_bytes(b"another")
         return digest
 

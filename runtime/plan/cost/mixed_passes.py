@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
 
 from ...batching.admission import AdmissionLimits, PassPlan, SeatState, Waiting, most_cached, plan_pass
-from ...batching.held import HeldPrefix, Place, places_of
+from ...batching.held import HeldPrefix, Place, places_of, places_of_all
+from ...batching.prefixes import SharedPrefix
 from ..placement.memory import SequenceSize
 from .lane_work import LaneWork, Piece, packed_work
 
@@ -144,6 +145,7 @@ class _Seats:
             Waiting(request=i, num_known=size.num_prompt_tokens, num_most=_most(size), prefix=size.prefix)
             for i, size in enumerate(sizes)
         ][::-1]
+        self._shared = [limits.rule.num_shared(size.prefix) for size in sizes]  # tokens that each goes on from
         self._num_seats = limits.num_lanes * limits.lane_size
         self._are_sharing = any(size.prefix is not None for size in sizes)
         self._seats: dict[int, SeatState] = {}  # by request, in the order of admission
@@ -183,16 +185,13 @@ class _Seats:
     def _num_pages(self, end: int, begin: int) -> int:
         return self._limits.pages(end) - self._limits.pages(begin)
 
-    def _num_shared(self, i: int) -> int:
-        return self._limits.rule.num_shared(self._sizes[i].prefix)
-
     def _begin(self, place: Place) -> int:
         """Tokens of a prefix that are its parent's."""
         return self._limits.rule.num_shared(place[0].parent)
 
     def _give_way(self, seat: SeatState) -> None:
         i = seat.request
-        self._num_free += self._num_pages(seat.num_cached, self._num_shared(i))
+        self._num_free += self._num_pages(seat.num_cached, self._shared[i])
         self._line.append(Waiting(request=i, num_known=seat.num_known, num_most=seat.num_most, prefix=seat.prefix))
 
     def _enter(self, entrant: Waiting, lane: int) -> None:
@@ -200,12 +199,13 @@ class _Seats:
             if place not in self._held:
                 self._held[place] = HeldPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
         self._seats[entrant.request] = SeatState(
-            request=entrant.request, lane=lane, num_cached=self._num_shared(entrant.request),
+            request=entrant.request, lane=lane, num_cached=self._shared[entrant.request],
             num_known=entrant.num_known, num_most=entrant.num_most, prefix=entrant.prefix,
         )  # fmt: skip
 
     def worked(self, plan: PassPlan) -> MixedPass:
         lanes: list[list[Piece]] = [[] for _ in range(self._limits.num_lanes)]
+        prefixes: list[set[SharedPrefix | None]] = [set() for _ in lanes]
         for place, new in plan.filled.items():
             held = self._held[place]
             lanes[held.lane].append(Piece(held.num_cached, new, 0, self._begin(place)))
@@ -214,10 +214,11 @@ class _Seats:
             new, past = plan.new_tokens.get(i, 0), seat.num_cached
             asks, is_begun = new > 0 and past + new == seat.num_known, self._is_begun(seat)
             selected = int(asks) if is_begun else self._sizes[i].num_selected(past, new)
-            lanes[seat.lane].append(Piece(past, new, selected, self._num_shared(i)))
+            lanes[seat.lane].append(Piece(past, new, selected, self._shared[i]))
+            prefixes[seat.lane].add(seat.prefix)
             num_decoded += new if is_begun and past + 1 == seat.num_known else 0
         works = [
-            packed_work(pieces, self._shared_pages(lane, plan))
+            packed_work(pieces, self._shared_pages([(prefix, lane) for prefix in prefixes[lane]], plan))
             for lane, pieces in enumerate(lanes)
             if any(piece.new for piece in pieces)
         ]
@@ -227,12 +228,9 @@ class _Seats:
         """Whether it has generated a token."""
         return seat.num_known > self._sizes[seat.request].num_prompt_tokens
 
-    def _shared_pages(self, lane: int, plan: PassPlan) -> int:
-        """What sequences of the lane go on from, but for what the pass computes of it."""
-        if not self._held:
-            return 0
-        prefixes = {seat.prefix for seat in self._seats.values() if seat.lane == lane}
-        places = {place for prefix in prefixes for place in places_of(prefix, lane, self._limits.rule)}
+    def _shared_pages(self, seated: Sequence[tuple[SharedPrefix | None, int]], plan: PassPlan) -> int:
+        """What these sequences of a lane go on from, but for what the pass computes of it."""
+        places = places_of_all(seated, self._limits.rule)
         stored = [(self._held[place].num_cached, self._begin(place)) for place in places - plan.filled.keys()]
         return sum(self._num_pages(end, begin) for end, begin in stored)
 
@@ -250,5 +248,5 @@ class _Seats:
             if cached == seat.num_known:
                 seat.num_known += 1
                 if seat.num_known > seat.num_most:
-                    self._num_free += self._num_pages(cached, self._num_shared(i))
+                    self._num_free += self._num_pages(cached, self._shared[i])
                     del self._seats[i]
