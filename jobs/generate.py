@@ -21,7 +21,7 @@ from jobs.config.logs import log_start, log_to_stderr
 from jobs.config.settings import Composed, GenerateConfig, LogLevel, load, run_directory
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
-from runtime.config import Fetch
+from runtime.config import Way
 from runtime.origin.place import local_place
 from runtime.ranks.launch import Launch
 from runtime.urls import is_url
@@ -46,7 +46,7 @@ output: {folder}
 def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(GenerateConfig, composed)
-    launch = Launch.found(os.environ) if config.devices.fetch is Fetch.sharded else None
+    launch = Launch.found(os.environ) if config.devices.way is Way.sharded else None
     is_first = launch is None or not launch.rank
     log_to_stderr(config.log_level if is_first else LogLevel.warning)
     if is_first:

@@ -159,10 +159,11 @@ class SelfCheck(Enum):
     full = "full"
 
 
-class Fetch(Enum):
-    """How much of the weights this process reads: all of them, or its share, as one of the ranks of a run."""
+class Way(Enum):
+    """How processes compute a run: `one` alone; or several ranks, where with `sharded` each reads an equal share of a
+    layer and computes its part of the rows."""
 
-    whole = "whole"
+    one = "one"
     sharded = "sharded"
 
 
@@ -289,9 +290,9 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
-    """Who reads the weights of a run: one process all of them, or several ranks each its share."""
+    """How many processes compute a run, and what each of them does."""
 
-    fetch: TextField[Fetch] = enum_field(Fetch.whole)
+    way: TextField[Way] = enum_field(Way.one)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from .rank_messages import Values, digest_of, read_blocks, read_choices
 from .ranks.ranks import Ranks
 
 SESSION, OVER = "session", "over"
-NOT_YET = "devices.fetch=sharded does not go with {} as yet: {}"
+NOT_YET = "devices.way=sharded does not go with {} as yet: {}"
 
 
 def for_ranks(config: RuntimeConfig) -> RuntimeConfig:
@@ -56,7 +56,7 @@ def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> Ru
     """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests."""
     if told["requests"] != digest_of(requests):
         raise ConfigError(
-            "devices.fetch=sharded: this rank has read other rows than rank 0: all ranks need the same data set, "
+            "devices.way=sharded: this rank has read other rows than rank 0: all ranks need the same data set, "
             "tokenizer and settings"
         )
     policy, kv, prefetch, budgets = read_choices(told)

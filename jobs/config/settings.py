@@ -14,7 +14,6 @@ from runtime.config import (
     Admission,
     DevicesConfig,
     DType,
-    Fetch,
     KVConfig,
     MachineConfig,
     ModelConfig,
@@ -25,6 +24,7 @@ from runtime.config import (
     Readout,
     RuntimeConfig,
     SamplingConfig,
+    Way,
     require,
     require_beams_fit,
     require_groups_agree,
@@ -160,7 +160,7 @@ class GenerateConfig:
         )
         if self.is_elastic:
             self._require_shareable()
-        if self.devices.fetch is Fetch.sharded:
+        if self.devices.way is Way.sharded:
             self._require_for_ranks()
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime.config import DevicesConfig, Fetch
+from runtime.config import DevicesConfig, Way
 from runtime.errors import ConfigError, Interrupted, PeerEnded, require
 from runtime.rank_plan import end_sessions
 from runtime.ranks.launch import Launch
@@ -26,7 +26,7 @@ def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterato
     """This process among the ranks that a launcher has started; None where `devices` has no others. Raises ConfigError
     where settings and launcher disagree."""
     launch = Launch.found(os.environ)
-    if devices.fetch is Fetch.whole:
+    if devices.way is Way.one:
         is_of_several = launch is not None and launch.size > 1 and launch.url == "env://"
         require(
             not is_of_several, "torchrun has started several processes, which devices=one does not: devices=sharded"

@@ -44,7 +44,7 @@ class Ranks(Closing):
         elsewhere = [rank for rank, each in enumerate(met) if each["machine"] != met[0]["machine"]]
         if elsewhere:
             raise ConfigError(
-                f"devices.fetch=sharded: rank {elsewhere[0]} is on another machine than rank 0, and weights are shared "
+                f"devices.way=sharded: rank {elsewhere[0]} is on another machine than rank 0, and weights are shared "
                 "within one as yet: start all ranks on one node (srun --nodes=1)"
             )
         for rank, each in enumerate(met):
@@ -91,7 +91,7 @@ class Ranks(Closing):
             descriptor = os.pidfd_open(pid)
         except OSError as error:
             raise ConfigError(
-                f"devices.fetch=sharded: rank {self.rank} does not see process {pid} of rank {rank}: {error.strerror}; "
+                f"devices.way=sharded: rank {self.rank} does not see process {pid} of rank {rank}: {error.strerror}; "
                 "ranks that share memory must see one another, in one container"
             ) from error
         self._watched[descriptor] = rank

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from runtime.config import DevicesConfig, Fetch
+from runtime.config import DevicesConfig, Way
 from tests.jobs.rank_loop import MOMENTS, RESUMABLE, Case, end_of, kill_one, require_equal
 
-SHARDED = DevicesConfig(fetch=Fetch.sharded)
+SHARDED = DevicesConfig(way=Way.sharded)
 
 
 def test_whoever_is_killed_whenever_all_end_with_75_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:

@@ -209,5 +209,5 @@ def test_the_first_host_of_a_list_of_slurm_is_known(nodes: str, first: str) -> N
     ],
 )
 def test_what_ranks_cannot_do_yet_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"devices.fetch=sharded does not go with {named}"):
+    with pytest.raises(ConfigError, match=f"devices.way=sharded does not go with {named}"):
         for_ranks(RuntimeConfig(**changes))
