@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -120,8 +120,10 @@ def top_level(names: frozenset[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def calls(module: str) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+@cache
+def calls(module: str) -> list[tuple[str, ast.Call]]:
+    """Each call, behind what it calls."""
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree(module)) if isinstance(node, ast.Call)]
 
 
 MODULES = sorted(sources())
@@ -143,53 +145,67 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-@pytest.mark.parametrize("module", RUNTIME)
-def test_runtime_knows_neither_jobs_nor_hydra(module: str) -> None:
-    assert not top_level(imports(module)) & {"jobs", "conf", "hydra", "omegaconf"}
+def offending(modules: Iterable[str], wrong: Callable[[str], Iterable[object]]) -> dict[str, list[str]]:
+    """What `wrong` finds in each module, where it finds something. A test for each module would cost more than all
+    that it does."""
+    found = {module: sorted(map(str, wrong(module))) for module in modules}
+    return {module: names for module, names in found.items() if names}
 
 
-@pytest.mark.parametrize("module", IN_ROOMS)
-def test_a_room_of_the_jobs_imports_only_what_it_may(module: str) -> None:
-    rooms = {".".join(name.split(".")[1:2]) for name in imports(module) if name.startswith("jobs.")}
-    assert rooms <= JOBS[module.split(".")[1]] | {module.split(".")[1]}
+def test_runtime_knows_neither_jobs_nor_hydra() -> None:
+    assert offending(RUNTIME, lambda module: top_level(imports(module)) & {"jobs", "conf", "hydra", "omegaconf"}) == {}
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module not in IN_ROOMS])
-def test_only_the_door_of_benchmarks_imports_them(module: str) -> None:
-    assert module == "jobs.bench" or not {name for name in imports(module) if name.startswith("jobs.benchmarks")}
+def test_a_room_of_the_jobs_imports_only_what_it_may() -> None:
+    def wrong(module: str) -> set[str]:
+        rooms = {".".join(name.split(".")[1:2]) for name in imports(module) if name.startswith("jobs.")}
+        return rooms - JOBS[module.split(".")[1]] - {module.split(".")[1]}
+
+    assert offending(IN_ROOMS, wrong) == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_job_files_import_hydra(module: str) -> None:
-    is_job_file = sources()[module].parent == ROOT / "jobs"
-    assert is_job_file or "hydra" not in top_level(imports(module))
+def test_only_the_door_of_benchmarks_imports_them() -> None:
+    others = set(MODULES) - set(IN_ROOMS) - {"jobs.bench"}
+    assert offending(others, lambda module: {n for n in imports(module) if n.startswith("jobs.benchmarks")}) == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_the_settings_import_omegaconf(module: str) -> None:
-    assert module == "jobs.config.settings" or "omegaconf" not in top_level(imports(module))
+def test_only_job_files_import_hydra() -> None:
+    others = [module for module in MODULES if sources()[module].parent != ROOT / "jobs"]
+    assert offending(others, lambda module: top_level(imports(module)) & {"hydra"}) == {}
 
 
-@pytest.mark.parametrize("module", RUNTIME)
-def test_parts_of_runtime_import_only_what_lies_below_them(module: str) -> None:
-    part = module.split(".")[1] if "." in module else ""
-    if part not in ALLOWED:
-        return  # the top of the package may use all of it
-    used = {name.split(".")[1] for name in imports(module) if name.startswith("runtime.")}
-    assert used <= ALLOWED[part] | FOR_ALL | {part}
+def test_only_the_settings_import_omegaconf() -> None:
+    others = set(MODULES) - {"jobs.config.settings"}
+    assert offending(others, lambda module: top_level(imports(module)) & {"omegaconf"}) == {}
 
 
-@pytest.mark.parametrize("module", [module for module in RUNTIME if not module.startswith("runtime.kernels")])
-def test_kernels_are_reached_by_their_seam(module: str) -> None:
-    inside = {name.removeprefix("runtime.kernels.") for name in imports(module) if name.startswith("runtime.kernels")}
-    assert inside <= SEAM
+def test_parts_of_runtime_import_only_what_lies_below_them() -> None:
+    def wrong(module: str) -> set[str]:
+        part = module.split(".")[1]
+        used = {name.split(".")[1] for name in imports(module) if name.startswith("runtime.")}
+        return used - ALLOWED[part] - FOR_ALL - {part}
+
+    inside = [module for module in RUNTIME if module.split(".")[1:2] and module.split(".")[1] in ALLOWED]
+    assert offending(inside, wrong) == {}  # the top of the package may use all of it
 
 
-@pytest.mark.parametrize("module", sorted(f"runtime.{name}" for name in FOR_ALL))
-def test_what_all_may_import_imports_nothing_but_its_like(module: str) -> None:
-    names = imports(module)
-    assert {name for name in names if name.startswith("runtime")} <= {f"runtime.{name}" for name in FOR_ALL}
-    assert top_level(names) - {"runtime"} <= set(sys.stdlib_module_names)
+def test_kernels_are_reached_by_their_seam() -> None:
+    def wrong(module: str) -> set[str]:
+        kernels = (name for name in imports(module) if name.startswith("runtime.kernels"))
+        return {name.removeprefix("runtime.kernels.") for name in kernels} - SEAM
+
+    assert offending([module for module in RUNTIME if not module.startswith("runtime.kernels")], wrong) == {}
+
+
+def test_what_all_may_import_imports_nothing_but_its_like() -> None:
+    allowed = {f"runtime.{name}" for name in FOR_ALL}
+
+    def wrong(module: str) -> set[str]:
+        names = imports(module)
+        strangers = top_level(names) - {"runtime"} - set(sys.stdlib_module_names)
+        return {name for name in names if name.startswith("runtime")} - allowed | strangers
+
+    assert offending(allowed, wrong) == {}
 
 
 def plan_floor(module: str) -> int:
@@ -198,10 +214,12 @@ def plan_floor(module: str) -> int:
     return PLAN.index(room[0]) if room and room[0] in PLAN else len(PLAN)
 
 
-@pytest.mark.parametrize("module", [module for module in RUNTIME if module.startswith("runtime.plan.")])
-def test_a_room_of_the_plan_imports_only_rooms_before_it(module: str) -> None:
-    above = {name for name in imports(module) if name.startswith("runtime.plan.")}
-    assert not {name for name in above if plan_floor(name) > plan_floor(module)}
+def test_a_room_of_the_plan_imports_only_rooms_before_it() -> None:
+    def wrong(module: str) -> set[str]:
+        used = {name for name in imports(module) if name.startswith("runtime.plan.")}
+        return {name for name in used if plan_floor(name) > plan_floor(module)}
+
+    assert offending([module for module in RUNTIME if module.startswith("runtime.plan.")], wrong) == {}
 
 
 @pytest.mark.parametrize("part", PURE)
@@ -219,15 +237,19 @@ def test_deciding_code_loads_no_torch_not_even_by_its_package() -> None:
     assert ended.stdout.split() == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_loads_pickles_or_remote_code(module: str) -> None:
-    assert not top_level(imports(module)) & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
-    for call in calls(module):
-        assert ast.unparse(call.func) not in {"torch.load", "eval", "exec", "hydra.utils.instantiate", "instantiate"}
-        assert "trust_remote_code" not in {keyword.arg for keyword in call.keywords}
+def test_nothing_loads_pickles_or_remote_code() -> None:
+    loading = {"torch.load", "eval", "exec", "hydra.utils.instantiate", "instantiate"}
+
+    def wrong(module: str) -> set[str]:
+        found = top_level(imports(module)) & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+        for called, call in calls(module):
+            found |= {called} & loading
+            found |= {"trust_remote_code"} & {str(keyword.arg) for keyword in call.keywords}
+        return found
+
+    assert offending(MODULES, wrong) == {}
 
 
-@pytest.mark.parametrize("module", [*RUNTIME, *IN_ROOMS])
-def test_only_the_command_line_prints(module: str) -> None:
-    prints = [call.lineno for call in calls(module) if ast.unparse(call.func) == "print"]
-    assert module == "jobs.config.cli" or not prints
+def test_only_the_command_line_prints() -> None:
+    others = {*RUNTIME, *IN_ROOMS} - {"jobs.config.cli"}
+    assert offending(others, lambda module: {call.lineno for called, call in calls(module) if called == "print"}) == {}

@@ -64,11 +64,6 @@ def docstring(module: str) -> str:
     return " ".join((ast.get_docstring(tree(module)) or "").split())
 
 
-def room(module: str) -> str:
-    """The folder of a module; `runtime` and `jobs` for those right below."""
-    return module.rpartition(".")[0] if sources()[module].name != "__init__.py" else module
-
-
 def is_crumb(module: str) -> bool:
     return num_lines(sources()[module]) < CRUMB_LINES and len(importers(module)) == 1
 
@@ -102,12 +97,10 @@ def test_every_folder_says_what_it_is_for() -> None:
     assert [module for module in folders if not docstring(module)] == []
 
 
-@pytest.mark.parametrize("place", sorted({room(module) for module in sources()}))
-def test_docstrings_of_a_room_have_a_subject(place: str) -> None:
+def test_docstrings_have_a_subject() -> None:
     offending = [
         f"{sources()[module].relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for module in sources()
-        if room(module) == place
         for line, text in docstrings(module)
         if NO_SUBJECT.match(text)
     ]
