@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import torch
 
 from .batching.balance import Block
-from .budgets import device_limited, require_within
+from .budgets import budgets_of, device_limited, require_within
 from .closing import Closing
 from .completions import CompletionStream, Result, ResultStream
 from .config import (
@@ -60,15 +60,23 @@ from .probing.heads import Head
 from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
 from .rank_agreement import KIND, Agreement
 from .rank_messages import written_plan
-from .rank_plan import SESSION, end_sessions, for_ranks, plan_told, require_generating, require_shareable
+from .rank_plan import (
+    SESSION,
+    end_sessions,
+    for_ranks,
+    plan_told,
+    require_generating,
+    require_shareable,
+)
 from .rank_session import RankSession
+from .rank_together import begun_together, budgets_of_ranks, joined_together, made_memory
 from .ranks.ranks import Ranks
-from .ranks.shared_memory import SharedMemory
 from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
 from .session import Session
 from .settings import Settings, changed
 from .store.reader import Reader
 from .stream.device import ComputeDevice
+from .stream.fillings import Together
 from .stream.host_memory import reset_peak, resident_bytes, set_allocator
 from .trace import Trace
 from .units import MIB, format_bytes
@@ -114,6 +122,7 @@ class Runtime(Closing):
         if ranks is not None:
             self.config = for_ranks(self.config)
         self._kept: Kept | None = None
+        self._ranks_budgets: Budgets | None = None  # None: those of this machine, when they are asked for
         self._is_closed = False
         self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
@@ -136,6 +145,8 @@ class Runtime(Closing):
             prepare_kernels(self.model)
         elif self.config.policy.attention is Attention.cpu:
             prepare_attention(self.model)
+        if ranks is not None:
+            self._ranks_budgets = budgets_of_ranks(ranks, budgets_of(self.config.offload, self.device))
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 
@@ -210,6 +221,7 @@ class Runtime(Closing):
             open_reader=self.reader,
             kept=self._kept,
             predicts=self.ranks is None,
+            given_budgets=self._ranks_budgets,
         )
 
     @property
@@ -259,11 +271,11 @@ class Runtime(Closing):
         require_within(plan.placement, self.baseline_bytes, self.device.num_sharers)
 
     @contextmanager
-    def session(self, plan: RunPlan, memory: SharedMemory | None = None) -> Iterator[Session]:
-        """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last. `memory`:
-        of the ranks that hold them together, which keep nothing."""
+    def session(self, plan: RunPlan, together: Together | None = None) -> Iterator[Session]:
+        """Holds the weights, the slots and the reader threads; an open runtime keeps the first and the last.
+        `together`: what ranks have in common that read weights together, which keep nothing."""
         self._require_open()
-        kept = self._kept.weights if self._kept is not None and memory is None else None
+        kept = self._kept.weights if self._kept is not None and together is None else None
         setup = Setup(
             model=self.model,
             config=replace(self.config, policy=plan.policy),
@@ -271,16 +283,17 @@ class Runtime(Closing):
             device=self.device,
             trace=self.trace,
             kept=kept,
-            memory=memory,
+            together=together,
         )
         limit = device_limited(self.config.offload, self.device, kept)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
         where = ", where they are not there already" if kept is not None and kept.compute_bytes else ""
         log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), where)
         begin = time.monotonic()
-        with limit, self._session_reader() as reader, open_streams(setup, reader) as streams:
+        common = nullcontext() if together is None else together
+        with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
             sampler = self._sampler()
-            agreement = Agreement(memory, self._should_stop) if memory is not None else None
+            agreement = Agreement(together.ranks, self._should_stop) if together is not None else None
             engine = Engine(
                 setup,
                 streams,
@@ -367,11 +380,11 @@ class Runtime(Closing):
         """Rank 0's session, which the others follow."""
         chosen = self.plan(requests, blocks=blocks, chunk_tokens=chunk_tokens)
         self._check_lanes(chosen)
-        memory, told = SharedMemory.made(ranks), written_plan(chosen, requests)
-        ranks.tell({KIND: SESSION, "memory": memory.place, "plan": told})
-        plan = plan_told(told, self.planner, requests)
+        memory, told = made_memory(ranks), written_plan(chosen, requests)
+        ranks.tell({KIND: SESSION, "memory": None if memory is None else memory.place, "plan": told})
+        plan = plan_told(told, self.planner, requests, ranks.size)
         self.planner.announce(plan, self._advised)
-        with self.session(plan, memory) as session:
+        with self.session(plan, begun_together(ranks, memory)) as session:
             assert isinstance(session, RankSession)
             yield plan, session
             session.tell_closed()
@@ -382,8 +395,8 @@ class Runtime(Closing):
         ConfigError."""
         assert self.ranks is not None, "there is nobody to follow"
         while (told := self.ranks.heard())[KIND] == SESSION:
-            memory = SharedMemory.opened(self.ranks, told["memory"])
-            with self.session(plan_told(told["plan"], self.planner, requests), memory) as session:
+            plan = plan_told(told["plan"], self.planner, requests, self.ranks.size)
+            with self.session(plan, joined_together(self.ranks, told["memory"])) as session:
                 assert isinstance(session, RankSession)
                 yield from session.follow(requests)
 

@@ -167,6 +167,15 @@ class Way(Enum):
     sharded = "sharded"
 
 
+class Gather(Enum):
+    """How the shares of a layer come together, with `sharded`: in `memory` that all ranks of a machine see, or by a
+    `collective` of ranks each of which holds the weights by itself. `auto`: the first where all are on one machine."""
+
+    auto = "auto"
+    memory = "memory"
+    collective = "collective"
+
+
 class Verify(Enum):
     """Which bytes of the weight files a run is bound to. `sampled`: headers and some of each file; `full`: all."""
 
@@ -293,6 +302,7 @@ class DevicesConfig:
     """How many processes compute a run, and what each of them does."""
 
     way: TextField[Way] = enum_field(Way.one)
+    gather: TextField[Gather] = enum_field(Gather.auto)
 
 
 @dataclass(frozen=True, kw_only=True)

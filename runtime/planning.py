@@ -44,6 +44,7 @@ WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it p
 class Planner:
     """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
     `kept`: what an open runtime holds between its calls. `predicts`: whether rates are measured where there are none.
+    `given_budgets`: None is what this machine has.
 
     The methods raise ConfigError or BudgetError where what is asked for cannot be, before anything is read.
     """
@@ -54,6 +55,7 @@ class Planner:
     open_reader: Callable[[], Reader]
     kept: Kept | None = None
     predicts: bool = True
+    given_budgets: Budgets | None = None
 
     @property
     def host(self) -> Host:
@@ -63,6 +65,8 @@ class Planner:
     @property
     def budgets(self) -> Budgets:
         """The memory that a run may use, as much of it as is free now where the settings say none."""
+        if self.given_budgets is not None:
+            return self.given_budgets
         return budgets_of(self.config.offload, self.device, self.kept.weights if self.kept is not None else None)
 
     def plan(

@@ -1,7 +1,7 @@
 """What ranks agree on between passes: how many lanes the next one takes, who has ended what, and when all of them stop.
 
 Whoever is stopped says so in the next exchange, whatever the others exchange there; each then says the same, until all
-have. Within a pass `SharedMemory` tells those that wait for bytes.
+have. Within a pass `Ranks.stop` tells those that wait for bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,8 @@ from .engine.records import PassCounts, Phase
 from .engine.sequence import Request, Unfinished
 from .errors import Interrupted
 from .rank_messages import Finished, read_completions, read_states, written_completions, written_states
-from .ranks.ranks import Message
-from .ranks.shared_memory import SharedMemory
+from .ranks.ranks import STOPPED, Message, Ranks
 
-STOPPED = "start the same command again to go on"
 KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"
 
 
@@ -23,15 +21,15 @@ class Agreement:
     `stop` and `all_states`, which the others answer from within theirs. `states`, to be set, gives what this rank's
     rows have come to that are begun and not finished."""
 
-    def __init__(self, memory: SharedMemory, should_stop: Callable[[], bool]):
-        self.ranks, self._memory, self._asked_to_stop = memory.ranks, memory, should_stop
+    def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
+        self.ranks, self._asked_to_stop = ranks, should_stop
         self.states: Callable[[], Mapping[int, Unfinished]] = dict
         self._known: dict[int, Unfinished] = {}  # of other ranks, when they were last asked
         self._has_stopped = False
 
     def should_stop(self) -> bool:
         """Whether this rank, or any other, was asked to stop."""
-        return self._memory.is_stopping or self._asked_to_stop()
+        return self.ranks.is_stopping or self._asked_to_stop()
 
     def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
         """The most lanes that any rank has in the next pass, and the phase of all that have any. Raises Interrupted."""
@@ -62,7 +60,7 @@ class Agreement:
         """What rows of all ranks have come to; of rank 0 alone, between two passes or behind the last one. Where others
         cannot be asked any more, what they said last counts."""
         try:
-            if not self._has_stopped and not self._memory.is_stopping:
+            if not self._has_stopped and not self.ranks.is_stopping:
                 self._exchange({KIND: STATES})
                 self._keep(self.ranks.exchange(self._own_states()))
         except Interrupted:
@@ -71,7 +69,7 @@ class Agreement:
 
     def stop(self) -> None:
         """Has all ranks stop, and waits until they have, as far as they are there."""
-        self._memory.stop()
+        self.ranks.stop()
         while not self._has_stopped:
             try:
                 met = self.ranks.exchange({**self._own_states(), KIND: STOPPING})

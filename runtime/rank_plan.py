@@ -5,9 +5,11 @@ them.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .batching.admission import most_cached
 from .config import Admission, ExpertPaging, PolicyKind, RuntimeConfig, SharePrefixes
 from .engine.sequence import Request
-from .errors import ConfigError, require
+from .errors import BudgetError, ConfigError, require
+from .plan.placement.memory import PAGE_TOKENS
 from .plan.planner import RunPlan, plan_policy
 from .plan.search.candidate import Problem
 from .plan.shape.model import ModelShape
@@ -24,10 +26,6 @@ def for_ranks(config: RuntimeConfig) -> RuntimeConfig:
     """The config with what only one process can do left out, where the settings leave that open. Raises ConfigError
     where they ask for it."""
     paging, num_beams = config.offload.expert_paging, config.sampling.num_beams or 1
-    require(
-        config.policy.admission is Admission.wave,
-        NOT_YET.format("policy.admission=continuous", "set policy.admission=wave"),
-    )
     require(
         paging in (ExpertPaging.auto, ExpertPaging.off),
         NOT_YET.format(f"offload.expert_paging={paging.value}", "layers are read whole, with auto or off"),
@@ -52,8 +50,9 @@ def require_generating(requests: Sequence[Request]) -> None:
     require(is_all, NOT_YET.format("scores and embeddings", "take devices=one"))
 
 
-def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests."""
+def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_ranks: int) -> RunPlan:
+    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests, and
+    BudgetError."""
     if told["requests"] != digest_of(requests):
         raise ConfigError(
             "devices.way=sharded: this rank has read other rows than rank 0: all ranks need the same data set, "
@@ -64,7 +63,23 @@ def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> Ru
     config = replace(planner.config, policy=policy, kv=kv, prefetch=prefetch)
     sizes = [request.size for request in requests]
     problem = Problem(shape=planner.model.shape, config=config, budgets=budgets, sizes=sizes, rates=None)
-    return plan_policy(problem, blocks=read_blocks(told))
+    plan = plan_policy(problem, blocks=read_blocks(told))
+    if policy.admission is Admission.continuous:
+        _require_pages(plan, requests, num_ranks)
+    return plan
+
+
+def _require_pages(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> None:
+    """Raises BudgetError where the longest request would find no room in a rank's share of keys and values."""
+    num_pages = plan.placement.kv.num_pages
+    tokens = max((most_cached(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
+    most = -(-tokens // PAGE_TOKENS)
+    if num_pages and most > num_pages // num_ranks:
+        raise BudgetError(
+            f"policy.admission=continuous: keys and values of the longest request take {most} pages, and each of "
+            f"{num_ranks} ranks has {num_pages // num_ranks} of {num_pages}: raise policy.num_micro_batches or "
+            "offload.host_memory_gib, or set policy.admission=wave"
+        )
 
 
 def end_sessions(ranks: Ranks) -> None:

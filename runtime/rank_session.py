@@ -1,5 +1,6 @@
 """A session that ranks share: rank 0 says which block is due, each rank computes its part of every micro-batch, and all
-of them are given what each has come to.
+of them are given what each has come to. With continuous admission each admits its part of all rows by itself, and all
+play as long as any of them has a row.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -16,14 +17,14 @@ from .model.loading import LoadedModel
 from .plan.planner import RunPlan
 from .rank_agreement import KIND, Agreement
 from .rank_messages import Finished, read_states, written_states
-from .session import OnPass, Session, ignore
+from .session import OnPass, Seats, Session, ignore
 
-WAVE, CLOSED = "wave", "closed"
+WAVE, STREAM, CLOSED = "wave", "stream", "closed"
 
 
 class RankSession(Session):
-    """`wave` is rank 0's, `follow` the others'. Records of passes have the tokens of all ranks, and this one's times
-    and bytes."""
+    """`wave` and `stream` are rank 0's, `follow` the others'. Records of passes have the tokens of all ranks, and
+    this one's times and bytes."""
 
     def __init__(
         self,
@@ -52,12 +53,26 @@ class RankSession(Session):
         self._ranks.tell({KIND: WAVE, "block": block.index, "left": list(left), "states": states})
         return self._part(block, left, requests, unfinished, on_pass)
 
+    def stream(
+        self,
+        order: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass = ignore,
+    ) -> Generator[tuple[int, Completion]]:
+        states = written_states({i: unfinished[i] for i in order if i in unfinished})
+        self._ranks.tell({KIND: STREAM, "order": list(order), "states": states})
+        return self._part_of_stream(order, requests, unfinished, on_pass)
+
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """Takes part in the waves that rank 0 begins, until it closes its session; gives what all ranks come to."""
+        """Takes part in what rank 0 begins, until it closes its session; gives what all ranks come to."""
         blocks = {block.index: block for block in self._plan.blocks}
-        while (told := self._ranks.heard())[KIND] == WAVE:
+        while (told := self._ranks.heard())[KIND] != CLOSED:
             unfinished = read_states(told["states"])
-            yield from self._part(blocks[told["block"]], told["left"], requests, unfinished, ignore)
+            if told[KIND] == WAVE:
+                yield from self._part(blocks[told["block"]], told["left"], requests, unfinished, ignore)
+            else:
+                yield from self._part_of_stream(told["order"], requests, unfinished, ignore)
 
     def tell_closed(self) -> None:
         """Has those that follow close theirs, too."""
@@ -80,6 +95,20 @@ class RankSession(Session):
         parts = [tuple(group[self._ranks.rank :: self._ranks.size]) for group in groups]
         own = Block(index=block.index, micro_batches=tuple(part for part in parts if part))
         return super().wave(own, own.members, requests, unfinished, on_pass)
+
+    def _part_of_stream(
+        self,
+        order: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass,
+    ) -> Generator[tuple[int, Completion]]:
+        """This rank's part of all that is left: every so many-th row, which it admits by itself."""
+        self._requests = requests
+        return super().stream(order[self._ranks.rank :: self._ranks.size], requests, unfinished, on_pass)
+
+    def _seats(self) -> Seats:
+        return super()._seats().share(self._ranks.size, self._plan.placement.kv.num_pages)
 
     def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
         try:

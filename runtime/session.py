@@ -1,6 +1,7 @@
 """A model whose weights are held: blocks of requests go in, completions come out."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import NamedTuple
 
 from .batching.admission import AdmissionLimits
 from .batching.balance import Block
@@ -21,6 +22,27 @@ from .plan.placement.memory import PAGE_TOKENS, resumed_chunks
 from .plan.planner import RunPlan
 
 OnPass = Callable[[PassRecord], None]
+
+
+class Seats(NamedTuple):
+    """`num_lanes` of `lane_size` sequences, each of which prefills at most `chunk_tokens` in a pass; `others_pages` of
+    keys and values are not for them."""
+
+    num_lanes: int
+    lane_size: int
+    chunk_tokens: int
+    others_pages: int = 0
+
+    def share(self, num_shares: int, num_pages: int) -> "Seats":
+        """Those of one of `num_shares` ranks, if there are `num_pages`: fewer in each lane, and where there are not as
+        many, fewer lanes."""
+        num_lanes = max(1, min(self.num_lanes, self.num_lanes * self.lane_size // num_shares))
+        return Seats(
+            num_lanes=num_lanes,
+            lane_size=max(1, self.lane_size // num_shares),
+            chunk_tokens=max(1, self.chunk_tokens // num_shares),
+            others_pages=num_pages - num_pages // num_shares,
+        )
 
 
 def ignore(record: PassRecord) -> None:
@@ -165,8 +187,12 @@ class Session:
             spare_bytes=max(0, compute.left_bytes),
         )
 
+    def _seats(self) -> Seats:
+        """Those of continuous admission."""
+        return Seats(self._plan.num_lanes, self._plan.lane_size, chunk_tokens(self._policy))
+
     def _continuous(self, sequences: Mapping[int, Running]) -> Batcher:
-        num_lanes, lane_size = self._plan.num_lanes, self._plan.lane_size
+        num_lanes, lane_size, num_tokens, others_pages = self._seats()
         if not self._model.shape.is_packed:
             waiting = list(sequences.values())
             return StaticBatcher.of_line(self._engine.lanes, waiting, num_lanes=num_lanes, lane_size=lane_size)
@@ -175,8 +201,9 @@ class Session:
             rule or IN_LANES,
             num_lanes=num_lanes,
             lane_size=lane_size,
-            chunk_tokens=chunk_tokens(self._policy),
+            chunk_tokens=num_tokens,
             page_tokens=PAGE_TOKENS,
+            others_pages=others_pages,
         )
         prefixes = self._plan.prefixes if rule is not None else ()
         return ContinuousBatcher(self._engine.lanes, sequences, limits, prefixes)

@@ -1,5 +1,6 @@
 """Ranks of a run, each in a process of its own, that meet by a file instead of a launcher."""
 
+import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -20,16 +21,39 @@ def in_ranks(
     size: int, function: Callable[Concatenate[Ranks, P], T], *arguments: P.args, **keywords: P.kwargs
 ) -> list[T]:
     """What `function` of a module returns in each of `size` ranks, by rank."""
+    return _in_ranks([None] * size, function, *arguments, **keywords)
+
+
+def in_nodes(
+    size: int, function: Callable[Concatenate[Ranks, P], T], *arguments: P.args, **keywords: P.kwargs
+) -> list[T]:
+    """The same where each rank is in a node of its own, as Slurm has them."""
+    return _in_ranks([f"n{rank}" for rank in range(size)], function, *arguments, **keywords)
+
+
+def _in_ranks(
+    nodes: list[str | None], function: Callable[Concatenate[Ranks, P], T], *arguments: P.args, **keywords: P.kwargs
+) -> list[T]:
+    size = len(nodes)
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=PROCESSES) as pool:
         url = f"file://{Path(folder) / 'meet'}"
         launches = [Launch(rank=rank, size=size, url=url) for rank in range(size)]
-        running = [pool.submit(_as_rank, launch, function, *arguments, **keywords) for launch in launches]
+        running = [
+            pool.submit(_as_rank, launch, node, function, *arguments, **keywords)
+            for launch, node in zip(launches, nodes, strict=True)
+        ]
         return [each.result() for each in running]
 
 
 def _as_rank(
-    launch: Launch, function: Callable[Concatenate[Ranks, P], T], *arguments: P.args, **keywords: P.kwargs
+    launch: Launch,
+    node: str | None,
+    function: Callable[Concatenate[Ranks, P], T],
+    *arguments: P.args,
+    **keywords: P.kwargs,
 ) -> T:
+    if node is not None:
+        os.environ["SLURMD_NODENAME"] = node
     torch.set_num_threads(1)
     with Ranks(launch) as ranks:
         return function(ranks, *arguments, **keywords)

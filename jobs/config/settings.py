@@ -186,9 +186,6 @@ class GenerateConfig:
         require(not self.is_elastic, "devices=sharded is one worker in several processes: take workers=one")
         require(type(self) is GenerateConfig, "devices=sharded is of jobs.generate as yet: take devices=one")
         require(not self.dataset.has_turns, "devices=sharded asks no chats of several turns as yet: take devices=one")
-        admission = self.policy.admission
-        is_wave = admission is Admission.wave
-        require(is_wave, f"devices=sharded does not go with policy.admission={admission.value} as yet: wave does")
 
     @property
     def is_elastic(self) -> bool:

@@ -35,7 +35,7 @@ def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterato
         return
     if launch is None or launch.size < 2:
         raise ConfigError(f"devices=sharded is of several processes, and this one was started alone: {START}")
-    ranks = Ranks(launch, should_stop)
+    ranks = Ranks(launch, should_stop, devices)
     yield ranks  # where it raises, the end of the process tells the others
     if not ranks.rank:
         end_sessions(ranks)

@@ -50,17 +50,19 @@ class SeatState:
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
     """`lane_size`: sequences of a lane; `lane_tokens`: those that a lane computes in a pass, decoded ones included;
-    `page_tokens`: positions of a KV page; `rule`: how far prefixes are shared, of which whole pages are."""
+    `page_tokens`: positions of a KV page; `rule`: how far prefixes are shared, of which whole pages are;
+    `others_pages`: of those that are free, what others may take."""
 
     num_lanes: int
     lane_size: int
     lane_tokens: int
     page_tokens: int
     rule: SharingRule = IN_LANES
+    others_pages: int = 0
 
     @staticmethod
     def of(
-        rule: SharingRule, *, num_lanes: int, lane_size: int, chunk_tokens: int, page_tokens: int
+        rule: SharingRule, *, num_lanes: int, lane_size: int, chunk_tokens: int, page_tokens: int, others_pages: int = 0
     ) -> "AdmissionLimits":
         """The limits of lanes that prefill so many tokens a pass, and decode one of each sequence in any case. `rule`:
         of blocks that nobody joins. Here a page is shared whole or not at all, so that sharing never takes more pages
@@ -71,6 +73,7 @@ class AdmissionLimits:
             lane_tokens=max(lane_size, chunk_tokens),
             page_tokens=page_tokens,
             rule=replace(rule, page_tokens=page_tokens),
+            others_pages=others_pages,
         )
 
     def pages(self, num_tokens: int) -> int:

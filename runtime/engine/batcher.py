@@ -181,7 +181,8 @@ class ContinuousBatcher(Batcher):
             HeldPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
             for (prefix, _), (lane, sequence) in self._held.items()
         ]
-        return plan_pass(waiting, seats, self._factory.num_free_pages, self._limits, held)
+        free_pages = self._factory.num_free_pages - self._limits.others_pages
+        return plan_pass(waiting, seats, free_pages, self._limits, held)
 
     def _enter(self, sequence: Sequence, prefix: SharedPrefix | None, lane: int) -> None:
         """Has it enter behind what it goes on from, which begins to be computed in this lane where it is not held."""

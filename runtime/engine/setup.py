@@ -14,8 +14,8 @@ from ..model.host_ops import prepare_host_ops
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Placement
 from ..plan.shape.shapes import Parameter
-from ..ranks.shared_memory import SharedMemory
 from ..stream.device import ComputeDevice
+from ..stream.fillings import Together
 from ..stream.kept_weights import KeptWeights
 from ..trace import Trace
 from ..weights.stage_weights import TORCH_DTYPES
@@ -24,7 +24,7 @@ from ..weights.stage_weights import TORCH_DTYPES
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """What is run, by which settings, what lies where, and on which device. `trace` hears what ran when, `kept` are
-    weights that an earlier session has read, `memory` is the ranks' that read weights together."""
+    weights that an earlier session has read, `together` is what ranks have in common that read weights together."""
 
     model: LoadedModel
     config: RuntimeConfig
@@ -32,7 +32,7 @@ class Setup:
     device: ComputeDevice
     trace: Trace | None
     kept: KeptWeights | None = None
-    memory: SharedMemory | None = None
+    together: Together | None = None
 
 
 def prepare_attention(model: LoadedModel) -> None:

@@ -76,7 +76,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
         if layout.page_bytes and not placement.host_layers:
             file = stack.enter_context(_kv_file(layout, setup.config)) if layout.tier is KVTier.nvme else None
             pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
-        weights = WeightStream(shape, placement, device, reader, trace, held=kept.stages, memory=setup.memory)
+        weights = WeightStream(shape, placement, device, reader, trace, held=kept.stages, together=setup.together)
         yield Streams(
             weights=stack.enter_context(weights),
             experts=None if experts is None else stack.enter_context(experts),

@@ -1,8 +1,10 @@
 """What a launcher tells each process that it starts: which one it is, and where they meet."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 
@@ -16,6 +18,13 @@ class Launch:
     rank: int
     size: int
     url: str
+
+    @property
+    def host(self) -> str:
+        """Where rank 0 can be reached."""
+        if self.url == "env://":
+            return os.environ.get("MASTER_ADDR", "localhost")
+        return urlsplit(self.url).hostname or "localhost"
 
     @staticmethod
     def found(environment: Mapping[str, str]) -> "Launch | None":

@@ -1,4 +1,4 @@
-"""The processes that share the reads of one run: they exchange messages, and each sees when another has ended.
+"""The processes that compute one run together: they exchange messages, and each sees when another has ended.
 
 Messages are JSON over gloo, so that nothing that comes from elsewhere is more than data. All ranks come to each
 exchange in the same order; one that ends lets the others know by that alone.
@@ -6,7 +6,6 @@ exchange in the same order; one that ends lets the others know by that alone.
 
 import json
 import os
-import select
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,44 +18,62 @@ import torch
 import torch.distributed as dist
 
 from ..closing import Closing
-from ..errors import ConfigError, Interrupted, PeerEnded
+from ..config import DevicesConfig, Gather, Way
+from ..errors import Interrupted, PeerEnded
 from .launch import Launch
+from .watch import Watch
 
 Message: TypeAlias = Mapping[str, Any]
 MEETING = timedelta(minutes=10)  # for all to come: imports from a cold file system take long
 WAITING = timedelta(days=30)  # for a pass, which may be long; who has ended is known at once
 LOOK_SECONDS = 0.02  # between two looks for a stop
-ENDING_SECONDS = 2.0  # from the end of a connection to that of its process
+ENDING_SECONDS = 2.0  # for what one that has ended had said before, and from the end of one connection to the other's
+POLL_SECONDS, LATER_SECONDS, NUM_POLLS = 1e-4, 5e-3, 100  # between two looks for an answer; after so many, the second
+SHARDED = DevicesConfig(way=Way.sharded)
+STOPPED = "start the same command again to go on"
 
 
 class Ranks(Closing):
-    """This process, `rank` of `size`. All calls but `ended` and `require_all` are made by all ranks, in one order.
+    """This process, `rank` of `size`, which compute as `devices` says. `machines`: on which machine each rank is.
 
-    Raises ConfigError where they are on several machines, PeerEnded where they do not meet, and from any call where
-    another one has ended."""
+    All ranks call all methods in one order, but for `ended`, `stop`, `is_stopping` and what requires something. Raises
+    PeerEnded where they do not meet, and from any call where another one has ended."""
 
-    def __init__(self, launch: Launch, should_stop: Callable[[], bool] = lambda: False):
+    def __init__(
+        self,
+        launch: Launch,
+        should_stop: Callable[[], bool] = lambda: False,
+        devices: DevicesConfig = SHARDED,
+    ):
         """Waits for the others, until `should_stop` says yes."""
-        self.rank, self.size = launch.rank, launch.size
-        self._watched: dict[int, int] = {}  # ranks by the descriptors of their processes
-        self._group = _meet(launch, should_stop)
-        met = self.exchange({"pid": os.getpid(), "machine": _machine()})
-        elsewhere = [rank for rank, each in enumerate(met) if each["machine"] != met[0]["machine"]]
-        if elsewhere:
-            raise ConfigError(
-                f"devices.way=sharded: rank {elsewhere[0]} is on another machine than rank 0, and weights are shared "
-                "within one as yet: start all ranks on one node (srun --nodes=1)"
-            )
-        for rank, each in enumerate(met):
-            if rank != self.rank:
-                self._watch(rank, each["pid"])
+        self.rank, self.size, self.devices = launch.rank, launch.size, devices
+        self._watch: Watch | None = None
+        self._session = 0
+        self.group = _meet(launch, should_stop)
+        self.machines = [str(each["machine"]) for each in self.exchange({"machine": _machine()})]
+        self._watch = Watch.of(self.rank, self.size, self.exchange, launch.host, is_local=self.is_on_one_machine)
 
     def close(self) -> None:
         """Leaves the others, who need not be there any more."""
-        for descriptor in self._watched:
-            os.close(descriptor)
-        self._watched.clear()
+        if self._watch is not None:
+            self._watch.close()
         dist.destroy_process_group()
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        return len({*self.machines}) == 1
+
+    @property
+    def sees_memory(self) -> bool:
+        """Whether weights lie in memory that all ranks see."""
+        gather = self.devices.gather
+        return gather is Gather.memory or (gather is Gather.auto and self.is_on_one_machine)
+
+    def new_group(self) -> dist.ProcessGroup:
+        """A group of all ranks whose collectives have an order of their own."""
+        group = dist.new_group(backend="gloo", timeout=WAITING)
+        assert isinstance(group, dist.ProcessGroup), "every rank is of the group"
+        return group
 
     def exchange(self, message: Message) -> list[Message]:
         """The messages of all ranks, by rank; waits for each of them."""
@@ -66,7 +83,7 @@ class Ranks(Closing):
             most = max(int(size) for size in sizes)
             found = self._gathered(torch.nn.functional.pad(data, (0, most - len(data))))
         except RuntimeError as error:
-            raise self._ending(error) from error
+            raise self.ending(error) from error
         return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(found, sizes, strict=True)]
 
     def tell(self, message: Message) -> None:
@@ -79,30 +96,53 @@ class Ranks(Closing):
 
     def ended(self) -> list[int]:
         """The ranks whose processes have ended."""
-        return sorted(self._watched[descriptor] for descriptor in select.select([*self._watched], [], [], 0)[0])
+        return [] if self._watch is None else self._watch.ended()
 
     def require_all(self) -> None:
         """Raises PeerEnded where one has ended."""
         if ended := self.ended():
             raise self._told(ended)
 
-    def _watch(self, rank: int, pid: int) -> None:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError as error:
-            raise ConfigError(
-                f"devices.way=sharded: rank {self.rank} does not see process {pid} of rank {rank}: {error.strerror}; "
-                "ranks that share memory must see one another, in one container"
-            ) from error
-        self._watched[descriptor] = rank
+    def begin_session(self) -> None:
+        """Stops from now on are those of another session."""
+        self._session += 1
+        if self._watch is not None:
+            self._watch.begin(self._session)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a rank was asked to stop in this session."""
+        return self._watch is not None and self._watch.is_stopping(self._session)
+
+    def stop(self) -> None:
+        """Has all ranks stop, those that wait at once."""
+        if self._watch is not None:
+            self._watch.stop(self._session)
+
+    def require_going(self) -> None:
+        """Raises PeerEnded or Interrupted where what is waited for may never come."""
+        self.require_all()
+        if self.is_stopping:
+            raise Interrupted(STOPPED)
 
     def _gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(found, part, group=self._group)
+        work = dist.all_gather(found, part, group=self.group, async_op=True)
+        assert work is not None, "this rank is of the group"
+        seconds, until, num_polls = POLL_SECONDS, None, 0
+        while not work.is_completed():
+            if until is None and self.ended():
+                until = time.monotonic() + ENDING_SECONDS  # one that has said all there was to say may have ended
+            if until is not None and time.monotonic() > until:
+                raise self._told(self.ended())
+            time.sleep(seconds)
+            num_polls += 1
+            seconds = POLL_SECONDS if num_polls < NUM_POLLS else LATER_SECONDS
+        work.wait()
         return found
 
-    def _ending(self, error: RuntimeError) -> Exception:
-        """What a failed exchange means: a connection ends a little before its process does."""
+    def ending(self, error: RuntimeError) -> Exception:
+        """What a failed exchange means: not all connections of a process end at once."""
         until = time.monotonic() + ENDING_SECONDS
         while not (ended := self.ended()) and time.monotonic() < until:
             time.sleep(0.01)
@@ -146,5 +186,7 @@ def _join(launch: Launch, answers: "SimpleQueue[dist.ProcessGroup | Exception]")
 
 
 def _machine() -> str:
-    """The same for processes on one machine alone."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """The same for processes that see one another's memory: on one machine, in one container, and where Slurm gives
+    nodes, whose memory it counts each by itself, in one node."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino} {os.environ.get('SLURMD_NODENAME', '')}"

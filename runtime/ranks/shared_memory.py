@@ -10,7 +10,8 @@ from contextlib import suppress
 
 import torch
 
-from ..errors import ConfigError, Interrupted
+from ..closing import Closing
+from ..errors import ConfigError, require
 from ..units import GIB, round_up
 from .ranks import Ranks
 
@@ -18,19 +19,24 @@ FILE_BYTES = 16 * 1024 * GIB  # of addresses; only what is written takes memory
 PAGE_BYTES = 4096
 
 
-class SharedMemory:
-    """Buffers of one session. Not thread-safe but for `require_going`."""
+class SharedMemory(Closing):
+    """Buffers of one session, which outlive it. Not thread-safe."""
 
     def __init__(self, ranks: Ranks, descriptor: int):
         self.ranks = ranks
         self._descriptor, self._taken_bytes = descriptor, 0
-        self._stop = self.cells(1).numpy()
 
-    def __del__(self) -> None:
+    def close(self) -> None:
         os.close(self._descriptor)
 
     @staticmethod
     def made(ranks: Ranks) -> "SharedMemory":
+        """Raises ConfigError where a rank cannot see it."""
+        require(
+            ranks.is_on_one_machine,
+            "devices.gather=memory: ranks are on several machines, or in several containers, and see no memory in "
+            "common: set devices.gather=collective, or start all ranks on one node (srun --nodes=1)",
+        )
         descriptor = os.memfd_create("millrace-weights")
         os.ftruncate(descriptor, FILE_BYTES)
         return SharedMemory(ranks, descriptor)
@@ -64,18 +70,3 @@ class SharedMemory:
     def cells(self, count: int) -> torch.Tensor:
         """int64; each is written by one rank alone, which only ever raises it."""
         return self.buffer(8 * count).view(torch.int64)[:count]
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether a rank was asked to stop."""
-        return bool(self._stop[0])
-
-    def stop(self) -> None:
-        """Has all ranks stop, those that wait for bytes at once."""
-        self._stop[0] = 1
-
-    def require_going(self) -> None:
-        """Raises PeerEnded or Interrupted where what is waited for may never come."""
-        self.ranks.require_all()
-        if self.is_stopping:
-            raise Interrupted("start the same command again to go on")

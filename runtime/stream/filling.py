@@ -138,7 +138,7 @@ class SharedFilling(Filling):
             if self._is_abandoned.is_set():
                 raise Interrupted("start the same command again to go on")
             if num_looks % NUM_POLLS == 0:
-                self._memory.require_going()
+                self._memory.ranks.require_going()
             num_looks += 1
             time.sleep(POLL_SECONDS)
 

@@ -25,13 +25,14 @@ from ..plan.shape.extents import (
 )
 from ..plan.shape.model import ModelShape
 from ..plan.shape.moves import DeviceLayout, Move
-from ..ranks.shared_memory import SharedMemory
 from ..resources import Resource
 from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
-from .filling import Filling, OwnFilling, SharedFilling, read_whole
+from .filling import read_whole
+from .fillings import Together, filling_of
+from .gathered_filling import GatheredTransfer
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging, Transfer
 
@@ -52,10 +53,11 @@ class WeightStream:
         trace: Trace | None = None,
         name_of: Callable[[int], str] = str,
         held: StreamWeights | None = None,
-        memory: SharedMemory | None = None,
+        together: Together | None = None,
     ):
         """`name_of` is what the trace calls a stage. `held`: what an earlier stream of these stages has read already,
-        to which is added what this one reads. `memory`: of the ranks that read together; None: this process alone."""
+        to which is added what this one reads. `together`: what ranks that read together have in common; None: this
+        process reads alone."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
         self._trace, self._name_of = trace, name_of
@@ -68,16 +70,11 @@ class WeightStream:
         self._held = held or StreamWeights()
         self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
-        self._filling = self._filling_of(memory)
+        num_once = len(placement.resident)
+        self._filling = filling_of(together, device, reader, num_slots=walk.num_slots, num_once=num_once)
         self._free_slots = [Slot(n, self._filling.buffer(size), device) for n in range(walk.num_slots)]
         num_staged = walk.num_staging_slots
         self._staging = Staging(device, reader, num_slots=num_staged, slot_bytes=size) if num_staged else None
-
-    def _filling_of(self, memory: SharedMemory | None) -> Filling:
-        if memory is None:
-            return OwnFilling(self._device, self._reader)
-        num_slots, num_once = self._placement.walk.num_slots, len(self._placement.resident)
-        return SharedFilling(memory, self._reader, num_slots=num_slots, num_once=num_once)
 
     def __enter__(self) -> "WeightStream":
         self._load_resident()
@@ -222,6 +219,9 @@ class WeightStream:
         self._counters.bytes_read += timing.num_bytes
         self._counters.reads[self._index(stage)] += timing.end - timing.begin
         self._span(Resource.disk, "read", stage, page, timing.begin, timing.end)
+        if isinstance(read, GatheredTransfer):
+            _, begin, end = read.gathered
+            self._span(Resource.host_to_device, "gather", stage, page, begin, end)
 
     def _wait(self, stage: int, read: Transfer) -> None:
         begin = time.monotonic()

@@ -55,8 +55,8 @@ class Case:
             checkpoint_seconds=0.05,
         )
 
-    def start(self, num_ranks: int) -> list[BaseProcess]:
-        """What `torchrun -m jobs.generate devices=sharded` starts."""
+    def start(self, num_ranks: int, *, apart: bool = False) -> list[BaseProcess]:
+        """What `torchrun -m jobs.generate devices=sharded` starts; if `apart` each in a node of its own."""
         arguments = (
             *("run=shared", f"output_root={self.home}", "offload=nvme", "offload.resident_layers=0"),
             *("dataset=sample", f"dataset.limit={self.num_rows}", "policy=fixed", "policy.micro_batch_size=3"),
@@ -66,7 +66,8 @@ class Case:
         )
         port = free_port()
         ranks = [
-            PROCESSES.Process(target=rank_alone, args=(rank, num_ranks, port, arguments)) for rank in range(num_ranks)
+            PROCESSES.Process(target=rank_alone, args=(rank, num_ranks, port, arguments, apart))
+            for rank in range(num_ranks)
         ]
         for each in ranks:
             each.start()
@@ -79,9 +80,9 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def rank_alone(rank: int, size: int, port: int, arguments: Sequence[str]) -> None:
+def rank_alone(rank: int, size: int, port: int, arguments: Sequence[str], apart: bool) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(OMP_NUM_THREADS="1")
+    os.environ.update(OMP_NUM_THREADS="1", SLURMD_NODENAME=f"n{rank}" if apart else "n")
     job_alone(arguments)
 
 
@@ -107,12 +108,19 @@ MOMENTS = {  # what can be seen of how far a start is: files that it has written
 
 
 def kill_one(
-    case: Case, num_ranks: int, victim: int, written: str, after_seconds: float = 0.0, *, helped: bool = False
+    case: Case,
+    num_ranks: int,
+    victim: int,
+    written: str,
+    after_seconds: float = 0.0,
+    *,
+    helped: bool = False,
+    apart: bool = False,
 ) -> list[int]:
     """Starts the ranks, kills one behind the first file of that name that this start has written, and gives the exit
     codes of the others. They end by themselves, or if `helped` by SIGTERM, which launchers send: those that have not
     met yet wait for one another. Where the run ends before, there are none."""
-    begin, ranks = time.time_ns(), case.start(num_ranks)
+    begin, ranks = time.time_ns(), case.start(num_ranks, apart=apart)
 
     def is_written() -> bool:
         return any(_changed_ns(path) > begin for path in case.directory.path.glob(written))
@@ -130,7 +138,8 @@ def kill_one(
             each.terminate()
     codes = end_of(ranks)
     assert codes.pop(victim) == -signal.SIGKILL
-    return [code for code in codes if code is not None]
+    early = -signal.SIGTERM if helped else None  # of one that had not yet come to handle it
+    return [RESUMABLE if code == early else code for code in codes if code is not None]
 
 
 def _changed_ns(path: Path) -> int:
@@ -163,9 +172,11 @@ def check(case: Case, num_rounds: int, most_ranks: int, seed: int) -> int:
     for turn in range(num_rounds):
         size = chance.randint(2, most_ranks)
         moment = [*MOMENTS][turn % 5 if turn < 5 else 3]  # plan and manifest are written once
-        helped = moment == "it has started"
-        codes = kill_one(case, size, chance.randrange(size), MOMENTS[moment], chance.uniform(0.0, 0.5), helped=helped)
-        assert set(codes) <= {RESUMABLE}, f"killed when {moment}: {codes}"
+        victim, helped, apart = chance.randrange(size), moment == "it has started", turn % 2 == 1
+        after_seconds = chance.uniform(0.0, 0.5)
+        codes = kill_one(case, size, victim, MOMENTS[moment], after_seconds, helped=helped, apart=apart)
+        assert set(codes) <= {RESUMABLE}, f"rank {victim} of {size} killed when {moment}: {codes}"
+        print(f"rank {victim} of {size}, {'apart' if apart else 'together'}, when {moment}: {codes}", flush=True)
         num_killed += bool(codes)
     assert end_of(case.start(2)) == [0, 0]
     require_equal(case)

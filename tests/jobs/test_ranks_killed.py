@@ -11,8 +11,8 @@ SHARDED = DevicesConfig(way=Way.sharded)
 def test_whoever_is_killed_whenever_all_end_with_75_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     case = Case(home=tmp_path)
     killed = [(2, 1), (2, 0), (2, 1), (3, 2), (3, 0)]
-    for (moment, written), (size, victim) in zip(MOMENTS.items(), killed, strict=True):
-        codes = kill_one(case, size, victim, written, helped=moment == "it has started")
+    for turn, ((moment, written), (size, victim)) in enumerate(zip(MOMENTS.items(), killed, strict=True)):
+        codes = kill_one(case, size, victim, written, helped=moment == "it has started", apart=turn % 2 == 1)
         assert codes == [RESUMABLE] * (size - 1), moment
     assert end_of(case.start(2)) == [0, 0]
     require_equal(case)

@@ -14,10 +14,10 @@ from runtime.config import (
     Admission,
     Attention,
     ExpertPaging,
+    Gather,
     KVConfig,
     KVTier,
     Order,
-    PolicyConfig,
     Prefetch,
     PrefetchConfig,
     Tier,
@@ -27,7 +27,6 @@ from runtime.engine.sequence import Completion, Request
 from runtime.errors import ConfigError, Interrupted
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, share_of
 from runtime.rank_plan import end_sessions, for_ranks
-from runtime.ranks.launch import Launch, first_host
 from runtime.ranks.ranks import Ranks
 from runtime.store.reader import Reader
 from tests.rank_processes import in_ranks
@@ -66,19 +65,25 @@ def completed(runtime: Runtime, prompts: Sequence[Sequence[int]]) -> list[list[i
     return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 
 
-Asked = tuple[RuntimeConfig, Sequence[Sequence[int]]]
+Asked = tuple[RuntimeConfig, Sequence[Sequence[int]], Gather]
 
 
 def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
     """What each of several runs generates, one after another."""
-    return [completed(Runtime(config, ranks=ranks), prompts) for config, prompts in asked]
+    found = list[list[list[int]]]()
+    for config, prompts, gather in asked:
+        ranks.devices = replace(ranks.devices, gather=gather)
+        found.append(completed(Runtime(config, ranks=ranks), prompts))
+    return found
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families(size: int, reference: References) -> None:
     pairs = [(reference(family), tier) for family in FAMILIES for tier in TIERS[: 4 // size]]
     expected = [each.expected for each, _ in pairs]
-    for found in in_ranks(size, generated, [(config_for(each, tier), each.prompts) for each, tier in pairs]):
+    gather_of = {Tier.nvme: Gather.collective if size == 2 else Gather.memory, Tier.cpu: Gather.memory}
+    asked = [(config_for(each, tier), each.prompts, gather_of[tier]) for each, tier in pairs]
+    for found in in_ranks(size, generated, asked):
         assert found == expected
 
 
@@ -96,10 +101,13 @@ def test_tokens_of_ranks_are_those_of_transformers_however_a_pass_is_played(refe
     configs += [
         replace(plain, prefetch=PrefetchConfig(kind=kind, depth=2)) for kind in Prefetch if kind.value != "block"
     ]
+    configs += [replace(plain, policy=replace(plain.policy, admission=Admission.continuous))] * 2
     configs += [replace(plain, kv=KVConfig(tier=tier, device_fraction=0.0)) for tier in (KVTier.cpu, KVTier.nvme)]
-    asked = [*((config, ref.prompts) for config in configs), (plain, ref.prompts[:2])]
+    ways = (Gather.collective, Gather.memory)
+    asked = [(config, ref.prompts, ways[turn % 2]) for turn, config in enumerate(configs)]
+    asked += [(plain, ref.prompts[:2], way) for way in ways]
     for found in in_ranks(3, generated, asked):
-        assert found == [*(ref.expected for _ in configs), ref.expected[:2]]
+        assert found == [*(ref.expected for _ in configs), ref.expected[:2], ref.expected[:2]]
 
 
 def test_experts_of_all_lanes_at_once_and_draws_of_each_row_are_as_those_of_one_process(
@@ -110,7 +118,7 @@ def test_experts_of_all_lanes_at_once_and_draws_of_each_row_are_as_those_of_one_
     batched = replace(batched, policy=replace(batched.policy, schedule=Order.module_batched))
     drawn = config_for(reference("llama"), sampling=replace(GREEDY, temperature=0.8, top_p=0.95, logprobs=2))
     expected = completed(opened(drawn), ref.prompts)
-    for found in in_ranks(2, generated, [(batched, ref.prompts), (drawn, ref.prompts)]):
+    for found in in_ranks(2, generated, [(batched, ref.prompts, Gather.memory), (drawn, ref.prompts, Gather.auto)]):
         assert found == [ref.expected, expected]
 
 
@@ -157,8 +165,16 @@ def test_shares_of_readers_are_disjoint_and_cover_every_byte_in_whole_blocks() -
     assert share_of([], 0, 2) == ()
 
 
-def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> str:
-    """How a run ends that rank 1 alone is asked to stop, in the middle of a pass."""
+def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """How runs end that rank 1 alone is asked to stop, in the middle of a pass, however shares come together."""
+    found = list[str]()
+    for gather in (Gather.memory, Gather.collective):
+        ranks.devices = replace(ranks.devices, gather=gather)
+        found.append(stopped_once(ranks, config, prompts))
+    return found
+
+
+def stopped_once(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> str:
     asked = iter(range(12))
     runtime = Runtime(config, ranks=ranks, should_stop=lambda: bool(ranks.rank == 1 and next(asked, None) is None))
     try:
@@ -170,40 +186,13 @@ def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]
 
 def test_one_rank_that_is_stopped_stops_all(reference: References) -> None:
     ref = reference("llama")
-    for found in in_ranks(3, stopped, config_for(ref), ref.prompts):
-        assert "same command" in found
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, Launch(rank=1, size=4, url="env://")),
-        (
-            {
-                **{"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[07-08]"},
-                **{"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "1"},
-            },
-            Launch(rank=2, size=3, url="tcp://n07:20306"),
-        ),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}, None),
-    ],
-)
-def test_what_torchrun_or_srun_says_is_found(environment: dict[str, str], expected: Launch | None) -> None:
-    assert Launch.found(environment) == expected
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"), [("a", "a"), ("a,b", "a"), ("gpu[03-07,11],b", "gpu03"), ("n[1,3]x", "n1x"), ("n-1,m", "n-1")]
-)
-def test_the_first_host_of_a_list_of_slurm_is_known(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    for how_it_ended in in_ranks(3, stopped, config_for(ref), ref.prompts):
+        assert all("same command" in each for each in how_it_ended)
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"policy": PolicyConfig(admission=Admission.continuous)}, "policy.admission=continuous"),
         ({"offload": OffloadConfig(expert_paging=ExpertPaging.hit)}, "offload.expert_paging=hit"),
         ({"sampling": SamplingConfig(num_beams=2)}, "sampling.num_beams=2"),
     ],

@@ -19,26 +19,35 @@ from .memory import PAGE_TOKENS
 class Budgets:
     """Bytes that a run may use. `device_bytes` is None where compute happens in host memory; `library_bytes` of them
     are what the device's libraries take. Weights that stay in host memory are those of `num_sharers` processes, each of
-    which counts its share of them."""
+    which counts its share of them; or the budgets are those of `num_copies` processes together, each of which has them,
+    and slots, by itself."""
 
     host_bytes: int
     device_bytes: int | None = None
     library_bytes: int = 0
     num_sharers: int = 1
+    num_copies: int = 1
 
     @property
     def has_device(self) -> bool:
         return self.device_bytes is not None
 
+    def copied(self, entry: Entry) -> Entry:
+        """What of memory that each process has by itself counts here."""
+        if self.num_copies == 1:
+            return entry
+        equation = f"{entry.equation}, in each of {self.num_copies} processes"
+        return replace(entry, num_bytes=entry.num_bytes * self.num_copies, equation=equation)
+
     def share(self, entry: Entry) -> Entry:
         """What of weights that stay in host memory counts here."""
         if self.num_sharers == 1:
-            return entry
+            return self.copied(entry)
         num_bytes, equation = self.shared_bytes(entry.num_bytes), f"{entry.equation}, of {self.num_sharers} processes"
         return replace(entry, num_bytes=num_bytes, equation=equation)
 
     def shared_bytes(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.num_sharers)
+        return -(-num_bytes * self.num_copies // self.num_sharers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,14 +70,15 @@ class Requirements:
         )
         entries = [
             staying if self.budgets.has_device else self.budgets.share(staying),
-            Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B"),
+            self.budgets.copied(Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")),
         ]
         if placement.paged:
             entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
         entries += self._fixed
         copied = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
         if copied:
-            entries.append(Entry(name="aligned copy", num_bytes=copied, equation="of the stage that is computed"))
+            entry = Entry(name="aligned copy", num_bytes=copied, equation="of the stage that is computed")
+            entries.append(self.budgets.copied(entry))
         if placement.host_layers:
             entries.append(device_entry(self.shape, self.kv, placement.exchange, self.load))
         entries += feedforward.device_entries(self.shape, placement.cpu_share)

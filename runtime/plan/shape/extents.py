@@ -54,6 +54,19 @@ def share_of(extents: Sequence[Extent], index: int, count: int) -> tuple[Extent,
     return tuple(part for extent in extents if (part := extent.within(begin, end)) is not None)
 
 
+def even_shares_of(extents: Sequence[Extent], index: int, count: int) -> tuple[tuple[Extent, ...], int, int]:
+    """The part of them that one of `count` readers reads where all shares are of one size, and the first and last byte
+    (exclusive) of the slot that these lie in, in the order of readers. It ends with the few blocks that cannot be
+    divided so, which each reads."""
+    if not extents:
+        return (), 0, 0
+    first, last = extents[0].slot_offset, extents[-1].slot_offset + extents[-1].num_bytes
+    size = round_down((last - first) // count, ALIGNMENT_BYTES)
+    end = first + count * size
+    bounds = (first + index * size, first + (index + 1) * size), (end, last)
+    return tuple(part for each in bounds for extent in extents if (part := extent.within(*each))), first, end
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotLayout:
     extents: tuple[Extent, ...]

@@ -1,0 +1,37 @@
+"""What ranks have in common that read weights together, and how much memory they may use. It stands alone as runtimes
+and ranks meet here, and neither knows what the other needs.
+"""
+
+from dataclasses import replace
+
+from .plan.placement.placement import Budgets
+from .ranks.collectives import Collectives
+from .ranks.ranks import Ranks
+from .ranks.shared_memory import SharedMemory
+from .stream.fillings import Together
+
+
+def made_memory(ranks: Ranks) -> SharedMemory | None:
+    """The memory that rank 0 tells the others of; None where ranks do without. Raises ConfigError."""
+    return SharedMemory.made(ranks) if ranks.sees_memory else None
+
+
+def begun_together(ranks: Ranks, memory: SharedMemory | None) -> Together:
+    """Begins a session as rank 0, once the others have been told of its memory."""
+    ranks.begin_session()
+    return Collectives(ranks) if memory is None else memory
+
+
+def joined_together(ranks: Ranks, place: tuple[int, int] | None) -> Together:
+    """Begins a session as another rank; `place` is of the memory that rank 0 has told of. Raises ConfigError."""
+    return begun_together(ranks, None if place is None else SharedMemory.opened(ranks, place))
+
+
+def budgets_of_ranks(ranks: Ranks, own: Budgets) -> Budgets:
+    """What all ranks together may use, given what this one's machine may: that, where they see its memory; otherwise as
+    many times what a rank has where that is least, as all are given equally many rows. All ranks ask at once."""
+    if ranks.sees_memory:
+        return own
+    met = ranks.exchange({"host_bytes": own.host_bytes})
+    least = min(each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(met))
+    return replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)

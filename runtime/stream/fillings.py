@@ -1,0 +1,30 @@
+"""Chooses who fills memory with weights, by what ranks have in common. It stands alone as each of them is of a module
+that knows nothing of the others.
+"""
+
+from typing import TypeAlias
+
+from ..ranks.collectives import Collectives
+from ..ranks.shared_memory import SharedMemory
+from ..store.reader import Reader
+from .device import ComputeDevice
+from .filling import Filling, OwnFilling, SharedFilling
+from .gathered_filling import GatheredFilling
+
+Together: TypeAlias = SharedMemory | Collectives
+
+
+def filling_of(
+    together: Together | None,
+    device: ComputeDevice,
+    reader: Reader,
+    *,
+    num_slots: int,
+    num_once: int,
+) -> Filling:
+    """Who fills `num_slots`, and memory `num_once` times. None: this process reads alone."""
+    if together is None:
+        return OwnFilling(device, reader)
+    if isinstance(together, Collectives):
+        return GatheredFilling(together, device, reader)
+    return SharedFilling(together, reader, num_slots=num_slots, num_once=num_once)
