@@ -13,6 +13,7 @@ from runtime.config import ModelConfig
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
 from runtime.plan.shape.extents import Extent
+from tests.jobs.forked_workers import ForkedWorker
 
 
 def result(rate: float, num_bytes: int, num_passes: int) -> Result:
@@ -41,7 +42,8 @@ def test_a_throttled_reader_gives_no_more_than_it_may_and_the_bytes_of_the_file(
     assert target == file.read_bytes()
 
 
-def test_ranks_give_the_tokens_of_one_process_and_read_half() -> None:
+def test_ranks_give_the_tokens_of_one_process_and_read_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", ForkedWorker)
     config = BenchConfig(
         suite=Suite.devices,
         num_prompts=4,

@@ -14,6 +14,7 @@ from runtime.api import Runtime
 from runtime.config import ModelConfig, RuntimeConfig
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
+from tests.jobs.forked_workers import ForkedWorker
 
 CASE = Case(path="somewhere/llama", contender="nvme", num_sequences=128)
 SECONDS = {64: ProductSeconds(layers=1.0, head=0.5), 512: ProductSeconds(layers=4.0, head=2.0)}
@@ -61,7 +62,8 @@ def test_products_are_timed_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[2][1] > 0
 
 
-def test_a_suite_measures_reading_passes_and_products() -> None:
+def test_a_suite_measures_reading_passes_and_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", ForkedWorker)
     path = str(find_checkpoint(ModelConfig(), None))
     config = BenchConfig(
         suite=Suite.floor, contenders=[Contender.nvme], blocks=[4], rounds=1, num_new_tokens=3, weight_share=60.0
