@@ -1,6 +1,7 @@
 """Peers in environments of their own: what they are given, and that one which cannot run stops nobody else."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,17 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         export_gguf(tmp_path, tmp_path / "x.gguf", "F16")
 
 
+def python_of_ours(folder: Path, **_: object) -> None:
+    """An environment with this one's packages; pip takes 4 s to come into a new one."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+
+
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(runner.venv, "create", python_of_ours)
     with pytest.raises(MillraceError, match=r"nowhere\.whl cannot be installed: "):
         python_of(Isolation(name="x", module="x", requirements=("/nowhere.whl",)))
 
