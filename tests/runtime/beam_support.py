@@ -50,18 +50,18 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """`answers[k][i]`: to prompt i by the k-th settings of the grid. `ends`: two tokens that end a completion."""
+    """`answers[k][i]`: to prompt i by the k-th settings of the grid, or none. `ends`: two tokens that end a completion."""
 
     prompts: list[list[int]]
     ends: list[int]
     answers: list[list[Found]]
 
     @staticmethod
-    def shared(reference: Reference, home: Path) -> "Searched":
-        """Made once in `home`."""
+    def shared(reference: Reference, home: Path, places: Sequence[int]) -> "Searched":
+        """The answers by the settings at these places, made once in `home`."""
 
         def make(home: Path) -> None:
-            (home / "beams.json").write_text(json.dumps(_made(transformers_model(reference.directory))))
+            (home / "beams.json").write_text(json.dumps(_made(transformers_model(reference.directory), places)))
 
         prompts, ends, answers = json.loads((made_once(home, make) / "beams.json").read_text())
         found = [[Found(tokens=tokens, scores=scores) for tokens, scores in each] for each in answers]
@@ -112,19 +112,21 @@ def _whole(tokens: list[int], ends: Sequence[int]) -> list[int]:
     return tokens[: place + 1]
 
 
-def _made(model: PreTrainedModel) -> tuple[list[list[int]], list[int], list[list[tuple[list[list[int]], list[float]]]]]:
+def _made(
+    model: PreTrainedModel, places: Sequence[int]
+) -> tuple[list[list[int]], list[int], list[list[tuple[list[list[int]], list[float]]]]]:
     generator = torch.Generator().manual_seed(0)
     ends = list[int]()
-    clear = list[tuple[list[int], list[Found]]]()
+    clear = list[tuple[list[int], dict[int, Found]]]()
     for length in LENGTHS:
         while len(clear) < LENGTHS.index(length) + 1:
             prompt = torch.randint(5, 600, (length,), generator=generator).tolist()
             if not ends:
                 ends = _ends(model, prompt)
-            found = [clear_search(model, prompt, ends, **vars(search)) for search in GRID]
-            if None not in found:
-                clear.append((prompt, [each for each in found if each is not None]))
-    answers = [[(found[k].tokens, found[k].scores) for _, found in clear] for k in range(len(GRID))]
+            found = {place: clear_search(model, prompt, ends, **vars(GRID[place])) for place in places}
+            if None not in found.values():
+                clear.append((prompt, {place: each for place, each in found.items() if each is not None}))
+    answers = [[(found[k].tokens, found[k].scores) for _, found in clear if k in found] for k in range(len(GRID))]
     return [prompt for prompt, _ in clear], ends, answers
 
 
