@@ -3,7 +3,7 @@ attention and the admission; and each of these roads is really taken.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import combinations, product
@@ -53,10 +53,8 @@ class Road:
         return f"{self.order.value} kv={self.tier.value} attention={self.attention.value} {self.admission.value}"
 
     @property
-    def number(self) -> int:
-        """Odd or even: next to each road, where one setting is the next one, is one of the other kind."""
-        places = ((Order, self.order), (KVTier, self.tier), (Attention, self.attention), (Admission, self.admission))
-        return sum(list(kind).index(setting) for kind, setting in places)
+    def pairs(self) -> set[tuple[Enum, ...]]:
+        return {*combinations((self.order, self.tier, self.attention, self.admission), 2)}
 
     def changed(self, config: RuntimeConfig) -> RuntimeConfig:
         policy = replace(config.policy, schedule=self.order, attention=self.attention, admission=self.admission)
@@ -69,7 +67,26 @@ ROADS = [
     for order, tier, attention, admission in product(Order, TIERS, Attention, Admission)
     if order is not Order.cgopipe or attention is Attention.cpu
 ]
-HALVES = [[road for road in ROADS if road.number % 2 == half] for half in range(2)]
+
+
+def shared_out(roads: Sequence[Road]) -> dict[str, list[Road]]:
+    """Roads of each family in which every pair of settings occurs; each road is some family's."""
+    shares: dict[str, list[Road]] = {}
+    for family in FAMILIES:
+        shares[family], left = [], {pair for road in roads for pair in road.pairs}
+        taken = {road for share in shares.values() for road in share}
+        while left:
+            best = max(roads, key=lambda road: (len(road.pairs & left), road not in taken))
+            shares[family].append(best)
+            left -= best.pairs
+            taken.add(best)
+    missing = [road for road in roads if not any(road in share for share in shares.values())]
+    for number, road in enumerate(missing):
+        shares[FAMILIES[number % len(FAMILIES)]].append(road)
+    return shares
+
+
+SHARES = shared_out(ROADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +158,16 @@ def runtimes(reference: References) -> Callable[[str], Runtime]:
     return get
 
 
-def test_each_half_of_the_roads_has_every_pair_of_settings() -> None:
-    """Families take one half or the other."""
-
-    def pairs(roads: list[Road]) -> set[tuple[Enum, ...]]:
-        settings = [(road.order, road.tier, road.attention, road.admission) for road in roads]
-        return {pair for each in settings for pair in combinations(each, 2)}
-
-    assert [pairs(half) for half in HALVES] == [pairs(ROADS)] * 2
+def test_each_family_takes_every_pair_of_settings_and_each_road_is_taken() -> None:
+    every = set[tuple[Enum, ...]]().union(*(road.pairs for road in ROADS))
+    for family in FAMILIES:
+        assert set[tuple[Enum, ...]]().union(*(road.pairs for road in SHARES[family])) == every
+        assert len(SHARES[family]) == len({*SHARES[family]})
+    assert {road for share in SHARES.values() for road in share} == {*ROADS}
 
 
 @pytest.mark.parametrize(
-    ("family", "road"), [(family, road) for n, family in enumerate(FAMILIES) for road in HALVES[n % 2]], ids=str
+    ("family", "road"), [(family, road) for family in FAMILIES for road in SHARES[family]], ids=str
 )
 def test_every_road_leads_to_the_tokens_of_transformers(
     family: str, road: Road, reference: References, runtimes: Callable[[str], Runtime]
