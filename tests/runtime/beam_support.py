@@ -50,7 +50,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """`answers[k][i]`: to prompt i by the k-th settings of the grid, or none. `ends`: two tokens that end a completion."""
+    """`answers[k][i]`: to prompt i by the k-th settings, or none. `ends`: two tokens that end a completion."""
 
     prompts: list[list[int]]
     ends: list[int]
