@@ -10,7 +10,7 @@ from pathlib import PurePath
 from .errors import require
 from .orders import PLAIN
 from .orders import Order as Order
-from .profiles import DataSheet, MeasuredRates
+from .profiles import DataSheet, LinksConfig, MeasuredRates
 from .sampling_config import SamplingConfig
 from .sampling_config import SamplingOverrides as SamplingOverrides
 from .text_field import TextField, enum_field, group_field, optional_enum_field
@@ -161,10 +161,13 @@ class SelfCheck(Enum):
 
 class Way(Enum):
     """How processes compute a run: `one` alone; or several ranks, where with `sharded` each reads an equal share of a
-    layer and computes its part of the rows."""
+    layer and computes its part of the rows, with `tensor` has an equal share of each matrix and of the KV heads, and
+    with `pipeline` has some of the layers."""
 
     one = "one"
     sharded = "sharded"
+    tensor = "tensor"
+    pipeline = "pipeline"
 
 
 class Gather(Enum):
@@ -307,14 +310,15 @@ class DevicesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The compute device and its threads, and how fast it is where that is known. `device: auto` takes an accelerator
-    when torch finds one."""
+    """The compute device and its threads, and how fast it is where that is known; `links` join it with others.
+    `device: auto` takes an accelerator when torch finds one."""
 
     name: str = "auto"
     device: str = "auto"
     num_threads: int | None = None  # null: torch's own choice
     sheet: DataSheet | None = None
     rates: MeasuredRates | None = None  # null, with sheet: measured in the run
+    links: LinksConfig | None = None  # null: devices of one host, which meet in its memory
 
     def __post_init__(self) -> None:
         require(

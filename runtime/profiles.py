@@ -8,6 +8,7 @@ from enum import Enum
 from math import log2
 
 from .errors import require
+from .text_field import TextField, enum_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,41 @@ class DataSheet:
         for field_ in fields(self):
             value = getattr(self, field_.name)
             require(value is None or value > 0, f"machine.sheet.{field_.name} must be above 0, got {value}")
+
+
+class DeviceLink(Enum):
+    """How devices of one host reach each other: `host` through its memory, to which each has a link; `pcie` directly
+    over those same links; `nvlink` over links of their own."""
+
+    host = "host"
+    pcie = "pcie"
+    nvlink = "nvlink"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksConfig:
+    """The links between the devices of one host, and between `num_nodes` hosts like it: what is printed of one
+    direction of one device's link, and of one host's. Without `device_gb_per_second` it is the link to the host."""
+
+    num_nodes: int = 1
+    device: TextField[DeviceLink] = enum_field(DeviceLink.host)
+    device_gb_per_second: float | None = None
+    node_gb_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "device_gb_per_second", "node_gb_per_second"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"machine.links.{name} must be above 0, got {value}")
+        own = self.device is DeviceLink.nvlink
+        require(
+            not own or self.device_gb_per_second is not None,
+            "machine.links.device=nvlink is a link of its own: set machine.links.device_gb_per_second",
+        )
+        require(
+            self.num_nodes == 1 or self.node_gb_per_second is not None,
+            f"machine.links.num_nodes={self.num_nodes} are joined by a network: set machine.links.node_gb_per_second, "
+            "1.25 for 10 GbE",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ class Doubt:
         if self.half_link:
             rates = replace(rates, link_in_bytes_per_second=rates.link_in_bytes_per_second / 2)
         if self.no_exchange:
-            rates = replace(rates, collective_bytes_per_second=UNLIMITED, collective_seconds=0.0)
+            rates = replace(rates, exchange_bytes_per_second=UNLIMITED, exchange_seconds=0.0)
         return rates
 
 
@@ -112,16 +112,15 @@ def _sizes(setting: Setting) -> tuple[int, int, float]:
 
 
 def prompt_flops(setting: Setting) -> float:
-    """Of the products of one prompt."""
+    """Of one card's products of one prompt."""
     work = LayerWork.of(setting.shape)
     return setting.workload.mean_prompt_tokens * work.num_layers * work.flops_per_token
 
 
 def implied_prefill_seconds(setting: Setting) -> float:
-    """Of one prompt, at the FLOP/s that rows of this card imply, on as many as the setting has."""
+    """Of one prompt, at the FLOP/s that rows of this card imply."""
     card = "t4" if setting.machine == "4xt4" else setting.machine
-    rate = implied(card).flops_per_second * machine_for(setting).num_devices
-    return prompt_flops(setting) / rate
+    return prompt_flops(setting) / implied(card).flops_per_second
 
 
 @dataclass(frozen=True, kw_only=True)

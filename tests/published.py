@@ -20,6 +20,7 @@ from runtime.config import (
     PolicyKind,
     RuntimeConfig,
     Tier,
+    Way,
 )
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.predict import Prediction
@@ -32,6 +33,7 @@ from runtime.plan.search.hrm import search
 from runtime.plan.search.policy import Policy
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
+from runtime.plan.ways import RankView
 from runtime.units import GIB
 from tests.moe_shapes import DBRX, MIXTRAL, MIXTRAL_8X22B, Moe
 
@@ -66,8 +68,9 @@ class Setting:
 
     @property
     def shape(self) -> ModelShape:
-        """Padding is in the workload, where every prompt is as long as the longest: all lanes are packed."""
-        return self.model.shape()
+        """What a card has of the model. Padding is in the workload, where every prompt is as long as the longest: all
+        lanes are packed."""
+        return view_for(self).shape
 
 
 def settings() -> Iterator[Setting]:
@@ -136,11 +139,17 @@ def machine(name: str) -> Machine:
     return machine_of(build(MachineConfig, values))
 
 
-def machine_for(setting: Setting) -> Machine:
+def view_for(setting: Setting, num_cards: int | None = None) -> RankView:
+    """The view of one of the cards: several are tensor parallel. `num_cards`: None takes all of the profile's."""
     on = machine(setting.machine)
-    if setting.host_gib is None:
-        return on
-    return replace(on, host_bytes=int(setting.host_gib * GIB * USABLE_SHARE))
+    if setting.host_gib is not None:
+        on = replace(on, host_bytes=int(setting.host_gib * GIB * USABLE_SHARE))
+    count = num_cards or on.fabric.num_devices
+    return RankView.of(on, setting.model.shape(), Way.one if count == 1 else Way.tensor, count)
+
+
+def machine_for(setting: Setting) -> Machine:
+    return view_for(setting).machine
 
 
 def published_policy(setting: Setting) -> Policy | None:

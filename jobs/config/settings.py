@@ -160,7 +160,12 @@ class GenerateConfig:
         )
         if self.is_elastic:
             self._require_shareable()
-        if self.devices.way is Way.sharded:
+        way = self.devices.way
+        require(
+            way in (Way.one, Way.sharded),
+            f"devices={way.value} is planned by jobs.plan alone as yet: take devices=one or devices=sharded",
+        )
+        if way is Way.sharded:
             self._require_for_ranks()
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,

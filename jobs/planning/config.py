@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from runtime.config import (
+    DevicesConfig,
     KVConfig,
     Lanes,
     MachineConfig,
@@ -13,6 +14,7 @@ from runtime.config import (
     PrefetchConfig,
     RuntimeConfig,
     SamplingConfig,
+    Way,
 )
 from runtime.errors import require
 
@@ -43,6 +45,7 @@ class Sweep(Enum):
     prompt = "prompt"
     bandwidth = "bandwidth"
     format = "format"
+    devices = "devices"
 
 
 class Packed(Enum):
@@ -57,12 +60,13 @@ class Packed(Enum):
 @dataclass(frozen=True, kw_only=True)
 class ShownConfig:
     """What is said of a plan, and written to `directory`. `num_actions`: of the schedule, from its beginning. `format`:
-    None leaves the weights as they are published.
-    `sweep_points`: GiB, sequences, tokens or GB/s; none: a range around what is configured."""
+    None leaves the weights as they are published. `num_ranks`: of a way of several; None: as many as the machine has
+    devices. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; none: a range around what is configured."""
 
     num_actions: int = 40
     timeline: bool = False
     format: Packed | None = None
+    num_ranks: int | None = None
     sweep: Sweep | None = None
     sweep_points: list[float] = field(default_factory=list)
     directory: str = "outputs/plan"
@@ -73,11 +77,14 @@ class ShownConfig:
 
     def __post_init__(self) -> None:
         require(self.num_actions >= 0, f"plan.num_actions must be 0 or more, got {self.num_actions}")
+        require(
+            self.num_ranks is None or self.num_ranks >= 1, f"plan.num_ranks must be 1 or more, got {self.num_ranks}"
+        )
         require(bool(self.directory.strip()), "plan.directory is empty: name one for tables and pictures")
         points = self.sweep_points
         require(
             not points or self.sweep is not None,
-            "plan.sweep_points without plan.sweep: choose memory, batch, prompt or bandwidth",
+            "plan.sweep_points without plan.sweep: choose memory, batch, prompt, bandwidth or devices",
         )
         require(
             all(point > 0 for point in points) and points == sorted(set(points)),
@@ -89,6 +96,8 @@ class ShownConfig:
         )
         is_whole = self.sweep is not Sweep.batch or all(point >= 1 and point == int(point) for point in points)
         require(is_whole, f"plan.sweep_points are sequences of a block with plan.sweep=batch: 1 or more, got {points}")
+        is_ranks = self.sweep is not Sweep.devices or all(point >= 2 and point == int(point) for point in points)
+        require(is_ranks, f"plan.sweep_points are ranks with plan.sweep=devices: 2 or more, got {points}")
         is_long = self.sweep is not Sweep.prompt or all(point >= 1 for point in points)
         require(is_long, f"plan.sweep_points are tokens with plan.sweep=prompt: 1 or more, got {points}")
 
@@ -103,6 +112,7 @@ class PlanConfig:
     kv: KVConfig = field(default_factory=KVConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
     dataset: dict[str, object] = field(default_factory=dict)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -114,6 +124,12 @@ class PlanConfig:
         require(lanes is Lanes.auto, f"model.lanes={lanes.value}: jobs.plan knows the named models with lanes=auto")
         require(
             self.sampling.max_new_tokens >= 1, "sampling.max_new_tokens=0 generates nothing: there is nothing to plan"
+        )
+        way, num_beams = self.devices.way, self.sampling.num_beams or 1
+        require(
+            way is Way.one or num_beams == 1,
+            f"devices={way.value} does not go with sampling.num_beams={num_beams} as yet: leave beams out, or take "
+            "devices=one",
         )
         quantize, packed = self.model.quantize, self.plan.format
         require(

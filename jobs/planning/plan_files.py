@@ -117,7 +117,7 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     published. Raises ConfigError, OutputError."""
     kind = config.plan.sweep
     assert kind is not None, "no sweep is asked for"
-    roofs = roofs_of(planned.shape, planned.machine, planned.run)
+    roofs = roofs_of(planned.shape, planned.view.machine, planned.run)
     name = f"{planned.shape.name} on {planned.machine.name}"
     outcomes, rows = list[Outcome](), list[SweepRow]()
     yield HEAD
@@ -163,7 +163,8 @@ NUM_LAYERS_SHOWN = 3  # in the panel that looks closer
 
 def write_timeline(planned: Planned, directory: Path) -> str:
     """Publishes timeline.json and timeline.png; says which passes they show. Raises OutputError."""
-    timeline = make_timeline(planned.shape, planned.run, planned.sizes, planned.machine.rates)
+    view = planned.view
+    timeline = make_timeline(view.shape, planned.run, view.sizes(planned.sizes), view.machine.rates)
     spans = [Span(s.resource, str(s.action), s.begin, s.end) for s in timeline.spans]
     publish_trace(directory / "timeline.json", PREDICTED, spans)
     draw(directory / "timeline.png", spans, _windows(planned, timeline))

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from runtime.choices import plan_by_choice, policies_directory
-from runtime.config import DType, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig
+from runtime.config import DType, ExpertPaging, MachineConfig, OffloadConfig, PolicyKind, RuntimeConfig, Way
 from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest
 from runtime.plan.cost.machine import Machine
@@ -12,7 +13,6 @@ from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.profile import machine_of
 from runtime.plan.facts import PlanFacts
 from runtime.plan.placement.memory import SequenceSize
-from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
@@ -21,6 +21,7 @@ from runtime.plan.shape.auto_dtype import auto_dtype
 from runtime.plan.shape.kv_dtype import keeping_kv
 from runtime.plan.shape.loss import StoredNumbers
 from runtime.plan.shape.model import ModelShape
+from runtime.plan.ways import RankView
 from runtime.units import gib_to_bytes
 
 from .config import PlanConfig
@@ -39,16 +40,27 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan with all that it was made from; `dtype` is the one that the model would compute with."""
+    """A plan with all that it was made from; `dtype` is the one that the model would compute with. Of several ranks
+    `run` is one's, as `view` says; `machine` and `sizes` are of all, and so is what is predicted."""
 
     config: RuntimeConfig
     machine: Machine
-    shape: ModelShape
+    view: RankView
     dtype: DType
     sizes: Sequence[SequenceSize]
     run: RunPlan
     doubts: tuple[str, ...]  # about what is known of the machine
     stored: StoredNumbers
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model as a rank has it."""
+        return self.view.shape
+
+    @cached_property
+    def others_share(self) -> float:
+        """The share of the time in which a rank waits for what others bring."""
+        return self.view.others_share(self.run, self.view.sizes(self.sizes), self.config.policy.admission)
 
     @property
     def prediction(self) -> Prediction:
@@ -106,11 +118,31 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
         f"model={shape.name} knows {shape.context_tokens:,} positions, and the longest prompt comes to {longest:,} "
         "with its answer: workload.max_prompt_tokens, sampling.max_new_tokens",
     )
-    runtime = config.runtime
-    run = _run_plan(shape, runtime, _budgets(config.offload, machine), sizes, machine)
+    runtime, way = config.runtime, config.devices.way
+    if way is not Way.one:
+        runtime = replace(runtime, offload=replace(runtime.offload, expert_paging=_unpaged(runtime.offload)))
+    view = RankView.of(_within(config.offload, machine), shape, way, _num_ranks(config, machine))
+    run = _run_plan(view, runtime, view.sizes(sizes))
     return Planned(
-        config=runtime, machine=machine, shape=shape, dtype=dtype, sizes=sizes, run=run, doubts=(), stored=stored
+        config=runtime, machine=machine, view=view, dtype=dtype, sizes=sizes, run=run, doubts=(), stored=stored
     )
+
+
+def _num_ranks(config: PlanConfig, machine: Machine) -> int:
+    """The number that the settings say, or that of the machine's devices."""
+    way, asked = config.devices.way, config.plan.num_ranks
+    most = machine.fabric.num_devices * machine.fabric.num_nodes
+    found = asked if asked is not None else 1 if way is Way.one else most
+    require(
+        asked is not None or way is Way.one or most > 1,
+        f"devices={way.value} is of several ranks, and machine={machine.name} names one device: set plan.num_ranks",
+    )
+    return found
+
+
+def _unpaged(offload: OffloadConfig) -> ExpertPaging:
+    """Ranks read layers whole, where the settings leave that open."""
+    return ExpertPaging.off if offload.expert_paging is ExpertPaging.auto else offload.expert_paging
 
 
 def _as_stored(shape: ModelShape, config: PlanConfig) -> tuple[ModelShape, StoredNumbers]:
@@ -137,15 +169,13 @@ def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> Attenti
     return AttentionWay.flash if has_flash else AttentionWay.fused
 
 
-def _run_plan(
-    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize], machine: Machine
-) -> RunPlan:
+def _run_plan(view: RankView, config: RuntimeConfig, sizes: Sequence[SequenceSize]) -> RunPlan:
     """The plan of a run, by the policy that `policy.pin` names among those that runs of this user have kept."""
-
-    problem = Problem(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=machine.rates)
+    machine = view.machine
+    problem = Problem(shape=view.shape, config=config, budgets=machine.budgets, sizes=sizes, rates=machine.rates)
     if config.policy.kind is PolicyKind.fixed or config.policy.pin is None:
-        return find_policy(problem)
-    return plan_by_choice(policies_directory(config.offload.cache_dir), None, problem)
+        return view.plan(problem, find_policy)
+    return view.plan(problem, partial(plan_by_choice, policies_directory(config.offload.cache_dir), None))
 
 
 def _described(config: MachineConfig) -> MachineConfig:
@@ -182,12 +212,12 @@ def _sizes(config: PlanConfig) -> list[SequenceSize]:
         raise ConfigError(str(error)) from error
 
 
-def _budgets(offload: OffloadConfig, machine: Machine) -> Budgets:
-    """What the run may use, where nothing is said all that the machine has."""
+def _within(offload: OffloadConfig, machine: Machine) -> Machine:
+    """The machine with what the run may use of its host and of each device, where nothing is said all that it has."""
     host, device = offload.host_memory_gib, offload.device_memory_gib
     has_own_memory = machine.device_bytes is not None
-    return Budgets(
+    return replace(
+        machine,
         host_bytes=machine.host_bytes if host is None else gib_to_bytes(host),
         device_bytes=machine.device_bytes if device is None or not has_own_memory else gib_to_bytes(device),
-        library_bytes=machine.library_bytes,
     )

@@ -15,6 +15,7 @@ def report(planned: Planned, num_actions: int) -> str:
     notes = advice(planned.config, planned.shape, run, has_device=planned.machine.device_bytes is not None)
     parts = [
         _head(planned),
+        *([_ranks(planned)] if planned.view.num_ranks > 1 else []),
         *map(str, run.placement.ledgers),
         str(planned.facts),
         *(["\n  ".join(["chosen:", *run.choice.why])] if run.choice is not None else []),
@@ -27,13 +28,26 @@ def report(planned: Planned, num_actions: int) -> str:
 
 
 def _head(planned: Planned) -> str:
-    shape, machine, sizes = planned.shape, planned.machine, planned.sizes
+    shape, machine, sizes = planned.view.whole, planned.machine, planned.sizes
     longest = max(size.num_prompt_tokens for size in sizes)
     return (
         f"{shape.name} ({format_bytes(shape.weight_bytes)} as stored) on {machine.name}: "
         f"{counted(len(sizes), 'prompt')} of "
         f"{planned.num_prompt_tokens / len(sizes):.0f} tokens in the mean and {longest:,} at most, "
         f"{counted(sizes[0].max_new_tokens, 'new token')} each"
+    )
+
+
+def _ranks(planned: Planned) -> str:
+    """What each rank holds; rates that are predicted below are those of all ranks together."""
+    view = planned.view
+    return "\n".join(
+        [
+            f"ranks: {view.num_ranks}, devices={view.way.value}; memories and schedule are one rank's, tokens/s of all",
+            f"  weights   each rank reads {format_bytes(view.weight_bytes)} of {format_bytes(view.whole.weight_bytes)}",
+            f"  KV        each rank keeps {format_bytes(view.kv_bytes_per_token)} of a token, in the mean",
+            f"  others    {planned.others_share:.0%} of the time goes into what other ranks bring",
+        ]
     )
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
-from runtime.config import PolicyKind
-from runtime.errors import BudgetError, ConfigError
+from runtime.config import DevicesConfig, PolicyKind, Way
+from runtime.errors import BudgetError, ConfigError, require
 from runtime.plan.cost.machine import Machine
 from runtime.plan.shape.loss import StoredNumbers
 from runtime.plan.shape.model import ModelShape
@@ -93,10 +93,15 @@ def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
         Sweep.prompt: _prompts,
         Sweep.bandwidth: _roads,
         Sweep.format: _formats,
+        Sweep.devices: _ways,
     }
     found = axes[kind](config, planned)
     points = config.plan.sweep_points
-    return [replace(axis, values=points, is_open=False) for axis in found] if points else found
+    if kind is Sweep.devices:
+        found, alone = found[1:], found[:1]
+    else:
+        alone = list[Axis]()
+    return [*alone, *(replace(axis, values=points, is_open=False) for axis in found)] if points else [*alone, *found]
 
 
 def _memories(config: PlanConfig, planned: Planned) -> list[Axis]:
@@ -205,13 +210,39 @@ def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
         axis = Axis(
             name="published" if packed is None else packed.value,
             unit="GB",
-            here=planned.shape.weight_bytes / GIGA,
+            here=planned.view.whole.weight_bytes / GIGA,
             values=[stored.weight_bytes / GIGA],
             plan=partial(_planned_so, planned.machine, changed),
             note=_error_class(stored),
         )
         found.append(axis)
     return found
+
+
+def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
+    """One process, then each way of several by the number of ranks: 2, 4 and so on up to all devices."""
+    fabric = planned.machine.fabric
+    most = fabric.num_devices * fabric.num_nodes
+    counts = [2**power for power in range(1, most.bit_length()) if 2**power <= most]
+    require(
+        bool(counts or config.plan.sweep_points),
+        f"plan.sweep=devices: machine={planned.machine.name} names one device: set plan.sweep_points to ranks",
+    )
+
+    def plan(way: Way, num_ranks: float) -> Planned:
+        shown = replace(config.plan, num_ranks=round(num_ranks))
+        return plan_on(planned.machine, replace(config, devices=DevicesConfig(way=way), plan=shown))
+
+    return [
+        Axis(
+            name=way.value,
+            unit="ranks",
+            here=planned.view.num_ranks,
+            values=[1] if way is Way.one else counts,
+            plan=partial(plan, way),
+        )
+        for way in Way
+    ]
 
 
 def _error_class(shape: ModelShape) -> str:

@@ -55,14 +55,14 @@ def priced(placement: Placement, shape: ModelShape, lanes: list[LaneWork], rates
     return durations(shape, placement, placement.decode_walk, lanes, rates)
 
 
-def test_several_devices_add_up_their_vectors_twice_in_each_layer_and_nowhere_else() -> None:
-    shape, several = toy_shape(), replace(RATES, collective_bytes_per_second=1e3, collective_seconds=0.5)
+def test_ranks_exchange_what_they_make_in_each_layer_and_nowhere_else() -> None:
+    shape, several = toy_shape(), replace(RATES, exchange_bytes_per_second=1e3, exchange_seconds=0.5)
     placement = placed(config_of(), shape)
     alone, together = priced(placement, shape, [LANE]), priced(placement, shape, [LANE], several)
-    all_reduce = 4 * HIDDEN * shape.compute_dtype_bytes / 1e3 + 0.5
-    assert together.run(LAYER, 0) - alone.run(LAYER, 0) == pytest.approx(2 * all_reduce)
+    exchange = 4 * HIDDEN * shape.compute_dtype_bytes / 1e3 + 0.5
+    assert together.run(LAYER, 0) - alone.run(LAYER, 0) == pytest.approx(exchange)
     halves = [together.pre(LAYER, 0) - alone.pre(LAYER, 0), together.post(LAYER, 0) - alone.post(LAYER, 0)]
-    assert halves == pytest.approx([all_reduce, all_reduce])
+    assert halves == pytest.approx([exchange / 2, exchange / 2])
     assert together.run(HEAD, 0) == alone.run(HEAD, 0)
 
 

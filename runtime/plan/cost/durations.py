@@ -56,7 +56,7 @@ def durations(
     is_twofold = is_on_disk and has_device
     return Durations(
         read=lambda stage: bill.works[stage].num_bytes / rates.disk_bytes_per_second,
-        copy=lambda stage: bill.works[stage].num_bytes / rates.link_in_bytes_per_second,
+        copy=lambda stage: bill.works[stage].num_bytes / rates.weights_in_bytes_per_second,
         run=bill.per_turn(
             lambda work, lane: bill.dense(work, lane) + bill.attention(work, lane) + bill.experts(work, lane)
         ),
@@ -220,7 +220,7 @@ class _Bill:
         count = work.num_experts if is_all else max(0.0, work.hits(tokens) - num_beside)
         walk, rates = self.walk, self.rates
         read = 0.0 if stage in walk.in_host else work.expert_bytes / rates.disk_bytes_per_second
-        copy = work.expert_bytes / rates.link_in_bytes_per_second if walk.copies else 0.0
+        copy = work.expert_bytes / rates.weights_in_bytes_per_second if walk.copies else 0.0
         dense = 0.0 if action.lane is None else self._before_experts(action, work)
         num_ahead = self.placement.num_expert_slots + (NUM_STAGING_SLOTS if walk.reads and walk.copies else 0)
         return ExpertReads(
@@ -290,13 +290,12 @@ class _Bill:
         return num_bytes / self.rates.memory_bytes_per_second
 
     def _beside(self, work: StageWork, num_tokens: int) -> float:
-        """What of a turn is neither products, attention nor experts, in seconds. Several devices add up what attention
-        and the feed-forward made, in the cuts of Megatron-LM (Shoeybi et al. 2019)."""
+        """What of a turn is neither products, attention nor experts, in seconds; with what ranks exchange."""
         seconds = self._streamed(num_tokens * work.token_bytes) + self.rates.turn_seconds
         if not work.kind.is_layer:
             return seconds
         vectors = num_tokens * self.shape.hidden_size * self.shape.compute_dtype_bytes
-        return seconds + 2 * self.rates.all_reduce_seconds(vectors)
+        return seconds + self.rates.exchanged_seconds(vectors)
 
     def _experts(self, work: StageWork, num_tokens: float) -> float:
         """Each that is hit multiplies its share of the visits; those that the CPU multiplies are left out."""

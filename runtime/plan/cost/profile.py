@@ -4,12 +4,15 @@ A data sheet prints peaks. What a run attains of them is an assumption, the same
 once, share by share; `jobs.measure` on the machine itself replaces all of it.
 """
 
+from dataclasses import replace
+
 from ...config import DType, MachineConfig
 from ...errors import ConfigError
-from ...profiles import DataSheet, MeasuredRates
+from ...profiles import DataSheet, LinksConfig, MeasuredRates
 from ...units import gib_to_bytes
 from ..placement.ledger import LIBRARY_BYTES
 from ..shape.auto_dtype import auto_dtype, has_bfloat16_units
+from .links import Fabric
 from .machine import Machine
 from .rates import UNLIMITED, MachineRates
 
@@ -17,7 +20,8 @@ GIGA, TERA = 1e9, 1e12
 USABLE_SHARE = 0.9  # of each memory: the rest is the driver's, the system's and the libraries'
 COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
 MEMORY_SHARE = 0.75  # of a memory's bandwidth, the device's (its ECC takes a part) and the host's
-LINK_SHARE = 0.8  # of one direction, from pinned memory: packets have headers
+LINK_SHARE = 0.8  # of one direction, of links to the host from pinned memory, and between devices: packets have headers
+NODE_LINK_SHARE = 0.9  # of one direction of a network, by TCP
 DISK_SHARE = 0.9  # of sequential reads
 PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts attend one by one
 DECODE_ATTENTION_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
@@ -27,7 +31,6 @@ LAUNCH_SECONDS = 7e-6  # of the host for one operator; an estimate until a devic
 TURN_SECONDS = 1e-3  # of one decoder layer: 84 launches of a dense one, as counted on a double, and Python around them
 HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
 PASS_SECONDS = 5e-3
-HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
@@ -37,30 +40,39 @@ def machine_of(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
     if dtype is DType.auto:
         has_device = config.rates is None or config.rates.device_memory_gib is not None
         dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
+    links = config.links or LinksConfig()
     if config.sheet is not None:
-        return _of_sheet(config.name, config.sheet, dtype)
+        return _of_sheet(config.name, config.sheet, links, dtype)
     if config.rates is not None:
-        return _of_measured(config.name, config.rates, dtype, has_bfloat16=has_bfloat16_units(config))
+        found = _of_measured(config.name, config.rates, dtype, has_bfloat16=has_bfloat16_units(config))
+        return replace(found, fabric=_measured_fabric(found, links))
     raise ConfigError(
         f"machine={config.name} says nothing of how fast it is: choose a profile such as machine=l4, "
         "or measure this one: python -m jobs.measure"
     )
 
 
-def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
-    """Devices work side by side, each on its own link, as far as the host's memory feeds all of them."""
-    count = sheet.num_devices
-    flops = count * _tflops(sheet, dtype) * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
-    memory = count * sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
+def _of_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> Machine:
+    """One device beside the whole host, as far as the host's memory feeds it."""
+    flops = _tflops(sheet, dtype) * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
+    memory = sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
     host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
-    link = min(count * sheet.link_gb_per_second * GIGA * LINK_SHARE, host)
+    link = min(sheet.link_gb_per_second * GIGA * LINK_SHARE, host)
+    own = links.device_gb_per_second or sheet.link_gb_per_second
     return Machine(
         name=name,
-        num_devices=count,
+        fabric=Fabric(
+            num_devices=sheet.num_devices,
+            num_nodes=links.num_nodes,
+            device=links.device,
+            device_bytes_per_second=own * GIGA * LINK_SHARE,
+            host_bytes_per_second=host,
+            node_bytes_per_second=_network(links),
+        ),
         has_bfloat16=sheet.bfloat16_tflops is not None,
         host_bytes=int(gib_to_bytes(sheet.host_memory_gib) * USABLE_SHARE),
-        device_bytes=int(count * gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
-        library_bytes=count * LIBRARY_BYTES,
+        device_bytes=int(gib_to_bytes(sheet.memory_gib) * USABLE_SHARE),
+        library_bytes=LIBRARY_BYTES,
         rates=MachineRates(
             disk_bytes_per_second=sheet.disk_gb_per_second * GIGA * DISK_SHARE,
             gemm_flops_per_second=_roofline(flops * COMPUTE_SHARE, memory, ITEM_BYTES[dtype]),
@@ -71,8 +83,6 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
             cpu_attention_bytes_per_second=min(host, sheet.host_num_cores * CORE_ATTENTION_BYTES_PER_SECOND),
             cpu_flops_per_second=sheet.host_num_cores * CORE_FLOPS_PER_SECOND,
             prefill_attention_flops_per_second=flops * PREFILL_ATTENTION_SHARE,
-            collective_bytes_per_second=_ring(count, link / count, host),
-            collective_seconds=2 * (count - 1) * HOP_SECONDS,
             turn_seconds=TURN_SECONDS,
             hit_seconds=HIT_SECONDS,
             pass_seconds=PASS_SECONDS,
@@ -80,14 +90,8 @@ def _of_sheet(name: str, sheet: DataSheet, dtype: DType) -> Machine:
     )
 
 
-def _ring(count: int, link: float, host: float) -> float:
-    """The rate of a ring all-reduce (Patarasuk and Yuan 2009): each device sends, and receives at the same time, 2 (n -
-    1) / n of the vectors' bytes. Without a link between devices they go through host memory: written once, read
-    once."""
-    if count == 1:
-        return UNLIMITED
-    sent = 2 * (count - 1) / count
-    return 1 / max(sent / link, 2 * count * sent / host)
+def _network(links: LinksConfig) -> float:
+    return UNLIMITED if links.node_gb_per_second is None else links.node_gb_per_second * GIGA * NODE_LINK_SHARE
 
 
 def _tflops(sheet: DataSheet, dtype: DType) -> float:
@@ -129,6 +133,17 @@ def _of_measured(name: str, rates: MeasuredRates, dtype: DType, *, has_bfloat16:
             hit_seconds=0.0 if device is None else HIT_SECONDS,
             pass_seconds=rates.pass_seconds,
         ),
+    )
+
+
+def _measured_fabric(machine: Machine, links: LinksConfig) -> Fabric:
+    """The links around what was measured: of one device, or of a host that computes itself."""
+    own, has_device = links.device_gb_per_second, machine.device_bytes is not None
+    return Fabric(
+        num_nodes=links.num_nodes,
+        device=links.device if has_device else None,
+        device_bytes_per_second=own * GIGA * LINK_SHARE if own else machine.rates.link_in_bytes_per_second,
+        node_bytes_per_second=_network(links),
     )
 
 

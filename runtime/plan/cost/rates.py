@@ -14,37 +14,42 @@ UNLIMITED = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """The rates of one machine and one compute dtype; what is not named takes no time. Where there are several devices,
-    they are those of all of them together.
+    """The rates of one machine, or of one rank's share of it, and one compute dtype; what is not named takes no time.
 
     `gemm_flops_per_second` maps rows (M) of a product to its rate, with weights as they are stored: what turns them
     into the compute dtype is in it. `expert_flops_per_second`: the same of an expert, from taking its tokens to adding
-    what became of them; empty where it was not measured apart. `collective`: an all-reduce over all devices, by bytes
-    of the vectors that are added, and what it takes beside. `attention` is decode attention, by bytes of keys and
-    values, where the model computes and on the CPU's workers; `prefill_attention` by FLOPs of the pairs that are
-    looked at. `turn_seconds` is what a lane's pass through a stage takes beside all that, as launching its operators
-    does, `hit_seconds` as much of each expert that is read by itself, `pass_seconds` a pass beside its turns.
+    what became of them; empty where it was not measured apart. `exchange`: all that ranks exchange in a layer, by bytes
+    of the hidden vectors that go through it, and what it takes beside. `attention` is decode attention, by bytes of
+    keys and values, where the model computes and on the CPU's workers; `prefill_attention` by FLOPs of the pairs that
+    are looked at. `turn_seconds` is what a lane's pass through a stage takes beside all that, as launching its
+    operators does, `hit_seconds` as much of each expert that is read by itself, `pass_seconds` a pass beside its turns.
     """
 
     disk_bytes_per_second: float
     gemm_flops_per_second: Mapping[int, float]
     link_in_bytes_per_second: float = UNLIMITED  # host -> device, from pinned memory
     link_out_bytes_per_second: float = UNLIMITED
+    shard_bytes_per_second: float | None = None  # weights of which other ranks bring their shares; None: over the link
     memory_bytes_per_second: float = UNLIMITED  # of the compute device, read and written by activations
     attention_bytes_per_second: float = UNLIMITED
     cpu_attention_bytes_per_second: float = UNLIMITED
     prefill_attention_flops_per_second: float = UNLIMITED
     expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
     cpu_flops_per_second: float | None = None  # products on the CPU beside an accelerator; None: not known
-    collective_bytes_per_second: float = UNLIMITED
-    collective_seconds: float = 0.0
+    exchange_bytes_per_second: float = UNLIMITED
+    exchange_seconds: float = 0.0
     turn_seconds: float = 0.0
     hit_seconds: float = 0.0
     pass_seconds: float = 0.0
 
-    def all_reduce_seconds(self, num_bytes: Numbers) -> Numbers:
-        """Seconds in which all devices add up vectors of so many bytes."""
-        return num_bytes / self.collective_bytes_per_second + self.collective_seconds
+    @property
+    def weights_in_bytes_per_second(self) -> float:
+        """How fast weights come to where compute finds them."""
+        return self.shard_bytes_per_second or self.link_in_bytes_per_second
+
+    def exchanged_seconds(self, num_bytes: Numbers) -> Numbers:
+        """Seconds in which ranks exchange what they make in a layer of hidden vectors of so many bytes."""
+        return num_bytes / self.exchange_bytes_per_second + self.exchange_seconds
 
     def to_plain(self) -> dict[str, object]:
         """Plain values for JSON, which has neither infinity nor numbers as keys: text, both of them."""
@@ -65,7 +70,8 @@ class MachineRates:
                 return {int(rows): float(each) for rows, each in value.items()}
             return None if value is None else float(str(value))
 
-        known = {"hit_seconds": 0.0, **values}  # not kept by older versions
+        newer = {"hit_seconds": 0.0, "shard_bytes_per_second": None, "exchange_seconds": 0.0}
+        known = {**newer, "exchange_bytes_per_second": UNLIMITED, **values}  # not kept by older versions
         found = {each.name: rate(known[each.name]) for each in fields(MachineRates)}
         return MachineRates(**found)  # pyright: ignore[reportArgumentType] - names and types are checked above
 

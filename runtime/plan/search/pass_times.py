@@ -127,8 +127,8 @@ class Roofline:
         turns = np.where(grid.batches_experts, 1.0, lanes)
         experts = turns * self._expert_seconds(at_once)
         experts = experts * (1 - self._streamed(grid) * self._cpu_share(grid, tokens))
-        added = self.rates.all_reduce_seconds(tokens * work.hidden_bytes)
-        layer = lanes * (self.rates.gemm_seconds(tokens, dense) + self.rates.turn_seconds + 2 * added) + experts
+        exchanged = self.rates.exchanged_seconds(tokens * work.hidden_bytes)
+        layer = lanes * (self.rates.gemm_seconds(tokens, dense) + self.rates.turn_seconds + exchanged) + experts
         head = lanes * self.rates.gemm_seconds(tokens * head_share, work.head_weights)
         return work.num_layers * layer + head + self.rates.pass_seconds
 
@@ -175,7 +175,8 @@ class Roofline:
         disk = (weights * reads + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second
         on_cpu, cpu_seconds = self._experts_on_cpu(grid, tokens)
         weights = weights - on_cpu
-        came = (weights + kv_in + link_in) / rates.link_in_bytes_per_second if self.has_device else 0 * weights
+        brought = weights / rates.weights_in_bytes_per_second + (kv_in + link_in) / rates.link_in_bytes_per_second
+        came = brought if self.has_device else 0 * weights
         left = (kv_out + link_out) / rates.link_out_bytes_per_second if self.has_device else 0 * weights
         busy = {
             Resource.disk: disk,

@@ -51,7 +51,7 @@ def hit_share(work: LayerWork, num_rows: float) -> float:
 
 def link_bytes_per_second(machine: Machine, *, reads: bool) -> float:
     """The slowest hop of streamed weights, of which some or all come from disk or, unless it `reads`, none."""
-    hops = [machine.rates.link_in_bytes_per_second] if machine.device_bytes is not None else []
+    hops = [machine.rates.weights_in_bytes_per_second] if machine.device_bytes is not None else []
     if reads or not hops:
         hops.append(machine.rates.disk_bytes_per_second)
     return min(hops)

@@ -1,0 +1,117 @@
+"""A plan for several ranks, as one of them has it: what it holds and computes, and when it waits for the others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..config import Admission, Way
+from ..errors import ConfigError
+from ..resources import Resource
+from .cost.machine import Machine
+from .cost.predict import PhaseTime, Prediction, predict
+from .cost.rank_machine import rank_machine
+from .cost.rates import UNLIMITED
+from .placement.defaults import chunk_tokens
+from .placement.memory import SequenceSize
+from .planner import RunPlan
+from .search.candidate import Problem
+from .shape.cut import pipeline_share, tensor_share
+from .shape.model import ModelShape
+
+LANES_PER_RANK = (1, 2, 4)  # of a pipeline, that are tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankView:
+    """The model and the machine of the rank that has most. `whole` is the model of all ranks together."""
+
+    way: Way
+    num_ranks: int
+    whole: ModelShape
+    shape: ModelShape
+    machine: Machine
+
+    @staticmethod
+    def of(machine: Machine, shape: ModelShape, way: Way, num_ranks: int) -> "RankView":
+        """The view of each of `num_ranks` of a machine as `machine_of` describes it. Raises ConfigError where model or
+        machine cannot be shared out among so many."""
+        if (num_ranks == 1) is not (way is Way.one):
+            raise ConfigError(
+                f"devices={way.value} is of {'one process' if way is Way.one else 'several'}, and plan.num_ranks is "
+                f"{num_ranks}: " + ("devices=sharded, tensor or pipeline" if way is Way.one else "set it to 2 or more")
+            )
+        seen = rank_machine(machine, shape, way, num_ranks)
+        shares = {Way.tensor: tensor_share, Way.pipeline: pipeline_share}
+        own = shares[way](shape, num_ranks) if way in shares else shape
+        return RankView(way=way, num_ranks=num_ranks, whole=shape, shape=own, machine=seen)
+
+    def sizes(self, sizes: Sequence[SequenceSize]) -> Sequence[SequenceSize]:
+        """The requests that the rank computes."""
+        return sizes[:: self.num_ranks] if self.way is Way.sharded else sizes
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of weights that the rank reads in a pass in which none stays."""
+        return self.whole.weight_bytes // self.num_ranks if self.way is Way.sharded else self.shape.weight_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """The bytes of keys and values that a rank keeps for each token of the run, in the mean."""
+        count = self.num_ranks if self.way is Way.sharded else 1
+        return self.shape.kv_bytes_per_token // count
+
+    def timed(self, prediction: Prediction, run: RunPlan) -> Prediction:
+        """The prediction of one rank by itself, with what it waits for others."""
+        if self.way is not Way.pipeline:
+            return prediction
+        prefill = self._piped(prediction.prefill, run, chunk_tokens(run.policy))
+        return Prediction(prefill=prefill, decode=self._piped(prediction.decode, run, run.lane_size))
+
+    def _piped(self, phase: PhaseTime, run: RunPlan, tokens: int) -> PhaseTime:
+        """The passes of a phase where lanes go through all ranks. A lane comes out of the first behind a share of its
+        compute: of its layers lane by lane where all stay, GPipe's bubble (Huang et al. 2019). Where weights pass
+        through slots, all lanes take a layer before any takes the next, so a lane comes out in the last layer."""
+        if not phase.seconds:
+            return phase
+        lanes, layers = run.num_lanes, len(self.shape.layers)
+        turn = phase.busy_seconds[Resource.compute] / lanes
+        is_streamed = bool(run.placement.walk.streamed)
+        ahead = max(turn, phase.seconds - turn * (lanes - 1) / layers) if is_streamed else turn
+        hidden = tokens * self.whole.hidden_size * self.whole.compute_dtype_bytes
+        sent = phase.num_passes * self.machine.fabric.send_seconds(hidden, self.num_ranks)
+        return replace(phase, seconds=phase.seconds + (self.num_ranks - 1) * (ahead + sent))
+
+    def plan(self, problem: Problem, find: Callable[[Problem], RunPlan]) -> RunPlan:
+        """The plan that `find` makes of the rank's problem, with what it waits for others. A pipeline needs lanes,
+        which nothing that one rank sees asks for: of plans with more and smaller ones the fastest is taken."""
+        best = self._found(problem, find)
+        if self.way is not Way.pipeline:
+            return best
+        policy, block = problem.config.policy, best.block_size
+        for times in LANES_PER_RANK:
+            size = -(-block // (times * self.num_ranks))
+            if size >= min(best.lane_size, policy.micro_batch_size or best.lane_size):
+                continue
+            smaller = replace(problem.config, policy=replace(policy, micro_batch_size=size))
+            found = self._found(replace(problem, config=smaller), find)
+            if _seconds(found) < _seconds(best):
+                best = found
+        return best
+
+    def _found(self, problem: Problem, find: Callable[[Problem], RunPlan]) -> RunPlan:
+        run = find(problem)
+        return replace(run, prediction=self.timed(run.prediction, run)) if run.prediction is not None else run
+
+    def others_share(self, run: RunPlan, sizes: Sequence[SequenceSize], admission: Admission) -> float:
+        """The share of a run's time that it would be shorter by if what comes from other ranks came at once."""
+        if self.way is Way.one or run.prediction is None or not run.prediction.seconds:
+            return 0.0
+        rates = self.machine.rates
+        at_once = None if rates.shard_bytes_per_second is None else self.num_ranks * rates.link_in_bytes_per_second
+        free = replace(rates, exchange_bytes_per_second=UNLIMITED, exchange_seconds=0.0, shard_bytes_per_second=at_once)
+        chunk = chunk_tokens(run.policy)
+        alone = predict(self.shape, run.placement, run.blocks, sizes, chunk, free, admission)
+        return max(0.0, 1 - alone.seconds / run.prediction.seconds)
+
+
+def _seconds(run: RunPlan) -> float:
+    return run.prediction.seconds if run.prediction is not None else 0.0
