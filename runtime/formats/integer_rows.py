@@ -33,6 +33,10 @@ class IntegerRows:
         self.shape, self.device = shape, device
         self._write, self._zeros, self._scales, self._width, self._groups = write, zeros, scales, width, groups
 
+    def shared(self, rows: Chosen) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns zero points and scales of the wanted rows: (R, G) float32 each, or (1, 1) for all alike."""
+        return self._zeros(rows), self._scales(rows)
+
     def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
         self._write(rows, out_RK)
         for factors, apply in ((self._zeros, torch.Tensor.sub_), (self._scales, torch.Tensor.mul_)):

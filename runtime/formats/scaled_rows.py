@@ -6,11 +6,15 @@ from functools import lru_cache
 import torch
 
 from ..errors import CheckpointError
+from ..kernels.arguments import FLOAT4, SCALED_FLOAT8
+from ..linear.grouped_rows import RowCodes, fits_in_rows
+from ..linear.rows import Rows
 from ..plan.shape.shapes import Companion, TensorSlice
-from .integer_rows import apply_by_group
+from .integer_rows import Chosen, apply_by_group
 
 SCALES = "scales"
 FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")
+WAYS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # of dtypes, None for FP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; the highest of its four bits is the sign
 
 
@@ -33,9 +37,27 @@ class ScaledRows:
         numbers_of = numbers_of_bytes(self._dtype, self.device)
         out = out_RK.view(numbers_of.dtype).flatten()
         torch.index_select(numbers_of, 0, self._raw_NB[rows].flatten().int(), out=out)
+        apply_by_group(out_RK, self._factors(rows), self._block_columns, torch.Tensor.mul_)
+
+    def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
+        """Returns no zero points, and the factors of the wanted rows, (R, K / block_columns) float32."""
+        return None, self._factors(rows)
+
+    def _factors(self, rows: Chosen) -> torch.Tensor:
         numbers = torch.arange(self.shape[0], device=self.device)[rows]
-        factors_RB = self._scales[numbers // self._block_rows].float()
-        apply_by_group(out_RK, factors_RB, self._block_columns, torch.Tensor.mul_)
+        return self._scales[numbers // self._block_rows].float()
+
+
+def scaled_rows(
+    raw_NB: torch.Tensor, dtype: torch.dtype | None, scales: torch.Tensor, block_rows: int, block_columns: int
+) -> Rows:
+    """Returns ScaledRows of these, which vectors decode inside of a product where they can."""
+    rows = ScaledRows(raw_NB, dtype, scales, block_rows, block_columns)
+    num_groups = scales.shape[1]
+    is_even = num_groups == 1 or num_groups * block_columns == rows.shape[1]
+    if dtype not in WAYS or not is_even or not fits_in_rows(rows.shape, rows.device, num_groups):
+        return rows
+    return RowCodes(rows, raw_NB, WAYS[dtype], num_groups, rows.shared)
 
 
 @lru_cache

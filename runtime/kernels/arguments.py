@@ -12,6 +12,10 @@ import numpy as np
 PAIR_ROWS = 32  # of weights, which products take at once; what is left behind the last ones they leave to others
 GROUP_NUMBERS, GROUP_BYTES = 64, 96  # of packed weights: a sign and seven bits of each number, then a nibble of each
 WINDOW4, INT8, INT4, FLOAT8 = range(4)  # ways of packing: so, and codes with scales
+# Codes with zero points and factors of groups. In rows: of a byte, with a sign, as FP8, of half a byte, as FP4, or of a
+# table. In columns: of four or eight bits in words of neighbouring columns, of four in words of neighbouring rows.
+BYTES, SIGNED_BYTES, SCALED_FLOAT8, HALVES, FLOAT4, IN_TABLE = range(4, 10)
+WORDS4, WORDS8, ROW_WORDS = range(10, 13)
 INT4_MIDDLE = 8  # what is added to codes of four bits, so that they are not negative
 CODE_RUN = 32  # codes side by side: those of four bits lie in as many half bytes, the first half of them in low ones
 CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128

@@ -27,3 +27,13 @@ def has_matrix_unit() -> bool:
     from .amx.unit import may_use_tiles
 
     return may_use_tiles()
+
+
+@cache
+def has_tables() -> bool:
+    """Whether vectors look numbers up in a vector, and a compiler for it, which this loads."""
+    if not has_compiler():
+        return False
+    from .grouped import HAS_TABLES
+
+    return HAS_TABLES

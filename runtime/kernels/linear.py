@@ -96,12 +96,13 @@ def _multiply_tile(
     sums: np.ndarray,
     K: int,
     w: np.ndarray,
+    apart: int,
     ahead: Ahead,
     group_apart: int,
 ) -> None:
-    """Widened rows of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead, of which
-    GROUP_NUMBERS lie `group_apart` elements apart, are asked for beside it."""
-    apart, k, vector, n, count = w.shape[1], chain[0], 0, span[0], span[1] - span[0]
+    """Widened rows of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead, which
+    lie `apart` elements apart, and their GROUP_NUMBERS `group_apart`, are asked for beside it."""
+    k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
     next_at, num_left = ahead.at, ahead.num_rows
     share = -(-num_left // num_products)  # with each of the products
@@ -129,6 +130,15 @@ def _place(K: int, packed: Packed | None, row: int, k: int) -> int:
 def _group_apart(packed: Packed | None) -> int:
     """How many of those GROUP_NUMBERS inputs of a row take."""
     return GROUP_NUMBERS if packed is None else packed.group_bytes
+
+
+@njit(fastmath=REORDERED, forceinline=True)
+def _row_apart(w: np.ndarray, num_weights: int, packed: Packed | None) -> int:
+    """How many elements of w there are from one row to the next; 0 where it lies in columns, of which none are asked
+    for ahead: a line of them serves many rows."""
+    if packed is None:
+        return w.size // num_weights
+    return 0 if packed.apart else w.size // num_weights
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -176,6 +186,7 @@ def _set_cursors(packed: Packed | None, cursors: np.ndarray, first: int, count: 
 @njit(fastmath=REORDERED)
 def _multiply(
     w: np.ndarray,
+    num_weights: int,
     K: int,
     packed: Packed | None,
     step: int,
@@ -187,11 +198,12 @@ def _multiply(
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """See `linear`. Rows of w are numbers, or packed so."""
+    """See `linear`. `num_weights` rows of w are numbers, or packed so."""
     num_groups, least, num_larger = _groups(num_rows)
     num_blocks, cursors = _num_blocks(num_groups), _cursors(packed)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
-    whole = w.shape[0] // PAIR_ROWS * PAIR_ROWS
+    apart = _row_apart(w, num_weights, packed)
+    whole = num_weights // PAIR_ROWS * PAIR_ROWS
     top = begin_items(begun, step)
     while top < whole:
         width = min(step, whole - top)
@@ -204,9 +216,11 @@ def _multiply(
                     count = min(WEIGHT_ROWS, width - n)
                     _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, tile, bits)
                     next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
-                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K else 0
+                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K and apart else 0
                     ahead = Ahead(_place(K, packed, top + next_n, next_k), num_next)
-                    _multiply_tile(tile, (n, n + count), inputs, chain, block, sums, K, w, ahead, _group_apart(packed))
+                    _multiply_tile(
+                        tile, (n, n + count), inputs, chain, block, sums, K, w, apart, ahead, _group_apart(packed)
+                    )
             _take_out(sums, width, num_rows, block, out_MN, begin + top)
         top = begin_items(begun, step)
 
@@ -228,7 +242,7 @@ def linear(
     `out_MN` from `begin` on. Threads that call it with one `begun`, of which the first number was 0, share the rows,
     `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has a `tile` and `sums` of its own, used anew again
     and again."""
-    _multiply(w_NK, w_NK.shape[1], None, step, begun, inputs, out_MN, begin, num_rows, tile, sums)
+    _multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, step, begun, inputs, out_MN, begin, num_rows, tile, sums)
 
 
 @kept
@@ -239,6 +253,10 @@ def linear_packed(
     columns: np.ndarray,
     exponents: np.ndarray,
     scales: np.ndarray,
+    zeros: np.ndarray,
+    factors: np.ndarray,
+    table: np.ndarray,
+    groups: np.ndarray,
     step: int,
     begun: np.ndarray,
     inputs: np.ndarray,
@@ -248,7 +266,7 @@ def linear_packed(
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """See `linear`, bit by bit the same, of packed rows (N, bytes). See `packed.as_packed` for how they lie."""
-    packed = as_packed(layout, starts, columns, exponents, scales)
-    K = body.shape[1] // packed.group_bytes * GROUP_NUMBERS
-    _multiply(body, K, packed, step, begun, inputs, out_MN, begin, num_rows, tile, sums)
+    """See `linear`, bit by bit the same, of packed rows: bytes, one behind the other. See `packed.as_packed` for how
+    they lie."""
+    packed = as_packed(layout, starts, columns, exponents, scales, zeros, factors, table, groups)
+    _multiply(body, packed.num_rows, layout[2], packed, step, begun, inputs, out_MN, begin, num_rows, tile, sums)

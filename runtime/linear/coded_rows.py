@@ -11,12 +11,10 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
-from .packed_rows import Layout, PackedRows
-from .rows import Words
+from .packed_rows import Arrays, Layout, PackedRows, shift_to_group
 
 ROUNDED = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # the ways of storage formats
 NAMES = {way: name for name, way in ROUNDED.items()}
-ALL_COLUMNS = 31  # a shift by which every column is in the first group
 
 
 def bytes_of_codes(way: int, num_codes: int) -> int:
@@ -29,11 +27,11 @@ class CodedRows(PackedRows):
         super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // bytes_of_codes(way, GROUP_NUMBERS))
         self._scales_NG, self._way = scales_NG, way
 
-    def _words(self) -> Words:
-        num_groups = self._scales_NG.shape[1]
-        shift = ALL_COLUMNS if num_groups == 1 else (self.shape[1] // num_groups).bit_length() - 1
-        layout = Layout(self._way, bytes_of_codes(self._way, GROUP_NUMBERS), num_groups=num_groups, shift=shift)
-        return self._laid_out(layout, scales=self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1))
+    def _laid_out(self) -> tuple[Layout, Arrays]:
+        num_groups, group_bytes = self._scales_NG.shape[1], bytes_of_codes(self._way, GROUP_NUMBERS)
+        shift = shift_to_group(self.shape[1], num_groups)
+        scales = self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1)
+        return Layout(self._way, *self.shape, group_bytes, num_groups=num_groups, shift=shift), Arrays(scales=scales)
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         codes, scales_RG = self._body_NB[rows], self._scales_NG[rows].float()

@@ -30,9 +30,11 @@ class Words(NamedTuple):
 
 @runtime_checkable
 class KernelRows(Rows, Protocol):
-    """Rows that a kernel decodes inside of the product."""
+    """Rows that a kernel decodes inside of the product. `made_bytes`: what `words` makes for each row, beside views."""
 
-    @property
-    def words(self) -> Words:
-        """Views that are valid as long as the rows are; on a CPU only."""
+    made_bytes: int
+
+    def words(self, rows: slice) -> Words:
+        """A run of them, from a multiple of 32 on, that is valid as long as the rows are; all of them where nothing is
+        made. On a CPU only."""
         ...

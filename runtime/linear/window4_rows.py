@@ -11,8 +11,7 @@ import torch
 
 from ..kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
 from ..kernels.arguments import WINDOW4 as WAY
-from .packed_rows import Layout, PackedRows
-from .rows import Words
+from .packed_rows import Arrays, Layout, PackedRows
 
 WINDOW4 = "window4"  # its storage format
 BIASED_SIGN, MANTISSA = 0x80, 0x7F
@@ -36,10 +35,11 @@ class Window4Rows(PackedRows):
         columns, exponents = self._escapes[begin:].split([num_escapes // 2, num_escapes // 4])
         return self._escapes[:1], self._escapes[1:begin], columns.view(torch.int16), exponents.view(torch.uint8)
 
-    def _words(self) -> Words:
+    def _laid_out(self) -> tuple[Layout, Arrays]:
         base, starts, columns, exponents = (part.numpy() for part in self._parts)
         own = starts[self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
-        return self._laid_out(Layout(WAY, GROUP_BYTES, int(base[0])), own, columns.view(np.uint16), exponents)
+        layout = Layout(WAY, *self.shape, GROUP_BYTES, base=int(base[0]))
+        return layout, Arrays(own, columns.view(np.uint16), exponents)
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         bits_RK = out_RK.view(torch.int32)

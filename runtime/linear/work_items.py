@@ -3,7 +3,7 @@
 M rows of x, N of w, K inputs.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple, cast
 
@@ -22,6 +22,7 @@ from .rows import KernelRows, Words
 ITEMS_PER_THREAD = 4  # so that nobody waits long for the last item
 INPUT_BYTES = LAID_OUT_BYTES  # of x laid out, at most, as the ledger has it: for more rows weights pass by once more
 LEAST_WEIGHTS = 1 << 16  # below it, calls take longer than products
+MADE_BYTES = 4 << 20  # of zero points and factors at a time, as floats
 SHARED_INPUTS = 1 << 18  # take 0.1 ms to lay out: below it, to wake a thread takes longer
 
 
@@ -102,10 +103,46 @@ def fit_kernel(
     return num_weights >= LEAST_WEIGHTS
 
 
-def _words_of(block: Block) -> Words:
-    if isinstance(block, torch.Tensor):
-        return Words("linear", (block.view(BITS[block.dtype]).numpy(),), len(block))
-    return cast(KernelRows, block).words
+class _Part(NamedTuple):
+    """A run of rows of a block, and the column of `out_MN` at which its products begin."""
+
+    block: Block
+    rows: slice
+    out_MN: np.ndarray
+    column: int
+
+    @property
+    def made_bytes(self) -> int:
+        num_rows = self.rows.stop - self.rows.start
+        return 0 if isinstance(self.block, torch.Tensor) else cast(KernelRows, self.block).made_bytes * num_rows
+
+    def target(self) -> Target:
+        if isinstance(self.block, torch.Tensor):
+            words = Words("linear", (self.block.view(BITS[self.block.dtype]).numpy(),), len(self.block))
+        else:
+            words = cast(KernelRows, self.block).words(self.rows)
+        return Target(words, self.out_MN, self.column)
+
+
+def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
+    """A block, in so few rows that what is made for them keeps to MADE_BYTES."""
+    num_rows = block.shape[0]
+    made = 0 if isinstance(block, torch.Tensor) else cast(KernelRows, block).made_bytes
+    step = max(PAIR_ROWS, round_down(MADE_BYTES // made, PAIR_ROWS)) if made else max(num_rows, 1)
+    for first in range(0, num_rows, step):
+        yield _Part(block, slice(first, min(first + step, num_rows)), out_MN, column + first)
+
+
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """As many at a time as MADE_BYTES are enough for."""
+    batch, made = list[_Part](), 0
+    for part in parts:
+        if batch and made + part.made_bytes > MADE_BYTES:
+            yield batch
+            batch, made = [], 0
+        batch.append(part)
+        made += part.made_bytes
+    yield batch
 
 
 def in_runs_of_rows(
@@ -115,22 +152,24 @@ def in_runs_of_rows(
     at a time as `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
-    outs, targets, has_rests = list[torch.Tensor](), list[Target](), False
+    outs, parts, has_rests = list[torch.Tensor](), list[_Part](), False
     for blocks in weights:
         out_MN = x_MK.new_empty(num_rows, sum(block.shape[0] for block in blocks))
         out, column = out_MN.numpy(), 0
         outs.append(out_MN)
         for block in blocks:
-            targets.append(Target(_words_of(block), out, column))
+            parts += _parts(block, out, column)
             column += block.shape[0]
             has_rests = has_rests or block.shape[0] % PAIR_ROWS > 0
     x, most = x_MK.numpy(), max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
-    if num_rows <= most:
-        multiply(x, targets)
-    else:
-        for first in range(0, num_rows, most):
-            rows = slice(first, first + most)
-            multiply(x[rows], [target._replace(out_MN=target.out_MN[rows]) for target in targets])
+    for batch in _batches(parts):
+        targets = [part.target() for part in batch]
+        if num_rows <= most:
+            multiply(x, targets)
+        else:
+            for first in range(0, num_rows, most):
+                rows = slice(first, first + most)
+                multiply(x[rows], [target._replace(out_MN=target.out_MN[rows]) for target in targets])
     if has_rests:
         for pair in zip(weights, outs, strict=True):
             _multiply_rests(x_MK, *pair)

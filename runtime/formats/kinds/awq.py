@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import torch
 
+from ...kernels.arguments import ROW_WORDS
+from ...linear.grouped_rows import ColumnCodes, fits_in_columns
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..integer_rows import Chosen, IntegerRows, columns_of, row_numbers
@@ -48,7 +50,12 @@ def _rows(stored: Stored) -> Rows:
         return columns_of(stored.companions[SCALES], rows, *at).t().float()
 
     width = next(each.block_columns for each in piece.companions if each.role == SCALES)
-    return IntegerRows((num_rows, num_columns), stored.raw.device, write, zeros, scales, width)
+    shape, device = (num_rows, num_columns), stored.raw.device
+    rows = IntegerRows(shape, device, write, zeros, scales, width)
+    if not fits_in_columns(shape, device, ROW_WORDS, piece.first_row):
+        return rows
+    num_groups = len(stored.companions[SCALES])
+    return ColumnCodes(rows, words_KW, ROW_WORDS, piece.first_row, num_groups, rows.shared, width)
 
 
 def _codes(words_KW: torch.Tensor, rows: Chosen, num_rows: int, first_row: int) -> torch.Tensor:

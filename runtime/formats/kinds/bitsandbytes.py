@@ -13,6 +13,10 @@ from dataclasses import replace
 import torch
 
 from ...errors import CheckpointError
+from ...kernels.arguments import IN_TABLE
+from ...kernels.compiler import has_tables
+from ...linear.grouped_rows import RowCodes, fits_in_rows
+from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_bytes
 from ..integer_rows import Chosen, apply_by_group, as_pairs, row_numbers, write_pairs
@@ -49,8 +53,14 @@ class FourBitRows:
             columns = torch.arange(num_columns, device=self.device)
             out_RK.mul_(self._factors((numbers[:, None] + columns) // width))
         else:
-            groups = torch.arange(num_columns // width, device=self.device)
-            apply_by_group(out_RK, self._factors(numbers[:, None] // width + groups), width, torch.Tensor.mul_)
+            apply_by_group(out_RK, self.shared(rows)[1], width, torch.Tensor.mul_)
+
+    def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
+        """Returns no zero points, and the factors of the wanted rows, (R, blocks in a row) float32, of whole blocks."""
+        width = int(self._piece.constants[0])
+        blocks = torch.arange(self.shape[1] // width, device=self.device)
+        first = row_numbers(rows, self.shape[0], self._piece.first_row, self.device) * len(blocks)
+        return None, self._factors(first[:, None] + blocks)
 
     def _factors(self, blocks: torch.Tensor) -> torch.Tensor:
         factors = self._companions[SCALES][blocks]
@@ -59,6 +69,14 @@ class FourBitRows:
         _, width, offset = self._piece.constants
         numbers = self._companions[NESTED_CODES].float()[factors.int()]
         return numbers * self._companions[NESTED_SCALES].float()[blocks // int(width)] + offset
+
+
+def _four_bit_rows(stored: Stored) -> Rows:
+    rows = FourBitRows(stored)
+    num_groups, rest = divmod(rows.shape[1], int(stored.piece.constants[0]))
+    if rest or not has_tables() or not fits_in_rows(rows.shape, rows.device, num_groups):
+        return rows
+    return RowCodes(rows, stored.raw_NB, IN_TABLE, num_groups, rows.shared, stored.companions[CODES])
 
 
 class Int8Rows:
@@ -152,7 +170,7 @@ FORMATS = (
             name=name,
             loss=Loss.exact,
             row_bytes=_four_bit_bytes,
-            rows=FourBitRows,
+            rows=_four_bit_rows,
             companions=(CODES, SCALES, NESTED_CODES, NESTED_SCALES),
             of_linear=True,
         )

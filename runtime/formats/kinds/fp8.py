@@ -10,7 +10,7 @@ import torch
 from ...errors import CheckpointError
 from ...linear.rows import Rows
 from ...plan.shape.shapes import TensorSlice
-from ..scaled_rows import SCALES, ScaledRows, with_factors
+from ..scaled_rows import SCALES, scaled_rows, with_factors
 from ..storage_format import Loss, StorageFormat, Stored
 
 NAME, DTYPES = "fp8", {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -22,7 +22,7 @@ DEFAULT_BLOCK = (128, 128)
 def _rows(stored: Stored) -> Rows:
     (scales,) = stored.piece.companions
     factors, dtype = stored.companions[SCALES], DTYPES[stored.piece.dtype]
-    return ScaledRows(stored.raw_NB, dtype, factors, scales.block_rows, scales.block_columns)
+    return scaled_rows(stored.raw_NB, dtype, factors, scales.block_rows, scales.block_columns)
 
 
 def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]) -> TensorSlice:

@@ -15,6 +15,8 @@ from math import prod
 import torch
 
 from ...errors import CheckpointError
+from ...kernels.arguments import WORDS4, WORDS8
+from ...linear.grouped_rows import ColumnCodes, fits_in_columns
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ...store.checkpoint import read_integers
@@ -38,6 +40,7 @@ BITS, LEAVES = (4, 8), ("qweight", "qzeros", "scales", "g_idx")
 ADDED_TO_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format
 READABLE = "GPTQ of 4 or 8 bits with checkpoint_format gptq or gptq_v2"
 USUAL_WIDTH = 128
+WAYS = {4: WORDS4, 8: WORDS8}
 
 
 def _rows(num_bits: int, stored: Stored) -> Rows:
@@ -59,8 +62,11 @@ def _rows(num_bits: int, stored: Stored) -> Rows:
         return columns_of(companions[SCALES], rows, *at).t().float()
 
     width = next(each.block_columns for each in piece.companions if each.role == SCALES)
-    shape, device = (num_rows, num_columns), stored.raw.device
-    return IntegerRows(shape, device, write, zeros, scales, width, companions.get(GROUPS))
+    shape, device, groups = (num_rows, num_columns), stored.raw.device, companions.get(GROUPS)
+    rows, way = IntegerRows(shape, device, write, zeros, scales, width, groups), WAYS[num_bits]
+    if not fits_in_columns(shape, device, way, piece.first_row):
+        return rows
+    return ColumnCodes(rows, words_WN, way, piece.first_row, len(companions[SCALES]), rows.shared, width, groups)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:

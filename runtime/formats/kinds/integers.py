@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+from ...kernels.arguments import BYTES, HALVES, SIGNED_BYTES
+from ...linear.grouped_rows import RowCodes, fits_in_rows
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..integer_rows import WORD_BITS, Chosen, Factors, IntegerRows, Write, fields, row_numbers, write_words
@@ -18,6 +20,7 @@ from ..storage_format import Loss, StorageFormat, Stored
 
 PLAIN, WORDS = "int8", {4: "packed-int4", 8: "packed-int8"}
 USUAL_WIDTH = 128
+WAYS = {4: HALVES, 8: BYTES}
 
 
 def plain_integers(weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice | None) -> TensorSlice:
@@ -63,7 +66,7 @@ def _plain_rows(stored: Stored) -> Rows:
     def write(rows: Chosen, out_RK: torch.Tensor) -> None:
         out_RK.copy_(codes_NK[rows])
 
-    return _integer_rows(stored, write, _plain_zeros(stored, 0))
+    return _integer_rows(stored, write, _plain_zeros(stored, 0), SIGNED_BYTES)
 
 
 def _word_rows(num_bits: int, stored: Stored) -> Rows:
@@ -72,19 +75,23 @@ def _word_rows(num_bits: int, stored: Stored) -> Rows:
     def write(rows: Chosen, out_RK: torch.Tensor) -> None:
         write_words(words_NW[rows], num_bits, out_RK)
 
-    def zeros(rows: Chosen) -> torch.Tensor:
+    def packed_zeros(rows: Chosen) -> torch.Tensor:
         numbers = row_numbers(rows, len(words_NW), 0, words_NW.device)
         return fields(stored.companions[ZEROS].t(), numbers, num_bits).t().float()
 
-    are_packed = ZEROS in stored.companions and stored.companions[ZEROS].dtype == torch.int32
-    return _integer_rows(stored, write, zeros if are_packed else _plain_zeros(stored, 1 << (num_bits - 1)))
+    if ZEROS not in stored.companions or stored.companions[ZEROS].dtype != torch.int32:
+        return _integer_rows(stored, write, _plain_zeros(stored, 1 << (num_bits - 1)), WAYS[num_bits])
+    return _integer_rows(stored, write, packed_zeros, WAYS[num_bits])
 
 
-def _integer_rows(stored: Stored, write: Write, zeros: Factors) -> Rows:
+def _integer_rows(stored: Stored, write: Write, zeros: Factors, way: int) -> Rows:
     scales, shape = stored.companions[SCALES], (stored.piece.shape[0], stored.piece.shape[1])
     width = stored.piece.companions[0].block_columns
-    groups = stored.companions.get(GROUPS)
-    return IntegerRows(shape, stored.raw.device, write, zeros, partial(_of_rows, scales, 0), width, groups)
+    groups, num_groups = stored.companions.get(GROUPS), scales.shape[1]
+    rows = IntegerRows(shape, stored.raw.device, write, zeros, partial(_of_rows, scales, 0), width, groups)
+    if groups is not None or not fits_in_rows(shape, rows.device, num_groups):
+        return rows
+    return RowCodes(rows, stored.raw_NB, way, num_groups, rows.shared)
 
 
 def _plain_zeros(stored: Stored, added: int) -> Factors:

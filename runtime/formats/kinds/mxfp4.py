@@ -10,7 +10,7 @@ from math import prod
 
 from ...linear.rows import Rows
 from ...plan.shape.shapes import TensorSlice
-from ..scaled_rows import SCALES, ScaledRows, with_factors
+from ..scaled_rows import SCALES, scaled_rows, with_factors
 from ..storage_format import Loss, StorageFormat, Stored
 
 NAME, BLOCK_COLUMNS = "mxfp4", 32
@@ -18,7 +18,7 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 
 
 def _rows(stored: Stored) -> Rows:
-    return ScaledRows(stored.raw_NB, None, stored.companions[SCALES], 1, BLOCK_COLUMNS)
+    return scaled_rows(stored.raw_NB, None, stored.companions[SCALES], 1, BLOCK_COLUMNS)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:

@@ -10,6 +10,8 @@ from math import prod
 import torch
 
 from ...errors import CheckpointError
+from ...kernels.arguments import FLOAT4
+from ...linear.grouped_rows import RowCodes, fits_in_rows
 from ...linear.rows import Rows
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..integer_rows import Chosen, apply_by_group, write_pairs
@@ -30,9 +32,12 @@ class Nvfp4Rows:
 
     def dequantize(self, rows: Chosen, out_RK: torch.Tensor) -> None:
         write_pairs(numbers_of_bytes(None, self.device), self._raw_NB[rows], out_RK)
+        apply_by_group(out_RK, self.shared(rows)[1], WIDTH, torch.Tensor.mul_)
+
+    def shared(self, rows: Chosen) -> tuple[None, torch.Tensor]:
+        """Returns no zero points, and the factors of the wanted rows, (R, K / WIDTH) float32."""
         scales = self._scales[rows].float()
-        factors = scales / self._overall if self._divides else scales * self._overall
-        apply_by_group(out_RK, factors, WIDTH, torch.Tensor.mul_)
+        return None, scales / self._overall if self._divides else scales * self._overall
 
 
 def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice, *, divides: bool) -> TensorSlice:
@@ -51,7 +56,11 @@ def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice
 
 def _rows(stored: Stored, *, divides: bool) -> Rows:
     companions = stored.companions
-    return Nvfp4Rows(stored.raw_NB, companions[SCALES], companions[OVERALL], divides=divides)
+    rows = Nvfp4Rows(stored.raw_NB, companions[SCALES], companions[OVERALL], divides=divides)
+    num_groups = companions[SCALES].shape[1]
+    if not fits_in_rows(rows.shape, rows.device, num_groups):
+        return rows
+    return RowCodes(rows, stored.raw_NB, FLOAT4, num_groups, rows.shared)
 
 
 def _row_bytes(num_columns: int) -> float:

@@ -1,0 +1,295 @@
+"""Codes as others publish them, whose groups of columns share a zero point and a factor, decoded in vectors while they
+are widened. `linear/grouped_rows.py` says how they lie. Each number goes the way that its format defines, operation by
+operation, so that it is the same to the bit.
+
+Where codes of neighbouring columns lie side by side, lanes are columns, as they are when widened. Where those of
+neighbouring rows do, half of the lanes are rows in one column and half the same rows eight columns on; eight such
+vectors change rows and columns when all are there.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .primitives import (
+    FLOATS,
+    INT,
+    INTS,
+    LANES,
+    Builder,
+    Place,
+    RowsAt,
+    Value,
+    apart_of,
+    call,
+    first_of,
+    ints,
+    load,
+    shuffle,
+    splat,
+    store,
+)
+
+UNIT_ROWS = LANES // 2  # rows of lanes, of which half are other columns
+WORD_COLUMNS = 8  # from the columns of one half of the lanes to those of the other
+HAS_TABLES = bool(binding.get_host_cpu_features().get("avx2"))  # a lane takes any number of a vector
+ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the eight rows of one of AWQ's words, in bits
+
+
+class Groups(NamedTuple):
+    """Of codes in rows: zero points and factors (N, G), of column k those of number k >> shift, and 16 numbers of
+    codes. Of codes in columns: (G, N), of column k those of row `columns[k]`; `is_wide`: eight columns share theirs."""
+
+    zeros: np.ndarray
+    factors: np.ndarray
+    table: np.ndarray
+    columns: np.ndarray
+    is_wide: bool
+
+
+# What `number_of` makes a vector of: codes, their zero point and factor in all lanes, and where the table is.
+Number = Callable[[Builder, Value, Value, Value, Value], Value]
+Codes = Callable[[Builder, Value, Value], tuple[Value, Value]]  # of a row from column k on, of 2 * LANES columns
+
+
+def _in_bytes(kind: Any) -> Codes:
+    def codes_of(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
+        places = [builder.gep(row, [builder.add(k, k.type(at))]) for at in (0, LANES)]
+        first, second = (_take(builder, place, LANES) for place in places)
+        widen = builder.sext if kind is types.int8 else builder.zext
+        return widen(first, INTS), widen(second, INTS)
+
+    return codes_of
+
+
+def _in_halves(*, is_low_first: bool) -> Codes:
+    def codes_of(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
+        both = builder.zext(_take(builder, builder.gep(row, [builder.lshr(k, k.type(1))]), LANES), INTS)
+        low, high = builder.and_(both, ints(15)), builder.lshr(both, ints(4))
+        pair = (low, high) if is_low_first else (high, low)
+        turns = [at for lane in range(LANES) for at in (lane, LANES + lane)]
+        return shuffle(builder, *pair, turns[:LANES]), shuffle(builder, *pair, turns[LANES:])
+
+    return codes_of
+
+
+def _float8s(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
+    first, second = (
+        load(builder, types.uint8, builder.gep(row, [builder.add(k, k.type(at))]), None) for at in (0, LANES)
+    )
+    return first, second
+
+
+def _take(builder: Builder, place: Value, count: int) -> Value:
+    kind = ir.VectorType(place.type.pointee, count)
+    return builder.load(builder.bitcast(place, kind.as_pointer()), align=1)
+
+
+def _less_zero(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value | None = None) -> Value:
+    return builder.fmul(builder.fsub(builder.sitofp(codes, FLOATS), zero), factor)
+
+
+def _times_factor(builder: Builder, numbers: Value, zero: Value, factor: Value, table: Value) -> Value:
+    return builder.fmul(numbers, factor)
+
+
+def _float4(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
+    """E2M1, whose exponent the product moves."""
+    bits = builder.shl(builder.and_(codes, ints(7)), ints(22))
+    magnitude = builder.fmul(builder.bitcast(bits, FLOATS), FLOATS([2.0**126] * LANES))
+    sign = builder.shl(builder.and_(codes, ints(8)), ints(28))
+    return builder.fmul(builder.bitcast(builder.or_(builder.bitcast(magnitude, INTS), sign), FLOATS), factor)
+
+
+def _in_table(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
+    parts = [_take(builder, builder.gep(table, [INT(at)]), LANES) for at in range(0, 16, LANES)]
+    if LANES == 16:
+        return builder.fmul(call(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, [parts[0], codes]), factor)
+    low, high = (call(builder, "llvm.x86.avx2.permps", FLOATS, [part, codes]) for part in parts)
+    return builder.fmul(builder.select(builder.icmp_unsigned("<", codes, ints(8)), low, high), factor)
+
+
+def _widen_row(codes_of: Codes, number_of: Number) -> Any:
+    """The step that makes numbers of a row of codes."""
+
+    @intrinsic
+    def widen(
+        typing: Any, row: Any, num_inputs: Any, zeros: Any, factors: Any, shift: Any, table: Any, out: Any
+    ) -> Any:
+        def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+            stored, zero, factor, numbers, widened = (
+                first_of(context, builder, kind, arguments[i])
+                for kind, i in ((row, 0), (zeros, 2), (factors, 3), (table, 5), (out, 6))
+            )
+            end, n = arguments[1], arguments[1].type
+            with cgutils.for_range_slice(builder, n(0), end, n(2 * LANES), n) as (k, _):
+                for i, codes in enumerate(codes_of(builder, stored, k)):
+                    place = builder.add(k, n(i * LANES))
+                    group = builder.lshr(place, arguments[4])
+                    own, by = (splat(builder, builder.load(builder.gep(each, [group]))) for each in (zero, factor))
+                    store(builder, number_of(builder, codes, own, by, numbers), builder.gep(widened, [place]))
+            return context.get_dummy_value()
+
+        return types.void(row, types.intp, zeros, factors, types.intp, table, out), build
+
+    return widen
+
+
+class _Unit(NamedTuple):
+    """Rows of one vector, at column k: where words begin and how many bytes there are from one to that below it, and
+    by how many bits they are to be shifted first."""
+
+    words: Value
+    apart: Value
+    shift: Value
+
+    def halves(self, builder: Builder, first: int, second: int, *, are_rows: bool) -> Value:
+        """Words `first` and `second` below: of each row its own, or one for all, in half of the lanes each."""
+        n, word = self.apart.type, ir.IntType(32)
+        parts = list[Value]()
+        for below in (first, second):
+            place = builder.gep(self.words, [builder.mul(self.apart, n(below))])
+            place = builder.bitcast(place, word.as_pointer())
+            parts.append(_take(builder, place, UNIT_ROWS if are_rows else 1))
+        width = parts[0].type.count
+        lanes = [half * width + (i if are_rows else 0) for half in range(2) for i in range(UNIT_ROWS)]
+        words = builder.shuffle_vector(parts[0], parts[1], ir.VectorType(INT, LANES)(lanes))
+        return builder.lshr(words, splat(builder, self.shift))
+
+
+Column = Callable[[Builder, _Unit, int], Value]  # codes of column j in one half of the lanes, of 8 + j in the other
+
+
+def _of_columns(num_bits: int) -> Column:
+    """Words that hold codes of neighbouring columns of one row."""
+    per_word, mask = 32 // num_bits, (1 << num_bits) - 1
+
+    def codes_of(builder: Builder, unit: _Unit, j: int) -> Value:
+        below = j // per_word
+        words = unit.halves(builder, below, below + WORD_COLUMNS // per_word, are_rows=True)
+        return builder.and_(builder.lshr(words, ints(j % per_word * num_bits)), ints(mask))
+
+    return codes_of
+
+
+def _of_rows(builder: Builder, unit: _Unit, j: int) -> Value:
+    """Words that hold codes of eight neighbouring rows in one column."""
+    words = unit.halves(builder, j, j + WORD_COLUMNS, are_rows=False)
+    return builder.and_(builder.lshr(words, INTS([*ROW_SHIFTS[:UNIT_ROWS]] * 2)), ints(15))
+
+
+def _turned(builder: Builder, vectors: list[Value]) -> list[Value]:
+    """Vector i has lane i of each of the vectors, in each half of eight."""
+    vectors, width = list(vectors), len(vectors)
+    while width > 1:
+        width //= 2
+        is_first = [lane // width % 2 == 0 for lane in range(LANES)]
+        upper = [lane if first else LANES + lane - width for lane, first in enumerate(is_first)]
+        lower = [lane + width if first else LANES + lane for lane, first in enumerate(is_first)]
+        for i in (lane for lane in range(len(vectors)) if is_first[lane]):
+            a, b = vectors[i], vectors[i + width]
+            vectors[i], vectors[i + width] = shuffle(builder, a, b, upper), shuffle(builder, a, b, lower)
+    return vectors
+
+
+class _Shared(NamedTuple):
+    """Zero points and factors of the rows of a unit, as many numbers apart as there are rows, and the group of each
+    column."""
+
+    zeros: Value
+    factors: Value
+    apart: Value
+    columns: Value
+
+    def of_columns(self, builder: Builder, k: Value, j: int) -> tuple[Value, Value]:
+        """Those of column k + j in one half of the lanes, of k + 8 + j in the other."""
+        n, starts = self.apart.type, list[Value]()
+        for at in (j, j + WORD_COLUMNS):
+            group = builder.sext(builder.load(builder.gep(self.columns, [builder.add(k, n(at))])), n)
+            starts.append(builder.mul(group, self.apart))
+        return _halves(builder, self.zeros, starts), _halves(builder, self.factors, starts)
+
+
+def _halves(builder: Builder, numbers: Value, starts: list[Value]) -> Value:
+    """Half of the lanes are numbers from one of these places on, half from the other."""
+    low, high = (_take(builder, builder.gep(numbers, [start]), UNIT_ROWS) for start in starts)
+    return shuffle(builder, low, high, [*range(LANES)])
+
+
+def _put_unit(builder: Builder, vectors: list[Value], out: Value, apart: Value, k: Value) -> None:
+    """Numbers of column k + j and k + 8 + j are those of vector j; rows lie `apart` numbers apart."""
+    n = k.type
+    for i, vector in enumerate(_turned(builder, vectors)):
+        row, column = i % UNIT_ROWS, i // UNIT_ROWS * WORD_COLUMNS
+        place = builder.add(builder.mul(apart, n(row)), builder.add(k, n(column)))
+        store(builder, vector, builder.gep(out, [place]))
+
+
+def _widen_unit(codes_of: Column, word_shift: int) -> Any:
+    """The step that makes numbers of UNIT_ROWS rows; column k is in word k >> word_shift of its row."""
+
+    @intrinsic
+    def widen(
+        typing: Any,
+        words: Any,
+        shift: Any,
+        num_inputs: Any,
+        zeros: Any,
+        factors: Any,
+        columns: Any,
+        is_wide: Any,
+        out: Any,
+    ) -> Any:
+        def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+            stored, zero, factor, groups, widened = (
+                first_of(context, builder, kind, arguments[i])
+                for kind, i in ((words, 0), (zeros, 3), (factors, 4), (columns, 5), (out, 7))
+            )
+            by, end, n = arguments[1], arguments[2], arguments[2].type
+            apart, out_apart = apart_of(builder, arguments[0]), apart_of(builder, arguments[7])
+            shared = _Shared(zero, factor, apart_of(builder, arguments[3]), groups)
+
+            def make(k: Value, *, once: bool) -> None:
+                below = builder.lshr(k, n(word_shift))
+                unit = _Unit(builder.gep(stored, [builder.mul(below, apart)]), apart, builder.trunc(by, INT))
+                same = shared.of_columns(builder, k, 0) if once else None
+                vectors = list[Value]()
+                for j in range(WORD_COLUMNS):
+                    zero_points, by_factors = same or shared.of_columns(builder, k, j)
+                    vectors.append(_less_zero(builder, codes_of(builder, unit, j), zero_points, by_factors))
+                _put_unit(builder, vectors, widened, out_apart, k)
+
+            for once, taken in ((True, arguments[6]), (False, builder.not_(arguments[6]))):
+                step = n(2 * WORD_COLUMNS)
+                with builder.if_then(taken), cgutils.for_range_slice(builder, n(0), end, step, n) as (k, _):
+                    make(k, once=once)
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(words, n, n, zeros, factors, columns, types.boolean, out), build
+
+    return widen
+
+
+WidenRow = Callable[[Place, int, Place, Place, int, Place, Place], None]
+WidenUnit = Callable[[RowsAt, int, int, RowsAt, RowsAt, Place, bool, RowsAt], None]
+
+# So many numbers, a multiple of 2 * LANES, of a row of codes, with the zero points and factors of its groups from that
+# of the first on, of number k those k >> shift behind it, and the table.
+widen_bytes: WidenRow = cast(Any, _widen_row(_in_bytes(types.uint8), _less_zero))
+widen_signed_bytes: WidenRow = cast(Any, _widen_row(_in_bytes(types.int8), _less_zero))
+widen_halves: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=True), _less_zero))
+widen_scaled_float8: WidenRow = cast(Any, _widen_row(_float8s, _times_factor))
+widen_float4: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=True), _float4))
+widen_in_table: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=False), _in_table if HAS_TABLES else _float4))
+# So many numbers, a multiple of 16, of UNIT_ROWS rows: where their words are, and by how many bits they are shifted
+# first; zero points and factors of these rows, a row of them for each group; the group of each column; whether eight
+# columns share theirs.
+widen_words4: WidenUnit = cast(Any, _widen_unit(_of_columns(4), 3))
+widen_words8: WidenUnit = cast(Any, _widen_unit(_of_columns(8), 2))
+widen_row_words: WidenUnit = cast(Any, _widen_unit(_of_rows, 0))
