@@ -15,9 +15,8 @@ from ..kernels.arguments import GROUP_NUMBERS, PAIR_ROWS
 from ..kernels.compiler import has_compiler
 from ..shared_work import Spares, parallel_for
 from ..units import round_up
-from .coded_rows import ROUNDED, zero_rows
+from .coded_rows import zero_rows
 from .panels import Block
-from .window4_rows import WINDOW4
 from .work_items import Target, Workspace, fit_kernel, in_runs_of_rows, parallel_for_groups, room_for_inputs, step_of
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
@@ -79,7 +78,7 @@ def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
 
 def prepare_vectors(stored: Iterable[torch.dtype], formats: Collection[str]) -> None:
     weights: list[Block] = [torch.zeros(PAIR_ROWS, GROUP_NUMBERS, dtype=dtype) for dtype in stored if dtype in BITS]
-    if not {WINDOW4, *ROUNDED}.isdisjoint(formats):  # one kernel decodes them all
+    if formats:  # one kernel decodes all that it decodes
         weights.append(zero_rows(PAIR_ROWS))
     for weight in weights if has_compiler() else ():
         multiply_in_vectors(torch.zeros(1, GROUP_NUMBERS), [weight])
