@@ -42,8 +42,8 @@ ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of the eight rows of one of AWQ's 
 
 
 class Groups(NamedTuple):
-    """Of codes in rows: zero points and factors (N, G), of column k those of number k >> shift, and 16 numbers of
-    codes. Of codes in columns: (G, N), of column k those of row `columns[k]`; `is_wide`: eight columns share theirs."""
+    """Codes in rows have zero points and factors (N, G), of column k those of number k >> shift, and a table of 16
+    numbers; codes in columns (G, N), of column k those of row `columns[k]`; `is_wide`: eight columns share theirs."""
 
     zeros: np.ndarray
     factors: np.ndarray

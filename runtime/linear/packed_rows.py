@@ -45,7 +45,7 @@ class Arrays(NamedTuple):
 
 
 def shift_to_group(num_columns: int, num_groups: int) -> int:
-    """Of equal groups whose width is a power of two, or of one."""
+    """Returns that of equal groups whose width is a power of two, or of one group."""
     return ALL_COLUMNS if num_groups == 1 else (num_columns // num_groups).bit_length() - 1
 
 

@@ -134,7 +134,7 @@ def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """As many at a time as MADE_BYTES are enough for."""
+    """Yields as many at a time as MADE_BYTES are enough for."""
     batch, made = list[_Part](), 0
     for part in parts:
         if batch and made + part.made_bytes > MADE_BYTES:
