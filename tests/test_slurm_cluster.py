@@ -70,6 +70,7 @@ def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_onc
     array = submit_array(cluster, folder, "--array=0-1")
     for index in (0, 1):
         wait_for_part(shard(folder, index))
+    cluster.signal(f"{array}_0", "STOP")  # or it might end before it is preempted, which lets it go on
     cluster.ask("scancel", f"{array}_1")
     urgent = cluster.submit(folder, "--partition=urgent", "--nodes=2", "--mem=3500M", "--wrap=sleep 1")
     cluster.wait(f"{array}_1", "CANCELLED", seconds=60)
