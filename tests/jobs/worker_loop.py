@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -79,7 +80,8 @@ def disturb(process: BaseProcess, kind: signal.Signals, pause: float) -> None:
     os.kill(process.pid, kind)
     if kind is signal.SIGSTOP:
         time.sleep(pause)
-        os.kill(process.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it was ending as it was stopped
+            os.kill(process.pid, signal.SIGCONT)
 
 
 @dataclass(kw_only=True)
