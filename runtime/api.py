@@ -380,7 +380,7 @@ class Runtime(Closing):
         """Rank 0's session, which the others follow."""
         chosen = self.plan(requests, blocks=blocks, chunk_tokens=chunk_tokens)
         self._check_lanes(chosen)
-        memory, told = made_memory(ranks), written_plan(chosen, requests)
+        memory, told = made_memory(ranks), written_plan(chosen, requests, self.model.fingerprint)
         ranks.tell({KIND: SESSION, "memory": None if memory is None else memory.place, "plan": told})
         plan = plan_told(told, self.planner, requests, ranks.size)
         self.planner.announce(plan, self._advised)

@@ -83,8 +83,8 @@ def _read_logprobs(values: Sequence[Sequence[Any]]) -> tuple[TokenLogprobs, ...]
     return tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in values)
 
 
-def written_plan(plan: RunPlan, requests: Sequence[Request]) -> Values:
-    """The choices that a plan follows from, and of which requests it is."""
+def written_plan(plan: RunPlan, requests: Sequence[Request], weights: str) -> Values:
+    """The choices that a plan follows from, and of which requests and weights it is."""
     return {
         "blocks": [[block.index, block.micro_batches] for block in plan.blocks],
         "policy": _plain(plan.policy),
@@ -92,6 +92,7 @@ def written_plan(plan: RunPlan, requests: Sequence[Request]) -> Values:
         "prefetch": _plain(plan.prefetch),
         "budgets": vars(plan.budgets),
         "requests": digest_of(requests),
+        "weights": weights,
     }
 
 

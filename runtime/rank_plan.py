@@ -51,12 +51,17 @@ def require_generating(requests: Sequence[Request]) -> None:
 
 
 def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_ranks: int) -> RunPlan:
-    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests, and
-    BudgetError."""
+    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests or
+    weights, and BudgetError."""
     if told["requests"] != digest_of(requests):
         raise ConfigError(
             "devices.way=sharded: this rank has read other rows than rank 0: all ranks need the same data set, "
             "tokenizer and settings"
+        )
+    if told["weights"] != planner.model.fingerprint:
+        raise ConfigError(
+            "devices.way=sharded: this rank finds other weights than rank 0 at model.path: copy the same checkpoint to "
+            "each machine, or read it where all see it"
         )
     policy, kv, prefetch, budgets = read_choices(told)
     policy = replace(policy, kind=PolicyKind.fixed, pin=None)

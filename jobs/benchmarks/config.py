@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from runtime.config import ModelConfig, require
+from runtime.config import Gather, ModelConfig, require
 from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
 
 from ..config.settings import LogLevel
@@ -69,13 +69,17 @@ class LargerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """Settings of `suite=devices`: how many ranks beside each other, and how many MB/s each of them may read."""
+    """Settings of `suite=devices`: how many ranks beside each other, how their shares come together, and how many MB/s
+    each of them may read."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
+    gathers: list[Gather] = field(default_factory=lambda: [Gather.memory, Gather.collective])
     read_mb_per_second: float = 8.0
 
     def __post_init__(self) -> None:
         require(bool(self.sizes) and min(self.sizes) >= 1, f"ranks.sizes must be 1 or more each, got {self.sizes}")
+        is_known = bool(self.gathers) and Gather.auto not in self.gathers
+        require(is_known, "ranks.gathers must be memory, collective or both")
         rate = self.read_mb_per_second
         require(rate > 0, f"ranks.read_mb_per_second must be above 0 MB/s, got {rate}")
 

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Unpack
 
 from runtime.api import Runtime
-from runtime.config import OffloadConfig, RuntimeConfig, Tier
+from runtime.config import DevicesConfig, Gather, OffloadConfig, RuntimeConfig, Tier, Way
 from runtime.rank_plan import end_sessions
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
@@ -74,13 +74,14 @@ class ThrottledRuntime(Runtime):
 
 @dataclass(frozen=True, kw_only=True)
 class RanksCase:
-    """`num_ranks` processes, each with a disk of `bytes_per_second`."""
+    """`num_ranks` processes, each with a disk of `bytes_per_second`, whose shares come together by `gather`."""
 
     num_ranks: int
     bytes_per_second: float
+    gather: str = Gather.memory.value
 
     def __str__(self) -> str:
-        return f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        return f"{self.num_ranks} ranks, {self.gather}" if self.num_ranks > 1 else "1 rank"
 
 
 def measured_ranks(case: RanksCase, task: Task) -> Result:
@@ -100,7 +101,8 @@ def measure(task: Task, case: RanksCase, rank: int, folder: str) -> Result | Non
         return generated(*opened(task, offload, make=make)).result
     question = {"task": asdict(task), "case": asdict(case), "folder": folder}
     others = [_started({**question, "rank": other}) for other in range(1, case.num_ranks) if not rank]
-    with Ranks(Launch(rank=rank, size=case.num_ranks, url=f"file://{Path(folder) / 'meet'}")) as ranks:
+    launch = Launch(rank=rank, size=case.num_ranks, url=f"file://{Path(folder) / 'meet'}")
+    with Ranks(launch, devices=DevicesConfig(way=Way.sharded, gather=case.gather)) as ranks:
         runtime, requests = opened(task, offload, make=partial(make, ranks=ranks))
         if rank:
             for _ in runtime.follow(requests):

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
+from runtime.config import Gather
 from runtime.errors import MillraceError
 
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks, needed_sequences
@@ -136,7 +137,12 @@ def with_batch_size(task: Task, measure: Measure, say: Say) -> Task:
 def _devices(config: BenchConfig, path: str, say: Say) -> Measured:
     task = task_of(config, Contender.nvme_unshared, path, config.num_prompts)
     rate = config.ranks.read_mb_per_second * 1e6
-    rounds = {RanksCase(num_ranks=size, bytes_per_second=rate): list[Result]() for size in config.ranks.sizes}
+    cases = [
+        RanksCase(num_ranks=size, bytes_per_second=rate, gather=gather.value)
+        for size in config.ranks.sizes
+        for gather in (config.ranks.gathers if size > 1 else [Gather.memory])
+    ]
+    rounds = {case: list[Result]() for case in cases}
     for turn in range(config.rounds):
         for case, results in rounds.items():
             results.append(measured_ranks(case, task))

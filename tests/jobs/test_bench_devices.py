@@ -9,7 +9,7 @@ from jobs.benchmarks.config import BenchConfig, RanksConfig, Suite
 from jobs.benchmarks.devices import RanksCase, ThrottledReader, devices_table
 from jobs.benchmarks.suites import run_suite
 from jobs.benchmarks.task import Result
-from runtime.config import ModelConfig
+from runtime.config import Gather, ModelConfig
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
 from runtime.plan.shape.extents import Extent
@@ -27,7 +27,7 @@ def test_the_table_has_ratios_to_the_first_and_shares_of_a_pass() -> None:
     one, two = (RanksCase(num_ranks=count, bytes_per_second=8e6) for count in (1, 2))
     text = devices_table({one: [result(10.0, 4096, 2)], two: [result(18.0, 3072, 3), result(20.0, 3072, 3)]})
     assert "| 1 rank | 10.0 (10.0-10.0) | 1.00 | 2 KiB | 1.000 | 2 of 2 |" in text
-    assert "| 2 ranks | 19.0 (18.0-20.0) | 1.90 | 1 KiB | 0.500 | 2 of 2 |" in text
+    assert "| 2 ranks, memory | 19.0 (18.0-20.0) | 1.90 | 1 KiB | 0.500 | 2 of 2 |" in text
     assert "at most 8 MB/s" in text
 
 
@@ -49,7 +49,7 @@ def test_ranks_give_the_tokens_of_one_process_and_read_half(monkeypatch: pytest.
         num_prompts=4,
         num_new_tokens=3,
         rounds=1,
-        ranks=RanksConfig(sizes=[1, 2], read_mb_per_second=500.0),
+        ranks=RanksConfig(sizes=[1, 2], gathers=[Gather.collective], read_mb_per_second=500.0),
     )
     done = run_suite(config, [str(find_checkpoint(ModelConfig(), None))], lambda line: None)
     one, two = (results[0] for results in done.rounds.values())
@@ -60,5 +60,7 @@ def test_ranks_give_the_tokens_of_one_process_and_read_half(monkeypatch: pytest.
 def test_how_many_ranks_read_how_fast_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"ranks\.sizes"):
         RanksConfig(sizes=[])
+    with pytest.raises(ConfigError, match=r"ranks\.gathers"):
+        RanksConfig(gathers=[Gather.auto])
     with pytest.raises(ConfigError, match=r"ranks\.read_mb_per_second"):
         RanksConfig(read_mb_per_second=0.0)
