@@ -26,6 +26,7 @@ class Collectives(Closing):
         ranks.exchange({})  # all are there: nothing ends the wait for one that has ended
         self._group = ranks.new_group()
         self._is_abandoned = Event()
+        self._why = Interrupted(STOPPED)  # nothing can be gathered any more
 
     def close(self) -> None:
         """Ends the connections. Where one is awaited that was abandoned, the others see that nothing comes any more."""
@@ -44,13 +45,15 @@ class Collectives(Closing):
         Raises PeerEnded or Interrupted where another never comes to it."""
         own = pieces.chunk(self.ranks.size)[self.ranks.rank]
         if self._is_abandoned.is_set():
-            raise Interrupted(STOPPED)
+            raise self._why
         try:
             self._await(dist.all_gather_single(pieces, own, group=self._group, async_op=True))
         except RuntimeError as error:
+            self._why = Interrupted(STOPPED) if self.ranks.is_stopping else self.ranks.ending(error)
             self.abandon()
-            raise self.ranks.ending(error) from error
-        except Interrupted:
+            raise self._why from error
+        except Interrupted as error:
+            self._why = error
             self.abandon()
             raise
 

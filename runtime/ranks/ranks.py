@@ -141,7 +141,7 @@ class Ranks(Closing):
         work.wait()
         return found
 
-    def ending(self, error: RuntimeError) -> Exception:
+    def ending(self, error: RuntimeError) -> Interrupted:
         """What a failed exchange means: not all connections of a process end at once."""
         until = time.monotonic() + ENDING_SECONDS
         while not (ended := self.ended()) and time.monotonic() < until:
@@ -149,10 +149,11 @@ class Ranks(Closing):
         return self._told(ended) if ended else PeerEnded(f"the ranks have lost one another: {error}", ())
 
     def _told(self, ended: list[int]) -> PeerEnded:
-        which = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {', '.join(map(str, ended))}"
+        names, is_one = ", ".join(map(str, ended)), len(ended) == 1
+        which = f"rank {names} of {self.size} has" if is_one else f"ranks {names} of {self.size} have"
         return PeerEnded(
-            f"{which} of {self.size} has ended, see its own message; the same command goes on, with as many ranks as "
-            "you like",
+            f"{which} ended, see {'its own message' if is_one else 'their own messages'}; the same command goes on, "
+            "with as many ranks as you like",
             ended,
         )
 

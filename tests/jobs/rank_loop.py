@@ -191,7 +191,7 @@ def main(words: Sequence[str]) -> None:
     given = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
     with tempfile.TemporaryDirectory() as home:
         admission = Admission.continuous if given.get("continuous") else Admission.wave
-        case = Case(home=Path(home), num_rows=48, num_new_tokens=given.get("tokens", 400), admission=admission)
+        case = Case(home=Path(home), num_rows=36, num_new_tokens=given.get("tokens", 400), admission=admission)
         killed = check(case, given.get("rounds", 10), given.get("ranks", 2), given.get("seed", 0))
     print(f"{killed} kills of a rank; {case.num_rows} rows, each once and as one process makes them")
 
