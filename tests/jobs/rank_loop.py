@@ -58,7 +58,7 @@ class Case:
             checkpoint_seconds=0.05,
         )
 
-    def start(self, num_ranks: int, *, apart: bool = False) -> list[BaseProcess]:
+    def start(self, num_ranks: int, *, apart: bool = False) -> Sequence[BaseProcess]:
         """What `torchrun -m jobs.generate devices=sharded` starts; if `apart` each in a node of its own."""
         arguments = (
             *("run=shared", f"output_root={self.home}", "offload=nvme", "offload.resident_layers=0"),
