@@ -46,7 +46,7 @@ output: {folder}
 def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(GenerateConfig, composed)
-    launch = Launch.found(os.environ) if config.devices.way is Way.sharded else None
+    launch = Launch.found(os.environ) if config.devices.way is not Way.one else None
     is_first = launch is None or not launch.rank
     log_to_stderr(config.log_level if is_first else LogLevel.warning)
     if is_first:

@@ -23,6 +23,7 @@ from .config import (
     Readout,
     RuntimeConfig,
     SamplingOverrides,
+    Way,
     require_beams_fit,
 )
 from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
@@ -47,6 +48,8 @@ from .model.followed import as_the_model_says
 from .model.head import slice_head
 from .model.loading import LoadedModel, load_model
 from .opening import Opening
+from .pipeline import Pipeline
+from .pipeline_session import PipelineAgreement, PipelineSession
 from .plan.cost.rates import MachineRates
 from .plan.facts import PlanFacts, why_unshared
 from .plan.placement.memory import SequenceSize
@@ -59,7 +62,7 @@ from .planning import Planner
 from .probing.heads import Head
 from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
 from .rank_agreement import KIND, Agreement
-from .rank_messages import written_plan
+from .rank_messages import Values, written_plan
 from .rank_plan import (
     SESSION,
     end_sessions,
@@ -120,7 +123,7 @@ class Runtime(Closing):
         self.config = replace(self.config, sampling=with_schema(self.config.sampling))
         self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
         if ranks is not None:
-            self.config = for_ranks(self.config)
+            self.config = for_ranks(self.config, ranks.devices.way)
         self._kept: Kept | None = None
         self._ranks_budgets: Budgets | None = None  # None: those of this machine, when they are asked for
         self._is_closed = False
@@ -138,6 +141,10 @@ class Runtime(Closing):
         self.model: LoadedModel = placed(loaded, self.device)
         self.config = as_the_model_says(self.config, self.model)
         self._refuse_early()
+        self._pipeline: Pipeline | None = None
+        if ranks is not None and ranks.devices.way is Way.pipeline:
+            self._pipeline = Pipeline(ranks, self.model, self.config.offload, self.device)
+            self.model = self._pipeline.part_of(self.model)
         self._advised: set[str] = set()
         self._is_checked = False
         if not self.device.is_accelerator:
@@ -145,7 +152,7 @@ class Runtime(Closing):
             prepare_kernels(self.model)
         elif self.config.policy.attention is Attention.cpu:
             prepare_attention(self.model)
-        if ranks is not None:
+        if ranks is not None and self._pipeline is None:
             self._ranks_budgets = budgets_of_ranks(ranks, budgets_of(self.config.offload, self.device))
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
@@ -188,7 +195,7 @@ class Runtime(Closing):
         """Refuses what cannot be by the settings and the model alone: before rows are read, not behind them."""
         require_beams_fit(self.config.policy, self.config.sampling)
         if self.ranks is not None:
-            require_shareable(self.model.shape, has_device=self.device.is_accelerator)
+            require_shareable(self.model.shape, self.ranks.devices.way, has_device=self.device.is_accelerator)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
 
@@ -292,14 +299,14 @@ class Runtime(Closing):
         begin = time.monotonic()
         common = nullcontext() if together is None else together
         with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
-            sampler = self._sampler()
-            agreement = Agreement(together.ranks, self._should_stop) if together is not None else None
+            sampler, agreement = self._sampler(), self._agreement(together)
             engine = Engine(
                 setup,
                 streams,
                 sampler,
                 self._should_stop if agreement is None else agreement.should_stop,
                 alone if agreement is None else agreement.lanes,
+                self._pipeline.line if self._pipeline is not None else None,
             )
             seconds, reasoning = time.monotonic() - begin, sampler.reasoning
             if self.model.rounded is not None:
@@ -307,9 +314,13 @@ class Runtime(Closing):
             if agreement is None:
                 yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=reasoning)
             else:
-                yield RankSession(
-                    self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement
-                )
+                kind = PipelineSession if isinstance(agreement, PipelineAgreement) else RankSession
+                yield kind(self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement)
+
+    def _agreement(self, together: Together | None) -> Agreement | None:
+        if self._pipeline is not None:
+            return PipelineAgreement(self._pipeline.line, self._should_stop)
+        return Agreement(together.ranks, self._should_stop) if together is not None else None
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:
@@ -346,7 +357,7 @@ class Runtime(Closing):
         ):
             slice_head(self.model.staged)
         if self.ranks is not None:
-            require_generating(requests)
+            require_generating(requests, self.ranks.devices.way)
             return self._session_of_ranks(self.ranks, requests, blocks, chunk_tokens)
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
@@ -378,13 +389,16 @@ class Runtime(Closing):
         self, ranks: Ranks, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
     ) -> Iterator[tuple[RunPlan, Session]]:
         """Rank 0's session, which the others follow."""
-        chosen = self.plan(requests, blocks=blocks, chunk_tokens=chunk_tokens)
-        self._check_lanes(chosen)
-        memory, told = made_memory(ranks), written_plan(chosen, requests, self.model.fingerprint)
+        if self._pipeline is not None:
+            memory, told = None, self._pipeline.plan(self.planner, requests, blocks, chunk_tokens)
+        else:
+            chosen = self.plan(requests, blocks=blocks, chunk_tokens=chunk_tokens)
+            memory, told = made_memory(ranks), written_plan(chosen, requests, self.model.fingerprint)
+        plan = self._plan_told(ranks, told, requests)
+        self._check_lanes(plan)
         ranks.tell({KIND: SESSION, "memory": None if memory is None else memory.place, "plan": told})
-        plan = plan_told(told, self.planner, requests, ranks.size)
         self.planner.announce(plan, self._advised)
-        with self.session(plan, begun_together(ranks, memory)) as session:
+        with self.session(plan, begun_together(ranks, memory) if self._pipeline is None else None) as session:
             assert isinstance(session, RankSession)
             yield plan, session
             session.tell_closed()
@@ -395,16 +409,23 @@ class Runtime(Closing):
         ConfigError."""
         assert self.ranks is not None, "there is nobody to follow"
         while (told := self.ranks.heard())[KIND] == SESSION:
-            plan = plan_told(told["plan"], self.planner, requests, self.ranks.size)
-            with self.session(plan, joined_together(self.ranks, told["memory"])) as session:
+            plan = self._plan_told(self.ranks, told["plan"], requests)
+            together = joined_together(self.ranks, told["memory"]) if self._pipeline is None else None
+            with self.session(plan, together) as session:
                 assert isinstance(session, RankSession)
                 yield from session.follow(requests)
+
+    def _plan_told(self, ranks: Ranks, told: Values, requests: Sequence[Request]) -> RunPlan:
+        if self._pipeline is not None:
+            return self._pipeline.plan_told(told, self.planner, requests)
+        return plan_told(told, self.planner, requests, ranks.size)
 
     def _check_lanes(self, plan: RunPlan) -> None:
         """Compares lanes with the class itself where that is due: once, while no weights are held."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
         if not self._is_checked and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
-            check_lanes(self.model, self.config, self.budgets(), self.reader, self._should_stop)
+            whole = self.model.shape if self._pipeline is None else self._pipeline.whole
+            check_lanes(replace(self.model, shape=whole), self.config, self.budgets(), self.reader, self._should_stop)
             reset_peak()
         self._is_checked = True
 

@@ -63,13 +63,17 @@ class LaneRun(greenlet):
     """One forward pass of a lane. The attention function finds the lane's KV cache here, as the pass's own greenlet.
 
     `lengths`, (1, T) or (B, T) on the CPU: of each token, that of its sequence, where rotary embeddings depend on it.
-    `head`: what the model's head is given a slice of at a time; None where it is given all.
+    `head`: what the model's head is given a slice of at a time; None where it is given all. Where ranks divide the
+    layers, `entering` is memory for the hidden states that come from the rank before, and `leaving` those that go on to
+    the one behind.
     """
 
     def __init__(self, forward: Callable[[], object], cache: object, lengths: torch.Tensor | None = None):
         super().__init__(forward)
         self.cache, self.lengths = cache, lengths
         self.head: HeadSlices | None = None
+        self.entering: torch.Tensor | None = None
+        self.leaving: torch.Tensor | None = None
 
 
 def need_stage(stage: int) -> Weights:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .batching.admission import most_cached
-from .config import Admission, ExpertPaging, PolicyKind, RuntimeConfig, SharePrefixes
+from .config import Admission, ExpertPaging, PolicyKind, RuntimeConfig, SharePrefixes, Way
 from .engine.sequence import Request
 from .errors import BudgetError, ConfigError, require
 from .plan.placement.memory import PAGE_TOKENS
@@ -19,35 +19,39 @@ from .rank_messages import Values, digest_of, read_blocks, read_choices
 from .ranks.ranks import Ranks
 
 SESSION, OVER = "session", "over"
-NOT_YET = "devices.way=sharded does not go with {} as yet: {}"
+NOT_YET = "devices.way={} does not go with {} as yet: {}"
 
 
-def for_ranks(config: RuntimeConfig) -> RuntimeConfig:
+def for_ranks(config: RuntimeConfig, way: Way = Way.sharded) -> RuntimeConfig:
     """The config with what only one process can do left out, where the settings leave that open. Raises ConfigError
     where they ask for it."""
-    paging, num_beams = config.offload.expert_paging, config.sampling.num_beams or 1
+    paging, num_beams, is_divided = config.offload.expert_paging, config.sampling.num_beams or 1, way is Way.pipeline
     require(
-        paging in (ExpertPaging.auto, ExpertPaging.off),
-        NOT_YET.format(f"offload.expert_paging={paging.value}", "layers are read whole, with auto or off"),
+        not is_divided or config.policy.admission is Admission.wave,
+        NOT_YET.format(way.value, "policy.admission=continuous", "set policy.admission=wave"),
     )
-    require(num_beams == 1, NOT_YET.format(f"sampling.num_beams={num_beams}", "leave beams out, or take devices=one"))
-    return replace(
-        config,
-        offload=replace(config.offload, expert_paging=ExpertPaging.off),
-        policy=replace(config.policy, share_prefixes=SharePrefixes.off),
+    require(
+        is_divided or paging in (ExpertPaging.auto, ExpertPaging.off),
+        NOT_YET.format(way.value, f"offload.expert_paging={paging.value}", "layers are read whole, with auto or off"),
     )
+    beams = NOT_YET.format(way.value, f"sampling.num_beams={num_beams}", "leave beams out, or take devices=one")
+    require(num_beams == 1, beams)
+    policy = replace(config.policy, share_prefixes=SharePrefixes.off)
+    if is_divided:
+        return replace(config, policy=policy)
+    return replace(config, offload=replace(config.offload, expert_paging=ExpertPaging.off), policy=policy)
 
 
-def require_shareable(shape: ModelShape, *, has_device: bool) -> None:
+def require_shareable(shape: ModelShape, way: Way, *, has_device: bool) -> None:
     """Raises ConfigError for a model, or a device, that ranks cannot share the reads of."""
-    require(not has_device, NOT_YET.format("an accelerator", "machine=cpu, or devices=one"))
-    require(not shape.has_encoder, NOT_YET.format("an encoder in front of a decoder", "take devices=one"))
+    require(not has_device, NOT_YET.format(way.value, "an accelerator", "machine=cpu, or devices=one"))
+    require(not shape.has_encoder, NOT_YET.format(way.value, "an encoder in front of a decoder", "take devices=one"))
 
 
-def require_generating(requests: Sequence[Request]) -> None:
+def require_generating(requests: Sequence[Request], way: Way) -> None:
     """Raises ConfigError where anything else is asked for."""
     is_all = all(request.generates for request in requests)
-    require(is_all, NOT_YET.format("scores and embeddings", "take devices=one"))
+    require(is_all, NOT_YET.format(way.value, "scores and embeddings", "take devices=one"))
 
 
 def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_ranks: int) -> RunPlan:
@@ -55,7 +59,7 @@ def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_r
     weights, and BudgetError."""
     if told["requests"] != digest_of(requests):
         raise ConfigError(
-            "devices.way=sharded: this rank has read other rows than rank 0: all ranks need the same data set, "
+            "devices: this rank has read other rows than rank 0: all ranks need the same data set, "
             "tokenizer and settings"
         )
     if told["weights"] != planner.model.fingerprint:

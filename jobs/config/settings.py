@@ -162,10 +162,10 @@ class GenerateConfig:
             self._require_shareable()
         way = self.devices.way
         require(
-            way in (Way.one, Way.sharded),
-            f"devices={way.value} is planned by jobs.plan alone as yet: take devices=one or devices=sharded",
+            way is not Way.tensor,
+            f"devices={way.value} is planned by jobs.plan alone as yet: take devices=one, sharded or pipeline",
         )
-        if way is Way.sharded:
+        if way is not Way.one:
             self._require_for_ranks()
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,
@@ -188,9 +188,12 @@ class GenerateConfig:
 
     def _require_for_ranks(self) -> None:
         """What ranks cannot do together is refused."""
-        require(not self.is_elastic, "devices=sharded is one worker in several processes: take workers=one")
-        require(type(self) is GenerateConfig, "devices=sharded is of jobs.generate as yet: take devices=one")
-        require(not self.dataset.has_turns, "devices=sharded asks no chats of several turns as yet: take devices=one")
+        way, admission = f"devices={self.devices.way.value}", self.policy.admission
+        require(not self.is_elastic, f"{way} is one worker in several processes: take workers=one")
+        require(type(self) is GenerateConfig, f"{way} is of jobs.generate as yet: take devices=one")
+        require(not self.dataset.has_turns, f"{way} asks no chats of several turns as yet: take devices=one")
+        is_possible = admission is Admission.wave or self.devices.way is Way.sharded
+        require(is_possible, f"{way} does not go with policy.admission={admission.value} as yet: wave does")
 
     @property
     def is_elastic(self) -> bool:

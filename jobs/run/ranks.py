@@ -34,7 +34,8 @@ def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterato
         yield None
         return
     if launch is None or launch.size < 2:
-        raise ConfigError(f"devices=sharded is of several processes, and this one was started alone: {START}")
+        way = devices.way.value
+        raise ConfigError(f"devices={way} is of several processes, and this one was started alone: {START}")
     ranks = Ranks(launch, should_stop, devices)
     num_machines = len({*ranks.machines})
     log.info("%d ranks on %d machine%s", ranks.size, num_machines, "s" if num_machines > 1 else "")

@@ -187,7 +187,7 @@ def _window_rows(config: GenerateConfig, directory: Path, begun: Mapping[str, Js
     """How many rows of the output a window of the run has; None where all rows are held. Where nobody says, a run goes
     on as it was begun."""
     asked, run = config.dataset.window_rows, RunDirectory(path=directory)
-    holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is Way.sharded
+    holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Way.one
     holds_all |= isinstance(config, ScoreConfig) and config.score.rolling
     if asked is None and (begun is not None or run.manifest.exists()):
         found = _settings_of(run, begun).get(WINDOW_KEY)

@@ -17,6 +17,7 @@ from ..stream.device import ComputeDevice
 from ..units import round_up
 from .base import KVCache
 from .pages import PagePool, num_pages_for
+from .passed import PassedLayer
 
 
 def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, int] | tuple[int, None]]:
@@ -176,13 +177,19 @@ class RectangleKV(KVCache):
 
 
 def rectangle_cache(
-    config: PreTrainedConfig, capacity: int, device: ComputeDevice, travels: frozenset[int] = frozenset()
+    config: PreTrainedConfig,
+    capacity: int,
+    device: ComputeDevice,
+    travels: frozenset[int] = frozenset(),
+    passed: frozenset[int] = frozenset(),
 ) -> DynamicCache:
     """`capacity`: positions of the longest sequence, padding included, rounded up to whole pages. Layers in `travels`
-    have their memory bound by the engine."""
+    have their memory bound by the engine; those in `passed` hold nothing, see passed.py."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer and index in passed:
+            cache.layers[index] = PassedLayer()
+        elif type(layer) is DynamicLayer:
             kind = TravellingLayer if index in travels else ReservedLayer
             cache.layers[index] = kind(round_up(capacity, PAGE_TOKENS), device)
     return cache

@@ -18,6 +18,8 @@ from ..plan.placement.memory import head_rows
 from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
+from ..plan.shape.model import ModelShape
+from ..ranks.line import Line
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher, nobody
 from .cpu_experts import CpuExperts
@@ -25,6 +27,7 @@ from .experts import BatchedExperts
 from .lanes.factory import LaneFactory
 from .lanes.lane import LaneContext
 from .monitor import PassMonitor
+from .neighbours import Neighbours
 from .nonfinite import Inquiry
 from .player import PassContext, Player
 from .records import PassCounts, PassRecord, Phase
@@ -45,7 +48,7 @@ class Engine:
 
     `lanes` makes the lanes that its batchers fill. `should_stop` is asked before every stage; when it says yes,
     `Interrupted` is raised. A pass that raises is lost, and no other can be run. `agree` says how many lanes a pass has
-    where other ranks play it too, and its phase, given this one's.
+    where other ranks play it too, and its phase, given this one's. `line`: of the ranks that divide the layers.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Engine:
         sampler: Sampler,
         should_stop: Callable[[], bool],
         agree: Agree = alone,
+        line: Line | None = None,
     ):
         self._agree = agree
+        self._neighbours = Neighbours(line, sampler.num_numbers) if line is not None else None
         loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
@@ -83,6 +88,7 @@ class Engine:
                 workers=streams.workers,
                 kv=streams.kv,
                 first_layer=loaded.shape.layers[0].index,
+                neighbours=self._neighbours,
             )
         )
 
@@ -116,7 +122,10 @@ class Engine:
     def _postprocess(self, batch: Batch, begin: float) -> PassRecord:
         """Draws the next tokens of all lanes, hands them out, and sums the pass up; sequences that have finished leave
         their lanes. The one place where a decode pass waits for the device."""
-        drawn = self._device.brought([lane.draw() for lane in batch.lanes])
+        if self._neighbours is not None:
+            drawn = self._neighbours.drawn(batch.lanes, self._device.brought)
+        else:
+            drawn = self._device.brought([lane.draw() for lane in batch.lanes])
         counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(batch.lanes, drawn, strict=True)])
         times = self._monitor.take(self._streams.counters)
         return PassRecord(
@@ -179,8 +188,14 @@ def _lanes(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
         head_rows=head_rows(loaded.shape.vocab_size),
         last_stage=len(loaded.shape.stages) - 1,
         rope_lengths=loaded.rope_lengths,
+        passed_layers=_passed_layers(loaded.shape),
     )
     return LaneFactory(model=loaded, context=context, pages=pages, rule=placement.sharing)
+
+
+def _passed_layers(shape: ModelShape) -> frozenset[int]:
+    """Decoder layers that other ranks compute."""
+    return frozenset(layer for layer, stage in enumerate(shape.layers) if stage.index not in shape.own_stages)
 
 
 def _checked_schedule(walk: Walk, num_lanes: int) -> Schedule:

@@ -19,6 +19,7 @@ from ..stream.weights import WeightStream
 from .experts import BatchedExperts
 from .lanes.lane import Lane
 from .monitor import PassMonitor
+from .neighbours import Neighbours
 from .workers import AttentionWorkers
 
 Answer: TypeAlias = Weights | torch.Tensor
@@ -41,6 +42,7 @@ class PassContext:
     workers: AttentionWorkers | None
     kv: KVStream | None
     first_layer: int  # the stage of decoder layer 0
+    neighbours: Neighbours | None = None  # where ranks divide the layers
 
 
 class Player:
@@ -65,6 +67,8 @@ class Player:
             Op.experts: self._run_experts,
             Op.fetch: self._fetch,
             Op.store: self._store,
+            Op.recv: lambda action: self._neighbours.receive(action.turn[1]),
+            Op.send: lambda action: self._neighbours.send(action.turn[1]),
             Op.sync: self._sync,
             Op.run: partial(self._advance, self._whole_stage, ()),
             Op.pre: partial(self._advance, self._stage, (NeedAttention,)),
@@ -88,6 +92,8 @@ class Player:
             self._events = [
                 lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)
             ]
+            if self._context.neighbours is not None:
+                self._neighbours.begin(lanes)
             for action in self._actions(schedule):
                 if action.lane is None or action.lane < len(lanes):
                     self._do[action.op](action)
@@ -209,6 +215,11 @@ class Player:
     def _kv(self) -> KVStream:
         assert self._context.kv is not None, "keys and values travel without a stream"
         return self._context.kv
+
+    @property
+    def _neighbours(self) -> Neighbours:
+        assert self._context.neighbours is not None, "hidden states travel where ranks divide the layers"
+        return self._context.neighbours
 
     def _layer(self, stage: int) -> int:
         return stage - self._context.first_layer

@@ -47,6 +47,7 @@ def shape_of(
         compute_dtype_bytes=model.dtype.itemsize,
         is_packed=is_packed,
         state_bytes_per_sequence=cache.bytes_per_sequence,
+        state_layer_bytes=cache.layer_bytes_per_sequence,
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
         expanded_kv_width=expanded_width(model) if cache.is_latent else 0,
         bounded_layers=frozenset() if is_packed or not cache.is_kept else bounded_layers(model),

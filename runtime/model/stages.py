@@ -4,6 +4,7 @@ module that owns weights, and learns by dry runs which of the others come before
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from greenlet import GreenletExit, greenlet
@@ -22,6 +23,7 @@ from .last_layer import forward_selected
 from .traits import accepted
 
 EMBEDDING = 0
+Instead: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class StreamedModule(torch.nn.Module):
         self.parameter_names = parameter_names  # (in the stage's weights, in `inner`) share the suffix after the name
         self.binding = Binding(inner, parameter_names)
         self.projections = FusedProjections()
+        self.instead: Instead | None = None  # of a forward where other ranks have layers, see part.py
+        self.stand_in: Callable[[], Weights] | None = None  # for weights that another rank has
 
     def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - the weights are elsewhere
         self, name: str
@@ -70,11 +74,18 @@ class StreamedModule(torch.nn.Module):
             if not is_absent:
                 return value
             return AbsentWeight(
-                shape=value.shape, dtype=value.dtype, fetch=lambda: need_stage(self.stage)[f"{self.name}.{name}"]
+                shape=value.shape, dtype=value.dtype, fetch=lambda: self._weights()[f"{self.name}.{name}"]
             )
 
+    def _weights(self) -> Weights:
+        return need_stage(self.stage) if self.stand_in is None else self.stand_in()
+
     def forward(self, *args: object, **kwargs: object) -> object:
-        weights = need_stage(self.stage)
+        return self.computed(args, kwargs) if self.instead is None else self.instead(args, kwargs)
+
+    def computed(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """What the module comes to with its weights."""
+        weights = self._weights()
         mine = {name: weights[full] for name, full in self._full_names if full in weights}
         with self.binding.bound(mine), self.projections.gathered(self._blocks_of(mine)):
             return forward_selected(self.inner, args, kwargs) if self.is_last_layer else self.inner(*args, **kwargs)

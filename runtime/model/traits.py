@@ -52,6 +52,7 @@ class CacheShape:
     is_latent: bool
     cross_bytes_per_token: int = 0
     heads: tuple[tuple[int, int, int], ...] = ()  # of each layer: KV heads, sizes of a key and a value
+    layer_bytes_per_sequence: tuple[int, ...] = ()  # of each layer, where they were measured
     is_kept: bool = True  # False of an encoder, which passes a prompt once
 
     @property
@@ -153,6 +154,7 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
     return CacheShape(
         layer_bytes_per_token=per_token,
         bytes_per_sequence=sum(of_two) - 2 * sum(per_token),
+        layer_bytes_per_sequence=tuple(two - 2 * each for two, each in zip(of_two, per_token, strict=True)),
         is_latent=any(is_latent(_tensors(layer), rank) for layer in two.layers),
         heads=tuple(_heads_of(layer) for layer in two.layers),
     )

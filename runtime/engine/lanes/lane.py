@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from greenlet import GreenletExit
@@ -16,6 +17,7 @@ from ...cache.base import KVCache
 from ...cache.pages import PagePool
 from ...events import Event, LaneRun, NeedStage, Weights, need_stage
 from ...model.head import HasLogits, sliced_logits
+from ...model.part import until_it_leaves
 from ...model.rope_lengths import RopeLengths
 from ...stream.device import ComputeDevice
 from ..records import PassCounts
@@ -42,6 +44,7 @@ class LaneContext:
     head_rows: int = 1  # scored tokens whose logits are made at a time
     last_stage: int = 0
     rope_lengths: RopeLengths | None = None
+    passed_layers: frozenset[int] = frozenset()  # that other ranks compute
 
 
 class Lane(ABC):
@@ -87,13 +90,28 @@ class Lane(ABC):
 
     def make_run(self) -> LaneRun:
         """The forward of a pass that is prepared."""
-        return LaneRun(self._forward, self.cache, self._lengths())
+        return LaneRun(partial(until_it_leaves, self._forward), self.cache, self._lengths())
 
     def advance(self, answer: Weights | torch.Tensor) -> Event | None:
         """Runs on with what was asked for, up to the next question; None when the forward has ended."""
         assert self._run is not None, "advance before begin_pass"
         event = self._run.switch(answer)
         return None if self._run.dead else event
+
+    @property
+    def entering(self) -> torch.Tensor | None:
+        """Where hidden states go that another rank sends, see `LaneRun`."""
+        return self._run.entering if self._run is not None else None
+
+    @property
+    def leaving(self) -> torch.Tensor | None:
+        return self._run.leaving if self._run is not None else None
+
+    def expect(self) -> int:
+        """Has another rank choose the next tokens, in place of `draw`; of how many sequences."""
+        self._drawing = self._sampled_sequences()
+        self._sampler.expect(self._drawing)
+        return len(self._drawing)
 
     def draw(self) -> torch.Tensor:
         """Begins to choose the next tokens. Returns what `end_pass` wants of them, once it is in host memory: a row for

@@ -10,6 +10,7 @@ import torch
 from transformers import Cache
 
 from ...attention.upload import upload
+from ...cache.passed import pass_over
 from ...cache.rectangle import RectangleKV, rectangle_cache
 from ...plan.placement.memory import chunk_columns
 from ...probing.generating import PassInputs
@@ -39,7 +40,8 @@ class PaddedLane(RectangleLane):
             self._columns = chunk_columns(len(sequences), self._width, context.prefill_chunk_tokens)
         self._done = 0  # columns that the cache holds
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
-        cache = rectangle_cache(context.model.config, capacity, context.device, context.travels)
+        config, passed = context.model.config, context.passed_layers
+        cache = rectangle_cache(config, capacity, context.device, context.travels, passed)
         return cache, RectangleKV(cache, len(sequences), capacity, context.pool)
 
     def _real_tokens(self, width: int) -> torch.Tensor | None:
@@ -93,6 +95,7 @@ class PaddedLane(RectangleLane):
         return self.sequences if self._end >= self._width else []
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
+        pass_over(self._cache, self._context.passed_layers, *self._ids_BT.shape)
         real = 0
         is_prefill = self._done < self._width
         for sequence in self.sequences:

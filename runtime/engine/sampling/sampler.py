@@ -133,7 +133,11 @@ class Sampler:
             self._drawn(sequences[rows], logits_BV[rows].float(), masks_BW[rows] if masks_BW is not None else None)
             for rows in slices
         ]
-        return torch.cat(parts) if parts else logits_BV.new_empty(0, self._num_numbers, dtype=torch.int32)
+        return torch.cat(parts) if parts else logits_BV.new_empty(0, self.num_numbers, dtype=torch.int32)
+
+    def expect(self, sequences: Rows[Sequence]) -> None:
+        """What `draw` does beside choosing tokens, where another process chooses them: guides of grammars begin."""
+        self._grammars.masks(sequences)
 
     def tell(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
         """Appends a token to each sequence and marks those that are finished. Mutates the sequences. `drawn`, in host
@@ -183,8 +187,8 @@ class Sampler:
         return self._config.logprobs
 
     @property
-    def _num_numbers(self) -> int:
-        """That `draw` gives of a row."""
+    def num_numbers(self) -> int:
+        """What `draw` gives of a row, as many."""
         num_top = self._config.logprobs
         return NUM_OF_TOKEN + (num_written(num_top) if num_top else 0)
 

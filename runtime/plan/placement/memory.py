@@ -239,6 +239,7 @@ def lane_entries(
             num_bytes=sum(tokens) * between * size,
             equation=f"{sum(tokens):,} tokens in flight x {between:,} x {size} B",
         ),
+        *(_neighbour_entries(shape, sum(tokens)) if shape.own is not None else ()),
         Entry(
             name="activations",
             num_bytes=numbers * size + attention,
@@ -249,6 +250,18 @@ def lane_entries(
             name="workspace",
             num_bytes=products + slack_bytes,
             equation=f"products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB",
+        ),
+    )
+
+
+def _neighbour_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
+    """What comes from the rank before and goes to the one behind, of all lanes of a pass."""
+    size, width = shape.compute_dtype_bytes, shape.hidden_size
+    return (
+        Entry(
+            name="handed over",
+            num_bytes=2 * num_tokens * width * size,
+            equation=f"2 x {num_tokens:,} tokens in flight x {width:,} x {size} B",
         ),
     )
 

@@ -170,7 +170,8 @@ class _Placer:
 
     def placement(self, candidate: _Candidate) -> Placement:
         """The placement of the candidate, with as many of its streamed stages in host memory as the tier says."""
-        streamed = [stage.index for stage in self.shape.stages if stage.index not in candidate.resident]
+        having = [stage.index for stage in self.shape.stages if stage.parameters]
+        streamed = [stage for stage in having if stage not in candidate.resident]
         tier, has_device = self.config.offload.tier, self.budgets.has_device
         if not has_device or tier is Tier.nvme or not streamed:
             return self._placed(candidate, streamed, frozenset())

@@ -69,7 +69,8 @@ def _walk(
 ) -> Walk:
     """A walk that begins later needs no more slots of either kind than the whole one."""
     prefetch, order = config.prefetch, config.policy.schedule or PLAIN
-    first = shape.first_decode_stage if is_decode else 0
+    own = shape.own_stages
+    first = shape.first_decode_stage if is_decode else own.start
     passed = tuple(stage for stage in streamed if stage >= first)
     block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(passed) > prefetch.block_layers else 1
     copies = has_device and bool(passed)
@@ -78,7 +79,7 @@ def _walk(
     travelling = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
     attends = is_decode and cpu_attends(shape, config, has_device=has_device)
     return Walk(
-        num_stages=len(shape.stages),
+        num_stages=own.stop,
         first_stage=first,
         streamed=passed,
         num_slots=min(num_slots_for(prefetch, order), len(passed)),
@@ -87,11 +88,14 @@ def _walk(
         copies=copies,
         block=block,
         order=order if is_decode else order.without_cpu_attention,
-        num_pages=_num_pages(order, num_lanes, len(shape.stages) - first, len(passed)),
+        num_pages=_num_pages(order, num_lanes, own.stop - first, len(passed)),
         attending=tuple(stage.index for stage in shape.layers) if attends else (),
         routing=_routing(shape) if order.style.batches_experts else (),
         travelling=travelling,
         num_kv_slots=kv.num_slots if travelling else 0,
+        is_by_lane=shape.own is not None and not passed and not order.style.batches_experts,
+        receives=own.start > 0,
+        sends=own.stop < len(shape.stages),
     )
 
 

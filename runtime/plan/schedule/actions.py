@@ -11,6 +11,8 @@ route 7.3           lane 3 enters stage 7, or goes on from its attention, and st
 experts 7           each expert of stage 7 runs once, over the tokens of all lanes, which stopped there
 end 7.3             lane 3 goes on from the experts to the end of the stage
 fetch 7.3           KV of lane 3 in stage 7: from its tier to a KV slot, begins
+recv 7.3            hidden states of lane 3 come from the rank before, into stage 7
+send 7.3            what lane 3 has become behind stage 7 goes to the rank behind, begins
 store 7.3           what stage 7 added to it: back to the tier, begins; the KV slot is free once that is done
 sync                waits for everything that has begun
 """
@@ -33,6 +35,8 @@ class Op(Enum):
     end = "end"
     fetch = "fetch"
     store = "store"
+    recv = "recv"
+    send = "send"
     sync = "sync"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from .actions import Action, Op
-from .check_slots import KVSlots, WeightSlots, broken
+from .check_slots import KVSlots, Neighbours, WeightSlots, broken
 from .schedule import Schedule
 from .walk import Walk
 
@@ -71,7 +71,7 @@ class _Play:
     """Weights in slots go on from pass to pass; lanes begin each anew."""
 
     def __init__(self, walk: Walk, num_lanes: int):
-        self.weights, self._kv = WeightSlots(walk), KVSlots(walk)
+        self.weights, self._kv, self._neighbours = WeightSlots(walk), KVSlots(walk), Neighbours(walk, num_lanes)
         self._walk, self._num_lanes, self._lanes = walk, num_lanes, list[_Lane]()
         self._attending, self._routing = frozenset(walk.attending), frozenset(walk.routing)
         self._rules: dict[Op, Callable[[Action], None]] = {
@@ -82,6 +82,8 @@ class _Play:
             Op.experts: self._experts,
             Op.fetch: self._fetch,
             Op.store: self._store,
+            Op.recv: self._receive,
+            Op.send: self._send,
             Op.sync: lambda action: None,
         }
 
@@ -96,12 +98,14 @@ class _Play:
         self._lanes = [_Lane(self._walk.first_stage) for _ in range(self._num_lanes)]
         self.weights.begin_pass()
         self._kv.begin_pass()
+        self._neighbours.begin_pass()
         self.play(actions)
         for index, lane in enumerate(self._lanes):
             if lane.stage < self._walk.num_stages:
                 raise broken(self._missing(index, lane), f"missing: at the end of the pass lane {index} stands {lane}")
         self.weights.end_pass()
         self._kv.end_pass()
+        self._neighbours.end_pass()
 
     def _move(self, action: Action) -> None:
         lane, (stage, index) = self._lane(action), action.turn
@@ -112,6 +116,7 @@ class _Play:
         if action.op is Op.attend:
             self._require_room_to_attend(action)
         if lane.place is _Place.entrance:
+            self._neighbours.enter(action)
             self.weights.use(action)
             self._kv.use(action)
         lane.place = target
@@ -152,6 +157,16 @@ class _Play:
         if lane.stage < stage or (lane.stage == stage and not lane.passed_attention):
             raise broken(action, f"stored before its attention is over, lane {index} stands {lane}")
         self._kv.store(action)
+
+    def _receive(self, action: Action) -> None:
+        self._lane(action)
+        self._neighbours.receive(action)
+
+    def _send(self, action: Action) -> None:
+        lane, (stage, index) = self._lane(action), action.turn
+        if lane.stage <= stage:
+            raise broken(action, f"sent before its stages are over, lane {index} stands {lane}")
+        self._neighbours.send(action)
 
     def _lane(self, action: Action) -> _Lane:
         _, index = action.turn

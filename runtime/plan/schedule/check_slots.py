@@ -1,4 +1,5 @@
-"""The rules of slots: what holds weights and KV while a schedule is played, and what may happen to them."""
+"""The rules of slots: what holds weights and KV while a schedule is played, and what may happen to them; and of what
+goes from rank to rank."""
 
 from .actions import Action, Op
 from .walk import Walk
@@ -121,6 +122,43 @@ class KVSlots:
         if key not in self._held:
             raise broken(action, "stored without having been fetched")
         self._held.remove(key)
+
+
+class Neighbours:
+    """Hidden states of lanes that come from the rank before, and go to the one behind."""
+
+    def __init__(self, walk: Walk, num_lanes: int):
+        self._walk, self._num_lanes = walk, num_lanes
+        self._received, self._sent = set[int](), set[int]()
+
+    def begin_pass(self) -> None:
+        self._received.clear()
+        self._sent.clear()
+
+    def end_pass(self) -> None:
+        if self._walk.sends and (left := {*range(self._num_lanes)} - self._sent):
+            raise broken(Action(Op.send, self._walk.num_stages - 1, min(left)), "missing: the rank behind waits for it")
+
+    def receive(self, action: Action) -> None:
+        if not self._walk.receives or action.stage != self._walk.first_stage:
+            raise broken(action, "no hidden states come into this stage from another rank")
+        self._once(action, self._received)
+
+    def enter(self, action: Action) -> None:
+        is_first = self._walk.receives and action.stage == self._walk.first_stage
+        if is_first and action.lane not in self._received:
+            raise broken(action, "the lane enters before its hidden states have come")
+
+    def send(self, action: Action) -> None:
+        if not self._walk.sends or action.stage != self._walk.num_stages - 1:
+            raise broken(action, "no hidden states go from this stage to another rank")
+        self._once(action, self._sent)
+
+    def _once(self, action: Action, lanes: set[int]) -> None:
+        _, lane = action.turn
+        if lane in lanes:
+            raise broken(action, "twice in one pass")
+        lanes.add(lane)
 
 
 def _names(keys: set[tuple[int, int]]) -> str:

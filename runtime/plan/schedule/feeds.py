@@ -166,7 +166,7 @@ def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
         return {}
     turns = [
         (step, Action(Op.fetch, stage, lane), Action(Op.store, stage, lane))
-        for step, (stage, lane) in enumerate((stage, lane) for stage in walk.stages for lane in range(num_lanes))
+        for step, (stage, lane) in enumerate(walk.turns(num_lanes))
         if stage in walk.travelling
     ]
     gaps = {0: [fetch for _, fetch, _ in turns[: walk.num_kv_slots]]}

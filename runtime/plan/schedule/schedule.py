@@ -69,8 +69,34 @@ def lane_steps(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
     """The steps of one pass, as many as it has turns; step t ends turn t, see `runtime/orders.py`. Lanes `run` a stage,
     or where its attention is the CPU's `pre`, `attend` and `post` it, or where its experts serve all lanes `route`, and
     `end` it behind `experts`."""
+    if walk.is_by_lane:
+        yield from ([*_whole_turn(walk, *turn)] for turn in walk.turns(num_lanes))
+        return
+    for step in _steps_by_stage(walk, num_lanes):
+        yield [action for each in step for action in _beside_neighbours(walk, each)]
+
+
+def _whole_turn(walk: Walk, stage: int, lane: int) -> Iterator[Action]:
+    """A turn that nothing else goes on beside."""
+    ops = (Op.pre, Op.attend, Op.post) if stage in walk.attending else (Op.run,)
+    for op in ops:
+        yield from _beside_neighbours(walk, Action(op, stage, lane))
+
+
+def _beside_neighbours(walk: Walk, action: Action) -> Iterator[Action]:
+    """The action, and where a lane comes from another rank or leaves for one, that as well."""
+    op, stage, lane = action.op, action.stage, action.lane
+    enters = op in (Op.run, Op.pre) or (op is Op.route and stage not in walk.attending)
+    if walk.receives and enters and stage == walk.first_stage:
+        yield Action(Op.recv, stage, lane)
+    yield action
+    if walk.sends and op in (Op.run, Op.post, Op.end) and stage == walk.num_stages - 1:
+        yield Action(Op.send, stage, lane)
+
+
+def _steps_by_stage(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
     style, attending = walk.order.style, frozenset(walk.attending)
-    turns = [(stage, lane) for stage in walk.stages for lane in range(num_lanes)]
+    turns = walk.turns(num_lanes)
     begun = ended = 0  # turns; a lane begins a turn when its last one, `num_lanes` before, has ended
     for at, (stage, lane) in enumerate(turns):
         next_stage = at - lane + num_lanes

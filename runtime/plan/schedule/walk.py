@@ -27,6 +27,9 @@ class Walk:
     routing: tuple[int, ...] = ()  # stages whose experts run once over all lanes
     travelling: tuple[int, ...] = ()  # stages whose KV lives in a tier
     num_kv_slots: int = 0  # each holds one lane's KV of one stage
+    is_by_lane: bool = False  # a lane passes all stages before the next one begins, so that the rank behind has work
+    receives: bool = False  # hidden states come from the rank before, in front of the first stage
+    sends: bool = False  # they go to the rank behind, behind the last one
 
     @cached_property
     def from_disk(self) -> tuple[int, ...]:
@@ -40,3 +43,9 @@ class Walk:
     @property
     def stages(self) -> range:
         return range(self.first_stage, self.num_stages)
+
+    def turns(self, num_lanes: int) -> list[tuple[int, int]]:
+        """Stage and lane of each turn, in their order."""
+        if self.is_by_lane:
+            return [(stage, lane) for lane in range(num_lanes) for stage in self.stages]
+        return [(stage, lane) for stage in self.stages for lane in range(num_lanes)]

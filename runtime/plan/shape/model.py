@@ -30,6 +30,7 @@ class ModelShape:
     compute_dtype_bytes: int
     is_packed: bool  # lanes without padding
     state_bytes_per_sequence: int = 0  # recurrent layers
+    state_layer_bytes: tuple[int, ...] = ()  # the same by decoder layer, where that is known
     expanded_kv_width: int = 0  # elements that a layer makes of one position's latents (MLA), while it attends
     cross_kv_bytes_per_token: int = 0  # of one encoder position, which every decoder layer looks at
     score_heads: int = 0  # heads whose prefill scores lie in memory at a time, where no fused kernel can make them
@@ -44,6 +45,7 @@ class ModelShape:
     kv_dtype: KVDType = KVDType.auto  # how keys and values are kept, see kv_dtype.py
     kv_heads: tuple[tuple[int, int, int], ...] = ()  # of each decoder layer: KV heads, sizes of a key and of a value
     kv_tail_bytes_per_sequence: int = 0  # the newest page of all layers, as computed, beside quantised ones
+    own: range | None = None  # the stages that this process computes, see parts.py; None: all
     weight_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -78,7 +80,12 @@ class ModelShape:
     def has_encoder(self) -> bool:
         return bool(self.of_kind(StageKind.encoder))
 
+    @cached_property
+    def own_stages(self) -> range:
+        """Those that this process computes."""
+        return self.own if self.own is not None else range(len(self.stages))
+
     @property
     def first_decode_stage(self) -> int:
         """Where a decode pass begins: an encoder runs in the prefill pass alone."""
-        return self.of_kind(StageKind.bridge)[0].index if self.has_encoder else 0
+        return self.of_kind(StageKind.bridge)[0].index if self.has_encoder else self.own_stages.start

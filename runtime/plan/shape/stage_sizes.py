@@ -69,8 +69,8 @@ class StageSizes:
 
     @cached_property
     def num_layers(self) -> int:
-        """The layers of decoder and encoder."""
-        return sum(stage.kind.is_layer for stage in self.stages)
+        """The layers of decoder and encoder that have weights here."""
+        return sum(stage.kind.is_layer and bool(stage.parameters) for stage in self.stages)
 
     def kept(self, num_layers: int, *, has_outer: bool) -> tuple[frozenset[int], int]:
         """Stages of which so many layers stay, with or without all that are no layer, and their `resident_bytes`. The
@@ -79,14 +79,14 @@ class StageSizes:
         if key not in self._kept:
             stages = frozenset(self._kept_layers(num_layers))
             if has_outer:
-                stages |= {stage.index for stage in self.stages if not stage.kind.is_layer}
+                stages |= {stage.index for stage in self.stages if stage.parameters and not stage.kind.is_layer}
             self._kept[key] = stages, self.resident_bytes(stages)
         return self._kept[key]
 
     def _kept_layers(self, num_layers: int) -> list[int]:
         kept = list[int]()
         for kind in (StageKind.layer, StageKind.encoder):
-            stages = [stage.index for stage in self.stages if stage.kind is kind]
+            stages = [stage.index for stage in self.stages if stage.kind is kind and stage.parameters]
             num_kept = min(num_layers - len(kept), len(stages))
             kept += [stages[place] for place in spread(len(stages), num_kept)]
         return kept

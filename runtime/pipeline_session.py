@@ -1,0 +1,106 @@
+"""A session of ranks that divide the layers of a model: all play the same passes of the same rows, the last one draws
+the tokens, and all are told them. So all come to the same, and rank 0 alone need write it.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+from .batching.balance import Block
+from .engine.records import PassCounts, Phase
+from .engine.sequence import Completion, Request, Unfinished
+from .engine.sequence import Sequence as Running
+from .errors import Interrupted
+from .rank_agreement import KIND, LANES, STATES, STOPPING, Agreement
+from .rank_messages import Finished, read_states
+from .rank_session import RankSession
+from .ranks.line import Line
+from .ranks.ranks import STOPPED, Message
+from .session import OnPass, Session
+
+CHUNKS = "chunks"
+
+
+class PipelineAgreement(Agreement):
+    """What such ranks agree on before each pass: whether one of them is to stop. Within a pass they go on, as each
+    waits for others. How far rows have come the last rank says, which has the generators that draw their tokens."""
+
+    def __init__(self, line: Line, asked_to_stop: Callable[[], bool]):
+        self.ranks, self._line, self._asked_to_stop = line.ranks, line, asked_to_stop
+        self.states: Callable[[], Mapping[int, Unfinished]] = dict
+        self._known: dict[int, Unfinished] = {}
+        self._has_stopped = False
+
+    def should_stop(self) -> bool:
+        return False
+
+    def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
+        """What was asked for. Raises Interrupted where a rank was asked to stop, and PeerEnded."""
+        if self._has_stopped:
+            raise Interrupted(STOPPED)
+        while self._met({KIND: LANES, STOPPING: self._asked_to_stop()})[0][KIND] == STATES:
+            self._keep(self.ranks.exchange(self._own_states()))
+        return num_lanes, phase
+
+    def least_chunks(self, chunks: Sequence[int | None]) -> list[int | None]:
+        """The tokens of a chunk that all ranks have room for, of each lane, given this one's."""
+        met = self._met({KIND: CHUNKS, CHUNKS: chunks})
+        each = zip(*(message[CHUNKS] for message in met), strict=True)
+        return [min(sizes) if None not in sizes else None for sizes in each]
+
+    def all_states(self) -> dict[int, Unfinished]:
+        """What the last rank says; of rank 0 alone, between two passes or behind the last one. Where it cannot be asked
+        any more, what it said last counts."""
+        try:
+            if not self._has_stopped:
+                self._met({KIND: STATES})
+                self._keep(self.ranks.exchange(self._own_states()))
+        except Interrupted:
+            self._has_stopped = True
+        return {place: self._known[place] for place in self.states() if place in self._known}
+
+    def stop(self) -> None:
+        """Has the others stop before their next pass, unless all are about to."""
+        try:
+            if not self._has_stopped:
+                self._met({KIND: LANES, STOPPING: True})
+        except Interrupted:
+            self._has_stopped = True
+
+    def _met(self, message: Message) -> list[Message]:
+        """Raises Interrupted where a rank stops, and has then heard the last one; and PeerEnded."""
+        met = self.ranks.exchange(message)
+        if any(each.get(STOPPING) for each in met):
+            self._has_stopped = True
+            self._keep(self.ranks.exchange(self._own_states()))
+            raise Interrupted(STOPPED)
+        return met
+
+    def _own_states(self) -> Message:
+        return super()._own_states() if self._line.is_last else {KIND: STATES}
+
+    def _keep(self, met: list[Message]) -> None:
+        self._known = read_states(met[-1]["states"])
+
+
+class PipelineSession(RankSession):
+    """`RankSession`, where each rank has all rows. Records have the times and bytes of this rank."""
+
+    def _part(
+        self,
+        block: Block,
+        left: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass,
+    ) -> Generator[tuple[int, Completion]]:
+        self._requests = requests
+        return Session.wave(self, block, left, requests, unfinished, on_pass)
+
+    def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
+        return counts or PassCounts.total([]), self._take_finished()
+
+    def _chunks(
+        self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
+    ) -> Sequence[int | None]:
+        """The most tokens that all ranks have room for."""
+        assert isinstance(self._agreement, PipelineAgreement), "ranks divide the layers"
+        return self._agreement.least_chunks(super()._chunks(block, requests, lanes))
