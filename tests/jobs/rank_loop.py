@@ -1,5 +1,5 @@
 """Ranks of which one is killed, again and again: python -m tests.jobs.rank_loop [ranks=2] [rounds=10] [seed=0]
-[tokens=400] [continuous=1].
+[tokens=400] [continuous=1] [way=sharded].
 
 After each kill the others end by themselves with 75; at the end each row is there once, with the tokens of one process.
 """
@@ -20,7 +20,7 @@ from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
-from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, SharePrefixes, Tier
+from runtime.config import Admission, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, SharePrefixes, Tier, Way
 from tests.generations import read_generations
 from tests.jobs.killing import job_alone
 from tests.processes import PROCESSES
@@ -36,6 +36,7 @@ class Case:
     num_rows: int = 12
     num_new_tokens: int = 100
     admission: Admission = Admission.wave
+    way: Way = Way.sharded
 
     @property
     def directory(self) -> RunDirectory:
@@ -65,7 +66,7 @@ class Case:
             *("dataset=sample", f"dataset.limit={self.num_rows}", "policy=fixed", "policy.micro_batch_size=3"),
             *(f"policy.num_micro_batches={self.num_rows // 6}", "policy.share_prefixes=off"),
             *(f"sampling.max_new_tokens={self.num_new_tokens}", "sampling.ignore_eos=true"),
-            *("checkpoint_seconds=0.05", "log_level=warning", "devices=sharded"),
+            *("checkpoint_seconds=0.05", "log_level=warning", f"devices={self.way.value}"),
             f"policy.admission={self.admission.value}",
         )
         port = free_port()
@@ -188,10 +189,12 @@ def check(case: Case, num_rounds: int, most_ranks: int, seed: int) -> int:
 
 
 def main(words: Sequence[str]) -> None:
-    given = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
+    named = {name: value for name, _, value in (word.partition("=") for word in words)}
+    way, given = Way(named.pop("way", "sharded")), {name: int(value) for name, value in named.items()}
     with tempfile.TemporaryDirectory() as home:
         admission = Admission.continuous if given.get("continuous") else Admission.wave
-        case = Case(home=Path(home), num_rows=36, num_new_tokens=given.get("tokens", 400), admission=admission)
+        tokens = given.get("tokens", 400)
+        case = Case(home=Path(home), num_rows=36, num_new_tokens=tokens, admission=admission, way=way)
         killed = check(case, given.get("rounds", 10), given.get("ranks", 2), given.get("seed", 0))
     print(f"{killed} kills of a rank; {case.num_rows} rows, each once and as one process makes them")
 

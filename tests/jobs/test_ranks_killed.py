@@ -16,3 +16,10 @@ def test_whoever_is_killed_whenever_all_end_with_75_and_another_number_of_ranks_
         assert codes == [RESUMABLE] * (size - 1), moment
     assert end_of(case.start(2)) == [0, 0]
     require_equal(case)
+
+
+def test_a_pipeline_of_which_one_is_killed_ends_with_75_and_goes_on_to_the_rows_of_one_process(tmp_path: Path) -> None:
+    case = Case(home=tmp_path, way=Way.pipeline)
+    assert kill_one(case, 2, 1, MOMENTS["a pass has ended"]) == [RESUMABLE]
+    assert end_of(case.start(2)) == [0, 0]
+    require_equal(case)

@@ -23,10 +23,11 @@ from runtime.probing.meta import build_meta_model
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
 from tests.runtime.test_families import GREEDY, config_for
-from tests.runtime.test_ranks import Asked, completed, counted_reads, stopped_once
+from tests.runtime.test_ranks import completed, counted_reads, stopped_once
 from tests.support import Reference
 
 PIPELINE = DevicesConfig(way=Way.pipeline)
+Asked = tuple[RuntimeConfig, Sequence[Sequence[int]]]
 References = Callable[[str], Reference]
 FAMILIES = {  # all of them, in every tier: python -m tests.runtime.pipeline_families
     "llama, tied": Tier.nvme,
