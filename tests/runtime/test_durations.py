@@ -185,6 +185,7 @@ def test_paged_experts_are_read_by_the_action_that_meets_them() -> None:
     placement = placed(config_of(offload=offload), shape)
     stage = next(iter(sorted(placement.paged)))
     found = priced(placement, shape, [LaneWork(num_tokens=1, num_rows=1)])
+    assert found.expert_reads is not None
     reads = found.expert_reads(Action(Op.run, stage, 0))
     assert reads is not None
     whole = shape.stages[stage]
