@@ -65,6 +65,7 @@ from .rank_agreement import KIND, Agreement
 from .rank_messages import Values, written_plan
 from .rank_plan import (
     SESSION,
+    backends_told,
     end_sessions,
     for_ranks,
     plan_told,
@@ -72,7 +73,8 @@ from .rank_plan import (
     require_shareable,
 )
 from .rank_session import RankSession
-from .rank_together import begun_together, budgets_of_ranks, joined_together, made_memory
+from .rank_together import agreement_of, begun_together, budgets_of_ranks, joined_together, made_memory
+from .ranks.gathering import Gathering
 from .ranks.ranks import Ranks
 from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
 from .session import Session
@@ -81,6 +83,7 @@ from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.fillings import Together
 from .stream.host_memory import reset_peak, resident_bytes, set_allocator
+from .tensor_session import PassAgreement, TensorSession
 from .trace import Trace
 from .units import MIB, format_bytes
 
@@ -122,6 +125,7 @@ class Runtime(Closing):
         self.config = changed(config, settings)
         self.config = replace(self.config, sampling=with_schema(self.config.sampling))
         self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
+        self._gathering = Gathering(ranks) if ranks is not None and ranks.devices.way is Way.tensor else None
         if ranks is not None:
             self.config = for_ranks(self.config, ranks.devices.way)
         self._kept: Kept | None = None
@@ -134,11 +138,7 @@ class Runtime(Closing):
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
             set_allocator(is_budget_hard=self.config.offload.host_memory_gib is not None)
-        loaded = load_model(
-            self.config.model, self.device.torch_device, self.config.offload.cache_dir, should_stop=should_stop
-        )
-        loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
-        self.model: LoadedModel = placed(loaded, self.device)
+        self.model: LoadedModel = self._loaded()
         self.config = as_the_model_says(self.config, self.model)
         self._refuse_early()
         self._pipeline: Pipeline | None = None
@@ -148,7 +148,9 @@ class Runtime(Closing):
         self._advised: set[str] = set()
         self._is_checked = False
         if not self.device.is_accelerator:
-            self.model = replace(self.model, backends=find_products(self.host))
+            found = find_products(self.host)
+            found = found if self._gathering is None else backends_told(self._gathering.ranks, found)
+            self.model = replace(self.model, backends=found)
             prepare_kernels(self.model)
         elif self.config.policy.attention is Attention.cpu:
             prepare_attention(self.model)
@@ -156,6 +158,17 @@ class Runtime(Closing):
             self._ranks_budgets = budgets_of_ranks(ranks, budgets_of(self.config.offload, self.device))
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
+
+    def _loaded(self) -> LoadedModel:
+        loaded = load_model(
+            self.config.model,
+            self.device.torch_device,
+            self.config.offload.cache_dir,
+            should_stop=self._should_stop,
+            gathering=self._gathering,
+        )
+        loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
+        return placed(loaded, self.device)
 
     def open(self) -> Self:
         """Keeps from now on what calls read and measure, until `close`: what `with` does at its begin."""
@@ -314,13 +327,14 @@ class Runtime(Closing):
             if agreement is None:
                 yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=reasoning)
             else:
-                kind = PipelineSession if isinstance(agreement, PipelineAgreement) else RankSession
+                kind = TensorSession if isinstance(agreement, PassAgreement) else RankSession
+                kind = PipelineSession if isinstance(agreement, PipelineAgreement) else kind
                 yield kind(self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement)
 
     def _agreement(self, together: Together | None) -> Agreement | None:
         if self._pipeline is not None:
             return PipelineAgreement(self._pipeline.line, self._should_stop)
-        return Agreement(together.ranks, self._should_stop) if together is not None else None
+        return agreement_of(together, self._should_stop) if together is not None else None
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:
@@ -398,7 +412,8 @@ class Runtime(Closing):
         self._check_lanes(plan)
         ranks.tell({KIND: SESSION, "memory": None if memory is None else memory.place, "plan": told})
         self.planner.announce(plan, self._advised)
-        with self.session(plan, begun_together(ranks, memory) if self._pipeline is None else None) as session:
+        together = begun_together(ranks, memory) if self._pipeline is None and self._gathering is None else None
+        with self.session(plan, together or self._gathering) as session:
             assert isinstance(session, RankSession)
             yield plan, session
             session.tell_closed()
@@ -410,7 +425,8 @@ class Runtime(Closing):
         assert self.ranks is not None, "there is nobody to follow"
         while (told := self.ranks.heard())[KIND] == SESSION:
             plan = self._plan_told(self.ranks, told["plan"], requests)
-            together = joined_together(self.ranks, told["memory"]) if self._pipeline is None else None
+            is_common = self._pipeline is None and self._gathering is None
+            together = joined_together(self.ranks, told["memory"]) if is_common else self._gathering
             with self.session(plan, together) as session:
                 assert isinstance(session, RankSession)
                 yield from session.follow(requests)
@@ -421,9 +437,11 @@ class Runtime(Closing):
         return plan_told(told, self.planner, requests, ranks.size)
 
     def _check_lanes(self, plan: RunPlan) -> None:
-        """Compares lanes with the class itself where that is due: once, while no weights are held."""
+        """Compares lanes with the class itself where that is due: once, while no weights are held. Of a part of every
+        matrix there is no other way to compute it."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
-        if not self._is_checked and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
+        is_first = self._gathering is None and not self._is_checked
+        if is_first and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
             whole = self.model.shape if self._pipeline is None else self._pipeline.whole
             check_lanes(replace(self.model, shape=whole), self.config, self.budgets(), self.reader, self._should_stop)
             reset_peak()

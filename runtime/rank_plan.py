@@ -14,6 +14,7 @@ from .plan.planner import RunPlan, plan_policy
 from .plan.search.candidate import Problem
 from .plan.shape.model import ModelShape
 from .planning import Planner
+from .profiles import BackendTable, LinearBackend
 from .rank_agreement import KIND
 from .rank_messages import Values, digest_of, read_blocks, read_choices
 from .ranks.ranks import Ranks
@@ -27,7 +28,7 @@ def for_ranks(config: RuntimeConfig, way: Way = Way.sharded) -> RuntimeConfig:
     where they ask for it."""
     paging, num_beams, is_divided = config.offload.expert_paging, config.sampling.num_beams or 1, way is Way.pipeline
     require(
-        not is_divided or config.policy.admission is Admission.wave,
+        way is Way.sharded or config.policy.admission is Admission.wave,
         NOT_YET.format(way.value, "policy.admission=continuous", "set policy.admission=wave"),
     )
     require(
@@ -64,7 +65,7 @@ def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_r
         )
     if told["weights"] != planner.model.fingerprint:
         raise ConfigError(
-            "devices.way=sharded: this rank finds other weights than rank 0 at model.path: copy the same checkpoint to "
+            "devices: this rank finds other weights than rank 0 at model.path: copy the same checkpoint to "
             "each machine, or read it where all see it"
         )
     policy, kv, prefetch, budgets = read_choices(told)
@@ -89,6 +90,16 @@ def _require_pages(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -
             f"{num_ranks} ranks has {num_pages // num_ranks} of {num_pages}: raise policy.num_micro_batches or "
             "offload.host_memory_gib, or set policy.admission=wave"
         )
+
+
+def backends_told(ranks: Ranks, table: BackendTable | None) -> BackendTable | None:
+    """Rank 0's table, so that all ranks make the same products in the same way."""
+    names = {} if table is None else {kind: [each.value for each in row] for kind, row in table.multipliers.items()}
+    told = ranks.exchange({"table": None if table is None else {"rows": table.rows, "names": names}})[0]["table"]
+    if told is None:
+        return None
+    multipliers = {kind: [LinearBackend(name) for name in row] for kind, row in told["names"].items()}
+    return BackendTable(rows=told["rows"], multipliers=multipliers)
 
 
 def end_sessions(ranks: Ranks) -> None:

@@ -2,13 +2,18 @@
 and ranks meet here, and neither knows what the other needs.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from .config import Way
 from .plan.placement.placement import Budgets
+from .rank_agreement import Agreement
 from .ranks.collectives import Collectives
+from .ranks.gathering import Gathering
 from .ranks.ranks import Ranks
 from .ranks.shared_memory import SharedMemory
 from .stream.fillings import Together
+from .tensor_session import PassAgreement
 
 
 def made_memory(ranks: Ranks) -> SharedMemory | None:
@@ -27,11 +32,19 @@ def joined_together(ranks: Ranks, place: tuple[int, int] | None) -> Together:
     return begun_together(ranks, None if place is None else SharedMemory.opened(ranks, place))
 
 
+def agreement_of(together: Together, should_stop: Callable[[], bool]) -> Agreement:
+    """This rank's part in the agreements of a session."""
+    return (PassAgreement if isinstance(together, Gathering) else Agreement)(together.ranks, should_stop)
+
+
 def budgets_of_ranks(ranks: Ranks, own: Budgets) -> Budgets:
     """What all ranks together may use, given what this one's machine may: that, where they see its memory; otherwise as
-    many times what a rank has where that is least, as all are given equally many rows. All ranks ask at once."""
+    many times what a rank has where that is least, as all are given equally many rows; or that once, where each plans
+    for its part of the model. All ranks ask at once."""
     if ranks.sees_memory:
         return own
     met = ranks.exchange({"host_bytes": own.host_bytes})
     least = min(each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(met))
+    if ranks.devices.way is Way.tensor:
+        return replace(own, host_bytes=least)
     return replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)

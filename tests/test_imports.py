@@ -26,6 +26,7 @@ MODEL = {
     "events",
     "probing",
     "origin",
+    "ranks",
 }
 ALLOWED = {
     "plan": {"batching"},

@@ -160,12 +160,7 @@ class GenerateConfig:
         )
         if self.is_elastic:
             self._require_shareable()
-        way = self.devices.way
-        require(
-            way is not Way.tensor,
-            f"devices={way.value} is planned by jobs.plan alone as yet: take devices=one, sharded or pipeline",
-        )
-        if way is not Way.one:
+        if self.devices.way is not Way.one:
             self._require_for_ranks()
         require(
             self.run is None or re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", self.run) is not None,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from transformers import Cache
@@ -75,6 +76,26 @@ class _Copies:
     host: tuple[Places, Places] | None  # the same as `here`, for a CPU
 
 
+class HeadShare(Protocol):
+    """Which of a layer's heads are cached here."""
+
+    def cuts(self, layer: int, states: torch.Tensor) -> bool:
+        """Whether keys or values (1, H, T, D) are of more heads than these."""
+        ...
+
+    def own(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        """Those heads of keys or values."""
+        ...
+
+    def part(self, states: torch.Tensor, dim: int) -> torch.Tensor:
+        """What belongs to those heads of what lies along `dim` head by head."""
+        ...
+
+    def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The parts of all ranks, head by head."""
+        ...
+
+
 class StoredAlone(Exception):
     """A layer has stored keys and values, and nobody wants more of it."""
 
@@ -83,13 +104,20 @@ class PagedKV(Cache, KVCache):
     """Rows are in the order of the lane's sequences. Pages are taken in `begin_pass` and given back by `remove` or
     `close`.
 
-    `expands`: the layers cache latents and want all of them back.
+    `expands`: the layers cache latents and want all of them back. `heads`: those of this rank, None: all.
     """
 
-    def __init__(self, pages: KVPages, *, expands: bool = False, travels: frozenset[int] = frozenset()):
+    def __init__(
+        self,
+        pages: KVPages,
+        *,
+        expands: bool = False,
+        travels: frozenset[int] = frozenset(),
+        heads: HeadShare | None = None,
+    ):
         super().__init__(layers=[])
         assert not (expands and pages.host_layers), "latents are expanded where the model computes"
-        self.expands, self.travels = expands, travels
+        self.expands, self.travels, self.heads = expands, travels, heads
         assert not (expands and pages.dtype.is_quantized), "latents are expanded as they are cached"
         self._pages = pages
         self._tails = Tails(pages.device) if pages.dtype.is_quantized else None
@@ -105,6 +133,7 @@ class PagedKV(Cache, KVCache):
         self._view = self._look([], [])
         self._is_stored = False  # whether the layer has all tokens of the pass, and is asked for the selected ones
         self._stop_after: int | None = None
+        self._cut_layer: int | None = None  # whose keys and values were of more heads than are cached
         self._given: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
 
     @property
@@ -370,9 +399,12 @@ class PagedKV(Cache, KVCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores k, v (1, H, T, D) of the pass. Returns them unchanged, as attention reads the pages itself; for layers
-        that expand latents, all positions of the pass's rows (1, H, sum of S, D). What the CPU is to attend to is
-        stored by `HostVisit.attend`."""
+        """Stores k, v (1, H, T, D) of the pass, of `heads` alone where not all are cached here. Returns those
+        unchanged, as attention reads the pages itself; for layers that expand latents, all positions of the pass's rows
+        (1, H, sum of S, D). What the CPU is to attend to is stored by `HostVisit.attend`."""
+        if self.heads is not None:
+            self._cut_layer = layer_idx if self.heads.cuts(layer_idx, key_states) else None
+            key_states, value_states = (self.heads.own(layer_idx, each) for each in (key_states, value_states))
         if self._pages.dtype in (KVDType.bfloat16, KVDType.float8):
             key_states, value_states = self._rounded(key_states), self._rounded(value_states)
         self._given = layer_idx, weakref.ref(key_states), weakref.ref(value_states)
@@ -412,6 +444,11 @@ class PagedKV(Cache, KVCache):
         pairs = self._copies.there if index in self.travels else self._copies.here
         assert pairs is not None, "the pass was begun before layers travelled"
         copy_places(kv, pairs)
+
+    def cut_heads(self, layer: int) -> HeadShare | None:
+        """Who made keys and values of this rank's heads of those that the layer has just made; None where the layer
+        makes none but these."""
+        return self.heads if self._cut_layer == layer else None
 
     def gave(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether these are what the last `update` was handed, for this layer."""

@@ -11,6 +11,7 @@ from ..events import NeedExperts
 from ..model.expert_groups import together
 from ..model.experts import Experts, Matrices, Visits, added, bound_matrices, is_experts, mixed, output_of
 from ..model.loading import LoadedModel
+from ..model.split_experts import gathering_of, split_mixed
 from ..stream.experts import ExpertStream
 from .cpu_experts import CpuExperts, Errand
 
@@ -61,7 +62,8 @@ class BatchedExperts:
             path, cpu = self._names[module], self._cpu
             errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None else None
             if cpu is None or errand is None:
-                out_TD = mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+                mix = mixed if gathering_of(module) is None else split_mixed
+                out_TD = mix(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
             else:
                 out_TD = self._shared(cpu, errand, hidden_TD, visits)
         return list(out_TD.split([len(each.hidden_TD) for each in asked]))

@@ -53,6 +53,11 @@ def ragged_attention(
     cache = run.cache
     assert isinstance(cache, PagedKV), "ragged attention was called in a padded lane"
     layer = layer_of(module)
+    heads = cache.cut_heads(layer)
+    if heads is not None:
+        query = heads.part(query, 1)
+    if s_aux is not None and cache.heads is not None and len(s_aux) > query.shape[1]:
+        s_aux = cache.heads.part(s_aux, 0)
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     reach = Reach(sliding_window, chunk_of(module, layer))
     are_given = cache.expands or cache.gave(layer, key, value)
@@ -71,7 +76,8 @@ def ragged_attention(
         return _attend(seen, (query, key, value), reach, rule, num_threads, visit)
 
     out = need_tensor(NeedAttention(compute, is_decode=not seen.segments))
-    return (visit.receive(out) if visit is not None else out)[None], None
+    found = (visit.receive(out) if visit is not None else out)[None]
+    return found if heads is None else heads.whole(found, 2), None
 
 
 def _require(module: torch.nn.Module, reason: str) -> None:

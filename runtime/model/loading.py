@@ -29,6 +29,7 @@ from ..probing.heads import Head, head_of, looks_ahead
 from ..probing.meta import build_meta_model
 from ..probing.padded_probe import PaddedHabits, padded_habits
 from ..profiles import BackendTable
+from ..ranks.gathering import Gathering
 from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
@@ -49,6 +50,7 @@ from .fused import fuse
 from .host_ops import host_ops
 from .rope_lengths import RopeLengths, follow_lengths
 from .sizes import shape_of
+from .split import SplitHeads, split_model
 from .stages import StagedModel, stage_model
 from .traits import CacheShape, ExpertKind, choose_lanes, expert_kind, measure_cache, without_cache
 from .unread import leave_unread
@@ -98,6 +100,7 @@ class LoadedModel:
     stored: StoredNumbers
     rounded: RoundedTensors | None  # by model.quantize, while they are read
     rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
+    split_heads: SplitHeads | None = None  # of a model of which this is one rank's part
     backends: BackendTable | None = None  # which linear backend is taken for what; None: by the rule
 
     @property
@@ -166,14 +169,17 @@ def load_model(
     express: bool = True,
     excerpt: Excerpt | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    gathering: Gathering | None = None,
 ) -> LoadedModel:
     """Opens a checkpoint, maps its bytes to parameters, and stages the model that asks for them.
 
-    `express`: see `map_weights`; `excerpt`: a part of it alone. Raises CheckpointError or ConfigError, with what to do.
+    `express`: see `map_weights`; `excerpt`: a part of it alone; `gathering`: of the ranks that compute each token
+    together, of which this one is given its part. Raises CheckpointError or ConfigError, with what to do.
     """
     hollow = _open(config, device, cache_dir, excerpt, should_stop)
     lanes = _choose_lanes(hollow, config, excerpt)
     weights = _map_bytes(hollow, config, cache_dir, express=express, should_stop=should_stop)
+    weights, heads = _part_of(hollow, weights, lanes, gathering)
     dtypes = {name: tensor.dtype for name, tensor in hollow.model.state_dict(keep_vars=True).items()}
     _fuse(hollow, config, device)
     rope_lengths = follow_lengths(hollow.model)
@@ -184,7 +190,7 @@ def load_model(
     _move_buffers(hollow.model, device)
     return LoadedModel(
         staged=staged,
-        shape=_in_lanes(shape, lanes, rope_lengths, device),
+        shape=_in_lanes(shape, lanes, rope_lengths, device, num_parts=1 if heads is None else heads.gathering.count),
         expands_latents=lanes.cache.is_latent,
         habits=lanes.habits,
         head=head_of(hollow.model),
@@ -192,6 +198,7 @@ def load_model(
         stored=StoredNumbers.of(shape, LOSSES, relative_error(hollow.quantization)),
         rounded=weights.rounded,
         rope_lengths=rope_lengths,
+        split_heads=heads,
         dtypes=dtypes,
         compute_dtype=hollow.dtype,
         tokenizer=load_tokenizer(config.tokenizer, hollow.checkpoint, cache_dir),
@@ -205,10 +212,22 @@ def load_model(
     )
 
 
-def _in_lanes(shape: ModelShape, lanes: _Lanes, rope: RopeLengths | None, device: torch.device) -> ModelShape:
+def _part_of(
+    hollow: _Hollow, weights: _Bytes, lanes: _Lanes, gathering: Gathering | None
+) -> tuple[_Bytes, SplitHeads | None]:
+    """This rank's part of the model, where there are others."""
+    if gathering is None:
+        return weights, None
+    heads = _split_heads(lanes, gathering)
+    return replace(weights, parameters=split_model(hollow.model, weights.parameters, gathering)), heads
+
+
+def _in_lanes(
+    shape: ModelShape, lanes: _Lanes, rope: RopeLengths | None, device: torch.device, *, num_parts: int
+) -> ModelShape:
     in_kernel = lanes.is_packed and not lanes.cache.is_latent and device.type == "cpu" and has_compiler()
     return replace(
-        shape,
+        shape if num_parts == 1 else shape.part(num_parts),
         has_decode_kernel=in_kernel,
         has_whole_prompts=bool(lanes.habits.whole),
         restart_tokens=None if rope is None else rope.restart_tokens,
@@ -267,6 +286,21 @@ def _choose_lanes(hollow: _Hollow, config: ModelConfig, excerpt: Excerpt | None)
     for reason in filter(None, (habits.apart, habits.whole)):
         log.info("padded lanes: %s", reason)
     return _Lanes(is_packed=is_packed, habits=habits, cache=cache, looks_ahead=False)
+
+
+def _split_heads(lanes: _Lanes, gathering: Gathering) -> SplitHeads:
+    """Who shares which heads. Raises ConfigError where lanes are not packed, or heads cannot be shared."""
+    count, heads = gathering.count, [num_heads for num_heads, *_ in lanes.cache.heads]
+    odd = [num_heads for num_heads in heads if num_heads % count or not num_heads]
+    why = f"{odd[0]} KV heads are no multiple of {count}" if odd else ""
+    why = "latents are of all heads" if lanes.cache.is_latent else why
+    why = why if lanes.is_packed else "padded lanes keep all heads"
+    if why:
+        raise ConfigError(
+            f"devices.way=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
+            "devices=sharded"
+        )
+    return SplitHeads(gathering=gathering, num_kv_heads=heads)
 
 
 def _whole_lanes(hollow: _Hollow, config: ModelConfig) -> _Lanes:

@@ -144,7 +144,7 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
         return replace(own, cross_bytes_per_token=own.bytes_per_token)
     probe = without_values(model)
     try:
-        two, three = (_filled_cache(probe, num_tokens) for num_tokens in (2, 3))
+        two, three = (filled_cache(probe, num_tokens) for num_tokens in (2, 3))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         log.debug("%s computes no shapes on the meta device (%s)", type(model).__name__, error)
         return _estimated_cache(model)
@@ -182,7 +182,9 @@ def _estimated_cache(model: PreTrainedModel) -> CacheShape:
 
 
 @torch.inference_mode()
-def _filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
+def filled_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
+    """What a pass of so many tokens leaves in transformers' own cache, in shapes alone. The model is a copy
+    `without_values`."""
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
         if hasattr(layer, "sliding_window"):  # what a token costs, however few of them a window keeps

@@ -64,9 +64,16 @@ class Ranks(Closing):
         return len({*self.machines}) == 1
 
     @property
+    def num_here(self) -> int:
+        """The ranks on this machine."""
+        return self.machines.count(self.machines[self.rank])
+
+    @property
     def sees_memory(self) -> bool:
         """Whether weights lie in memory that all ranks see."""
         gather = self.devices.gather
+        if self.devices.way is Way.tensor:
+            return False
         return gather is Gather.memory or (gather is Gather.auto and self.is_on_one_machine)
 
     def new_group(self) -> dist.ProcessGroup:

@@ -5,13 +5,14 @@ that knows nothing of the others.
 from typing import TypeAlias
 
 from ..ranks.collectives import Collectives
+from ..ranks.gathering import Gathering
 from ..ranks.shared_memory import SharedMemory
 from ..store.reader import Reader
 from .device import ComputeDevice
 from .filling import Filling, OwnFilling, SharedFilling
 from .gathered_filling import GatheredFilling
 
-Together: TypeAlias = SharedMemory | Collectives
+Together: TypeAlias = SharedMemory | Collectives | Gathering
 
 
 def filling_of(
@@ -22,8 +23,9 @@ def filling_of(
     num_slots: int,
     num_once: int,
 ) -> Filling:
-    """Who fills `num_slots`, and memory `num_once` times. None: this process reads alone."""
-    if together is None:
+    """Who fills `num_slots`, and memory `num_once` times. None, or a part of the model: this process reads
+    alone."""
+    if together is None or isinstance(together, Gathering):
         return OwnFilling(device, reader)
     if isinstance(together, Collectives):
         return GatheredFilling(together, device, reader)

@@ -38,7 +38,10 @@ class LaneFactory:
         return self.rule
 
     def packed(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> PackedLane:
-        cache = PagedKV(self.pages, expands=self.model.expands_latents, travels=self.context.travels)
+        model = self.model
+        cache = PagedKV(
+            self.pages, expands=model.expands_latents, travels=self.context.travels, heads=model.split_heads
+        )
         return PackedLane(self._context(chunk_tokens), sequences, cache)
 
     def lane(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> Lane:

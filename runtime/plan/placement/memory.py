@@ -234,6 +234,7 @@ def lane_entries(
         *(_tail_entries(shape, micro_batches) if shape.kv_tail_bytes_per_sequence else ()),
         *(_encoder_entries(shape, micro_batches) if shape.has_encoder else ()),
         *(_delta_rule_entries(shape, micro_batches, prefill_chunk_tokens) if shape.delta_rule is not None else ()),
+        *(_part_entries(shape, largest, micro_batches) if shape.num_parts > 1 else ()),
         Entry(
             name="hidden states",
             num_bytes=sum(tokens) * between * size,
@@ -262,6 +263,21 @@ def _neighbour_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
             name="handed over",
             num_bytes=2 * num_tokens * width * size,
             equation=f"2 x {num_tokens:,} tokens in flight x {width:,} x {size} B",
+        ),
+    )
+
+
+def _part_entries(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
+    """What ranks that compute each token together make whole: as it comes, and side by side."""
+    inner = min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
+    heads = shape.num_parts * shape.num_heads * shape.head_dim
+    numbers = max(num_tokens * max(heads, shape.hidden_size), inner * shape.intermediate_size)
+    numbers = max(numbers, max(map(len, micro_batches), default=0) * shape.vocab_size)
+    return (
+        Entry(
+            name="parts made whole",
+            num_bytes=2 * numbers * shape.compute_dtype_bytes,
+            equation=f"twice {numbers:,} x {shape.compute_dtype_bytes} B",
         ),
     )
 

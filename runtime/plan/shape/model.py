@@ -2,7 +2,7 @@
 these.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...config import KVDType
@@ -46,11 +46,23 @@ class ModelShape:
     kv_heads: tuple[tuple[int, int, int], ...] = ()  # of each decoder layer: KV heads, sizes of a key and of a value
     kv_tail_bytes_per_sequence: int = 0  # the newest page of all layers, as computed, beside quantised ones
     own: range | None = None  # the stages that this process computes, see parts.py; None: all
+    num_parts: int = 1  # ranks that compute each token together, of which this is one's part
     weight_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         slices = {piece.name: piece.num_bytes for s in self.stages for p in s.parameters for piece in p.slices}
         object.__setattr__(self, "weight_bytes", sum(slices.values()))
+
+    def part(self, num_parts: int) -> "ModelShape":
+        """That of one of so many ranks that share the heads of a model whose `stages` are this rank's already."""
+        return replace(
+            self,
+            num_parts=num_parts,
+            num_heads=self.num_heads // num_parts,
+            num_kv_heads=self.num_kv_heads // num_parts,
+            kv_layer_bytes=tuple(each // num_parts for each in self.kv_layer_bytes),
+            kv_heads=tuple((heads // num_parts, *sizes) for heads, *sizes in self.kv_heads),
+        )
 
     @cached_property
     def sizes(self) -> StageSizes:

@@ -123,14 +123,15 @@ class Companion:
 
     def is_cut_at(self, num_rows: int) -> bool:
         """Tells whether a run of so many rows has rows of it to itself, or all of it is every row's."""
-        return self._is_shared or num_rows % self.block_rows == 0
+        return self.is_shared or num_rows % self.block_rows == 0
 
     def rows(self, turn: int, num_parts: int) -> "Companion":
         """That of the `turn`-th of equal runs of the matrix's rows."""
-        return self if self._is_shared else replace(self, tensor=self.tensor._run(turn, num_parts))
+        return self if self.is_shared else replace(self, tensor=self.tensor._run(turn, num_parts))
 
     @property
-    def _is_shared(self) -> bool:
+    def is_shared(self) -> bool:
+        """Whether all of it belongs to every row."""
         return not self.block_rows or self.tensor.shape[0] == 1
 
 

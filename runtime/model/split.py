@@ -1,0 +1,208 @@
+"""A model of which each of several ranks computes a part of every layer: rows of its matrices, and some of its heads.
+
+transformers' plan of a class says whose numbers go on as parts, from one matrix to the next. Of a class without one,
+and where it does not hold, each matrix's numbers are made whole at once.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import ConfigError
+from ..plan.shape.row_shares import Share, cut
+from ..plan.shape.shapes import Parameter, distinct_bytes
+from ..probing.hollow import without_values
+from ..probing.layer_lists import layer_lists
+from ..probing.packed_probe import UNKNOWING
+from ..ranks.gathering import Gathering
+from ..units import format_bytes
+from .experts import Experts, is_experts, matrix_names
+from .split_experts import GATHERING, num_runs
+from .split_modules import split_embedding, split_linear
+from .traits import filled_cache
+
+log = logging.getLogger(__name__)
+
+NOT_SPLIT = "devices.way=tensor: {} cannot be split among {} ranks: {}"
+WHOLE = re.compile("replicate|mla|all_reduce")  # styles of transformers' plans that leave a matrix as it is
+
+
+class Flow(Enum):
+    """What a matrix takes and gives: `opens` gives this rank's part of its numbers, `closes` makes such parts whole
+    and gives all, `apart` takes and gives all."""
+
+    opens = "opens"
+    closes = "closes"
+    apart = "apart"
+
+
+STYLES = {"colwise": Flow.opens, "rowwise": Flow.closes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitHeads:
+    """The KV heads of each layer, of which a rank caches its share and looks at it with the queries that belong to
+    it."""
+
+    gathering: Gathering
+    num_kv_heads: Sequence[int]
+
+    def cuts(self, layer: int, states: torch.Tensor) -> bool:
+        """Whether keys or values (1, H, T, D) are of all heads."""
+        return states.shape[1] == self.num_kv_heads[layer]
+
+    def own(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        """This rank's part of keys or values, which may be it already."""
+        return self.part(states, 1) if self.cuts(layer, states) else states
+
+    def part(self, states: torch.Tensor, dim: int) -> torch.Tensor:
+        share = Share(index=self.gathering.index, count=self.gathering.count).of(states.shape[dim])
+        return states.narrow(dim, share.start, len(share))
+
+    def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        return self.gathering.whole(part, dim)
+
+
+def split_model(
+    model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: Gathering
+) -> dict[str, Parameter]:
+    """Leaves the model this rank's part of its matrices, and gives where the bytes of those lie. Mutates the model.
+    Raises ConfigError where its class, or the way in which its weights are stored, makes that impossible."""
+    splitting = _Splitting(model, parameters, gathering)
+    flows = splitting.flows()
+    for path, flow in flows.items():
+        splitting.take_linear(path, flow)
+    splitting.take_experts()
+    splitting.take_tables()
+    whole = distinct_bytes(p for name, p in parameters.items() if name not in splitting.taken)
+    split = distinct_bytes(parameters.values()) - whole
+    log.info(
+        "devices.way=tensor: of %s of weights this rank holds 1/%d, and all of %s",
+        *(format_bytes(split), gathering.count, format_bytes(whole)),
+    )
+    return {**parameters, **splitting.taken}
+
+
+class _Splitting:
+    """`taken`: the parameters that are split already."""
+
+    def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: Gathering):
+        self._model, self._parameters, self._gathering = model, parameters, gathering
+        self._share = Share(index=gathering.index, count=gathering.count)
+        self._names = defaultdict[int, list[str]](list)
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            self._names[id(tensor)].append(name)
+        self.taken: dict[str, Parameter] = {}
+
+    def flows(self) -> Mapping[str, Flow]:
+        """What flows through the matrices of layers that can be split, by the paths of their modules."""
+        wanted = self._wanted(self._model.tp_plan)
+        apart = dict.fromkeys(self._wanted({}), Flow.apart)
+        for flows in (wanted, apart):
+            if (reason := self._why_not(flows)) is None:
+                return flows
+            log.debug("%s by %s: %s", type(self._model).__name__, flows, reason)
+        raise self._refused(type(self._model).__name__, f"its code looks at sizes of its own ({reason})")
+
+    def _wanted(self, plan: Mapping[str, str]) -> dict[str, Flow]:
+        found = dict[str, Flow]()
+        for layers in layer_lists(self._model):
+            for path, module in layers.layers.named_modules(prefix=layers.path):
+                style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), "")
+                flow = STYLES.get(style, Flow.apart)
+                if type(module) is not nn.Linear or WHOLE.search(style):
+                    continue
+                if flow is not Flow.apart or self._share.divides(module.out_features):
+                    found[path] = flow
+        return found
+
+    def _why_not(self, flows: Mapping[str, Flow]) -> str | None:
+        """What a class says that runs with these flows where nothing is computed but shapes."""
+        for path, flow in flows.items():
+            height = self._linear(self._model, path).out_features
+            if not self._share.divides(height):
+                return f"{path} has {height:,} rows ({flow.value})"
+        try:
+            probe = without_values(self._model)
+            probe.set_attn_implementation("eager")
+            for path, flow in flows.items():
+                self._split(self._linear(probe, path), flow)
+            filled_cache(probe, num_tokens=3)
+        except UNKNOWING as error:
+            return str(error).partition("\n")[0] or type(error).__name__
+        return None
+
+    def take_linear(self, path: str, flow: Flow) -> None:
+        module = self._linear(self._model, path)
+        self._take(module)
+        self._split(module, flow)
+
+    def take_experts(self) -> None:
+        """Stacks of the matrices of all experts that run through our function."""
+        for path, module in self._model.named_modules():
+            if not is_experts(module):
+                continue
+            if cast("Experts", module).is_transposed:
+                raise self._refused(path, "its experts' matrices lie as (inputs, outputs)")
+            first, second = matrix_names(module)
+            self._take(module, {first: num_runs(module), second: 1})
+            for name in (first, second):
+                stack = module._parameters[name]
+                assert stack is not None
+                shape = (stack.shape[0], stack.shape[1] // self._gathering.count, stack.shape[2])
+                module._parameters[name] = nn.Parameter(torch.empty(shape, device="meta", dtype=stack.dtype), False)
+            setattr(module, GATHERING, self._gathering)
+
+    def take_tables(self) -> None:
+        """The embeddings and the head, which may be one matrix: then both or none."""
+        model, share = self._model, self._share
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        table = table if isinstance(table, nn.Embedding) and share.divides(table.num_embeddings) else None
+        head = head if isinstance(head, nn.Linear) and share.divides(head.out_features) else None
+        for module in (table, head):
+            if module is not None and ((table is not None and head is not None) or not self._is_tied(module)):
+                self._take(module)
+        if isinstance(head, nn.Linear) and self._is_taken(head):
+            split_linear(head, self._gathering, takes_part=False, gives_part=False)
+        if table is not None and self._is_taken(table):
+            split_embedding(table, self._gathering)
+
+    def _is_tied(self, module: nn.Module) -> bool:
+        return any(len(self._names[id(tensor)]) > 1 for tensor in module.parameters())
+
+    def _is_taken(self, module: nn.Module) -> bool:
+        return any(name in self.taken for tensor in module.parameters() for name in self._names[id(tensor)])
+
+    def _take(self, module: nn.Module, runs: Mapping[str, int] | None = None) -> None:
+        """Cuts the parameters of a module, or those named in `runs`, by all names that they have."""
+        for leaf, tensor in module.named_parameters(recurse=False):
+            if runs is not None and leaf not in runs:
+                continue
+            for name in self._names[id(tensor)]:
+                found = cut(self._parameters[name], self._share, num_runs=1 if runs is None else runs[leaf])
+                if found is None:
+                    piece = self._parameters[name].pieces[0][0]
+                    how = f"{piece.format or piece.dtype} of shape {piece.shape}"
+                    raise self._refused(repr(name), f"rows of {how} do not lie apart in so many equal parts")
+                self.taken[name] = found
+
+    def _split(self, module: nn.Linear, flow: Flow) -> None:
+        split_linear(module, self._gathering, takes_part=flow is Flow.closes, gives_part=flow is Flow.opens)
+
+    def _linear(self, model: nn.Module, path: str) -> nn.Linear:
+        found = model.get_submodule(path)
+        assert isinstance(found, nn.Linear)
+        return found
+
+    def _refused(self, what: str, why: str) -> ConfigError:
+        return ConfigError(
+            f"{NOT_SPLIT.format(what, self._gathering.count, why)}; take fewer ranks, or devices=sharded"
+        )

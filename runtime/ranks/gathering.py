@@ -1,0 +1,59 @@
+"""What ranks that compute each token together hand one another within a pass: parts of its numbers, made whole."""
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from .ranks import Ranks
+
+
+class Gathering:
+    """All ranks make the same calls in the same order, of equal shapes. Outside of its `with` block each is alone, and
+    takes its own part for that of all others: shapes are right then, and numbers are not. `received_bytes`: from all
+    others, so far. Raises PeerEnded where one has ended."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.received_bytes = ranks, 0
+        self.index, self.count = ranks.rank, ranks.size
+        self._is_going = False
+
+    def __deepcopy__(self, memo: object) -> "Gathering":
+        """Copies of a model ask the same ranks."""
+        return self
+
+    def __enter__(self) -> Self:
+        """The others make the same calls from now on."""
+        self._is_going = True
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._is_going = False
+
+    def whole(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The parts of all ranks behind one another along `dim`."""
+        if not self._is_going or part.is_meta:
+            return torch.cat([part] * self.count, dim)
+        part = part.contiguous()
+        found = torch.empty(self.count, *part.shape, dtype=part.dtype)
+        raw, raws = part.view(-1).view(torch.uint8), found.view(self.count, -1).view(torch.uint8)
+        self._run(lambda: dist.all_gather([*raws.unbind()], raw, group=self.ranks.group))
+        self.received_bytes += (self.count - 1) * part.nbytes
+        at = dim % part.ndim
+        return found.movedim(0, at).flatten(at, at + 1)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, of which each number is zero in all but one: in any order it is that number."""
+        if not self._is_going or part.is_meta:
+            return part
+        part = part.contiguous()
+        self._run(lambda: dist.all_reduce(part, group=self.ranks.group))
+        self.received_bytes += 2 * (self.count - 1) * part.nbytes // self.count
+        return part
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise self.ranks.ending(error) from error

@@ -1,0 +1,83 @@
+"""What each of several ranks that compute each token together reads, holds and is sent, beside one process.
+
+    python -m tests.tensor_bytes [hidden=1024] [layers=8] [new_tokens=8]
+
+prints a row for 1, 2 and 4 ranks of a Llama shape with random weights.
+"""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from runtime import Runtime
+from runtime.cache.pages import KVPages
+from runtime.config import DevicesConfig, Way
+from runtime.ranks.ranks import Ranks
+from runtime.units import MIB
+from tests.rank_processes import in_ranks
+from tests.runtime.test_families import GREEDY, config_for
+from tests.runtime.test_ranks import completed, counted_reads
+from tests.support import Reference, synthesize
+
+TENSOR = DevicesConfig(way=Way.tensor)
+PROMPTS = [[7 + i, 8, 9] for i in range(6)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a rank, or one process, plans to read and to cache, what it has read, the KV heads of its pages, and what
+    the others have sent it."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    read_bytes: int
+    num_kv_heads: int
+    received_bytes: int
+
+
+def held(ranks: Ranks, directory: Path, num_new_tokens: int) -> Held:
+    ranks.devices = TENSOR if ranks.size > 1 else ranks.devices
+    few = replace(GREEDY, max_new_tokens=num_new_tokens)
+    config = config_for(Reference(directory=directory, prompts=[], expected=[], sampled=[]), sampling=few)
+    runtime, shapes, layer = Runtime(config, ranks=ranks), list[torch.Size](), KVPages.layer
+
+    def watched(pages: KVPages, index: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = layer(pages, index, k, v)
+        shapes.extend(each.shape for each in found)
+        return found
+
+    with counted_reads() as read, mock.patch.object(KVPages, "layer", watched):
+        completed(runtime, PROMPTS)
+    [num_kv_heads] = {shape[2] for shape in shapes}
+    heads = runtime.model.split_heads
+    return Held(
+        weight_bytes=runtime.model.shape.weight_bytes,
+        kv_bytes_per_token=runtime.model.shape.kv_bytes_per_token,
+        read_bytes=read.num_bytes,
+        num_kv_heads=num_kv_heads,
+        received_bytes=0 if heads is None else heads.gathering.received_bytes,
+    )
+
+
+def main(words: Sequence[str]) -> None:
+    given = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
+    hidden, num_new_tokens = given.get("hidden", 1024), given.get("new_tokens", 8)
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": given.get("layers", 8)}
+    print("ranks | weights, MiB | read, MiB | KV, B a token | received, B a token")
+    with tempfile.TemporaryDirectory() as home:
+        directory = synthesize("llama", Path(home) / "wide", **sizes, num_key_value_heads=4, vocab_size=4096)
+        num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (num_new_tokens - 1)
+        for size in (1, 2, 4):
+            each = in_ranks(size, held, directory, num_new_tokens)[0]
+            weights, read = each.weight_bytes / MIB, each.read_bytes / MIB
+            received = each.received_bytes / num_tokens
+            print(f"{size} | {weights:.1f} | {read:.1f} | {each.kv_bytes_per_token:,} | {received:,.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

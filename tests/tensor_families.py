@@ -1,0 +1,73 @@
+"""Every family with ranks that compute each token together, beside transformers: which are exact, which refused.
+
+    python -m tests.tensor_families [ranks=2] [tiers=nvme,cpu] [families=llama;llama, tied]
+
+prints a row for each and the counts; the exit code is 1 where one is WRONG. KV heads of a family are as many as there
+are ranks, if there are more of these.
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from runtime import Runtime, RuntimeConfig
+from runtime.config import DevicesConfig, Tier, Way
+from runtime.engine.sequence import Completion
+from runtime.errors import ConfigError
+from runtime.model.families import FAMILIES, Family
+from runtime.ranks.ranks import Ranks
+from tests.rank_processes import in_ranks
+from tests.runtime.test_families import config_for
+from tests.support import Reference
+
+EXACT, WRONG = "exact", "WRONG"
+
+
+def verdict(ranks: Ranks, config: RuntimeConfig, reference: Reference) -> str:
+    """Says of one rank what its tokens are, or why there are none."""
+    ranks.devices = DevicesConfig(way=Way.tensor)
+    try:
+        results = Runtime(config, ranks=ranks).generate([list(prompt) for prompt in reference.prompts])
+    except ConfigError as error:
+        return f"refused: {str(error).partition(': ')[2]}"
+    found = [list(each.token_ids) for each in results if isinstance(each, Completion)]
+    return EXACT if found == reference.expected else WRONG
+
+
+def verdicts(ranks: Ranks, asked: Sequence[tuple[RuntimeConfig, Reference]]) -> list[str]:
+    return [verdict(ranks, *each) for each in asked]
+
+
+def enough_heads(family: Family, num_ranks: int) -> Family:
+    num_heads = family.overrides.get("num_key_value_heads")
+    if not isinstance(num_heads, int) or num_heads >= num_ranks:
+        return family
+    return replace(family, overrides={**family.overrides, "num_key_value_heads": num_ranks})
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = dict(argument.split("=", 1) for argument in arguments)
+    names, num_ranks = (
+        options["families"].split(";") if "families" in options else FAMILIES,
+        int(options.get("ranks", 2)),
+    )
+    tiers = [Tier(name) for name in options.get("tiers", "nvme").split(",")]
+    asked = list[tuple[str, RuntimeConfig, Reference]]()
+    with tempfile.TemporaryDirectory() as home:
+        for name in names:
+            made = Reference.make(enough_heads(FAMILIES[name], num_ranks), Path(home) / name)
+            asked += [(f"{name}, {tier.value}", config_for(made, tier), made) for tier in tiers]
+        found = in_ranks(num_ranks, verdicts, [(config, made) for _, config, made in asked])
+    merged = [each[0] if len({*each}) == 1 else WRONG for each in zip(*found, strict=True)]
+    for (name, _, _), each in zip(asked, merged, strict=True):
+        print(f"{name:28} | {each}")
+    counts = Counter(each.partition(":")[0] for each in merged)
+    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+    return int(counts[WRONG] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
