@@ -19,6 +19,8 @@ LINES = {
     "end 7.3": Action(Op.end, 7, 3),
     "fetch 61.15": Action(Op.fetch, 61, 15),
     "store 7.3": Action(Op.store, 7, 3),
+    "recv 7.3": Action(Op.recv, 7, 3),
+    "send 9.3": Action(Op.send, 9, 3),
     "sync": Action(Op.sync, None),
 }
 NO_ACTIONS = [
