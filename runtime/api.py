@@ -26,6 +26,22 @@ from .config import (
     Way,
     require_beams_fit,
 )
+from .devices.agreement import KIND, Agreement
+from .devices.messages import Values, written_plan
+from .devices.pipeline import Pipeline
+from .devices.pipeline_session import PipelineAgreement, PipelineSession
+from .devices.sharded_session import RankSession
+from .devices.tensor_session import PassAgreement, TensorSession
+from .devices.together import agreement_of, begun_together, budgets_of_ranks, joined_together, made_memory
+from .devices.told_plan import (
+    SESSION,
+    backends_told,
+    end_sessions,
+    for_ranks,
+    plan_told,
+    require_generating,
+    require_shareable,
+)
 from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
 from .engine.beam_requests import with_beams
 from .engine.encoding_requests import Wanted, require_readable, require_text
@@ -48,8 +64,6 @@ from .model.followed import as_the_model_says
 from .model.head import slice_head
 from .model.loading import LoadedModel, load_model
 from .opening import Opening
-from .pipeline import Pipeline
-from .pipeline_session import PipelineAgreement, PipelineSession
 from .plan.cost.rates import MachineRates
 from .plan.facts import PlanFacts, why_unshared
 from .plan.placement.memory import SequenceSize
@@ -61,19 +75,6 @@ from .plan.shape.kv_dtype import keeping_kv
 from .planning import Planner
 from .probing.heads import Head
 from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
-from .rank_agreement import KIND, Agreement
-from .rank_messages import Values, written_plan
-from .rank_plan import (
-    SESSION,
-    backends_told,
-    end_sessions,
-    for_ranks,
-    plan_told,
-    require_generating,
-    require_shareable,
-)
-from .rank_session import RankSession
-from .rank_together import agreement_of, begun_together, budgets_of_ranks, joined_together, made_memory
 from .ranks.gathering import Gathering
 from .ranks.ranks import Ranks
 from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
@@ -83,7 +84,6 @@ from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.fillings import Together
 from .stream.host_memory import reset_peak, resident_bytes, set_allocator
-from .tensor_session import PassAgreement, TensorSession
 from .trace import Trace
 from .units import MIB, format_bytes
 

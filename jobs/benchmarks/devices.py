@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from runtime.api import Runtime
 from runtime.config import DevicesConfig, Gather, OffloadConfig, RuntimeConfig, Tier, Way
-from runtime.rank_plan import end_sessions
+from runtime.devices.told_plan import end_sessions
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 from runtime.settings import Settings

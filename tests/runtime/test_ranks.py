@@ -22,11 +22,11 @@ from runtime.config import (
     PrefetchConfig,
     Tier,
 )
+from runtime.devices.told_plan import end_sessions, for_ranks
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Completion, Request
 from runtime.errors import ConfigError, Interrupted
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, share_of
-from runtime.rank_plan import end_sessions, for_ranks
 from runtime.ranks.ranks import Ranks
 from runtime.store.reader import Reader
 from tests.rank_processes import in_ranks

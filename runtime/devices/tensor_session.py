@@ -5,16 +5,16 @@ part of every layer and some of the heads. So all come to the same tokens, and r
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from .batching.balance import Block
-from .engine.records import PassCounts, Phase
-from .engine.sequence import Completion, Request, Unfinished
-from .engine.sequence import Sequence as Running
-from .errors import ConfigError, Interrupted
-from .rank_agreement import KIND, LANES, STOPPED, STOPPING, Agreement
-from .rank_messages import Finished
-from .rank_session import RankSession
-from .ranks.ranks import Ranks
-from .session import OnPass, Session
+from ..batching.balance import Block
+from ..engine.records import PassCounts, Phase
+from ..engine.sequence import Completion, Request, Unfinished
+from ..engine.sequence import Sequence as Running
+from ..errors import ConfigError, Interrupted
+from ..ranks.ranks import Ranks
+from ..session import OnPass, Session
+from .agreement import KIND, LANES, STOPPED, STOPPING, Agreement
+from .messages import Finished
+from .sharded_session import RankSession
 
 
 class PassAgreement(Agreement):

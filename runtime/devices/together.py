@@ -5,14 +5,14 @@ and ranks meet here, and neither knows what the other needs.
 from collections.abc import Callable
 from dataclasses import replace
 
-from .config import Way
-from .plan.placement.placement import Budgets
-from .rank_agreement import Agreement
-from .ranks.collectives import Collectives
-from .ranks.gathering import Gathering
-from .ranks.ranks import Ranks
-from .ranks.shared_memory import SharedMemory
-from .stream.fillings import Together
+from ..config import Way
+from ..plan.placement.placement import Budgets
+from ..ranks.collectives import Collectives
+from ..ranks.gathering import Gathering
+from ..ranks.ranks import Ranks
+from ..ranks.shared_memory import SharedMemory
+from ..stream.fillings import Together
+from .agreement import Agreement
 from .tensor_session import PassAgreement
 
 

@@ -7,11 +7,11 @@ have. Within a pass `Ranks.stop` tells those that wait for bytes.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
-from .engine.records import PassCounts, Phase
-from .engine.sequence import Request, Unfinished
-from .errors import Interrupted
-from .rank_messages import Finished, read_completions, read_states, written_completions, written_states
-from .ranks.ranks import STOPPED, Message, Ranks
+from ..engine.records import PassCounts, Phase
+from ..engine.sequence import Request, Unfinished
+from ..errors import Interrupted
+from ..ranks.ranks import STOPPED, Message, Ranks
+from .messages import Finished, read_completions, read_states, written_completions, written_states
 
 KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"
 

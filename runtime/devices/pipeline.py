@@ -9,25 +9,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from .batching.balance import Block
-from .budgets import budgets_of
-from .config import OffloadConfig, PolicyConfig
-from .engine.sequence import Request
-from .errors import BudgetError, require
-from .model.loading import LoadedModel
-from .model.part import keep_part
-from .plan.placement.placement import Budgets
-from .plan.planner import RunPlan
-from .plan.shape.model import ModelShape
-from .plan.shape.parts import divided, part_of
-from .planning import Planner
-from .probing.layer_inputs import handed_on
-from .probing.meta import build_meta_model
-from .rank_messages import Values, written_plan
-from .rank_plan import NOT_YET, plan_told
-from .ranks.line import Line
-from .ranks.ranks import Ranks
-from .stream.device import ComputeDevice
+from ..batching.balance import Block
+from ..budgets import budgets_of
+from ..config import OffloadConfig, PolicyConfig
+from ..engine.sequence import Request
+from ..errors import BudgetError, require
+from ..model.loading import LoadedModel
+from ..model.part import keep_part
+from ..plan.placement.placement import Budgets
+from ..plan.planner import RunPlan
+from ..plan.shape.model import ModelShape
+from ..plan.shape.parts import divided, part_of
+from ..planning import Planner
+from ..probing.layer_inputs import handed_on
+from ..probing.meta import build_meta_model
+from ..ranks.line import Line
+from ..ranks.ranks import Ranks
+from ..stream.device import ComputeDevice
+from .messages import Values, written_plan
+from .told_plan import NOT_YET, plan_told
 
 LANES_PER_RANK = 4  # so that a rank waits for lanes of others in a fifth of a pass at most
 MOST_ROWS = 64  # of a lane, where the policy leaves that open

@@ -7,11 +7,11 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeAlias
 
-from .batching.balance import Block
-from .config import KVConfig, PolicyConfig, PrefetchConfig
-from .engine.sequence import Completion, FinishReason, Request, TokenLogprobs, Unfinished
-from .plan.placement.placement import Budgets
-from .plan.planner import RunPlan
+from ..batching.balance import Block
+from ..config import KVConfig, PolicyConfig, PrefetchConfig
+from ..engine.sequence import Completion, FinishReason, Request, TokenLogprobs, Unfinished
+from ..plan.placement.placement import Budgets
+from ..plan.planner import RunPlan
 
 Values: TypeAlias = Mapping[str, Any]
 Finished: TypeAlias = Sequence[tuple[int, Completion]]

@@ -6,18 +6,18 @@ play as long as any of them has a row.
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
-from .batching.balance import Block
-from .engine.batcher import Batcher
-from .engine.engine import Engine
-from .engine.records import PassCounts
-from .engine.sampling.reasoning import Reasoning
-from .engine.sequence import Completion, Request, Unfinished
-from .errors import Interrupted, PeerEnded
-from .model.loading import LoadedModel
-from .plan.planner import RunPlan
-from .rank_agreement import KIND, Agreement
-from .rank_messages import Finished, read_states, written_states
-from .session import OnPass, Seats, Session, ignore
+from ..batching.balance import Block
+from ..engine.batcher import Batcher
+from ..engine.engine import Engine
+from ..engine.records import PassCounts
+from ..engine.sampling.reasoning import Reasoning
+from ..engine.sequence import Completion, Request, Unfinished
+from ..errors import Interrupted, PeerEnded
+from ..model.loading import LoadedModel
+from ..plan.planner import RunPlan
+from ..session import OnPass, Seats, Session, ignore
+from .agreement import KIND, Agreement
+from .messages import Finished, read_states, written_states
 
 WAVE, STREAM, CLOSED = "wave", "stream", "closed"
 

@@ -4,17 +4,17 @@ the tokens, and all are told them. So all come to the same, and rank 0 alone nee
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from .batching.balance import Block
-from .engine.records import PassCounts, Phase
-from .engine.sequence import Completion, Request, Unfinished
-from .engine.sequence import Sequence as Running
-from .errors import Interrupted
-from .rank_agreement import KIND, LANES, STATES, STOPPING, Agreement
-from .rank_messages import Finished, read_states
-from .rank_session import RankSession
-from .ranks.line import Line
-from .ranks.ranks import STOPPED, Message
-from .session import OnPass, Session
+from ..batching.balance import Block
+from ..engine.records import PassCounts, Phase
+from ..engine.sequence import Completion, Request, Unfinished
+from ..engine.sequence import Sequence as Running
+from ..errors import Interrupted
+from ..ranks.line import Line
+from ..ranks.ranks import STOPPED, Message
+from ..session import OnPass, Session
+from .agreement import KIND, LANES, STATES, STOPPING, Agreement
+from .messages import Finished, read_states
+from .sharded_session import RankSession
 
 CHUNKS = "chunks"
 

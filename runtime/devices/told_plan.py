@@ -5,19 +5,19 @@ them.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .batching.admission import most_cached
-from .config import Admission, ExpertPaging, PolicyKind, RuntimeConfig, SharePrefixes, Way
-from .engine.sequence import Request
-from .errors import BudgetError, ConfigError, require
-from .plan.placement.memory import PAGE_TOKENS
-from .plan.planner import RunPlan, plan_policy
-from .plan.search.candidate import Problem
-from .plan.shape.model import ModelShape
-from .planning import Planner
-from .profiles import BackendTable, LinearBackend
-from .rank_agreement import KIND
-from .rank_messages import Values, digest_of, read_blocks, read_choices
-from .ranks.ranks import Ranks
+from ..batching.admission import most_cached
+from ..config import Admission, ExpertPaging, PolicyKind, RuntimeConfig, SharePrefixes, Way
+from ..engine.sequence import Request
+from ..errors import BudgetError, ConfigError, require
+from ..plan.placement.memory import PAGE_TOKENS
+from ..plan.planner import RunPlan, plan_policy
+from ..plan.search.candidate import Problem
+from ..plan.shape.model import ModelShape
+from ..planning import Planner
+from ..profiles import BackendTable, LinearBackend
+from ..ranks.ranks import Ranks
+from .agreement import KIND
+from .messages import Values, digest_of, read_blocks, read_choices
 
 SESSION, OVER = "session", "over"
 NOT_YET = "devices.way={} does not go with {} as yet: {}"
