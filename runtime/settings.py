@@ -13,6 +13,7 @@ from .config import (
     FeedForward,
     KVConfig,
     Lanes,
+    LinksConfig,
     MachineConfig,
     ModelConfig,
     OffloadConfig,
@@ -114,6 +115,7 @@ class Settings(TypedDict, total=False):
     reasoning: list[str] | str | None
     num_threads: int | None
     sheet: DataSheet | None
+    links: LinksConfig | None
     rates: MeasuredRates | None
 
 

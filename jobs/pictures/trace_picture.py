@@ -35,6 +35,8 @@ COLOURS = {
     "end": "#d6a5c9",
     "experts": "#e45756",
     "attend": "#54a24b",
+    "send": "#8c6bb1",
+    "recv": "#bcbd22",
 }
 OTHER = "#bab0ac"
 

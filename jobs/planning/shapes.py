@@ -25,7 +25,8 @@ Place: TypeAlias = tuple[int, str]  # a stage, and the name of one of its parame
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 OF_DTYPE = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequence", "cross_kv_bytes_per_token")
 STRUCTURED = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")
-OF_RUN = ("kv_dtype", "kv_heads", "kv_tail_bytes_per_sequence")  # what follows from a run's settings
+# What follows from a run's settings, and what is known of a model alone that was looked at.
+OF_RUN = ("kv_dtype", "kv_heads", "kv_tail_bytes_per_sequence", "state_layer_bytes", "own", "num_parts")
 OF_HOST = ("has_decode_kernel", "has_fused_gates", "attention_way")  # what follows from where a model runs
 RARE = ("restart_tokens", "has_whole_prompts", "has_bare_experts")  # in a line only where a model has them
 SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_RUN + OF_HOST)
