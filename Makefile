@@ -18,6 +18,9 @@ LARGE := torch transformers
 # What little of the suite or nothing of it imports is compiled when it is imported.
 COMPILE := $(BIN)/python -m compileall -qq -x '/(tests|testing|models|_inductor|_vendor|fontTools|networkx|lexers|setuptools)/'
 
+# One more than there are processors: tests of killed, paused and queued processes wait for a quarter of their time.
+WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+
 .DEFAULT_GOAL := help
 .PHONY: help run test floors check
 
@@ -28,13 +31,13 @@ run: $(STAMP) ## generate for the bundled prompts with a tiny model
 	$(BIN)/python -m jobs.generate $(ARGS)
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
 floors: ## the tests with the oldest versions that pyproject.toml names, in .venv-floors
 	$(PYTHON) -m venv .venv-floors
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		-c floors.txt -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
-	.venv-floors/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	.venv-floors/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(STAMP) $(NODE) ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -60,4 +60,4 @@ def _prepare_products(parameters: Iterable[Parameter]) -> None:
     slices = [piece for parameter in parameters for piece in parameter.slices]
     stored = {piece.dtype for piece in slices if len(piece.shape) >= 2 and not piece.format}
     dtypes = [TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())]
-    prepare_products(dtypes, {piece.format for piece in slices})
+    prepare_products(dtypes, {piece.format for piece in slices if piece.format})

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.engine import setup
 from runtime.kernels.compiler import has_compiler, has_tables
 from runtime.linear import work_items
 from runtime.linear.panels import rows_of as numbers_of
@@ -12,6 +13,7 @@ from runtime.linear.rows import KernelRows
 from runtime.linear.vectors import fit_vectors, multiply_in_vectors
 from tests.published_formats import PUBLISHED
 from tests.runtime.test_published_formats import rows_of, written
+from tests.toy import toy_shape
 
 N, K = 328, 320  # what is left behind the last 32 rows, behind a chain of inputs, and behind a tile
 BY_PANELS = {"pack-quantized, ordered", "bitsandbytes int8"} | (set() if has_tables() else {"bitsandbytes nf4"})
@@ -56,3 +58,11 @@ def test_what_does_not_fill_vectors_goes_by_panels(tmp_path: Path) -> None:
         rows = rows_of(piece)
         assert not isinstance(rows, KernelRows)
         assert torch.equal(numbers_of(rows, slice(0, 48)), numbers)
+
+
+def test_a_model_of_plain_numbers_waits_for_no_kernel_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes some ten seconds to compile, at the first time."""
+    asked = list[set[str]]()
+    monkeypatch.setattr(setup, "prepare_products", lambda dtypes, formats: asked.append(formats))
+    setup._prepare_products(parameter for stage in toy_shape().stages for parameter in stage.parameters)
+    assert asked == [set()]
