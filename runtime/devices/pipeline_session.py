@@ -2,35 +2,29 @@
 the tokens, and all are told them. So all come to the same, and rank 0 alone need write it.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ..batching.balance import Block
-from ..engine.records import PassCounts, Phase
-from ..engine.sequence import Completion, Request, Unfinished
+from ..engine.records import Phase
+from ..engine.sequence import Request, Unfinished
 from ..engine.sequence import Sequence as Running
 from ..errors import Interrupted
 from ..ranks.line import Line
 from ..ranks.ranks import STOPPED, Message
-from ..session import OnPass, Session
-from .agreement import KIND, LANES, STATES, STOPPING, Agreement
-from .messages import Finished, read_states
-from .sharded_session import RankSession
+from .agreement import KIND, LANES, STATES, STOPPING
+from .messages import read_states
+from .same_rows import BetweenPasses, SameRowsSession
 
 CHUNKS = "chunks"
 
 
-class PipelineAgreement(Agreement):
-    """What such ranks agree on before each pass: whether one of them is to stop. Within a pass they go on, as each
-    waits for others. How far rows have come the last rank says, which has the generators that draw their tokens."""
+class PipelineAgreement(BetweenPasses):
+    """Whether one of them is to stop. How far rows have come the last rank says, which has the generators that draw
+    their tokens."""
 
     def __init__(self, line: Line, asked_to_stop: Callable[[], bool]):
-        self.ranks, self._line, self._asked_to_stop = line.ranks, line, asked_to_stop
-        self.states: Callable[[], Mapping[int, Unfinished]] = dict
-        self._known: dict[int, Unfinished] = {}
-        self._has_stopped = False
-
-    def should_stop(self) -> bool:
-        return False
+        super().__init__(line.ranks, asked_to_stop)
+        self._line = line
 
     def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
         """What was asked for. Raises Interrupted where a rank was asked to stop, and PeerEnded."""
@@ -81,23 +75,7 @@ class PipelineAgreement(Agreement):
         self._known = read_states(met[-1]["states"])
 
 
-class PipelineSession(RankSession):
-    """`RankSession`, where each rank has all rows. Records have the times and bytes of this rank."""
-
-    def _part(
-        self,
-        block: Block,
-        left: Sequence[int],
-        requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
-        on_pass: OnPass,
-    ) -> Generator[tuple[int, Completion]]:
-        self._requests = requests
-        return Session.wave(self, block, left, requests, unfinished, on_pass)
-
-    def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
-        return counts or PassCounts.total([]), self._take_finished()
-
+class PipelineSession(SameRowsSession):
     def _chunks(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
     ) -> Sequence[int | None]:

@@ -3,31 +3,25 @@ part of every layer and some of the heads. So all come to the same tokens, and r
 """
 
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ..batching.balance import Block
-from ..engine.records import PassCounts, Phase
-from ..engine.sequence import Completion, Request, Unfinished
+from ..engine.records import Phase
+from ..engine.sequence import Request, Unfinished
 from ..engine.sequence import Sequence as Running
 from ..errors import ConfigError, Interrupted
 from ..ranks.ranks import Ranks
-from ..session import OnPass, Session
-from .agreement import KIND, LANES, STOPPED, STOPPING, Agreement
-from .messages import Finished
-from .sharded_session import RankSession
+from ..session import Session
+from .agreement import KIND, LANES, STOPPED, STOPPING
+from .same_rows import BetweenPasses, SameRowsSession
 
 
-class PassAgreement(Agreement):
-    """What such ranks agree on before each pass: that it is the same one, and that none of them is to stop. Within a
-    pass they go on, as each waits for all others in every layer."""
+class PassAgreement(BetweenPasses):
+    """That the next pass is the same one, and that none of them is to stop."""
 
     def __init__(self, ranks: Ranks, asked_to_stop: Callable[[], bool]):
-        self.ranks, self._asked_to_stop, self._has_stopped = ranks, asked_to_stop, False
-        self.states: Callable[[], Mapping[int, Unfinished]] = dict
+        super().__init__(ranks, asked_to_stop)
         self.drawn: Callable[[], int] = int  # a sum over what this rank has drawn so far
-
-    def should_stop(self) -> bool:
-        return False
 
     def lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
         """What was asked for. Raises Interrupted where a rank was asked to stop, PeerEnded where one has ended, and
@@ -53,9 +47,7 @@ class PassAgreement(Agreement):
             self.ranks.exchange({KIND: LANES, STOPPING: True})
 
 
-class TensorSession(RankSession):
-    """`RankSession`, where each rank has all rows. Records have the times and bytes of this rank."""
-
+class TensorSession(SameRowsSession):
     def snapshot(self) -> dict[int, Unfinished]:
         return Session.snapshot(self)
 
@@ -63,20 +55,6 @@ class TensorSession(RankSession):
         """A sum over the tokens of sequences that go on."""
         last = [(place, len(each.generated), *each.generated[-1:]) for place, each in self._open.items()]
         return zlib.crc32(repr(last).encode())
-
-    def _part(
-        self,
-        block: Block,
-        left: Sequence[int],
-        requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
-        on_pass: OnPass,
-    ) -> Generator[tuple[int, Completion]]:
-        self._requests = requests
-        return Session.wave(self, block, left, requests, unfinished, on_pass)
-
-    def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
-        return counts or PassCounts.total([]), self._take_finished()
 
     def _chunks(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]

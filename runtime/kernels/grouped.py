@@ -286,6 +286,7 @@ widen_signed_bytes: WidenRow = cast(Any, _widen_row(_in_bytes(types.int8), _less
 widen_halves: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=True), _less_zero))
 widen_scaled_float8: WidenRow = cast(Any, _widen_row(_float8s, _times_factor))
 widen_float4: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=True), _float4))
+# Nobody asks for a table where HAS_TABLES is false; what stands in for it there need only compile.
 widen_in_table: WidenRow = cast(Any, _widen_row(_in_halves(is_low_first=False), _in_table if HAS_TABLES else _float4))
 # So many numbers, a multiple of 16, of UNIT_ROWS rows: where their words are, and by how many bits they are shifted
 # first; zero points and factors of these rows, a row of them for each group; the group of each column; whether eight

@@ -174,8 +174,9 @@ def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]
     return found
 
 
-def stopped_once(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> str:
-    asked = iter(range(12))
+def stopped_once(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]], *, num_looks: int = 12) -> str:
+    """How a run ends that rank 1 alone is asked to stop, behind so many looks of its own."""
+    asked = iter(range(num_looks))
     runtime = Runtime(config, ranks=ranks, should_stop=lambda: bool(ranks.rank == 1 and next(asked, None) is None))
     try:
         completed(runtime, prompts)

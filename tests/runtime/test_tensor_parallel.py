@@ -11,7 +11,7 @@ import torch
 
 from runtime import Runtime, RuntimeConfig
 from runtime.config import KVConfig, KVDType, KVTier, Order, Quantize, Tier
-from runtime.errors import ConfigError, Interrupted, PeerEnded
+from runtime.errors import ConfigError, PeerEnded
 from runtime.plan.shape.row_shares import Share, cut
 from runtime.plan.shape.shapes import Companion, Parameter, TensorSlice
 from runtime.ranks.gathering import Gathering
@@ -20,7 +20,7 @@ from runtime.ranks.ranks import Ranks
 from tests.processes import PROCESSES
 from tests.rank_processes import in_ranks
 from tests.runtime.test_families import GREEDY, config_for
-from tests.runtime.test_ranks import completed
+from tests.runtime.test_ranks import completed, stopped_once
 from tests.support import Reference, synthesize
 from tests.tensor_bytes import TENSOR, held
 
@@ -107,14 +107,8 @@ def test_each_rank_reads_its_part_of_the_weights_and_caches_its_part_of_the_head
 
 
 def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> str:
-    """How a run ends that rank 1 alone is asked to stop."""
-    ranks.devices, asked = TENSOR, iter(range(3))
-    runtime = Runtime(config, ranks=ranks, should_stop=lambda: bool(ranks.rank == 1 and next(asked, None) is None))
-    try:
-        completed(runtime, prompts)
-    except Interrupted as error:
-        return str(error)
-    return "to its end"
+    ranks.devices = TENSOR
+    return stopped_once(ranks, config, prompts, num_looks=3)
 
 
 def test_one_rank_that_is_stopped_stops_all(reference: References) -> None:
