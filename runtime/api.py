@@ -29,9 +29,9 @@ from .config import (
 from .devices.agreement import KIND, Agreement
 from .devices.messages import Values, written_plan
 from .devices.pipeline import Pipeline
-from .devices.pipeline_session import PipelineAgreement, PipelineSession
+from .devices.pipeline_agreement import PipelineAgreement
+from .devices.same_rows import BetweenPasses, SameRowsSession
 from .devices.sharded_session import RankSession
-from .devices.tensor_session import PassAgreement, TensorSession
 from .devices.together import agreement_of, begun_together, budgets_of_ranks, joined_together, made_memory
 from .devices.told_plan import (
     SESSION,
@@ -327,8 +327,7 @@ class Runtime(Closing):
             if agreement is None:
                 yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=reasoning)
             else:
-                kind = TensorSession if isinstance(agreement, PassAgreement) else RankSession
-                kind = PipelineSession if isinstance(agreement, PipelineAgreement) else kind
+                kind = SameRowsSession if isinstance(agreement, BetweenPasses) else RankSession
                 yield kind(self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement)
 
     def _agreement(self, together: Together | None) -> Agreement | None:
@@ -434,7 +433,7 @@ class Runtime(Closing):
     def _plan_told(self, ranks: Ranks, told: Values, requests: Sequence[Request]) -> RunPlan:
         if self._pipeline is not None:
             return self._pipeline.plan_told(told, self.planner, requests)
-        return plan_told(told, self.planner, requests, ranks.size)
+        return plan_told(told, self.planner, requests, 1 if self._gathering is not None else ranks.size)
 
     def _check_lanes(self, plan: RunPlan) -> None:
         """Compares lanes with the class itself where that is due: once, while no weights are held. Of a part of every

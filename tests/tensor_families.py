@@ -1,6 +1,6 @@
 """Every family with ranks that compute each token together, beside transformers: which are exact, which refused.
 
-    python -m tests.tensor_families [ranks=2] [tiers=nvme,cpu] [families=llama;llama, tied]
+    python -m tests.tensor_families [ranks=2] [tiers=nvme,cpu] [families=llama;llama, tied] [continuous=1]
 
 prints a row for each and the counts; the exit code is 1 where one is WRONG. KV heads of a family are as many as there
 are ranks, if there are more of these.
@@ -21,6 +21,7 @@ from runtime.model.families import FAMILIES, Family
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
 from tests.runtime.test_families import config_for
+from tests.runtime.uneven_pages import continuous
 from tests.support import Reference
 
 EXACT, WRONG = "exact", "WRONG"
@@ -55,11 +56,13 @@ def main(arguments: Sequence[str]) -> int:
         int(options.get("ranks", 2)),
     )
     tiers = [Tier(name) for name in options.get("tiers", "nvme").split(",")]
+    is_continuous = bool(int(options.get("continuous", "0")))
     asked = list[tuple[str, RuntimeConfig, Reference]]()
     with tempfile.TemporaryDirectory() as home:
         for name in names:
             made = Reference.make(enough_heads(FAMILIES[name], num_ranks), Path(home) / name)
-            asked += [(f"{name}, {tier.value}", config_for(made, tier), made) for tier in tiers]
+            configs = [(tier.value, config_for(made, tier)) for tier in tiers]
+            asked += [(f"{name}, {tier}", continuous(each) if is_continuous else each, made) for tier, each in configs]
         found = in_ranks(num_ranks, verdicts, [(config, made) for _, config, made in asked])
     merged = [each[0] if len({*each}) == 1 else WRONG for each in zip(*found, strict=True)]
     for (name, _, _), each in zip(asked, merged, strict=True):

@@ -183,12 +183,10 @@ class GenerateConfig:
 
     def _require_for_ranks(self) -> None:
         """What ranks cannot do together is refused."""
-        way, admission = f"devices={self.devices.way.value}", self.policy.admission
+        way = f"devices={self.devices.way.value}"
         require(not self.is_elastic, f"{way} is one worker in several processes: take workers=one")
         require(type(self) is GenerateConfig, f"{way} is of jobs.generate as yet: take devices=one")
         require(not self.dataset.has_turns, f"{way} asks no chats of several turns as yet: take devices=one")
-        is_possible = admission is Admission.wave or self.devices.way is Way.sharded
-        require(is_possible, f"{way} does not go with policy.admission={admission.value} as yet: wave does")
 
     @property
     def is_elastic(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from ..engine.records import PassCounts, Phase
 from ..engine.sequence import Request, Unfinished
+from ..engine.sequence import Sequence as Running
 from ..errors import Interrupted
 from ..ranks.ranks import STOPPED, Message, Ranks
 from .messages import Finished, read_completions, read_states, written_completions, written_states
@@ -18,11 +19,12 @@ KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stop
 
 class Agreement:
     """This rank's part in the agreements of one session. All ranks make the same calls in the same order, but for
-    `stop` and `all_states`, which the others answer from within theirs. `states`, to be set, gives what this rank's
-    rows have come to that are begun and not finished."""
+    `stop` and `all_states`, which the others answer from within theirs. `rows`, to be set, gives this rank's that are
+    not finished, and `states` what those of them have come to that are begun."""
 
     def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
         self.ranks, self._asked_to_stop = ranks, should_stop
+        self.rows: Callable[[], Mapping[int, Running]] = dict
         self.states: Callable[[], Mapping[int, Unfinished]] = dict
         self._known: dict[int, Unfinished] = {}  # of other ranks, when they were last asked
         self._has_stopped = False

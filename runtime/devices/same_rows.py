@@ -7,10 +7,13 @@ from collections.abc import Generator, Mapping, Sequence
 from ..batching.balance import Block
 from ..engine.records import PassCounts
 from ..engine.sequence import Completion, Request, Unfinished
-from ..session import OnPass, Session
-from .agreement import Agreement
+from ..engine.sequence import Sequence as Running
+from ..session import OnPass, Seats, Session
+from .agreement import KIND, Agreement
 from .messages import Finished
 from .sharded_session import RankSession
+
+LEAST = "least"
 
 
 class BetweenPasses(Agreement):
@@ -19,9 +22,20 @@ class BetweenPasses(Agreement):
     def should_stop(self) -> bool:
         return False
 
+    def least(self, counts: Sequence[int | None]) -> list[int | None]:
+        """What all ranks have of each of these, given what this one has; None: as the policy says."""
+        met = [each[LEAST] for each in self.ranks.exchange({KIND: LEAST, LEAST: counts})]
+        return [min(each) if None not in each else None for each in zip(*met, strict=True)]
+
 
 class SameRowsSession(RankSession):
-    """`RankSession`, where each rank has all rows. Records have the times and bytes of this rank."""
+    """`RankSession`, where each rank has all rows, and none takes more memory for them than every rank has: so, as all
+    know the same tokens, they admit the same rows. Records have the times and bytes of this rank."""
+
+    @property
+    def _between(self) -> BetweenPasses:
+        assert isinstance(self._agreement, BetweenPasses), "ranks have the same rows"
+        return self._agreement
 
     def _part(
         self,
@@ -33,6 +47,26 @@ class SameRowsSession(RankSession):
     ) -> Generator[tuple[int, Completion]]:
         self._requests = requests
         return Session.wave(self, block, left, requests, unfinished, on_pass)
+
+    def _part_of_stream(
+        self,
+        order: Sequence[int],
+        requests: Sequence[Request],
+        unfinished: Mapping[int, Unfinished],
+        on_pass: OnPass,
+    ) -> Generator[tuple[int, Completion]]:
+        self._requests = requests
+        return Session.stream(self, order, requests, unfinished, on_pass)
+
+    def _chunks(
+        self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
+    ) -> Sequence[int | None]:
+        return self._between.least(super()._chunks(block, requests, lanes))
+
+    def _seats(self) -> Seats:
+        num_pages = self._plan.placement.kv.num_pages
+        [least] = self._between.least([num_pages])
+        return Session._seats(self)._replace(others_pages=num_pages - (least or 0))
 
     def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
         return counts or PassCounts.total([]), self._take_finished()

@@ -39,7 +39,7 @@ class RankSession(Session):
         super().__init__(model, engine, plan, plan.policy, opening_seconds=opening_seconds, reasoning=reasoning)
         self._agreement, self._ranks = agreement, agreement.ranks
         self._requests: Sequence[Request] = ()
-        agreement.states = super().snapshot
+        agreement.rows, agreement.states = lambda: self._open, super().snapshot
 
     def wave(
         self,

@@ -13,7 +13,7 @@ from ..ranks.ranks import Ranks
 from ..ranks.shared_memory import SharedMemory
 from ..stream.fillings import Together
 from .agreement import Agreement
-from .tensor_session import PassAgreement
+from .tensor_agreement import PassAgreement
 
 
 def made_memory(ranks: Ranks) -> SharedMemory | None:

@@ -28,10 +28,6 @@ def for_ranks(config: RuntimeConfig, way: Way = Way.sharded) -> RuntimeConfig:
     where they ask for it."""
     paging, num_beams, is_divided = config.offload.expert_paging, config.sampling.num_beams or 1, way is Way.pipeline
     require(
-        way is Way.sharded or config.policy.admission is Admission.wave,
-        NOT_YET.format(way.value, "policy.admission=continuous", "set policy.admission=wave"),
-    )
-    require(
         is_divided or paging in (ExpertPaging.auto, ExpertPaging.off),
         NOT_YET.format(way.value, f"offload.expert_paging={paging.value}", "layers are read whole, with auto or off"),
     )
@@ -55,9 +51,9 @@ def require_generating(requests: Sequence[Request], way: Way) -> None:
     require(is_all, NOT_YET.format(way.value, "scores and embeddings", "take devices=one"))
 
 
-def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_ranks: int) -> RunPlan:
-    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests or
-    weights, and BudgetError."""
+def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_shares: int) -> RunPlan:
+    """The plan that rank 0 tells of, as every rank makes it; rows go to `num_shares` ranks, each to one of them. Raises
+    ConfigError where this rank has other requests or weights, and BudgetError."""
     if told["requests"] != digest_of(requests):
         raise ConfigError(
             "devices: this rank has read other rows than rank 0: all ranks need the same data set, "
@@ -75,7 +71,7 @@ def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_r
     problem = Problem(shape=planner.model.shape, config=config, budgets=budgets, sizes=sizes, rates=None)
     plan = plan_policy(problem, blocks=read_blocks(told))
     if policy.admission is Admission.continuous:
-        _require_pages(plan, requests, num_ranks)
+        _require_pages(plan, requests, num_shares)
     return plan
 
 

@@ -1,7 +1,8 @@
-"""Ranks of which one is killed, again and again: python -m tests.jobs.rank_loop [ranks=2] [rounds=10] [seed=0]
-[tokens=400] [continuous=1] [way=sharded].
+"""Ranks of which one is killed, again and again: python -m tests.jobs.rank_loop [ranks=2] [rounds=10] [stops=1]
+[seed=0] [tokens=400] [continuous=1] [way=sharded].
 
-After each kill the others end by themselves with 75; at the end each row is there once, with the tokens of one process.
+After each kill the others end by themselves with 75, and behind those so many times all where one has been sent
+SIGTERM; at the end each row is there once, with the tokens of one process.
 """
 
 import os
@@ -121,10 +122,11 @@ def kill_one(
     *,
     helped: bool = False,
     apart: bool = False,
+    gently: bool = False,
 ) -> list[int]:
-    """Starts the ranks, kills one behind the first file of that name that this start has written, and gives the exit
-    codes of the others. They end by themselves, or if `helped` by SIGTERM, which launchers send: those that have not
-    met yet wait for one another. Where the run ends before, there are none."""
+    """Starts the ranks, kills one behind the first file of that name that this start has written, `gently` by SIGTERM,
+    and gives the exit codes of the others. They end by themselves, or if `helped` by SIGTERM, which launchers send:
+    those that have not met yet wait for one another. Where the run ends before, there are none."""
     begin, ranks = time.time_ns(), case.start(num_ranks, apart=apart)
 
     def is_written() -> bool:
@@ -136,13 +138,13 @@ def kill_one(
     if not ranks[victim].is_alive():
         assert end_of(ranks) == [0] * num_ranks
         return []
-    ranks[victim].kill()
+    (ranks[victim].terminate if gently else ranks[victim].kill)()
     if helped:
         time.sleep(1.0)
         for each in ranks:
             each.terminate()
     codes = end_of(ranks)
-    assert codes.pop(victim) == -signal.SIGKILL
+    assert codes.pop(victim) == (RESUMABLE if gently else -signal.SIGKILL)
     early = -signal.SIGTERM if helped else None  # of one that had not yet come to handle it
     return [RESUMABLE if code == early else code for code in codes if code is not None]
 
@@ -171,8 +173,8 @@ def _alone(case: Case) -> None:
     generate(case.config("alone"), lambda: False)
 
 
-def check(case: Case, num_rounds: int, most_ranks: int, seed: int) -> int:
-    """How many of the rounds killed one; the last start is left alone."""
+def check(case: Case, num_rounds: int, num_stops: int, most_ranks: int, seed: int) -> int:
+    """How many of the rounds killed one; others stop one, and the last start is left alone."""
     chance, num_killed = random.Random(seed), 0
     for turn in range(num_rounds):
         size = chance.randint(2, most_ranks)
@@ -183,6 +185,12 @@ def check(case: Case, num_rounds: int, most_ranks: int, seed: int) -> int:
         assert set(codes) <= {RESUMABLE}, f"rank {victim} of {size} killed when {moment}: {codes}"
         print(f"rank {victim} of {size}, {'apart' if apart else 'together'}, when {moment}: {codes}", flush=True)
         num_killed += bool(codes)
+    for _ in range(num_stops):
+        size = chance.randint(2, most_ranks)
+        victim = chance.randrange(size)
+        codes = kill_one(case, size, victim, MOMENTS["a pass has ended"], chance.uniform(0.0, 0.2), gently=True)
+        assert set(codes) <= {RESUMABLE}, f"rank {victim} of {size} stopped: {codes}"
+        print(f"rank {victim} of {size} stopped: {codes}", flush=True)
     assert end_of(case.start(2)) == [0, 0]
     require_equal(case)
     return num_killed
@@ -195,7 +203,8 @@ def main(words: Sequence[str]) -> None:
         admission = Admission.continuous if given.get("continuous") else Admission.wave
         tokens = given.get("tokens", 400)
         case = Case(home=Path(home), num_rows=36, num_new_tokens=tokens, admission=admission, way=way)
-        killed = check(case, given.get("rounds", 10), given.get("ranks", 2), given.get("seed", 0))
+        rounds, stops = given.get("rounds", 10), given.get("stops", 1)
+        killed = check(case, rounds, stops, given.get("ranks", 2), given.get("seed", 0))
     print(f"{killed} kills of a rank; {case.num_rows} rows, each once and as one process makes them")
 
 

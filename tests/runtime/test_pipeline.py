@@ -24,10 +24,13 @@ from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
 from tests.runtime.test_families import GREEDY, config_for
 from tests.runtime.test_ranks import completed, counted_reads, stopped_once
-from tests.support import Reference
+from tests.runtime.uneven_pages import Admitted, admitted, continuous
+from tests.support import NUM_NEW_TOKENS, Reference
 
 PIPELINE = DevicesConfig(way=Way.pipeline)
+LONG = 40  # new tokens, with which rows outgrow the pages that they enter with
 Asked = tuple[RuntimeConfig, Sequence[Sequence[int]]]
+Generated = list[list[list[int]]]
 References = Callable[[str], Reference]
 FAMILIES = {  # all of them, in every tier: python -m tests.runtime.pipeline_families
     "llama, tied": Tier.nvme,
@@ -37,15 +40,21 @@ FAMILIES = {  # all of them, in every tier: python -m tests.runtime.pipeline_fam
 }
 
 
-def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
+def generated(ranks: Ranks, asked: Sequence[Asked]) -> Generated:
     """What each of several runs generates, one after another."""
     ranks.devices = PIPELINE
     return [completed(Runtime(config, ranks=ranks), prompts) for config, prompts in asked]
 
 
+def played(ranks: Ranks, asked: Sequence[Asked], coming: Sequence[Asked]) -> tuple[Generated, list[Admitted]]:
+    """What several runs generate, and how others admit their rows."""
+    return generated(ranks, asked), [admitted(ranks, *each) for each in coming]
+
+
 def test_tokens_of_two_ranks_are_those_of_transformers_however_a_pass_is_played(reference: References) -> None:
     """Families in packed and padded lanes, in memory and from disk; prompts in pieces, attention on the CPU, keys and
-    values that travel, experts together and one by one, several blocks, and a policy that is open."""
+    values that travel, experts together and one by one, several blocks, and a policy that is open. Then rows that enter
+    as others end, one of them behind others that gave way, where one rank has fewer pages than the other."""
     pairs = [(reference(family), tier) for family, tier in FAMILIES.items()]
     asked = [(config_for(each, tier), each.prompts) for each, tier in pairs]
     ref, experts = reference("llama"), reference("qwen3-moe")
@@ -61,8 +70,16 @@ def test_tokens_of_two_ranks_are_those_of_transformers_however_a_pass_is_played(
     asked += [(replace(batched, policy=replace(batched.policy, schedule=Order.module_batched)), experts.prompts)]
     asked += [(replace(batched, offload=replace(batched.offload, expert_paging=ExpertPaging.hit)), experts.prompts)]
     expected = [each.expected for each, _ in pairs] + [ref.expected] * 5 + [experts.expected] * 2
-    for found in in_ranks(2, generated, asked):
-        assert found == expected
+    padded, disk = reference("bloom"), config_for(ref, Tier.nvme)
+    coming = [(continuous(plain, LONG), ref.prompts), (continuous(disk), ref.prompts)]
+    coming += [(continuous(config_for(padded)), padded.prompts)]
+    first, second = in_ranks(2, played, asked, coming)
+    assert first == second, "all admit the same rows"
+    assert first[0] == expected
+    long, *others = first[1]
+    assert [tokens[:NUM_NEW_TOKENS] for tokens in long.tokens] == ref.expected
+    assert long.num_preempted
+    assert [each.tokens for each in others] == [ref.expected, padded.expected]
 
 
 def test_four_ranks_come_to_the_draws_of_one_process(

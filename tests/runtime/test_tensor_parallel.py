@@ -21,6 +21,7 @@ from tests.processes import PROCESSES
 from tests.rank_processes import in_ranks
 from tests.runtime.test_families import GREEDY, config_for
 from tests.runtime.test_ranks import completed, stopped_once
+from tests.runtime.uneven_pages import Admitted, admitted, continuous
 from tests.support import Reference, synthesize
 from tests.tensor_bytes import TENSOR, held
 
@@ -41,6 +42,16 @@ def together(ranks: Ranks, asked: Sequence[Asked]) -> list[Found]:
     return [_found(ranks, *each) for each in asked]
 
 
+def played(
+    ranks: Ranks, asked: Sequence[Asked], coming: Sequence[Asked], drawn: RuntimeConfig
+) -> tuple[list[Found], list[Admitted], Found]:
+    """What several runs come to, how others admit their rows, and what one does that each rank draws with a seed of its
+    own."""
+    found, entered = together(ranks, asked), [admitted(ranks, *each) for each in coming]
+    seeded = replace(drawn, sampling=replace(drawn.sampling, seed=ranks.rank))
+    return found, entered, _found(ranks, seeded, coming[0][1])
+
+
 def _found(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> Found:
     try:
         return Found(completed(Runtime(config, ranks=ranks), prompts))
@@ -54,7 +65,8 @@ def of_one(asked: Sequence[Asked]) -> list[Found]:
 
 def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(reference: References) -> None:
     """Numbers that go on as parts by a class's plan, that are made whole at once, experts, and one matrix for both
-    ends; prompts in pieces, keys and values that travel, and experts of all lanes at once."""
+    ends; prompts in pieces, keys and values that travel, and experts of all lanes at once; rows that enter as others
+    end, where one rank has fewer pages. Ranks that draw other tokens than one another are seen."""
     refs = [reference(family) for family in FAMILIES]
     llama, moe = refs[0], refs[1]
     plain, mixture = config_for(llama), config_for(moe)
@@ -67,11 +79,17 @@ def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(referenc
     refused = {"deepseek-v3": "latents are of all heads", "bloom": "padded lanes keep all heads"}
     configs = [(config, ref.prompts) for config, ref in asked]
     configs += [(config_for(reference(family)), llama.prompts) for family in refused]
-    for found in in_ranks(2, together, configs):
-        assert [each.tokens for each in found[: len(asked)]] == [ref.expected for _, ref in asked]
-        for each, why in zip(found[len(asked) :], refused.values(), strict=True):
-            assert "devices.way=tensor" in each.error
-            assert why in each.error
+    coming = [(continuous(config_for(llama, tier)), llama.prompts) for tier in (Tier.cpu, Tier.nvme)]
+    drawn = config_for(llama, sampling=replace(GREEDY, temperature=0.8))
+    first, second = in_ranks(2, played, configs, coming, drawn)
+    assert first == second, "all admit the same rows"
+    found, entered, unlike = first
+    assert [each.tokens for each in found[: len(asked)]] == [ref.expected for _, ref in asked]
+    for each, why in zip(found[len(asked) :], refused.values(), strict=True):
+        assert "devices.way=tensor" in each.error
+        assert why in each.error
+    assert [each.tokens for each in entered] == [llama.expected] * 2
+    assert "rank 1 has come to other tokens than rank 0" in unlike.error
 
 
 def test_four_ranks_come_to_the_tokens_of_one_process(tmp_path: Path) -> None:

@@ -1,21 +1,17 @@
-"""A session of ranks that divide the layers of a model: all play the same passes of the same rows, the last one draws
+"""What ranks agree on that divide the layers of a model: all play the same passes of the same rows, the last one draws
 the tokens, and all are told them. So all come to the same, and rank 0 alone need write it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from ..batching.balance import Block
 from ..engine.records import Phase
-from ..engine.sequence import Request, Unfinished
-from ..engine.sequence import Sequence as Running
+from ..engine.sequence import Unfinished
 from ..errors import Interrupted
 from ..ranks.line import Line
 from ..ranks.ranks import STOPPED, Message
 from .agreement import KIND, LANES, STATES, STOPPING
 from .messages import read_states
-from .same_rows import BetweenPasses, SameRowsSession
-
-CHUNKS = "chunks"
+from .same_rows import BetweenPasses
 
 
 class PipelineAgreement(BetweenPasses):
@@ -33,12 +29,6 @@ class PipelineAgreement(BetweenPasses):
         while self._met({KIND: LANES, STOPPING: self._asked_to_stop()})[0][KIND] == STATES:
             self._keep(self.ranks.exchange(self._own_states()))
         return num_lanes, phase
-
-    def least_chunks(self, chunks: Sequence[int | None]) -> list[int | None]:
-        """The tokens of a chunk that all ranks have room for, of each lane, given this one's."""
-        met = self._met({KIND: CHUNKS, CHUNKS: chunks})
-        each = zip(*(message[CHUNKS] for message in met), strict=True)
-        return [min(sizes) if None not in sizes else None for sizes in each]
 
     def all_states(self) -> dict[int, Unfinished]:
         """What the last rank says; of rank 0 alone, between two passes or behind the last one. Where it cannot be asked
@@ -73,12 +63,3 @@ class PipelineAgreement(BetweenPasses):
 
     def _keep(self, met: list[Message]) -> None:
         self._known = read_states(met[-1]["states"])
-
-
-class PipelineSession(SameRowsSession):
-    def _chunks(
-        self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
-    ) -> Sequence[int | None]:
-        """The most tokens that all ranks have room for."""
-        assert isinstance(self._agreement, PipelineAgreement), "ranks divide the layers"
-        return self._agreement.least_chunks(super()._chunks(block, requests, lanes))
