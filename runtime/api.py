@@ -28,6 +28,7 @@ from .config import (
 )
 from .devices.agreement import KIND, Agreement
 from .devices.messages import Values, written_plan
+from .devices.own_device import device_of, require_alike
 from .devices.pipeline import Pipeline
 from .devices.pipeline_agreement import PipelineAgreement
 from .devices.same_rows import BetweenPasses, SameRowsSession
@@ -133,7 +134,10 @@ class Runtime(Closing):
         self._is_closed = False
         self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
-        self.device = device if isinstance(device, ComputeDevice) else ComputeDevice(name)
+        if isinstance(device, ComputeDevice):
+            self.device = device
+        else:
+            self.device = ComputeDevice(name) if ranks is None else device_of(ranks, name)
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:
@@ -141,6 +145,8 @@ class Runtime(Closing):
         self.model: LoadedModel = self._loaded()
         self.config = as_the_model_says(self.config, self.model)
         self._refuse_early()
+        if ranks is not None:
+            require_alike(ranks, self.model, self.device)
         self._pipeline: Pipeline | None = None
         if ranks is not None and ranks.devices.way is Way.pipeline:
             self._pipeline = Pipeline(ranks, self.model, self.config.offload, self.device)
@@ -208,7 +214,7 @@ class Runtime(Closing):
         """Refuses what cannot be by the settings and the model alone: before rows are read, not behind them."""
         require_beams_fit(self.config.policy, self.config.sampling)
         if self.ranks is not None:
-            require_shareable(self.model.shape, self.ranks.devices.way, has_device=self.device.is_accelerator)
+            require_shareable(self.model.shape, self.ranks.devices.way)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
 

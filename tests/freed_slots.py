@@ -34,8 +34,8 @@ def freed_slots_are_spoiled() -> Iterator[None]:
         slot_made(slot, number, buffer, device)
         when_recorded(slot.free, buffer)
 
-    def make_staging(slot: StagingSlot, buffer: torch.Tensor, device: ComputeDevice) -> None:
-        staging_made(slot, buffer, device)
+    def make_staging(slot: StagingSlot, number: int, buffer: torch.Tensor, device: ComputeDevice) -> None:
+        staging_made(slot, number, buffer, device)
         when_recorded(slot.free, buffer)
 
     def make_kv_slot(slot: KVSlot, buffer: torch.Tensor, staging: torch.Tensor, device: ComputeDevice) -> None:

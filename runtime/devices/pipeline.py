@@ -43,21 +43,22 @@ class Pipeline:
         require(not model.habits.apart, NOT_YET.format(way, f"rows apart ({model.habits.apart})", "take devices=one"))
         own = budgets_of(offload, device)
         own = replace(own, host_bytes=own.host_bytes // ranks.machines.count(ranks.machines[ranks.rank]))
-        met = ranks.exchange({"host_bytes": own.host_bytes, "weights": model.fingerprint})
+        met = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})
         is_same = all(each["weights"] == met[0]["weights"] for each in met)
         require(is_same, f"devices.way={way}: ranks have other weights than rank 0 at model.path")
         self.rank, self.size = ranks.rank, ranks.size
-        self.budgets = tuple(replace(own, host_bytes=each["host_bytes"]) for each in met)
+        self.budgets = tuple(Budgets(**each["budgets"]) for each in met)
         self.whole = model.shape
         self.parts = _parts(model.shape, self.budgets)
-        self.line = Line(ranks)
+        self.line, self._device = Line(ranks), device.torch_device
 
     def part_of(self, model: LoadedModel) -> LoadedModel:
         """The model with this rank's stages alone. Mutates its modules."""
         config = copy.deepcopy(model.staged.model.config)
         for each in (config, config.get_text_config(decoder=True)):
             each._attn_implementation = "eager"
-        keep_part(model.staged, self.parts[self.rank], handed_on(build_meta_model(config, model.compute_dtype)))
+        layers = handed_on(build_meta_model(config, model.compute_dtype))
+        keep_part(model.staged, self.parts[self.rank], layers, self._device)
         return replace(model, shape=self.shapes[self.rank])
 
     @cached_property
@@ -110,7 +111,7 @@ def _parts(shape: ModelShape, budgets: Sequence[Budgets]) -> tuple[range, ...]:
     must."""
     parts = divided(shape.stages, len(budgets))
     heaviest = max(part_of(shape, part).weight_bytes for part in parts)
-    is_crowded = heaviest > CROWDED * min(each.host_bytes for each in budgets)
+    is_crowded = heaviest > CROWDED * min(each.compute_bytes for each in budgets)
     return divided(shape.stages, len(budgets), with_tables=True) if is_crowded else parts
 
 

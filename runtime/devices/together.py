@@ -38,13 +38,16 @@ def agreement_of(together: Together, should_stop: Callable[[], bool]) -> Agreeme
 
 
 def budgets_of_ranks(ranks: Ranks, own: Budgets) -> Budgets:
-    """What all ranks together may use, given what this one's machine may: that, where they see its memory; otherwise as
-    many times what a rank has where that is least, as all are given equally many rows; or that once, where each plans
-    for its part of the model. All ranks ask at once."""
+    """What all ranks together may use, given what this one's machine and device may: the machine's, where they see its
+    memory; otherwise as many times what a rank has where that is least, as all are given equally many rows; or that
+    once, where each plans for its part of the model. Of devices the same. All ranks ask at once."""
+    met = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
+    least = min(each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(met))
+    device = None if own.device_bytes is None else min(each["device_bytes"] for each in met)
+    if ranks.devices.way is Way.tensor:
+        return replace(own, host_bytes=least, device_bytes=device)
+    if device is not None:
+        own = replace(own, device_bytes=ranks.size * device, num_devices=ranks.size)
     if ranks.sees_memory:
         return own
-    met = ranks.exchange({"host_bytes": own.host_bytes})
-    least = min(each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(met))
-    if ranks.devices.way is Way.tensor:
-        return replace(own, host_bytes=least)
     return replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)

@@ -39,9 +39,8 @@ def for_ranks(config: RuntimeConfig, way: Way = Way.sharded) -> RuntimeConfig:
     return replace(config, offload=replace(config.offload, expert_paging=ExpertPaging.off), policy=policy)
 
 
-def require_shareable(shape: ModelShape, way: Way, *, has_device: bool) -> None:
-    """Raises ConfigError for a model, or a device, that ranks cannot share the reads of."""
-    require(not has_device, NOT_YET.format(way.value, "an accelerator", "machine=cpu, or devices=one"))
+def require_shareable(shape: ModelShape, way: Way) -> None:
+    """Raises ConfigError for a model that ranks cannot share."""
     require(not shape.has_encoder, NOT_YET.format(way.value, "an encoder in front of a decoder", "take devices=one"))
 
 

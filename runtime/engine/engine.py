@@ -61,7 +61,7 @@ class Engine:
         line: Line | None = None,
     ):
         self._agree = agree
-        self._neighbours = Neighbours(line, sampler.num_numbers) if line is not None else None
+        self._neighbours = Neighbours(line, sampler.num_numbers, setup.device) if line is not None else None
         loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
@@ -123,7 +123,7 @@ class Engine:
         """Draws the next tokens of all lanes, hands them out, and sums the pass up; sequences that have finished leave
         their lanes. The one place where a decode pass waits for the device."""
         if self._neighbours is not None:
-            drawn = self._neighbours.drawn(batch.lanes, self._device.brought)
+            drawn = self._neighbours.drawn(batch.lanes)
         else:
             drawn = self._device.brought([lane.draw() for lane in batch.lanes])
         counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(batch.lanes, drawn, strict=True)])

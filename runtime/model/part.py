@@ -25,13 +25,14 @@ class _LeftRank(Exception):
     """The next layer is another rank's, which is handed what is in the run's `leaving`."""
 
 
-def keep_part(staged: StagedModel, part: range, layers: Sequence[HandedOn]) -> None:
+def keep_part(staged: StagedModel, part: range, layers: Sequence[HandedOn], device: torch.device) -> None:
     """Mutates the model: of its stages only those of `part` ask for weights from now on, and a run of
-    `until_it_leaves` ends behind them. `layers` as `handed_on` gives them, of decoder layers from stage 1 on."""
+    `until_it_leaves` ends behind them. `layers` as `handed_on` gives them, of decoder layers from stage 1 on;
+    on `device`."""
     for module in staged.modules:
         handed = layers[module.stage - 1] if 0 < module.stage <= len(layers) else None
         if module.stage == EMBEDDING and EMBEDDING not in part:
-            module.stand_in = partial(_hollow, module, hollow_weights(staged, EMBEDDING, torch.device("cpu")))
+            module.stand_in = partial(_hollow, module, hollow_weights(staged, EMBEDDING, device))
         elif handed is None:
             continue
         elif module.stage < part.start:

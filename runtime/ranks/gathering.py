@@ -11,8 +11,8 @@ from .ranks import Ranks
 
 class Gathering:
     """All ranks make the same calls in the same order, of equal shapes. Outside of its `with` block each is alone, and
-    takes its own part for that of all others: shapes are right then, and numbers are not. `received_bytes`: from all
-    others, so far. Raises PeerEnded where one has ended."""
+    takes its own part for that of all others: shapes are right then, and numbers are not. What an accelerator has
+    goes by way of host memory. `received_bytes`: from all others, so far. Raises PeerEnded where one has ended."""
 
     def __init__(self, ranks: Ranks):
         self.ranks, self.received_bytes = ranks, 0
@@ -35,22 +35,22 @@ class Gathering:
         """The parts of all ranks behind one another along `dim`."""
         if not self._is_going or part.is_meta:
             return torch.cat([part] * self.count, dim)
-        part = part.contiguous()
+        device, part = part.device, part.contiguous().cpu()
         found = torch.empty(self.count, *part.shape, dtype=part.dtype)
         raw, raws = part.view(-1).view(torch.uint8), found.view(self.count, -1).view(torch.uint8)
         self._run(lambda: dist.all_gather([*raws.unbind()], raw, group=self.ranks.group))
         self.received_bytes += (self.count - 1) * part.nbytes
         at = dim % part.ndim
-        return found.movedim(0, at).flatten(at, at + 1)
+        return found.movedim(0, at).flatten(at, at + 1).to(device)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, of which each number is zero in all but one: in any order it is that number."""
         if not self._is_going or part.is_meta:
             return part
-        part = part.contiguous()
+        device, part = part.device, part.contiguous().cpu()
         self._run(lambda: dist.all_reduce(part, group=self.ranks.group))
         self.received_bytes += 2 * (self.count - 1) * part.nbytes // self.count
-        return part
+        return part.to(device)
 
     def _run(self, call: Callable[[], object]) -> None:
         try:

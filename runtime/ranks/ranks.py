@@ -69,6 +69,11 @@ class Ranks(Closing):
         return self.machines.count(self.machines[self.rank])
 
     @property
+    def num_before_here(self) -> int:
+        """Those of them of lower numbers."""
+        return self.machines[: self.rank].count(self.machines[self.rank])
+
+    @property
     def sees_memory(self) -> bool:
         """Whether weights lie in memory that all ranks see."""
         gather = self.devices.gather

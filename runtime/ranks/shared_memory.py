@@ -7,6 +7,7 @@ of them, however they end. Ranks take buffers out of it in one order, so that ea
 import mmap
 import os
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from ..errors import ConfigError, require
 from ..units import GIB, round_up
 from .ranks import Ranks
 
+Mapped = TypeVar("Mapped", bound=mmap.mmap)
 FILE_BYTES = 16 * 1024 * GIB  # of addresses; only what is written takes memory
 PAGE_BYTES = 4096
 
@@ -57,16 +59,16 @@ class SharedMemory(Closing):
         """The process and the descriptor by which others open it."""
         return os.getpid(), self._descriptor
 
-    def buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8, page-aligned, zero until somebody writes. Every rank takes the same ones in the same order."""
+    def mapped(self, num_bytes: int, kind: type[Mapped] = mmap.mmap) -> Mapped:
+        """Whole pages, zero until somebody writes. Every rank takes the same ones in the same order."""
         size = round_up(max(num_bytes, 1), PAGE_BYTES)
-        memory = mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, offset=self._taken_bytes)
+        memory = kind(self._descriptor, size, mmap.MAP_SHARED, offset=self._taken_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._taken_bytes += size
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
 
     def cells(self, count: int) -> torch.Tensor:
         """int64; each is written by one rank alone, which only ever raises it."""
-        return self.buffer(8 * count).view(torch.int64)[:count]
+        return torch.frombuffer(self.mapped(8 * count), dtype=torch.int64)[:count]

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,17 +25,29 @@ from ..ranks.shared_memory import SharedMemory
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from .device import ComputeDevice
-from .slots import Transfer
+from .pinned import Pinnable, pin
 
 POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks at the cells; looks between two at the other processes
 
 
+class Transfer(Protocol):
+    """Bytes on their way, for the engine's thread to wait for; `timing` is of one that was waited for."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def timing(self) -> ChunkTiming: ...
+
+    def wait(self) -> None: ...
+
+
 class Filling(Closing):
-    """Only the engine's thread calls it. `number` is of a slot, or of memory that is filled once."""
+    """Of one thread at a time but for `abandon`. `number` is of a slot, or of memory that is filled once."""
 
     @abstractmethod
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Memory to be filled, where compute finds it."""
+        """Host memory to be filled: where compute finds it, or pinned in front of an accelerator."""
 
     @abstractmethod
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> Transfer:
@@ -47,7 +60,7 @@ class Filling(Closing):
         return buffer
 
     def free(self, number: int) -> None:
-        """The compute that looks at the slot has ended."""
+        """Nobody here looks at what is in the slot any more."""
 
     def abandon(self) -> None:
         """Nobody waits any more for what has begun."""
@@ -63,13 +76,13 @@ class OwnFilling(Filling):
         self._device, self._reader = device, reader
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        return self._device.compute_buffer(num_bytes)
+        return self._device.host_buffer(num_bytes)
 
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> PendingTransfer:
         return self._reader.submit(extents, buffer.numpy().data)
 
     def staying(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
-        """Reads it, or on a CPU waits for the one of several workers that does."""
+        """Reads it, or waits for the one of several workers that does."""
         return self._device.host_weights(extents, num_bytes, partial(read_whole, self._reader, extents))
 
 
@@ -82,13 +95,14 @@ class SharedFilling(Filling):
     """Reads of all ranks of a machine. Two threads wait, so that the engine's goes on: one until a slot is free
     everywhere, the other until this rank's share is there, to say so."""
 
-    def __init__(self, memory: SharedMemory, reader: Reader, *, num_slots: int, num_once: int):
-        self._memory, self._reader = memory, reader
-        size, numbers = memory.ranks.size, num_slots + num_once
+    def __init__(self, memory: SharedMemory, device: ComputeDevice, reader: Reader, *, count: int):
+        """`count`: of numbers."""
+        self._memory, self._device, self._reader = memory, device, reader
+        size = memory.ranks.size
         self._rank, self._size = memory.ranks.rank, size
-        cells = memory.cells(2 * size * numbers).view(2, size, numbers).numpy()
+        cells = memory.cells(2 * size * count).view(2, size, count).numpy()
         self._freed, self._arrived = cells[0], cells[1]
-        self._num_begun, self._num_freed = [0] * numbers, [0] * numbers  # fills and frees, as this rank orders them
+        self._num_begun, self._num_freed = [0] * count, [0] * count  # fills and frees, as this rank orders them
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="share-read")
         self._telling = ThreadPoolExecutor(1, thread_name_prefix="share-there")
         self._is_abandoned = threading.Event()
@@ -101,7 +115,11 @@ class SharedFilling(Filling):
         self._is_abandoned.set()
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        return self._memory.buffer(num_bytes)
+        memory = self._memory.mapped(num_bytes, Pinnable)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        if self._device.is_accelerator:
+            pin(memory, buffer)
+        return buffer
 
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "SharedTransfer":
         self._num_begun[number] += 1

@@ -20,13 +20,11 @@ def filling_of(
     device: ComputeDevice,
     reader: Reader,
     *,
-    num_slots: int,
-    num_once: int,
+    count: int,
 ) -> Filling:
-    """Who fills `num_slots`, and memory `num_once` times. None, or a part of the model: this process reads
-    alone."""
+    """Who fills memory of `count` numbers. None, or a part of the model: this process reads alone."""
     if together is None or isinstance(together, Gathering):
         return OwnFilling(device, reader)
     if isinstance(together, Collectives):
         return GatheredFilling(together, device, reader)
-    return SharedFilling(together, reader, num_slots=num_slots, num_once=num_once)
+    return SharedFilling(together, device, reader, count=count)

@@ -46,7 +46,7 @@ class GatheredFilling(Filling):
         self._collectives.abandon()
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        return self._device.compute_buffer(num_bytes)
+        return self._device.host_buffer(num_bytes)
 
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "GatheredTransfer":
         ranks = self._collectives.ranks

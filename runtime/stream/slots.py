@@ -7,21 +7,20 @@ of their own, so that the engine's goes on and queues the compute that is due me
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 
 from ..closing import Closing
 from ..plan.shape.extents import Extent
-from ..store.reader import Reader
-from ..store.transfer import ChunkTiming, PendingTransfer
+from ..store.transfer import ChunkTiming
 from .device import ComputeDevice, Event
+from .filling import Filling, Transfer
 
 
 class LaterTransfer:
     """A transfer that another thread begins, or waits for; to whoever waits for it, as `PendingTransfer`."""
 
-    def __init__(self, begun: Future[PendingTransfer]):
+    def __init__(self, begun: Future[Transfer]):
         self.begun = begun
 
     @property
@@ -37,21 +36,23 @@ class LaterTransfer:
 
 
 class StagingSlot:
-    """`left` is the last copy out of it, done when that has been queued; then `free` says when it has left."""
+    """`number` counts from 0. `left` is the last copy out of it, done when that has been queued; then `free` says when
+    it has left. `is_used`: something was read into it."""
 
-    def __init__(self, buffer: torch.Tensor, device: ComputeDevice):
-        self.buffer = buffer
+    def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
+        self.number, self.buffer, self.is_used = number, buffer, False
         self.free: Event = device.new_event()
-        self.left: Future[PendingTransfer] | None = None
+        self.left: Future[Transfer] | None = None
         self.reads: dict[int, LaterTransfer] = {}  # by page
 
 
 class Staging(Closing):
     """Only the engine's thread calls it. Closing waits for all that has begun; what failed is in the transfers."""
 
-    def __init__(self, device: ComputeDevice, reader: Reader, *, num_slots: int, slot_bytes: int):
-        self._device, self._reader = device, reader
-        self._free = [StagingSlot(device.host_buffer(slot_bytes), device) for _ in range(num_slots)]
+    def __init__(self, device: ComputeDevice, filling: Filling, *, num_slots: int, slot_bytes: int):
+        """`filling` fills what is in host memory; its numbers below `num_slots` are those of these slots."""
+        self._device, self._filling = device, filling
+        self._free = [StagingSlot(n, filling.buffer(slot_bytes), device) for n in range(num_slots)]
         self._staged: dict[int, StagingSlot] = {}  # by stage
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights-read")
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
@@ -65,7 +66,7 @@ class Staging(Closing):
         if page == 0:
             self._staged[stage] = self._free.pop(0)
         slot = self._staged[stage]
-        slot.reads[page] = LaterTransfer(self._reading.submit(self._begin, slot, slot.left, extents))
+        slot.reads[page] = LaterTransfer(self._reading.submit(self._begin, slot, page, slot.left, extents))
 
     def buffer(self, stage: int) -> torch.Tensor:
         """What it is read into."""
@@ -95,34 +96,23 @@ class Staging(Closing):
         self._staged.clear()
 
     def _begin(
-        self, slot: StagingSlot, left: Future[PendingTransfer] | None, extents: Sequence[Extent]
-    ) -> PendingTransfer:
+        self, slot: StagingSlot, page: int, left: Future[Transfer] | None, extents: Sequence[Extent]
+    ) -> Transfer:
         if left is not None:
             left.result()
         slot.free.synchronize()
-        return self._reader.submit(extents, slot.buffer.numpy().data)
+        if page == 0 and slot.is_used:
+            self._filling.free(slot.number)
+        slot.is_used = True
+        return self._filling.fill(slot.number, extents, slot.buffer)
 
     @torch.inference_mode()
-    def _queue(
-        self, slot: StagingSlot, read: LaterTransfer, queue: Callable[[], None], is_last: bool
-    ) -> PendingTransfer:
+    def _queue(self, slot: StagingSlot, read: LaterTransfer, queue: Callable[[], None], is_last: bool) -> Transfer:
         read.wait()
         queue()
         if is_last:
             slot.free.record(self._device.copy_stream)
         return read.begun.result()
-
-
-class Transfer(Protocol):
-    """Bytes on their way, for the engine's thread to wait for; `timing` is of one that was waited for."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    @property
-    def timing(self) -> ChunkTiming: ...
-
-    def wait(self) -> None: ...
 
 
 class Slot:

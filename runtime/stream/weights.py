@@ -7,6 +7,7 @@ part. A stage is handed out as its bytes: a uint8 buffer and the layout that say
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import count
 from types import TracebackType
 from typing import NamedTuple
 
@@ -30,11 +31,11 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .counters import StreamCounters
 from .device import ComputeDevice, Part
-from .filling import read_whole
+from .filling import Transfer
 from .fillings import Together, filling_of
 from .gathered_filling import GatheredTransfer
 from .kept_weights import StageBytes, StreamWeights
-from .slots import Slot, Staging, Transfer
+from .slots import Slot, Staging
 
 NUM_MOVED = 4096  # pieces of stages whose moves are kept
 NUM_LAYOUTS = 256  # kept; experts as stages number ten thousand and more, and their layouts 30 MB
@@ -59,7 +60,7 @@ class WeightStream:
         to which is added what this one reads. `together`: what ranks that read together have in common; None: this
         process reads alone."""
         shape = dense_shape(shape, placement.paged)
-        self._shape, self._placement, self._device, self._reader = shape, placement, device, reader
+        self._shape, self._placement, self._device = shape, placement, device
         self._trace, self._name_of = trace, name_of
         self._layout = lru_cache(NUM_LAYOUTS)(lambda stage: slot_layout(shape.stages[stage]))
         self._moved = lru_cache(NUM_LAYOUTS)(lambda stage: device_layout([shape.stages[stage]], self._layout(stage)))
@@ -70,11 +71,14 @@ class WeightStream:
         self._held = held or StreamWeights()
         self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
-        num_once = len(placement.resident)
-        self._filling = filling_of(together, device, reader, num_slots=walk.num_slots, num_once=num_once)
-        self._free_slots = [Slot(n, self._filling.buffer(size), device) for n in range(walk.num_slots)]
-        num_staged = walk.num_staging_slots
-        self._staging = Staging(device, reader, num_slots=num_staged, slot_bytes=size) if num_staged else None
+        num_staged, has_device = walk.num_staging_slots, device.is_accelerator
+        num_slots = num_staged if has_device else walk.num_slots  # that are filled from files
+        num_once = 1 + len(walk.in_host) if has_device else len(placement.resident)
+        self._once = count(num_slots)  # numbers of memory that is filled once
+        self._filling = filling_of(together, device, reader, count=num_slots + num_once)
+        buffer = device.compute_buffer if has_device else self._filling.buffer
+        self._free_slots = [Slot(n, buffer(size), device) for n in range(walk.num_slots)]
+        self._staging = Staging(device, self._filling, num_slots=num_staged, slot_bytes=size) if num_staged else None
 
     def __enter__(self) -> "WeightStream":
         self._load_resident()
@@ -85,10 +89,10 @@ class WeightStream:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Waits for reads in flight: their threads write into buffers that are about to go."""
-        if self._staging is not None:
-            self._staging.close()
         if value is not None:
             self._filling.abandon()
+        if self._staging is not None:
+            self._staging.close()
         self._filling.close()
         for _, _, read in self._in_flight():
             try:
@@ -155,7 +159,8 @@ class WeightStream:
         slot = self._present.pop(stage)
         self._settle(stage, slot)
         slot.free.record(self._device.compute_stream())
-        self._filling.free(slot.number)
+        if not self._device.is_accelerator:
+            self._filling.free(slot.number)
         self._free_slots.append(slot)
 
     def drop(self) -> None:
@@ -251,32 +256,39 @@ class WeightStream:
         missing = {key: group_layout(group) for key, group in groups.items() if key not in self._held.resident}
         largest = max((layout.num_bytes for layout in missing.values()), default=0)
         is_staged = self._device.is_accelerator and bool(missing)
-        staging = self._device.host_buffer(min(largest, LOADING_BYTES)) if is_staged else None
-        for number, (key, layout) in enumerate(missing.items(), start=self._placement.walk.num_slots):
+        staging = _Loading(next(self._once), self._filling.buffer(min(largest, LOADING_BYTES))) if is_staged else None
+        for key, layout in missing.items():
             if staging is None:
-                placed, buffer = layout, self._filling.staying(number, layout.extents, layout.num_bytes)
+                placed, buffer = layout, self._filling.staying(next(self._once), layout.extents, layout.num_bytes)
             else:
-                buffer = self._filling.buffer(layout.num_bytes)
+                buffer = self._device.compute_buffer(layout.num_bytes)
                 placed = device_layout(groups[key], layout)
                 self._load_through(staging, layout, placed, buffer)
             self._held.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
         self._resident = {stage: self._held.resident[key] for key in groups for stage in key}
 
     def _load_through(
-        self, staging: torch.Tensor, layout: SlotLayout, placed: DeviceLayout, buffer: torch.Tensor
+        self, loading: "_Loading", layout: SlotLayout, placed: DeviceLayout, buffer: torch.Tensor
     ) -> None:
-        for window in layout.windows(len(staging)):
-            self._reader.submit(window.extents, staging.numpy().data).wait()
-            piece = HostPiece(window.begin, window.end, staging)
+        for window in layout.windows(len(loading.buffer)):
+            self._filling.fill(loading.number, window.extents, loading.buffer).wait()
+            piece = HostPiece(window.begin, window.end, loading.buffer)
             for move in placed.within(window.begin, window.end):
                 source, target = _part(piece, move, buffer)
                 target.copy_(source)
+            self._filling.free(loading.number)
 
     def _load_host_tier(self) -> None:
         for stage in sorted(self._placement.walk.in_host - self._held.in_host.keys()):
             layout = self._layout(stage)
-            read = partial(read_whole, self._reader, layout.extents)
-            self._held.in_host[stage] = self._device.host_weights(layout.extents, layout.num_bytes, read)
+            self._held.in_host[stage] = self._filling.staying(next(self._once), layout.extents, layout.num_bytes)
+
+
+class _Loading(NamedTuple):
+    """Host memory that what stays on a device passes through."""
+
+    number: int
+    buffer: torch.Tensor
 
 
 class HostPiece(NamedTuple):

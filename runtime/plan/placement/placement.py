@@ -19,25 +19,32 @@ from .memory import PAGE_TOKENS
 class Budgets:
     """Bytes that a run may use. `device_bytes` is None where compute happens in host memory; `library_bytes` of them
     are what the device's libraries take. Weights that stay in host memory are those of `num_sharers` processes, each of
-    which counts its share of them; or the budgets are those of `num_copies` processes together, each of which has them,
-    and slots, by itself."""
+    which counts its share of them; or the host's budget is that of `num_copies` processes together, each of which has
+    them, and slots, by itself, and the device's that of `num_devices`, of which each has all that of weights."""
 
     host_bytes: int
     device_bytes: int | None = None
     library_bytes: int = 0
     num_sharers: int = 1
     num_copies: int = 1
+    num_devices: int = 1
 
     @property
     def has_device(self) -> bool:
         return self.device_bytes is not None
 
+    @property
+    def compute_bytes(self) -> int:
+        """Of the memory where compute finds its weights."""
+        return self.host_bytes if self.device_bytes is None else self.device_bytes
+
     def copied(self, entry: Entry) -> Entry:
         """What of memory that each process has by itself counts here."""
-        if self.num_copies == 1:
-            return entry
-        equation = f"{entry.equation}, in each of {self.num_copies} processes"
-        return replace(entry, num_bytes=entry.num_bytes * self.num_copies, equation=equation)
+        return _times(entry, self.num_copies, "processes")
+
+    def computed(self, entry: Entry) -> Entry:
+        """What of memory where compute finds its weights counts, that each process has by itself."""
+        return _times(entry, self.num_devices, "devices") if self.has_device else self.copied(entry)
 
     def share(self, entry: Entry) -> Entry:
         """What of weights that stay in host memory counts here."""
@@ -48,6 +55,12 @@ class Budgets:
 
     def shared_bytes(self, num_bytes: int) -> int:
         return -(-num_bytes * self.num_copies // self.num_sharers)
+
+
+def _times(entry: Entry, count: int, what: str) -> Entry:
+    if count == 1:
+        return entry
+    return replace(entry, num_bytes=entry.num_bytes * count, equation=f"{entry.equation}, in each of {count} {what}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class Requirements:
         fixed = sum(entry.num_bytes for entry in self._fixed)
         if compute is None:
             return self.budgets.shared_bytes(resident_bytes) + fixed <= host
-        return resident_bytes + fixed <= compute
+        return resident_bytes * self.budgets.num_devices + fixed <= compute
 
     def ledgers(self, placement: Placement) -> tuple[Ledger, ...]:
         compute, budgets = self._compute_entries(placement), self.budgets
@@ -55,7 +55,7 @@ class Requirements:
         if not libraries:
             return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
         entries = lane_entries(self.shape, lanes, chunk, slack_bytes=0)
-        return (*self._kv_cost.compute, *entries, library_entry(libraries))
+        return (*self._kv_cost.compute, *entries, self.budgets.computed(library_entry(libraries)))
 
     @cached_property
     def _kv_cost(self) -> KVCost:
@@ -69,8 +69,8 @@ class Requirements:
             equation=f"{len(resident)} of {len(self.shape.stages)} stages",
         )
         entries = [
-            staying if self.budgets.has_device else self.budgets.share(staying),
-            self.budgets.copied(Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")),
+            self.budgets.computed(staying) if self.budgets.has_device else self.budgets.share(staying),
+            self.budgets.computed(Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")),
         ]
         if placement.paged:
             entries.append(slot_entry(self._expert_sizes(placement), placement.num_expert_slots))
@@ -95,11 +95,14 @@ class Requirements:
         walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
         staging = walk.num_staging_slots
         entries = [
-            Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
+            self.budgets.copied(
+                Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
+            )
         ]
         if placement.resident:
             loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
-            entries.append(Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned"))
+            entry = Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned")
+            entries.append(self.budgets.copied(entry))
         if walk.in_host:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
             num_bytes = sum(pinned_bytes(sizes[stage]) for stage in walk.in_host)

@@ -1,0 +1,117 @@
+"""Ranks that each have an accelerator come to the tokens of transformers, in every way; each takes another one."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from runtime import OffloadConfig, Runtime, RuntimeConfig
+from runtime.config import DevicesConfig, Gather, Tier, Way
+from runtime.devices.own_device import device_of, place_of, require_alike
+from runtime.errors import ConfigError
+from runtime.model.loading import LoadedModel
+from runtime.plan.placement.load import Load
+from runtime.plan.placement.placement import Budgets
+from runtime.plan.placement.placer import place
+from runtime.plan.shape.model import ModelShape
+from runtime.ranks.ranks import Ranks
+from runtime.stream.device import ComputeDevice
+from runtime.units import GIB
+from tests.fake_device import FakeDevice
+from tests.rank_processes import in_ranks
+from tests.runtime.test_fidelity import config_for
+from tests.runtime.test_ranks import completed, counted_reads
+from tests.runtime.test_weight_stream import shape, tensors
+from tests.support import Reference
+
+__all__ = ["shape", "tensors"]  # fixtures
+
+References = Callable[[str], Reference]
+Asked = tuple[DevicesConfig, RuntimeConfig, Sequence[Sequence[int]]]
+WAYS = (
+    DevicesConfig(way=Way.sharded, gather=Gather.memory),
+    DevicesConfig(way=Way.sharded, gather=Gather.collective),
+    DevicesConfig(way=Way.tensor),
+    DevicesConfig(way=Way.pipeline),
+)
+
+
+def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[tuple[list[list[int]], int]]:
+    """What each of several runs generates, and how many bytes this rank has read. Copies are late in every other
+    rank."""
+    found = list[tuple[list[list[int]], int]]()
+    for devices, config, prompts in asked:
+        ranks.devices = devices
+        device = FakeDevice((False, ranks.rank % 2 == 0))
+        with counted_reads() as read:
+            found.append((completed(Runtime(config, ranks=ranks, device=device), prompts), read.num_bytes))
+    return found
+
+
+def test_tokens_of_ranks_with_accelerators_are_those_of_transformers_in_every_way(reference: References) -> None:
+    """From disk and from host memory, with a layer that stays on the device and with none. Of what they share each rank
+    reads its share."""
+    ref, moe = reference("llama"), reference("qwen3-moe")
+    configs = [config_for(ref, tier=Tier.nvme, resident_layers=1), config_for(ref, tier=Tier.cpu, resident_layers=0)]
+    asked = [(way, config, ref.prompts) for way in WAYS for config in configs]
+    asked += [(WAYS[0], config_for(moe, tier=Tier.cpu, resident_layers=1), moe.prompts)]
+    ranks = in_ranks(2, generated, asked)
+    for found in ranks:
+        assert [tokens for tokens, _ in found] == [*[ref.expected] * (len(asked) - 1), moe.expected]
+    for (way, *_), (_, first), (_, second) in zip(asked, *ranks, strict=True):
+        if way.way is Way.sharded:
+            assert first == pytest.approx(second, rel=0.05)
+
+
+def test_of_devices_together_each_has_slots_and_weights_that_stay(shape: ModelShape) -> None:
+    config = RuntimeConfig(offload=OffloadConfig(tier=Tier.nvme, resident_layers=1))
+    found = dict[int, dict[str, int]]()
+    for count in (1, 2):
+        budgets = Budgets(host_bytes=GIB, device_bytes=count * GIB, num_devices=count)
+        device, _ = place(shape, config, budgets, Load.of(shape, [], 512)).ledgers
+        found[count] = {entry.name: entry.num_bytes for entry in device.entries}
+    for name in ("resident weights", "slots"):
+        assert found[2][name] == 2 * found[1][name] > 0
+
+
+def _others(met: Sequence[dict[str, str]], way: Way = Way.sharded) -> Ranks:
+    """Rank 0 of several on one machine, whose others say `met` of themselves."""
+    made = SimpleNamespace(
+        exchange=lambda own: [own, *({**own, **each} for each in met)],
+        machines=["here"] * (1 + len(met)),
+        devices=DevicesConfig(way=way),
+        num_before_here=0,
+        num_here=1 + len(met),
+    )
+    return cast(Ranks, made)
+
+
+@pytest.mark.parametrize(
+    ("said", "way", "named"),
+    [
+        ({"kind": "accelerator"}, Way.sharded, "rank 1 would compute on accelerator, this one on processor"),
+        ({"dtype": "bfloat16"}, Way.pipeline, "rank 1 would compute in bfloat16, this one in float32: set model.dtype"),
+        ({"name": "T4"}, Way.tensor, "rank 1 would compute on T4, this one on a processor"),
+    ],
+)
+def test_ranks_that_would_come_to_other_numbers_are_refused(said: dict[str, str], way: Way, named: str) -> None:
+    model = cast(LoadedModel, SimpleNamespace(compute_dtype=torch.float32))
+    with pytest.raises(ConfigError, match=named):
+        require_alike(_others([said], way), model, ComputeDevice("cpu"))
+    require_alike(_others([{}], way), model, ComputeDevice("cpu"))
+
+
+def test_two_ranks_that_have_one_accelerator_are_refused() -> None:
+    model = cast(LoadedModel, SimpleNamespace(compute_dtype=torch.float32))
+    with pytest.raises(ConfigError, match="the same accelerator"):
+        require_alike(_others([{"device": "GPU-1"}, {"device": "GPU-1"}]), model, ComputeDevice("cpu"))
+    require_alike(_others([{"device": "GPU-1"}, {"device": "GPU-2"}]), model, ComputeDevice("cpu"))
+
+
+def test_each_rank_of_a_machine_takes_another_accelerator() -> None:
+    assert [place_of(place, 4, 4) for place in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="5 ranks are on this machine, and torch finds 4 accelerators"):
+        place_of(4, 5, 4)
+    assert device_of(_others([]), "cpu").torch_device == torch.device("cpu")
