@@ -20,7 +20,7 @@ from ..pictures.trace_picture import Window, draw
 from .config import PlanConfig, Sweep
 from .pictures import draw_roofline, draw_sweep
 from .planning import Planned
-from .sweep import Outcome, sweep, sweep_axes
+from .sweep import RANKS, Outcome, sweep, sweep_axes
 
 HEAD = (
     f"{'':<34}  {'N':>6} {'mu':>5}  {'attention':<9} {'schedule':<14} {'resident':>8}  "
@@ -61,7 +61,7 @@ class SweepRow:
             unit=axis.unit,
             fits=fits,
             refusal=outcome.refusal,
-            note=axis.note,
+            note=axis.note or (outcome.refusal if axis.unit == RANKS else ""),
         )
         return varied if planned is None else _filled(varied, planned)
 

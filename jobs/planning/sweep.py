@@ -19,6 +19,7 @@ from .planning import Planned, plan_on
 from .shapes import read_shape
 
 GIGA = 1e9
+RANKS = "ranks"
 STEP = 2**0.5
 AHEAD, BLOCKS = range(-4, 7), range(-8, 9)  # steps below and above what is configured
 MEMORY_STEP, MEMORIES = 2**0.25, range(-6, 5)
@@ -236,7 +237,7 @@ def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
     return [
         Axis(
             name=way.value,
-            unit="ranks",
+            unit=RANKS,
             here=planned.view.num_ranks,
             values=[1] if way is Way.one else counts,
             plan=partial(plan, way),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import Admission, Way
-from ..errors import ConfigError
+from ..errors import ConfigError, require
 from ..resources import Resource
 from .cost.machine import Machine
 from .cost.predict import PhaseTime, Prediction, predict
@@ -39,6 +39,10 @@ class RankView:
                 f"devices={way.value} is of {'one process' if way is Way.one else 'several'}, and plan.num_ranks is "
                 f"{num_ranks}: " + ("devices=sharded, tensor or pipeline" if way is Way.one else "set it to 2 or more")
             )
+        require(
+            way is Way.one or not shape.has_encoder,
+            f"devices={way.value}: model={shape.name} has an encoder, which ranks do not share as yet: devices=one",
+        )
         seen = rank_machine(machine, shape, way, num_ranks)
         shares = {Way.tensor: tensor_share, Way.pipeline: pipeline_share}
         own = shares[way](shape, num_ranks) if way in shares else shape

@@ -1,6 +1,7 @@
 """Ranks that each have an accelerator come to the tokens of transformers, in every way; each takes another one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -21,6 +22,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.units import GIB
 from tests.fake_device import FakeDevice
 from tests.rank_processes import in_ranks
+from tests.runtime.gpu_support import CUDA, on_the_device
 from tests.runtime.test_fidelity import config_for
 from tests.runtime.test_ranks import completed, counted_reads
 from tests.runtime.test_weight_stream import shape, tensors
@@ -63,6 +65,24 @@ def test_tokens_of_ranks_with_accelerators_are_those_of_transformers_in_every_wa
     for (way, *_), (_, first), (_, second) in zip(asked, *ranks, strict=True):
         if way.way is Way.sharded:
             assert first == pytest.approx(second, rel=0.05)
+
+
+def on_cuda(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
+    found = list[list[list[int]]]()
+    for devices, config, prompts in asked:
+        ranks.devices = devices
+        found.append(completed(Runtime(replace(config, machine=CUDA), ranks=ranks), prompts))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_cards_come_to_the_tokens_of_one_in_every_way(reference: References) -> None:
+    ref = reference("llama")
+    configs = [config_for(ref, tier=Tier.nvme, resident_layers=1), config_for(ref, tier=Tier.cpu, resident_layers=0)]
+    asked = [(way, config, ref.prompts) for way in WAYS for config in configs]
+    for found in in_ranks(2, on_cuda, asked):
+        assert found == [on_the_device(ref)] * len(asked)
 
 
 def test_of_devices_together_each_has_slots_and_weights_that_stay(shape: ModelShape) -> None:

@@ -80,8 +80,13 @@ def test_ranks_of_a_cpu_gather_as_fast_as_gloo_was_measured() -> None:
 def test_what_cannot_be_shared_out_is_refused_by_name(way: Way, num_ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         seen(way, num_ranks)
-    with pytest.raises(ConfigError, match="tensor cuts no encoder"):
-        tensor_share(toy_shape(num_encoder_layers=2), 2)
+    for other in (Way.sharded, Way.tensor, Way.pipeline):
+        with pytest.raises(ConfigError, match="model=toy has an encoder, which ranks do not share"):
+            seen(other, 2, shape=toy_shape(num_encoder_layers=2))
+    with pytest.raises(ConfigError, match="model=toy has padded lanes, which keep all heads"):
+        tensor_share(toy_shape(is_packed=False), 2)
+    with pytest.raises(ConfigError, match="model=toy has latents, which are of all heads"):
+        tensor_share(replace(toy_shape(), expanded_kv_width=64), 2)
     with pytest.raises(ConfigError, match="has 8 layers for 9 ranks"):
         pipeline_share(toy_shape(), 9)
     with pytest.raises(ConfigError, match=r"node_gb_per_second, 1\.25 for 10 GbE"):

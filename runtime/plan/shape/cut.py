@@ -10,14 +10,16 @@ from .shapes import Companion, Parameter, Stage, TensorSlice
 def tensor_share(shape: ModelShape, num_ranks: int) -> ModelShape:
     """The shape that each rank has of a model whose matrices are cut by rows, which are outputs, and whose KV heads are
     shared out. Whole on every rank are hidden states, what lies around the layers, vectors, routers, and matrices
-    whose rows are no multiple of the ranks. Raises ConfigError where KV heads cannot be shared out."""
-    heads = shape.num_kv_heads
+    whose rows are no multiple of the ranks. Raises ConfigError where keys and values cannot be shared out, as a run
+    would."""
+    heads, other = shape.num_kv_heads, "take devices=sharded or pipeline"
+    is_equal = heads % num_ranks == 0 and shape.num_heads % num_ranks == 0
+    whole = "latents, which are of all heads" if shape.expanded_kv_width else "padded lanes, which keep all heads"
+    require(shape.is_packed and not shape.expanded_kv_width, f"devices=tensor: model={shape.name} has {whole}: {other}")
     require(
-        heads % num_ranks == 0 and shape.num_heads % num_ranks == 0 and not shape.has_encoder,
-        f"devices=tensor: model={shape.name} has {heads} KV heads, which {num_ranks} ranks cannot share "
-        "equally: set plan.num_ranks, or take devices=pipeline"
-        if not shape.has_encoder
-        else f"devices=tensor cuts no encoder: model={shape.name} with devices=one or sharded",
+        is_equal,
+        f"devices=tensor: model={shape.name} has {heads} KV heads, which {num_ranks} ranks cannot share equally: set "
+        f"plan.num_ranks, or {other}",
     )
     stages = tuple(_cut_stage(stage, num_ranks) if stage.kind.is_layer else stage for stage in shape.stages)
     return replace(
@@ -35,9 +37,8 @@ def tensor_share(shape: ModelShape, num_ranks: int) -> ModelShape:
 
 def pipeline_share(shape: ModelShape, num_ranks: int) -> ModelShape:
     """The shape of the rank that has most: its share of the layers, and what lies around them. Raises ConfigError where
-    there are fewer layers than ranks, or an encoder."""
+    there are fewer layers than ranks."""
     layers = shape.layers
-    require(not shape.has_encoder, f"devices=pipeline cuts no encoder: model={shape.name} with devices=one or sharded")
     require(
         len(layers) >= num_ranks,
         f"devices=pipeline: model={shape.name} has {len(layers)} layers for {num_ranks} ranks: lower plan.num_ranks",
