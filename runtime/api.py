@@ -134,10 +134,7 @@ class Runtime(Closing):
         self._is_closed = False
         self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
-        if isinstance(device, ComputeDevice):
-            self.device = device
-        else:
-            self.device = ComputeDevice(name) if ranks is None else device_of(ranks, name)
+        self.device = device if isinstance(device, ComputeDevice) else device_of(ranks, name)
         if self.config.machine.num_threads is not None:
             torch.set_num_threads(self.config.machine.num_threads)
         if not self.device.is_accelerator:

@@ -14,9 +14,11 @@ from ..stream.device import ComputeDevice
 from ..stream.device_choice import choose_device
 
 
-def device_of(ranks: Ranks, name: str) -> ComputeDevice:
-    """The device that this rank computes on: of a machine's accelerators each of its ranks takes another one, and where
-    a launcher lets it see but one, that. Raises ConfigError."""
+def device_of(ranks: Ranks | None, name: str) -> ComputeDevice:
+    """The device that this process computes on. Each of several ranks takes another one of its machine's accelerators,
+    or where a launcher lets it see but one, that. Raises ConfigError."""
+    if ranks is None:
+        return ComputeDevice(name)
     found = choose_device(name)
     count = 0 if found.type == "cpu" else torch.accelerator.device_count()
     if count < 2 or ":" in name:
@@ -25,7 +27,8 @@ def device_of(ranks: Ranks, name: str) -> ComputeDevice:
 
 
 def place_of(place: int, num_here: int, count: int) -> int:
-    """Of `count` accelerators the one that rank `place` of the `num_here` on a machine takes. Raises ConfigError."""
+    """The number of the accelerator, of `count`, that rank `place` of the `num_here` on a machine takes. Raises
+    ConfigError."""
     require(
         num_here <= count,
         f"devices: {num_here} ranks are on this machine, and torch finds {count} accelerators: start one rank for "
@@ -60,7 +63,7 @@ def _require_same(rank: int, found: str, own: str, how: str, remedy: str) -> Non
 
 
 def _identity(device: ComputeDevice) -> str:
-    """Of an accelerator the same for all processes; empty where nothing tells."""
+    """The name of an accelerator by which all processes know it; empty where nothing tells."""
     if device.torch_device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device.torch_device).uuid)

@@ -43,7 +43,7 @@ class Transfer(Protocol):
 
 
 class Filling(Closing):
-    """Of one thread at a time but for `abandon`. `number` is of a slot, or of memory that is filled once."""
+    """One thread at a time calls it, but for `abandon`. `number` is of a slot, or of memory that is filled once."""
 
     @abstractmethod
     def buffer(self, num_bytes: int) -> torch.Tensor:

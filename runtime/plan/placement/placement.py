@@ -35,7 +35,7 @@ class Budgets:
 
     @property
     def compute_bytes(self) -> int:
-        """Of the memory where compute finds its weights."""
+        """The bytes of the memory where compute finds its weights."""
         return self.host_bytes if self.device_bytes is None else self.device_bytes
 
     def copied(self, entry: Entry) -> Entry:
