@@ -45,6 +45,13 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
     rounding = _rounding_of(config)
     if rounding is None:
         _require_something_to_pack(source)
+    elif config.replace:
+        log.warning(
+            "replace=true deletes the weights of %s, and format=%s keeps rounded ones: nothing can be packed otherwise "
+            "from them later",
+            source.directory,
+            config.format.value,
+        )
     make_directory(out)
     with closing(_Locked(out / LOCK)):
         sweep_temps(out, is_alone=True)

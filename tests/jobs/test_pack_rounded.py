@@ -1,6 +1,7 @@
 """A store whose layers are rounded gives the tokens of the numbers that it holds, and says how far they are off."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +127,17 @@ def test_the_comparison_finds_a_code_that_is_not_the_nearest(reference: Referenc
     target.write_bytes(data)
     with pytest.raises(CheckpointError, match="does not decode to the original"):
         compare(tensors, target, "it", Rounding("int8"))
+
+
+def test_it_is_said_that_the_original_s_numbers_will_be_gone(
+    reference: References, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, settings in (("kept", {}), ("replaced", {"replace": True})):
+        caplog.clear()
+        source = shutil.copytree(reference("llama").directory, tmp_path / name)
+        packed(source, tmp_path / f"{name} packed", Format.int8, **settings)
+        assert ("keeps rounded ones" in caplog.text) is bool(settings)
+        assert bool(list(source.glob("*.safetensors"))) is not bool(settings)
 
 
 def test_what_is_not_finite_is_not_rounded(reference: References, tmp_path: Path) -> None:
