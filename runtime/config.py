@@ -179,6 +179,15 @@ class Gather(Enum):
     collective = "collective"
 
 
+class DividedExperts(Enum):
+    """What a rank has of a layer's experts, with `tensor`: `rows` of the matrices of each, or some of them `whole`.
+    `auto`: whole where that is less to send, or rows cannot be told apart."""
+
+    auto = "auto"
+    rows = "rows"
+    whole = "whole"
+
+
 class Verify(Enum):
     """Which bytes of the weight files a run is bound to. `sampled`: headers and some of each file; `full`: all."""
 
@@ -306,6 +315,7 @@ class DevicesConfig:
 
     way: TextField[Way] = enum_field(Way.one)
     gather: TextField[Gather] = enum_field(Gather.auto)
+    experts: TextField[DividedExperts] = enum_field(DividedExperts.auto)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Every family with ranks that compute each token together, beside transformers: which are exact, which refused.
 
-    python -m tests.tensor_families [ranks=2] [tiers=nvme,cpu] [families=llama;llama, tied] [continuous=1]
+    python -m tests.tensor_families [ranks=2] [tiers=nvme,cpu] [experts=rows,whole] [families=llama;llama, tied] [continuous=1]
 
 prints a row for each and the counts; the exit code is 1 where one is WRONG. KV heads of a family are as many as there
-are ranks, if there are more of these.
+are ranks, if there are more of these. Families without experts run once.
 """
 
 import sys
@@ -11,10 +11,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from runtime import Runtime, RuntimeConfig
-from runtime.config import DevicesConfig, Tier, Way
+from runtime.config import DevicesConfig, DividedExperts, Tier, Way
 from runtime.engine.sequence import Completion
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES, Family
@@ -24,22 +26,32 @@ from tests.runtime.test_families import config_for
 from tests.runtime.uneven_pages import continuous
 from tests.support import Reference
 
-EXACT, WRONG = "exact", "WRONG"
+EXACT, WRONG, SAME = "exact", "WRONG", "as above"
 
 
-def verdict(ranks: Ranks, config: RuntimeConfig, reference: Reference) -> str:
+class Asked(NamedTuple):
+    config: RuntimeConfig
+    reference: Reference
+    experts: DividedExperts
+    is_first: bool  # of the ways to divide experts
+
+
+def verdict(ranks: Ranks, asked: Asked) -> str:
     """Says of one rank what its tokens are, or why there are none."""
-    ranks.devices = DevicesConfig(way=Way.tensor)
+    ranks.devices, reference = DevicesConfig(way=Way.tensor, experts=asked.experts), asked.reference
     try:
-        results = Runtime(config, ranks=ranks).generate([list(prompt) for prompt in reference.prompts])
+        runtime = Runtime(asked.config, ranks=ranks)
+        if not asked.is_first and not runtime.model.shape.has_own_experts:
+            return SAME
+        results = runtime.generate([list(prompt) for prompt in reference.prompts])
     except ConfigError as error:
         return f"refused: {str(error).partition(': ')[2]}"
     found = [list(each.token_ids) for each in results if isinstance(each, Completion)]
     return EXACT if found == reference.expected else WRONG
 
 
-def verdicts(ranks: Ranks, asked: Sequence[tuple[RuntimeConfig, Reference]]) -> list[str]:
-    return [verdict(ranks, *each) for each in asked]
+def verdicts(ranks: Ranks, asked: Sequence[Asked]) -> list[str]:
+    return [verdict(ranks, each) for each in asked]
 
 
 def enough_heads(family: Family, num_ranks: int) -> Family:
@@ -51,22 +63,23 @@ def enough_heads(family: Family, num_ranks: int) -> Family:
 
 def main(arguments: Sequence[str]) -> int:
     options = dict(argument.split("=", 1) for argument in arguments)
-    names, num_ranks = (
-        options["families"].split(";") if "families" in options else FAMILIES,
-        int(options.get("ranks", 2)),
-    )
+    names = options["families"].split(";") if "families" in options else FAMILIES
+    num_ranks = int(options.get("ranks", 2))
     tiers = [Tier(name) for name in options.get("tiers", "nvme").split(",")]
+    ways = [DividedExperts(name) for name in options.get("experts", "auto").split(",")]
     is_continuous = bool(int(options.get("continuous", "0")))
-    asked = list[tuple[str, RuntimeConfig, Reference]]()
+    asked = dict[str, Asked]()
     with tempfile.TemporaryDirectory() as home:
         for name in names:
             made = Reference.make(enough_heads(FAMILIES[name], num_ranks), Path(home) / name)
-            configs = [(tier.value, config_for(made, tier)) for tier in tiers]
-            asked += [(f"{name}, {tier}", continuous(each) if is_continuous else each, made) for tier, each in configs]
-        found = in_ranks(num_ranks, verdicts, [(config, made) for _, config, made in asked])
+            for tier, way in product(tiers, ways):
+                config = config_for(made, tier)
+                each = Asked(continuous(config) if is_continuous else config, made, way, is_first=way is ways[0])
+                asked[f"{name}, {tier.value}, {way.value}"] = each
+        found = in_ranks(num_ranks, verdicts, [*asked.values()])
     merged = [each[0] if len({*each}) == 1 else WRONG for each in zip(*found, strict=True)]
-    for (name, _, _), each in zip(asked, merged, strict=True):
-        print(f"{name:28} | {each}")
+    for name, each in zip(asked, merged, strict=True):
+        print(f"{name:34} | {each}")
     counts = Counter(each.partition(":")[0] for each in merged)
     print(", ".join(f"{count} {what}" for what, count in counts.items()))
     return int(counts[WRONG] > 0)

@@ -12,6 +12,7 @@ from ..model.expert_groups import together
 from ..model.experts import Experts, Matrices, Visits, added, bound_matrices, is_experts, mixed, output_of
 from ..model.loading import LoadedModel
 from ..model.split_experts import gathering_of, split_mixed
+from ..model.whole_experts import mixed_among, own_experts
 from ..stream.experts import ExpertStream
 from .cpu_experts import CpuExperts, Errand
 
@@ -62,11 +63,19 @@ class BatchedExperts:
             path, cpu = self._names[module], self._cpu
             errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None else None
             if cpu is None or errand is None:
-                mix = mixed if gathering_of(module) is None else split_mixed
-                out_TD = mix(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+                out_TD = self._mixed(stage, module, hidden_TD, visits)
             else:
                 out_TD = self._shared(cpu, errand, hidden_TD, visits)
         return list(out_TD.split([len(each.hidden_TD) for each in asked]))
+
+    def _mixed(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
+        """The sum over each token's experts, of which other ranks may have some, or parts of each."""
+        own = own_experts(module)
+        if own is None:
+            mix = mixed if gathering_of(module) is None else split_mixed
+            return mix(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+        hit = [expert for expert in visits.hit if expert in own]
+        return mixed_among(module, hidden_TD, visits, self._hit(stage, module, hit, first=own.start))
 
     def _shared(self, cpu: CpuExperts, errand: Errand, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
         """The sum over each token's experts where the CPU multiplies those of the errand, in the same order."""
@@ -79,10 +88,12 @@ class BatchedExperts:
         outputs.update(cpu.outputs(errand))
         return added(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
 
-    def _hit(self, stage: int, module: torch.nn.Module, hit: Sequence[int]) -> Iterator[tuple[int, Matrices]]:
-        """Matrices that are not paged, of a paged stage too, are those bound to the module."""
+    def _hit(
+        self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0
+    ) -> Iterator[tuple[int, Matrices]]:
+        """Matrices that are not paged, of a paged stage too, are those bound to the module, from expert `first` on."""
         if self._stream is None or stage not in self._paged:
-            yield from ((expert, bound_matrices(module, expert)) for expert in hit)
+            yield from ((expert, bound_matrices(module, expert - first)) for expert in hit)
             return
         prefix = f"{self._names[module]}."
         for found in self._stream.experts(stage, hit):

@@ -63,6 +63,18 @@ class Visits:
         """The experts that at least one token visits, ascending."""
         return [expert for expert, end in enumerate(self.ends) if end > self._begin(expert)]
 
+    def of_tokens(self, tokens: range) -> "Visits":
+        """Those of a run of tokens alone."""
+        is_theirs = (self.tokens_V >= tokens.start) & (self.tokens_V < tokens.stop)
+        experts_V = self.experts_V[is_theirs]
+        every_E = torch.arange(len(self.ends), device=experts_V.device, dtype=experts_V.dtype)
+        return Visits(
+            tokens_V=self.tokens_V[is_theirs],
+            experts_V=experts_V,
+            weights_V=self.weights_V[is_theirs],
+            ends=torch.searchsorted(experts_V, every_E, right=True).tolist(),
+        )
+
     def of(self, expert: int) -> slice:
         return slice(self._begin(expert), self.ends[expert])
 

@@ -91,12 +91,12 @@ def _intermediate_size(parameters: list[Parameter]) -> int:
 def _stage(index: int, parameters: list[Parameter], kinds: tuple[StageKind, ...], config: PreTrainedConfig) -> Stage:
     kind = kinds[index]
     stacks = [p for p in parameters if p.is_experts] or [p for p in parameters if ".experts." in p.name]
-    num_experts = max((p.shape[0] for p in stacks if len(p.shape) == 3 and kind is StageKind.layer), default=0)
+    counts = [p.num_experts or p.shape[0] for p in stacks if len(p.shape) == 3 and kind is StageKind.layer]
     return Stage(
         index=index,
         name=f"{kind.value} {index - kinds.index(kind)}" if kind.is_layer else kind.value,
         kind=kind,
         parameters=tuple(parameters),
-        num_experts=num_experts,
-        num_experts_per_token=(largest(config, "num_experts_per_tok") or 0) or num_experts,
+        num_experts=max(counts, default=0),
+        num_experts_per_token=(largest(config, "num_experts_per_tok") or 0) or max(counts, default=0),
     )

@@ -8,14 +8,14 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..config import DividedExperts
 from ..errors import ConfigError
 from ..plan.shape.row_shares import Share, cut
 from ..plan.shape.shapes import Parameter, distinct_bytes
@@ -24,8 +24,8 @@ from ..probing.layer_lists import layer_lists
 from ..probing.packed_probe import UNKNOWING
 from ..ranks.gathering import Gathering
 from ..units import format_bytes
-from .experts import Experts, is_experts, matrix_names
-from .split_experts import GATHERING, num_runs
+from .divided_experts import divide_experts, not_apart
+from .experts import is_experts, matrix_names
 from .split_modules import split_embedding, split_linear
 from .traits import filled_cache
 
@@ -82,17 +82,13 @@ def split_model(
         splitting.take_linear(path, flow)
     splitting.take_experts()
     splitting.take_tables()
-    whole = distinct_bytes(p for name, p in parameters.items() if name not in splitting.taken)
-    split = distinct_bytes(parameters.values()) - whole
-    log.info(
-        "devices.way=tensor: of %s of weights this rank holds 1/%d, and all of %s",
-        *(format_bytes(split), gathering.count, format_bytes(whole)),
-    )
+    splitting.tell()
     return {**parameters, **splitting.taken}
 
 
 class _Splitting:
-    """`taken`: the parameters that are split already."""
+    """`taken`: the parameters that are split already, `whole`: those of them that are experts of which this rank has
+    some. Experts are divided as rank 0 is asked to."""
 
     def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], gathering: Gathering):
         self._model, self._parameters, self._gathering = model, parameters, gathering
@@ -101,6 +97,9 @@ class _Splitting:
         for name, tensor in model.named_parameters(remove_duplicate=False):
             self._names[id(tensor)].append(name)
         self.taken: dict[str, Parameter] = {}
+        self.whole: dict[str, Parameter] = {}
+        ranks = gathering.ranks
+        self._asked = DividedExperts(ranks.exchange({"experts": ranks.devices.experts.value})[0]["experts"])
 
     def flows(self) -> Mapping[str, Flow]:
         """What flows through the matrices of layers that can be split, by the paths of their modules."""
@@ -150,16 +149,26 @@ class _Splitting:
         for path, module in self._model.named_modules():
             if not is_experts(module):
                 continue
-            if cast("Experts", module).is_transposed:
-                raise self._refused(path, "its experts' matrices lie as (inputs, outputs)")
-            first, second = matrix_names(module)
-            self._take(module, {first: num_runs(module), second: 1})
-            for name in (first, second):
-                stack = module._parameters[name]
-                assert stack is not None
-                shape = (stack.shape[0], stack.shape[1] // self._gathering.count, stack.shape[2])
-                module._parameters[name] = nn.Parameter(torch.empty(shape, device="meta", dtype=stack.dtype), False)
-            setattr(module, GATHERING, self._gathering)
+            stacks = {name: self._parameters[f"{path}.{name}"] for name in matrix_names(module)}
+            names = {name: self._names[id(module._parameters[name])] for name in stacks}
+            division = divide_experts(module, stacks, self._gathering, self._asked)
+            if not division.stacks:
+                raise self._refused(path, division.why_not, division.instead)
+            parts = {each: replace(part, name=each) for leaf, part in division.stacks.items() for each in names[leaf]}
+            self.taken |= parts
+            if division.own is not None:
+                self.whole |= parts
+
+    def tell(self) -> None:
+        """Logs what this rank holds."""
+        rest = distinct_bytes(p for name, p in self._parameters.items() if name not in self.taken)
+        experts = distinct_bytes(self._parameters[name] for name in self.whole)
+        cut_bytes = distinct_bytes(self._parameters.values()) - rest - experts
+        own = f", {format_bytes(distinct_bytes(self.whole.values()))} of {format_bytes(experts)} of experts"
+        log.info(
+            "devices.way=tensor: of %s of weights this rank holds 1/%d%s, and all of %s",
+            *(format_bytes(cut_bytes), self._gathering.count, own if experts else "", format_bytes(rest)),
+        )
 
     def take_tables(self) -> None:
         """The embeddings and the head, which may be one matrix: then both or none."""
@@ -181,17 +190,13 @@ class _Splitting:
     def _is_taken(self, module: nn.Module) -> bool:
         return any(name in self.taken for tensor in module.parameters() for name in self._names[id(tensor)])
 
-    def _take(self, module: nn.Module, runs: Mapping[str, int] | None = None) -> None:
-        """Cuts the parameters of a module, or those named in `runs`, by all names that they have."""
-        for leaf, tensor in module.named_parameters(recurse=False):
-            if runs is not None and leaf not in runs:
-                continue
+    def _take(self, module: nn.Module) -> None:
+        """Cuts the parameters of a module, by all names that they have."""
+        for tensor in module.parameters(recurse=False):
             for name in self._names[id(tensor)]:
-                found = cut(self._parameters[name], self._share, num_runs=1 if runs is None else runs[leaf])
+                found = cut(self._parameters[name], self._share)
                 if found is None:
-                    piece = self._parameters[name].pieces[0][0]
-                    how = f"{piece.format or piece.dtype} of shape {piece.shape}"
-                    raise self._refused(repr(name), f"rows of {how} do not lie apart in so many equal parts")
+                    raise self._refused(repr(name), not_apart(self._parameters[name]))
                 self.taken[name] = found
 
     def _split(self, module: nn.Linear, flow: Flow) -> None:
@@ -202,7 +207,6 @@ class _Splitting:
         assert isinstance(found, nn.Linear)
         return found
 
-    def _refused(self, what: str, why: str) -> ConfigError:
-        return ConfigError(
-            f"{NOT_SPLIT.format(what, self._gathering.count, why)}; take fewer ranks, or devices=sharded"
-        )
+    def _refused(self, what: str, why: str, instead: str = "") -> ConfigError:
+        others = f"take {instead}, or " if instead else "take fewer ranks, or "
+        return ConfigError(f"{NOT_SPLIT.format(what, self._gathering.count, why)}; {others}devices=sharded")

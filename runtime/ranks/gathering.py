@@ -1,6 +1,6 @@
 """What ranks that compute each token together hand one another within a pass: parts of its numbers, made whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -42,6 +42,17 @@ class Gathering:
         self.received_bytes += (self.count - 1) * part.nbytes
         at = dim % part.ndim
         return found.movedim(0, at).flatten(at, at + 1).to(device)
+
+    def exchanged(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+        """Hands the first `given[0]` rows (n, D) to rank 0, the next ones to rank 1 and so on, and gives what each rank
+        hands to this one, of which all know how many rows these are: `taken[0]` of rank 0 first."""
+        found = rows.new_zeros(sum(taken), rows.shape[1])
+        if not self._is_going or rows.is_meta:
+            return found
+        raw, raws = rows.contiguous().view(torch.uint8), found.view(torch.uint8)
+        self._run(lambda: dist.all_to_all_single(raws, raw, [*taken], [*given], group=self.ranks.group))
+        self.received_bytes += (sum(taken) - taken[self.index]) * rows.shape[1] * rows.itemsize
+        return found
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, of which each number is zero in all but one: in any order it is that number."""

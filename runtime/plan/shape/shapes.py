@@ -148,6 +148,7 @@ class Parameter:
     pieces: tuple[tuple[TensorSlice, ...], ...]
     is_stacked: bool = False
     is_experts: bool = False  # a matrix for each expert of a layer whose experts run through our function
+    num_experts: int = 0  # of a stack of which a rank has some, those that all ranks have
 
     @cached_property
     def is_pageable(self) -> bool:
