@@ -2,7 +2,8 @@
 
     python -m tests.tensor_bytes [hidden=1024] [layers=8] [new_tokens=8]
 
-prints a row for 1, 2 and 4 ranks of a Llama shape with random weights.
+prints a row for 1, 2 and 4 ranks of a Llama shape with random weights, and for experts by rows and whole of a mixture,
+of half the width and half the layers.
 """
 
 import sys
@@ -16,7 +17,7 @@ import torch
 
 from runtime import Runtime
 from runtime.cache.pages import KVPages
-from runtime.config import DevicesConfig, Way
+from runtime.config import DevicesConfig, DividedExperts, Way
 from runtime.ranks.ranks import Ranks
 from runtime.units import MIB
 from tests.rank_processes import in_ranks
@@ -40,8 +41,8 @@ class Held:
     received_bytes: int
 
 
-def held(ranks: Ranks, directory: Path, num_new_tokens: int) -> Held:
-    ranks.devices = TENSOR if ranks.size > 1 else ranks.devices
+def held(ranks: Ranks, directory: Path, num_new_tokens: int, experts: DividedExperts = DividedExperts.auto) -> Held:
+    ranks.devices = replace(TENSOR, experts=experts) if ranks.size > 1 else ranks.devices
     few = replace(GREEDY, max_new_tokens=num_new_tokens)
     config = config_for(Reference(directory=directory, prompts=[], expected=[], sampled=[]), sampling=few)
     runtime, shapes, layer = Runtime(config, ranks=ranks), list[torch.Size](), KVPages.layer
@@ -64,19 +65,38 @@ def held(ranks: Ranks, directory: Path, num_new_tokens: int) -> Held:
     )
 
 
+def held_each(ranks: Ranks, directories: Sequence[Path], num_new_tokens: int, experts: DividedExperts) -> list[Held]:
+    return [held(ranks, directory, num_new_tokens, experts) for directory in directories]
+
+
+def show(name: str, directory: Path, num_new_tokens: int, experts: DividedExperts, sizes: Sequence[int]) -> None:
+    num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (num_new_tokens - 1)
+    for size in sizes:
+        each = in_ranks(size, held, directory, num_new_tokens, experts)
+        weights, read = ("/".join(f"{value / MIB:.1f}" for value in sorted({*values})) for values in _bytes(each))
+        received = sum(one.received_bytes for one in each) / size / num_tokens
+        kv = each[0].kv_bytes_per_token
+        print(f"{name} | {size} | {weights} | {read} | {kv:,} | {received:,.0f}", flush=True)
+
+
+def _bytes(each: Sequence[Held]) -> tuple[list[int], list[int]]:
+    return [one.weight_bytes for one in each], [one.read_bytes for one in each]
+
+
 def main(words: Sequence[str]) -> None:
     given = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
-    hidden, num_new_tokens = given.get("hidden", 1024), given.get("new_tokens", 8)
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": given.get("layers", 8)}
-    print("ranks | weights, MiB | read, MiB | KV, B a token | received, B a token")
+    hidden, num_layers, num_new = given.get("hidden", 1024), given.get("layers", 8), given.get("new_tokens", 8)
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": num_layers}
+    mixed = {"hidden_size": hidden // 2, "intermediate_size": hidden, "num_hidden_layers": num_layers // 2}
+    print("shape | ranks | weights, MiB | read, MiB | KV, B a token | received, B a token, in the mean of ranks")
     with tempfile.TemporaryDirectory() as home:
-        directory = synthesize("llama", Path(home) / "wide", **sizes, num_key_value_heads=4, vocab_size=4096)
-        num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (num_new_tokens - 1)
-        for size in (1, 2, 4):
-            each = in_ranks(size, held, directory, num_new_tokens)[0]
-            weights, read = each.weight_bytes / MIB, each.read_bytes / MIB
-            received = each.received_bytes / num_tokens
-            print(f"{size} | {weights:.1f} | {read:.1f} | {each.kv_bytes_per_token:,} | {received:,.0f}", flush=True)
+        around = {"num_key_value_heads": 4, "vocab_size": 4096}
+        dense = synthesize("llama", Path(home) / "wide", **sizes, **around)
+        mixture = synthesize("mixtral", Path(home) / "mixture", **mixed, **around, num_local_experts=8)
+        show("llama", dense, num_new, DividedExperts.auto, (1, 2, 4))
+        show("mixture", mixture, num_new, DividedExperts.auto, (1,))
+        for experts in (DividedExperts.rows, DividedExperts.whole):
+            show(f"mixture, {experts.value}", mixture, num_new, experts, (2, 4))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def _chosen(
     if asked is DividedExperts.auto:
         inputs = stacks[matrix_names(module)[1]].shape[1:]
         hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
-        first, second = (whole, rows) if sends_less_whole(hidden, inner, share.count) else (rows, whole)
+        is_mixed_up = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
+        is_whole = is_mixed_up or sends_less_whole(hidden, inner, share.count)
+        first, second = (whole, rows) if is_whole else (rows, whole)
         both = f"{rows.why_not}, and {whole.why_not}"
         return first if first.stacks else second if second.stacks else Division({}, why_not=both)
     found, other = ways[asked], whole if asked is DividedExperts.rows else rows

@@ -9,24 +9,30 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from jobs.packing.config import Format
 from runtime import Runtime, RuntimeConfig
-from runtime.config import KVConfig, KVDType, KVTier, Order, Quantize, Tier
+from runtime.config import DividedExperts, KVConfig, KVDType, KVTier, Order, Quantize, Tier
 from runtime.errors import ConfigError, PeerEnded
+from runtime.plan.shape.expert_shares import runs_of, take_experts
 from runtime.plan.shape.row_shares import Share, cut
 from runtime.plan.shape.shapes import Companion, Parameter, TensorSlice
 from runtime.ranks.gathering import Gathering
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 from tests.processes import PROCESSES
+from tests.published_formats import PUBLISHED, write_published
 from tests.rank_processes import in_ranks
 from tests.runtime.test_families import GREEDY, config_for
 from tests.runtime.test_ranks import completed, stopped_once
 from tests.runtime.uneven_pages import Admitted, admitted, continuous
 from tests.support import Reference, synthesize
-from tests.tensor_bytes import TENSOR, held
+from tests.tensor_bytes import TENSOR, held_each
+from tests.weight_loss import packed
 
 References = Callable[[str], Reference]
-Asked = tuple[RuntimeConfig, Sequence[Sequence[int]]]
+Asked = tuple[RuntimeConfig, Sequence[Sequence[int]], DividedExperts]
+Coming = tuple[RuntimeConfig, Sequence[Sequence[int]]]
+AUTO, ROWS, WHOLE = DividedExperts.auto, DividedExperts.rows, DividedExperts.whole
 FAMILIES = ("llama, tied", "qwen3-moe", "gemma-3", "phi-3")  # more: python -m tests.tensor_families
 
 
@@ -38,21 +44,21 @@ class Found(NamedTuple):
 
 
 def together(ranks: Ranks, asked: Sequence[Asked]) -> list[Found]:
-    ranks.devices = TENSOR
     return [_found(ranks, *each) for each in asked]
 
 
 def played(
-    ranks: Ranks, asked: Sequence[Asked], coming: Sequence[Asked], drawn: RuntimeConfig
+    ranks: Ranks, asked: Sequence[Asked], coming: Sequence[Coming], drawn: RuntimeConfig
 ) -> tuple[list[Found], list[Admitted], Found]:
     """What several runs come to, how others admit their rows, and what one does that each rank draws with a seed of its
     own."""
     found, entered = together(ranks, asked), [admitted(ranks, *each) for each in coming]
     seeded = replace(drawn, sampling=replace(drawn.sampling, seed=ranks.rank))
-    return found, entered, _found(ranks, seeded, coming[0][1])
+    return found, entered, _found(ranks, seeded, coming[0][1], AUTO)
 
 
-def _found(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> Found:
+def _found(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]], experts: DividedExperts) -> Found:
+    ranks.devices = replace(TENSOR, experts=AUTO if ranks.rank else experts)  # rank 0's counts
     try:
         return Found(completed(Runtime(config, ranks=ranks), prompts))
     except ConfigError as error:
@@ -60,31 +66,38 @@ def _found(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]
 
 
 def of_one(asked: Sequence[Asked]) -> list[Found]:
-    return [Found(completed(Runtime(config), prompts)) for config, prompts in asked]
+    return [Found(completed(Runtime(config), prompts)) for config, prompts, _ in asked]
 
 
 def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(reference: References) -> None:
-    """Numbers that go on as parts by a class's plan, that are made whole at once, experts, and one matrix for both
-    ends; prompts in pieces, keys and values that travel, and experts of all lanes at once; rows that enter as others
-    end, where one rank has fewer pages. Ranks that draw other tokens than one another are seen."""
+    """Numbers that go on as parts by a class's plan, that are made whole at once, experts by rows and whole, and one
+    matrix for both ends; prompts in pieces, keys and values that travel, and experts of all lanes at once; rows that
+    enter as others end, where one rank has fewer pages. Ranks that draw other tokens than one another are seen."""
     refs = [reference(family) for family in FAMILIES]
     llama, moe = refs[0], refs[1]
     plain, mixture = config_for(llama), config_for(moe)
-    asked = [(config_for(ref, tier), ref) for ref, tier in zip(refs, [Tier.cpu, *[Tier.nvme] * 3], strict=True)]
+    asked = [(config_for(ref, tier), ref, ROWS) for ref, tier in zip(refs, [Tier.cpu, *[Tier.nvme] * 3], strict=True)]
+    flipped, batched = reference("gpt-oss"), replace(mixture.policy, schedule=Order.module_batched)
     asked += [
-        (replace(plain, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)), llama),
-        (replace(plain, policy=replace(plain.policy, prefill_chunk_tokens=7)), llama),
-        (replace(mixture, policy=replace(mixture.policy, schedule=Order.module_batched)), moe),
+        (replace(plain, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)), llama, AUTO),
+        (replace(plain, policy=replace(plain.policy, prefill_chunk_tokens=7)), llama, AUTO),
+        (replace(mixture, policy=batched), moe, ROWS),
+        (replace(mixture, policy=batched), moe, WHOLE),
+        (config_for(flipped), flipped, AUTO),
     ]
-    refused = {"deepseek-v3": "latents are of all heads", "bloom": "padded lanes keep all heads"}
-    configs = [(config, ref.prompts) for config, ref in asked]
-    configs += [(config_for(reference(family)), llama.prompts) for family in refused]
+    refused = {
+        "deepseek-v3": "latents are of all heads",
+        "bloom": "padded lanes keep all heads",
+        "gpt-oss": "lie as (inputs, outputs); take devices.experts=whole",
+    }
+    configs = [(config, ref.prompts, experts) for config, ref, experts in asked]
+    configs += [(config_for(reference(family)), llama.prompts, ROWS) for family in refused]
     coming = [(continuous(config_for(llama, tier)), llama.prompts) for tier in (Tier.cpu, Tier.nvme)]
     drawn = config_for(llama, sampling=replace(GREEDY, temperature=0.8))
     first, second = in_ranks(2, played, configs, coming, drawn)
     assert first == second, "all admit the same rows"
     found, entered, unlike = first
-    assert [each.tokens for each in found[: len(asked)]] == [ref.expected for _, ref in asked]
+    assert [each.tokens for each in found[: len(asked)]] == [ref.expected for _, ref, _ in asked]
     for each, why in zip(found[len(asked) :], refused.values(), strict=True):
         assert "devices.way=tensor" in each.error
         assert why in each.error
@@ -93,35 +106,48 @@ def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(referenc
 
 
 def test_four_ranks_come_to_the_tokens_of_one_process(tmp_path: Path) -> None:
-    """Greedy and drawn ones, with weights that are rounded as they are read and with keys and values of 8 bits."""
+    """Greedy and drawn ones, with weights that are rounded as they are read and with keys and values of 8 bits; whole
+    experts of a published format and of a packed one, of which two ranks have one more."""
     directory = synthesize("llama", tmp_path / "llama", num_key_value_heads=4)
     ref = Reference(directory=directory, prompts=[[7, 8, 9 + i] for i in range(5)], expected=[], sampled=[])
     plain = config_for(ref)
     drawn = config_for(ref, sampling=replace(GREEDY, temperature=0.8, top_p=0.95))
     kept = config_for(ref, Tier.cpu)
     rounded = replace(kept, model=replace(kept.model, quantize=Quantize.int8), kv=KVConfig(dtype=KVDType.int8))
-    asked = [(config, ref.prompts) for config in (plain, drawn, rounded)]
+    asked = [(config, ref.prompts, AUTO) for config in (plain, drawn, rounded)]
+    mixtral = synthesize("mixtral", tmp_path / "mixtral", num_key_value_heads=4)
+    published, _ = write_published(mixtral, tmp_path, PUBLISHED["gptq"])
+    uneven = synthesize("qwen3-moe", tmp_path / "uneven", num_key_value_heads=4, num_experts=6)
+    stored = packed(uneven, Format.lossless, tmp_path / "packed")
+    asked += [(config_for(_at(directory)), ref.prompts, WHOLE) for directory in (published, stored)]
+    two_heads = _at(synthesize("llama", tmp_path / "two", num_key_value_heads=2))
     expected = of_one(asked)
-    for found in in_ranks(4, together, [*asked, (config_for(_two_heads(tmp_path)), ref.prompts)]):
+    for found in in_ranks(4, together, [*asked, (config_for(two_heads), ref.prompts, AUTO)]):
         assert found[:-1] == expected
         assert "2 KV heads are no multiple of 4" in found[-1].error
 
 
-def _two_heads(tmp_path: Path) -> Reference:
-    directory = synthesize("llama", tmp_path / "two", num_key_value_heads=2)
+def _at(directory: Path) -> Reference:
     return Reference(directory=directory, prompts=[], expected=[], sampled=[])
 
 
 def test_each_rank_reads_its_part_of_the_weights_and_caches_its_part_of_the_heads(tmp_path: Path) -> None:
-    """Exactly, as planned, but for norms, which all have; what is read comes in whole blocks of the disk."""
+    """Exactly, as planned, but for norms and routers, which all have; what is read comes in whole blocks of the disk,
+    with short runs of others' rows between them. Of six whole experts two ranks have two, and two have one."""
     wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "num_key_value_heads": 4}
-    directory, norm_bytes = synthesize("llama", tmp_path / "wide", **wide), 5 * 1024 * 2
-    [whole], parts = in_ranks(1, held, directory, 2), in_ranks(4, held, directory, 2)
-    for part in parts:
-        assert part.weight_bytes == (whole.weight_bytes - norm_bytes) // 4 + norm_bytes
-        assert part.kv_bytes_per_token == whole.kv_bytes_per_token // 4
-        assert (whole.num_kv_heads, part.num_kv_heads) == (4, 1)
-        assert part.read_bytes == pytest.approx(whole.read_bytes / 4, rel=0.02)
+    dense = synthesize("llama", tmp_path / "wide", **wide)
+    mixture = synthesize("mixtral", tmp_path / "mixture", **wide | {"intermediate_size": 512}, num_local_experts=6)
+    asked = [dense, mixture], 2, WHOLE
+    [whole], parts = in_ranks(1, held_each, *asked), in_ranks(4, held_each, *asked)
+    of_all, expert_bytes = (5 * 1024 * 2, (5 + 2 * 6) * 1024 * 2), 2 * 3 * 1024 * 512 * 2
+    for rank, part in enumerate(parts):
+        for all_, own, common, experts, along in zip(whole, part, of_all, (0, expert_bytes), (0.02, 0.05), strict=True):
+            num_own = 2 if rank < 2 else 1
+            cut_bytes = all_.weight_bytes - common - 6 * experts
+            assert own.weight_bytes == cut_bytes // 4 + common + num_own * experts
+            assert own.kv_bytes_per_token == all_.kv_bytes_per_token // 4
+            assert (all_.num_kv_heads, own.num_kv_heads) == (4, 1)
+            assert own.read_bytes == pytest.approx(all_.read_bytes * own.weight_bytes / all_.weight_bytes, rel=along)
 
 
 def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> str:
@@ -191,6 +217,24 @@ def test_gates_and_what_they_let_through_are_cut_each_by_itself_in_every_expert(
     rows = [[(piece.offset - 1000) // 6 for piece in entry] for entry in part.pieces]
     assert rows == [[2, 6], [10, 14]]
     assert len({piece.name for entry in part.pieces for piece in entry}) == 4
+
+
+def test_whole_experts_are_bytes_side_by_side_and_the_first_ranks_have_one_more() -> None:
+    stack = Parameter(name="w", shape=(5, 4, 3), pieces=((piece_of((5, 4, 3)),),), is_experts=True)
+    matrices = replace(stack, pieces=tuple(((piece_of((4, 3)),)) for _ in range(5)), is_stacked=True)
+    runs = runs_of(5, 3)
+    assert runs == [range(2), range(2, 4), range(4, 5)]
+    for own in runs:
+        of_one, of_many = take_experts(stack, own), take_experts(matrices, own)
+        assert of_one is not None
+        assert of_many is not None
+        assert of_one.shape == of_many.shape == (len(own), 4, 3)
+        assert of_one.num_experts == of_many.num_experts == 5
+        [[piece]] = of_one.pieces
+        assert (piece.offset, piece.num_bytes) == (1000 + own.start * 24, len(own) * 24)
+        assert of_many.pieces == matrices.pieces[own.start : own.stop]
+    mixed_up = replace(stack, pieces=((piece_of((20, 3)),),))
+    assert take_experts(mixed_up, range(2)) is None, "whose rows are whose is not said"
 
 
 def test_rows_in_another_order_are_cut_where_the_order_stays_within() -> None:

@@ -15,7 +15,7 @@ from ..shape.numbers import Numbers
 from ..shape.shapes import Stage
 from ..shape.stage_sizes import ExpertSizes
 from .ledger import Entry
-from .memory import LANE_INNER
+from .memory import LANE_INNER, handed_numbers
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
 NUM_STAGING_SLOTS = 2
@@ -164,7 +164,7 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     waiting = (3 * shape.hidden_size + num_experts) * size + choices * (size + INDEX_BYTES)
-    vectors = RUNNING_HIDDEN * shape.hidden_size + RUNNING_INNER * shape.intermediate_size
+    vectors = RUNNING_HIDDEN * shape.hidden_size + RUNNING_INNER * shape.intermediate_size + handed_numbers(shape)
     running = vectors * size + choices * 3 * (size + INDEX_BYTES)
     return (
         Entry(

@@ -268,18 +268,29 @@ def _neighbour_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
 
 
 def _part_entries(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
-    """What ranks that compute each token together make whole: as it comes, and side by side."""
+    """What ranks that compute each token together make whole, as it comes and side by side; or what whole experts hand
+    to one another."""
     inner = min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
     heads = shape.num_parts * shape.num_heads * shape.head_dim
     numbers = max(num_tokens * max(heads, shape.hidden_size), inner * shape.intermediate_size)
     numbers = max(numbers, max(map(len, micro_batches), default=0) * shape.vocab_size)
+    numbers = max(2 * numbers, num_tokens * handed_numbers(shape))
     return (
         Entry(
             name="parts made whole",
-            num_bytes=2 * numbers * shape.compute_dtype_bytes,
-            equation=f"twice {numbers:,} x {shape.compute_dtype_bytes} B",
+            num_bytes=numbers * shape.compute_dtype_bytes,
+            equation=f"{numbers:,} x {shape.compute_dtype_bytes} B",
         ),
     )
+
+
+def handed_numbers(shape: ModelShape) -> int:
+    """What experts that ranks have whole make of a token, if all that it visits are this rank's, what comes from
+    others of the tokens that this one adds up, and sums, as they are told and as they come."""
+    if not shape.num_whole_experts:
+        return 0
+    choices = max(stage.num_experts_per_token for stage in shape.layers)
+    return (min(choices, shape.num_whole_experts) + -(-choices // shape.num_parts) + 2) * shape.hidden_size
 
 
 def _state_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:

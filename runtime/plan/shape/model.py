@@ -77,6 +77,11 @@ class ModelShape:
         """Whether experts of a layer run through our function, which alone can take the tokens of several lanes."""
         return any(p.is_experts for stage in self.layers for p in stage.parameters)
 
+    @cached_property
+    def num_whole_experts(self) -> int:
+        """The experts of a layer that this rank has and others have not, at most; 0 where all have rows of each."""
+        return max((p.shape[0] for stage in self.layers for p in stage.parameters if p.num_experts), default=0)
+
     @property
     def kv_bytes_per_token(self) -> int:
         return sum(self.kv_layer_bytes)
