@@ -120,11 +120,18 @@ def test_four_ranks_come_to_the_tokens_of_one_process(tmp_path: Path) -> None:
     uneven = synthesize("qwen3-moe", tmp_path / "uneven", num_key_value_heads=4, num_experts=6)
     stored = packed(uneven, Format.lossless, tmp_path / "packed")
     asked += [(config_for(_at(directory)), ref.prompts, WHOLE) for directory in (published, stored)]
-    two_heads = _at(synthesize("llama", tmp_path / "two", num_key_value_heads=2))
+    refused = {
+        "2 KV heads are no multiple of 4": synthesize("llama", tmp_path / "two", num_key_value_heads=2),
+        "it has 3 experts; take devices.experts=rows": synthesize(
+            "mixtral", tmp_path / "three", num_key_value_heads=4, num_local_experts=3
+        ),
+    }
     expected = of_one(asked)
-    for found in in_ranks(4, together, [*asked, (config_for(two_heads), ref.prompts, AUTO)]):
-        assert found[:-1] == expected
-        assert "2 KV heads are no multiple of 4" in found[-1].error
+    refused_asked = [(config_for(_at(directory)), ref.prompts, WHOLE) for directory in refused.values()]
+    for found in in_ranks(4, together, [*asked, *refused_asked]):
+        assert found[: len(asked)] == expected
+        for each, why in zip(found[len(asked) :], refused, strict=True):
+            assert why in each.error
 
 
 def _at(directory: Path) -> Reference:
