@@ -1,6 +1,6 @@
 """Every family with ranks that compute each token together, beside transformers: which are exact, which refused.
 
-    python -m tests.tensor_families [ranks=2] [tiers=nvme,cpu] [experts=rows,whole] [families=llama;llama, tied] [continuous=1]
+    python -m tests.tensor_families [ranks=2] [tiers=nvme,cpu] [experts=rows,whole] [continuous=1] [families=llama;gpt2]
 
 prints a row for each and the counts; the exit code is 1 where one is WRONG. KV heads of a family are as many as there
 are ranks, if there are more of these. Families without experts run once.

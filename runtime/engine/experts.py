@@ -56,12 +56,13 @@ class BatchedExperts:
         module = asked[0].module
         assert all(each.module is module for each in asked), "lanes wait at different experts"
         hidden_TD, index_TK, weights_TK = _all_of(asked)
-        is_together = self._is_together and stage not in self._paged
+        is_divided = gathering_of(module) is not None
+        is_together = self._is_together and not is_divided and stage not in self._paged
         out_TD = together(module, hidden_TD, index_TK, weights_TK) if is_together else None
         if out_TD is None:
             visits = Visits.sorted(index_TK, weights_TK, cast("Experts", module).num_experts)
             path, cpu = self._names[module], self._cpu
-            errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None else None
+            errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None and not is_divided else None
             if cpu is None or errand is None:
                 out_TD = self._mixed(stage, module, hidden_TD, visits)
             else:

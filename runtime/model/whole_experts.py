@@ -56,10 +56,10 @@ def _given(
     """The weighted outputs of this rank's experts, (V, D), by the rank that adds up the token's, and how many each
     gets."""
     begin, end = visits.of(own.start).start, visits.of(own[-1]).stop
-    ends = torch.tensor([each.stop for each in tokens])
+    ends = torch.tensor([each.stop for each in tokens], device=visits.tokens_V.device)
     to_V = torch.bucketize(visits.tokens_V[begin:end], ends, right=True)
     places_V = torch.empty_like(to_V)
-    places_V[to_V.argsort(stable=True)] = torch.arange(end - begin)
+    places_V[to_V.argsort(stable=True)] = torch.arange(end - begin, device=to_V.device)
     out_VD = hidden_TD.new_empty(end - begin, hidden_TD.shape[1])
     for expert, matrices in hit:
         rows = visits.of(expert)

@@ -46,13 +46,14 @@ class Gathering:
     def exchanged(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
         """Hands the first `given[0]` rows (n, D) to rank 0, the next ones to rank 1 and so on, and gives what each rank
         hands to this one, of which all know how many rows these are: `taken[0]` of rank 0 first."""
-        found = rows.new_zeros(sum(taken), rows.shape[1])
         if not self._is_going or rows.is_meta:
-            return found
-        raw, raws = rows.contiguous().view(torch.uint8), found.view(torch.uint8)
+            return rows.new_zeros(sum(taken), rows.shape[1])
+        device, rows = rows.device, rows.contiguous().cpu()
+        found = torch.empty(sum(taken), rows.shape[1], dtype=rows.dtype)
+        raw, raws = rows.view(torch.uint8), found.view(torch.uint8)
         self._run(lambda: dist.all_to_all_single(raws, raw, [*taken], [*given], group=self.ranks.group))
         self.received_bytes += (sum(taken) - taken[self.index]) * rows.shape[1] * rows.itemsize
-        return found
+        return found.to(device)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, of which each number is zero in all but one: in any order it is that number."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime import OffloadConfig, Runtime, RuntimeConfig
-from runtime.config import DevicesConfig, Gather, Tier, Way
+from runtime.config import DevicesConfig, DividedExperts, Gather, Tier, Way
 from runtime.devices.own_device import device_of, place_of, require_alike
 from runtime.errors import ConfigError
 from runtime.model.loading import LoadedModel
@@ -58,10 +58,14 @@ def test_tokens_of_ranks_with_accelerators_are_those_of_transformers_in_every_wa
     ref, moe = reference("llama"), reference("qwen3-moe")
     configs = [config_for(ref, tier=Tier.nvme, resident_layers=1), config_for(ref, tier=Tier.cpu, resident_layers=0)]
     asked = [(way, config, ref.prompts) for way in WAYS for config in configs]
-    asked += [(WAYS[0], config_for(moe, tier=Tier.cpu, resident_layers=1), moe.prompts)]
+    mixtures = (
+        WAYS[0],
+        *(DevicesConfig(way=Way.tensor, experts=experts) for experts in (DividedExperts.rows, DividedExperts.whole)),
+    )
+    asked += [(way, config_for(moe, tier=Tier.cpu, resident_layers=1), moe.prompts) for way in mixtures]
     ranks = in_ranks(2, generated, asked)
     for found in ranks:
-        assert [tokens for tokens, _ in found] == [*[ref.expected] * (len(asked) - 1), moe.expected]
+        assert [tokens for tokens, _ in found] == [*[ref.expected] * len(WAYS) * 2, *[moe.expected] * len(mixtures)]
     for (way, *_), (_, first), (_, second) in zip(asked, *ranks, strict=True):
         if way.way is Way.sharded:
             assert first == pytest.approx(second, rel=0.05)
