@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import torch
 
 from .batching.balance import Block
-from .budgets import budgets_of, device_limited, require_within
+from .budgets import device_limited, require_within
 from .closing import Closing
 from .completions import CompletionStream, Result, ResultStream
 from .config import (
@@ -23,26 +23,13 @@ from .config import (
     Readout,
     RuntimeConfig,
     SamplingOverrides,
-    Way,
     require_beams_fit,
 )
-from .devices.agreement import KIND, Agreement
-from .devices.messages import Values, written_plan
-from .devices.own_device import device_of, require_alike
-from .devices.pipeline import Pipeline
-from .devices.pipeline_agreement import PipelineAgreement
-from .devices.same_rows import BetweenPasses, SameRowsSession
+from .devices.agreement import KIND
+from .devices.own_device import device_of
 from .devices.sharded_session import RankSession
-from .devices.together import agreement_of, begun_together, budgets_of_ranks, joined_together, made_memory
-from .devices.told_plan import (
-    SESSION,
-    backends_told,
-    end_sessions,
-    for_ranks,
-    plan_told,
-    require_generating,
-    require_shareable,
-)
+from .devices.shared_run import SharedRun
+from .devices.told_plan import SESSION, end_sessions
 from .encoding import Classified, Embedded, Encoded, Filled, ask_encodings, encoded, refused
 from .engine.beam_requests import with_beams
 from .engine.encoding_requests import Wanted, require_readable, require_text
@@ -76,7 +63,6 @@ from .plan.shape.kv_dtype import keeping_kv
 from .planning import Planner
 from .probing.heads import Head
 from .prompt import Prompt, PromptLike, make_requests, require_prompts, require_unique_ids, windows_of
-from .ranks.gathering import Gathering
 from .ranks.ranks import Ranks
 from .scoring import Scored, ScoredDocument, Targets, TargetsLike, ask_scores, cut_documents
 from .session import Session
@@ -126,11 +112,10 @@ class Runtime(Closing):
         self.config = changed(config, settings)
         self.config = replace(self.config, sampling=with_schema(self.config.sampling))
         self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
-        self._gathering = Gathering(ranks) if ranks is not None and ranks.devices.way is Way.tensor else None
-        if ranks is not None:
-            self.config = for_ranks(self.config, ranks.devices.way)
+        self._shared = None if ranks is None else SharedRun.of(ranks)
+        if self._shared is not None:
+            self.config = self._shared.config(self.config)
         self._kept: Kept | None = None
-        self._ranks_budgets: Budgets | None = None  # None: those of this machine, when they are asked for
         self._is_closed = False
         self._latest: weakref.ref[ResultStream[Result] | ResultStream[Scored] | ResultStream[Encoded]] | None = None
         name = device if isinstance(device, str) else self.config.machine.device
@@ -142,23 +127,19 @@ class Runtime(Closing):
         self.model: LoadedModel = self._loaded()
         self.config = as_the_model_says(self.config, self.model)
         self._refuse_early()
-        if ranks is not None:
-            require_alike(ranks, self.model, self.device)
-        self._pipeline: Pipeline | None = None
-        if ranks is not None and ranks.devices.way is Way.pipeline:
-            self._pipeline = Pipeline(ranks, self.model, self.config.offload, self.device)
-            self.model = self._pipeline.part_of(self.model)
+        if self._shared is not None:
+            self.model = self._shared.joined(self.model, self.config.offload, self.device)
         self._advised: set[str] = set()
         self._is_checked = False
         if not self.device.is_accelerator:
             found = find_products(self.host)
-            found = found if self._gathering is None else backends_told(self._gathering.ranks, found)
+            found = found if self._shared is None else self._shared.products(found)
             self.model = replace(self.model, backends=found)
             prepare_kernels(self.model)
         elif self.config.policy.attention is Attention.cpu:
             prepare_attention(self.model)
-        if ranks is not None and self._pipeline is None:
-            self._ranks_budgets = budgets_of_ranks(ranks, budgets_of(self.config.offload, self.device))
+        if self._shared is not None:
+            self._shared.share_memory(self.config.offload, self.device)
         self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
         reset_peak()
 
@@ -168,7 +149,7 @@ class Runtime(Closing):
             self.device.torch_device,
             self.config.offload.cache_dir,
             should_stop=self._should_stop,
-            gathering=self._gathering,
+            gathering=None if self._shared is None else self._shared.gathering,
         )
         loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
         return placed(loaded, self.device)
@@ -210,8 +191,6 @@ class Runtime(Closing):
     def _refuse_early(self) -> None:
         """Refuses what cannot be by the settings and the model alone: before rows are read, not behind them."""
         require_beams_fit(self.config.policy, self.config.sampling)
-        if self.ranks is not None:
-            require_shareable(self.model.shape, self.ranks.devices.way)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
 
@@ -244,7 +223,7 @@ class Runtime(Closing):
             open_reader=self.reader,
             kept=self._kept,
             predicts=self.ranks is None,
-            given_budgets=self._ranks_budgets,
+            given_budgets=None if self._shared is None else self._shared.budgets,
         )
 
     @property
@@ -315,28 +294,25 @@ class Runtime(Closing):
         begin = time.monotonic()
         common = nullcontext() if together is None else together
         with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
-            sampler, agreement = self._sampler(), self._agreement(together)
+            sampler, shared = self._sampler(), self._shared
+            agreement = None if shared is None else shared.agreement(self._should_stop)
             engine = Engine(
                 setup,
                 streams,
                 sampler,
                 self._should_stop if agreement is None else agreement.should_stop,
                 alone if agreement is None else agreement.lanes,
-                self._pipeline.line if self._pipeline is not None else None,
+                None if shared is None else shared.line,
             )
             seconds, reasoning = time.monotonic() - begin, sampler.reasoning
             if self.model.rounded is not None:
                 log.info("weights were rounded while they were read: %s", self.model.numbers)
-            if agreement is None:
+            if shared is None or agreement is None:
                 yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=reasoning)
             else:
-                kind = SameRowsSession if isinstance(agreement, BetweenPasses) else RankSession
-                yield kind(self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement)
-
-    def _agreement(self, together: Together | None) -> Agreement | None:
-        if self._pipeline is not None:
-            return PipelineAgreement(self._pipeline.line, self._should_stop)
-        return agreement_of(together, self._should_stop) if together is not None else None
+                yield shared.session_kind(
+                    self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, agreement=agreement
+                )
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:
@@ -372,9 +348,9 @@ class Runtime(Closing):
             self.model.head is not Head.none and any(request.encoding is not None for request in requests)
         ):
             slice_head(self.model.staged)
-        if self.ranks is not None:
-            require_generating(requests, self.ranks.devices.way)
-            return self._session_of_ranks(self.ranks, requests, blocks, chunk_tokens)
+        if self._shared is not None:
+            self._shared.require_generating(requests)
+            return self._session_of_ranks(self._shared, requests, blocks, chunk_tokens)
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
 
@@ -402,20 +378,15 @@ class Runtime(Closing):
 
     @contextmanager
     def _session_of_ranks(
-        self, ranks: Ranks, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
+        self, shared: SharedRun, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
     ) -> Iterator[tuple[RunPlan, Session]]:
         """Rank 0's session, which the others follow."""
-        if self._pipeline is not None:
-            memory, told = None, self._pipeline.plan(self.planner, requests, blocks, chunk_tokens)
-        else:
-            chosen = self.plan(requests, blocks=blocks, chunk_tokens=chunk_tokens)
-            memory, told = made_memory(ranks), written_plan(chosen, requests, self.model.fingerprint)
-        plan = self._plan_told(ranks, told, requests)
+        told = shared.plan(self.planner, requests, blocks, chunk_tokens)
+        plan = shared.plan_told(told, self.planner, requests)
         self._check_lanes(plan)
-        ranks.tell({KIND: SESSION, "memory": None if memory is None else memory.place, "plan": told})
+        together = shared.begin(told)
         self.planner.announce(plan, self._advised)
-        together = begun_together(ranks, memory) if self._pipeline is None and self._gathering is None else None
-        with self.session(plan, together or self._gathering) as session:
+        with self.session(plan, together) as session:
             assert isinstance(session, RankSession)
             yield plan, session
             session.tell_closed()
@@ -424,27 +395,21 @@ class Runtime(Closing):
         """Takes part, as another rank than 0, in each session that rank 0 opens for these requests, until it says that
         there will be no other; gives what all ranks come to, with places in `requests`. Raises Interrupted, PeerEnded,
         ConfigError."""
-        assert self.ranks is not None, "there is nobody to follow"
-        while (told := self.ranks.heard())[KIND] == SESSION:
-            plan = self._plan_told(self.ranks, told["plan"], requests)
-            is_common = self._pipeline is None and self._gathering is None
-            together = joined_together(self.ranks, told["memory"]) if is_common else self._gathering
-            with self.session(plan, together) as session:
+        shared = self._shared
+        assert shared is not None, "there is nobody to follow"
+        while (message := shared.ranks.heard())[KIND] == SESSION:
+            plan = shared.plan_told(message["plan"], self.planner, requests)
+            with self.session(plan, shared.join(message)) as session:
                 assert isinstance(session, RankSession)
                 yield from session.follow(requests)
-
-    def _plan_told(self, ranks: Ranks, told: Values, requests: Sequence[Request]) -> RunPlan:
-        if self._pipeline is not None:
-            return self._pipeline.plan_told(told, self.planner, requests)
-        return plan_told(told, self.planner, requests, 1 if self._gathering is not None else ranks.size)
 
     def _check_lanes(self, plan: RunPlan) -> None:
         """Compares lanes with the class itself where that is due: once, while no weights are held. Of a part of every
         matrix there is no other way to compute it."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
-        is_first = self._gathering is None and not self._is_checked
+        whole = self.model.shape if self._shared is None else self._shared.whole(self.model.shape)
+        is_first = whole is not None and not self._is_checked
         if is_first and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
-            whole = self.model.shape if self._pipeline is None else self._pipeline.whole
             check_lanes(replace(self.model, shape=whole), self.config, self.budgets(), self.reader, self._should_stop)
             reset_peak()
         self._is_checked = True
