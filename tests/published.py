@@ -13,6 +13,7 @@ import yaml
 from jobs.config.typed import build
 from runtime.config import (
     Attention,
+    DividedExperts,
     MachineConfig,
     OffloadConfig,
     Order,
@@ -145,7 +146,7 @@ def view_for(setting: Setting, num_cards: int | None = None) -> RankView:
     if setting.host_gib is not None:
         on = replace(on, host_bytes=int(setting.host_gib * GIB * USABLE_SHARE))
     count = num_cards or on.fabric.num_devices
-    return RankView.of(on, setting.model.shape(), Way.one if count == 1 else Way.tensor, count)
+    return RankView.of(on, setting.model.shape(), Way.one if count == 1 else Way.tensor, count, DividedExperts.rows)
 
 
 def machine_for(setting: Setting) -> Machine:

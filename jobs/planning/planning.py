@@ -121,7 +121,9 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
     runtime, way = config.runtime, config.devices.way
     if way is not Way.one:
         runtime = replace(runtime, offload=replace(runtime.offload, expert_paging=_unpaged(runtime.offload)))
-    view = RankView.of(_within(config.offload, machine), shape, way, _num_ranks(config, machine))
+    view = RankView.of(
+        _within(config.offload, machine), shape, way, _num_ranks(config, machine), config.devices.experts
+    )
     run = _run_plan(view, runtime, view.sizes(sizes))
     return Planned(
         config=runtime, machine=machine, view=view, dtype=dtype, sizes=sizes, run=run, doubts=(), stored=stored

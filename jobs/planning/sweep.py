@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
-from runtime.config import DevicesConfig, PolicyKind, Way
+from runtime.config import PolicyKind, Way
 from runtime.errors import BudgetError, ConfigError, require
 from runtime.plan.cost.machine import Machine
 from runtime.plan.shape.loss import StoredNumbers
@@ -232,7 +232,7 @@ def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
 
     def plan(way: Way, num_ranks: float) -> Planned:
         shown = replace(config.plan, num_ranks=round(num_ranks))
-        return plan_on(planned.machine, replace(config, devices=DevicesConfig(way=way), plan=shown))
+        return plan_on(planned.machine, replace(config, devices=replace(config.devices, way=way), plan=shown))
 
     return [
         Axis(

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from ..config import Admission, Way
+from ..config import Admission, DividedExperts, Way
 from ..errors import ConfigError, require
 from ..resources import Resource
 from .cost.machine import Machine
@@ -31,7 +32,13 @@ class RankView:
     machine: Machine
 
     @staticmethod
-    def of(machine: Machine, shape: ModelShape, way: Way, num_ranks: int) -> "RankView":
+    def of(
+        machine: Machine,
+        shape: ModelShape,
+        way: Way,
+        num_ranks: int,
+        experts: DividedExperts = DividedExperts.auto,
+    ) -> "RankView":
         """The view of each of `num_ranks` of a machine as `machine_of` describes it. Raises ConfigError where model or
         machine cannot be shared out among so many."""
         if (num_ranks == 1) is not (way is Way.one):
@@ -43,8 +50,8 @@ class RankView:
             way is Way.one or not shape.has_encoder,
             f"devices={way.value}: model={shape.name} has an encoder, which ranks do not share as yet: devices=one",
         )
-        seen = rank_machine(machine, shape, way, num_ranks)
-        shares = {Way.tensor: tensor_share, Way.pipeline: pipeline_share}
+        seen = rank_machine(machine, shape, way, num_ranks, experts)
+        shares = {Way.tensor: partial(tensor_share, experts=experts), Way.pipeline: pipeline_share}
         own = shares[way](shape, num_ranks) if way in shares else shape
         return RankView(way=way, num_ranks=num_ranks, whole=shape, shape=own, machine=seen)
 

@@ -6,6 +6,7 @@ import pytest
 
 from runtime.config import (
     Attention,
+    DividedExperts,
     KVConfig,
     KVTier,
     OffloadConfig,
@@ -99,13 +100,27 @@ def layer_bytes(shape: ModelShape) -> int:
 
 @pytest.mark.parametrize("shape", [toy_shape(), toy_mixture()], ids=["dense", "experts"])
 def test_a_rank_has_half_of_what_two_share(shape: ModelShape) -> None:
-    tensor, pipeline = tensor_share(shape, 2), pipeline_share(shape, 2)
+    tensor, pipeline = tensor_share(shape, 2, DividedExperts.rows), pipeline_share(shape, 2)
     for share in (tensor, pipeline):
         assert layer_bytes(share) == layer_bytes(shape) / 2
         assert share.kv_bytes_per_token == shape.kv_bytes_per_token / 2
     assert (len(tensor.layers), len(pipeline.layers)) == (8, 4)
     assert [stage.index for stage in pipeline.stages] == list(range(6))
     assert [len(stage.experts) for stage in tensor.layers] == [len(stage.experts) for stage in shape.layers]
+
+
+def test_of_whole_experts_a_rank_has_its_number_and_is_sent_what_they_make() -> None:
+    shape = MIXTRAL_8X22B.shape()
+    share = tensor_share(shape, 4, DividedExperts.whole)
+    for before, own in zip(shape.layers[0].stacks, share.layers[0].stacks, strict=True):
+        assert (own.shape[0], own.num_bytes) == (2, before.num_bytes / 4)
+    assert share.layers[0].num_experts == 8
+    rows, whole = (
+        RankView.of(MACHINE, shape, Way.tensor, 2, experts).machine.rates.exchange_bytes_per_second
+        for experts in (DividedExperts.rows, DividedExperts.auto)
+    )
+    around = shape.num_heads * shape.head_dim + 2 * shape.hidden_size
+    assert whole / rows == pytest.approx((around + 2 * 16384) / (around + 2 * shape.hidden_size / 2))
 
 
 def test_what_is_no_matrix_of_a_layer_is_whole_on_every_rank() -> None:

@@ -4,9 +4,11 @@ bring it weights, or what they made of a layer.
 
 from dataclasses import replace
 
-from ...config import Way
+from ...config import DividedExperts, Way
 from ...profiles import DeviceLink
+from ..shape.expert_shares import has_whole, inner_size
 from ..shape.model import ModelShape
+from ..shape.shapes import Stage
 from .links import Fabric
 from .machine import Machine
 from .rates import UNLIMITED, MachineRates
@@ -16,18 +18,24 @@ NUM_GATHERS = (
 )
 
 
-def rank_machine(machine: Machine, shape: ModelShape, way: Way, num_ranks: int) -> Machine:
+def rank_machine(
+    machine: Machine, shape: ModelShape, way: Way, num_ranks: int, experts: DividedExperts = DividedExperts.auto
+) -> Machine:
     """The share of each of `num_ranks` ranks of a `machine` as `machine_of` describes it. `shape` is the whole model.
     Raises ConfigError where so many do not go onto the machine."""
     if way is Way.one:
         return machine
     per_node = machine.fabric.num_per_node(num_ranks)
-    num_nodes = num_ranks // per_node
+    rates = _share(machine, per_node)
+    if way is Way.tensor:
+        rates = _exchanging(rates, machine.fabric, shape, num_ranks, experts)
+    elif way is Way.sharded:
+        rates = _sharing(rates, machine, num_ranks, num_ranks // per_node)
     return replace(
         machine,
         host_bytes=machine.host_bytes // per_node,
         num_sharers=_num_sharers(machine, num_ranks, per_node) if way is Way.sharded else 1,
-        rates=_with_others(_share(machine, per_node), machine, shape, way, num_ranks, num_nodes),
+        rates=rates,
     )
 
 
@@ -63,13 +71,7 @@ def _share(machine: Machine, count: int) -> MachineRates:
     )
 
 
-def _with_others(
-    rates: MachineRates, machine: Machine, shape: ModelShape, way: Way, num_ranks: int, num_nodes: int
-) -> MachineRates:
-    if way is Way.tensor:
-        return _exchanging(rates, machine.fabric, shape, num_ranks)
-    if way is not Way.sharded:
-        return rates
+def _sharing(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: int) -> MachineRates:
     disk = num_ranks * rates.disk_bytes_per_second  # of all hosts: each byte is read once
     if machine.device_bytes is None:
         gathered = UNLIMITED if num_nodes == 1 else machine.fabric.gather_bytes_per_second(num_ranks)
@@ -82,16 +84,27 @@ def _with_others(
     return replace(rates, disk_bytes_per_second=disk, shard_bytes_per_second=shards)
 
 
-def _exchanging(rates: MachineRates, fabric: Fabric, shape: ModelShape, num_ranks: int) -> MachineRates:
+def _exchanging(
+    rates: MachineRates, fabric: Fabric, shape: ModelShape, num_ranks: int, experts: DividedExperts
+) -> MachineRates:
     """What a layer of cut matrices gathers of a token, beside its hidden vector: queries' answers and their projection,
-    the activations of its feed-forward and their product."""
-    width = shape.num_heads * shape.head_dim + shape.intermediate_size + 2 * shape.hidden_size
+    the activations of its feed-forward, or outputs of whole experts, and their product or sum."""
+    inner = [_inner_numbers(stage, shape, num_ranks, experts) for stage in shape.layers]
+    width = shape.num_heads * shape.head_dim + sum(inner) / max(1, len(inner)) + 2 * shape.hidden_size
     gathered = fabric.gather_bytes_per_second(num_ranks)
     return replace(
         rates,
         exchange_bytes_per_second=gathered * shape.hidden_size / width,
         exchange_seconds=NUM_GATHERS * fabric.gather_seconds(num_ranks),
     )
+
+
+def _inner_numbers(stage: Stage, shape: ModelShape, num_ranks: int, experts: DividedExperts) -> float:
+    """What ranks send one another between the matrices of a feed-forward, or of all experts that a token visits; or
+    what each of those makes, where it is whole, to the rank that adds it up."""
+    if has_whole(stage, shape.hidden_size, num_ranks, experts):
+        return stage.num_experts_per_token * shape.hidden_size / num_ranks
+    return stage.num_experts_per_token * inner_size(stage, shape.hidden_size) or shape.intermediate_size
 
 
 def _beyond(num_nodes: int, fabric: Fabric) -> float:

@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 
+from ...config import DividedExperts
 from ...errors import require
+from .expert_shares import has_whole, runs_of, take_experts
 from .model import ModelShape
 from .shapes import Companion, Parameter, Stage, TensorSlice
 
 
-def tensor_share(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """The shape that each rank has of a model whose matrices are cut by rows, which are outputs, and whose KV heads are
-    shared out. Whole on every rank are hidden states, what lies around the layers, vectors, routers, and matrices
-    whose rows are no multiple of the ranks. Raises ConfigError where keys and values cannot be shared out, as a run
+def tensor_share(shape: ModelShape, num_ranks: int, experts: DividedExperts = DividedExperts.auto) -> ModelShape:
+    """The shape that the first rank has of a model whose matrices are cut by rows, which are outputs, and whose KV
+    heads are shared out. Of a layer's experts it has rows of each, or some whole, as `experts` says. Whole on every
+    rank are hidden states, what lies around the layers, vectors, routers, and matrices whose rows are no multiple of
+    the ranks. Raises ConfigError where keys and values cannot be shared out, as a run
     would."""
     heads, other = shape.num_kv_heads, "take devices=sharded or pipeline"
     is_equal = heads % num_ranks == 0 and shape.num_heads % num_ranks == 0
@@ -21,13 +24,17 @@ def tensor_share(shape: ModelShape, num_ranks: int) -> ModelShape:
         f"devices=tensor: model={shape.name} has {heads} KV heads, which {num_ranks} ranks cannot share equally: set "
         f"plan.num_ranks, or {other}",
     )
-    stages = tuple(_cut_stage(stage, num_ranks) if stage.kind.is_layer else stage for stage in shape.stages)
+    with_whole = {s.index for s in shape.layers if has_whole(s, shape.hidden_size, num_ranks, experts)}
+    stages = tuple(
+        _cut_stage(stage, num_ranks, is_whole=stage.index in with_whole) if stage.kind.is_layer else stage
+        for stage in shape.stages
+    )
     return replace(
         shape,
         stages=stages,
         num_heads=shape.num_heads // num_ranks,
         num_kv_heads=heads // num_ranks,
-        intermediate_size=-(-shape.intermediate_size // num_ranks),
+        intermediate_size=shape.intermediate_size if with_whole else -(-shape.intermediate_size // num_ranks),
         score_heads=-(-shape.score_heads // num_ranks),
         kv_layer_bytes=tuple(-(-size // num_ranks) for size in shape.kv_layer_bytes),
         kv_heads=tuple((-(-count // num_ranks), key, value) for count, key, value in shape.kv_heads),
@@ -57,8 +64,13 @@ def pipeline_share(shape: ModelShape, num_ranks: int) -> ModelShape:
     )
 
 
-def _cut_stage(stage: Stage, num_parts: int) -> Stage:
-    return replace(stage, parameters=tuple(_cut_parameter(p, stage.num_experts, num_parts) for p in stage.parameters))
+def _cut_stage(stage: Stage, num_parts: int, *, is_whole: bool) -> Stage:
+    first = runs_of(stage.num_experts, num_parts)[0]
+    parts = [take_experts(p, first) if is_whole and p.is_experts else None for p in stage.parameters]
+    pairs = zip(stage.parameters, parts, strict=True)
+    return replace(
+        stage, parameters=tuple(part or _cut_parameter(p, stage.num_experts, num_parts) for p, part in pairs)
+    )
 
 
 def _cut_parameter(parameter: Parameter, num_experts: int, num_parts: int) -> Parameter:

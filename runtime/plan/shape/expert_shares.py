@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from .shapes import Parameter, TensorSlice
+from ...config import DividedExperts
+from .shapes import Parameter, Stage, TensorSlice
 
 
 def runs_of(count: int, num_parts: int) -> Sequence[range]:
@@ -19,6 +20,20 @@ def sends_less_whole(hidden_size: int, inner_size: int, num_ranks: int) -> bool:
     its output, to the rank that adds up the token's, instead of what lies between the matrices, to all. Either way all
     are sent the sum."""
     return hidden_size <= inner_size * num_ranks
+
+
+def has_whole(stage: Stage, hidden_size: int, num_ranks: int, asked: DividedExperts) -> bool:
+    """Whether ranks hold a stage's experts whole."""
+    inner = inner_size(stage, hidden_size)
+    if not inner or asked is DividedExperts.rows or stage.num_experts < num_ranks:
+        return False
+    return asked is DividedExperts.whole or sends_less_whole(hidden_size, inner, num_ranks)
+
+
+def inner_size(stage: Stage, hidden_size: int) -> int:
+    """The numbers between the matrices of one expert; 0 where none runs through our function."""
+    sizes = [stack.num_elements // (stack.shape[0] * hidden_size) for stack in stage.stacks if stack.is_experts]
+    return min(sizes, default=0)
 
 
 def take_experts(stack: Parameter, own: range) -> Parameter | None:
