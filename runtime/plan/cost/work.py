@@ -36,7 +36,7 @@ class StageWork:
     num_experts_per_token: int
     kv_bytes: int  # of one position
     token_bytes: float  # that a token's operators read and write, those of experts excluded
-    visit_bytes: float  # and those of one of its experts
+    visit_bytes: float  # and those of one of its experts, in the mean of all of which this rank has some
     is_paged: bool  # its experts are read one by one
     is_shared: bool  # the CPU may multiply some of them
     is_narrow: bool  # behind keys and values it has only tokens that are asked for (`model/last_layer.py`)
@@ -74,7 +74,7 @@ def _of(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWor
         is_paged=is_paged,
         is_shared=False,
         is_narrow=shape.is_packed and stage in shape.layers[-1:],
-        visit_bytes=float(size * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size)),
+        visit_bytes=size * stage.own_share * (VISIT_TRIPS * shape.hidden_size + INNER_TRIPS * shape.intermediate_size),
     )
 
 

@@ -218,6 +218,11 @@ class Stage:
         )
 
     @cached_property
+    def own_share(self) -> float:
+        """The share of its experts that it has, where others have others."""
+        return min((p.shape[0] / p.num_experts for p in self.stacks if p.num_experts), default=1.0)
+
+    @cached_property
     def num_dense_weights(self) -> int:
         """Numbers of the matrices that every token is multiplied with, or is looked up in."""
         stacks = {p.name for p in self.stacks}
