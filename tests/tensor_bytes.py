@@ -21,8 +21,9 @@ from runtime.config import DevicesConfig, DividedExperts, Way
 from runtime.ranks.ranks import Ranks
 from runtime.units import MIB
 from tests.rank_processes import in_ranks
+from tests.runtime.rank_runs import completed
 from tests.runtime.test_families import GREEDY, config_for
-from tests.runtime.test_ranks import completed, counted_reads
+from tests.runtime.test_ranks import counted_reads
 from tests.support import Reference, synthesize
 
 TENSOR = DevicesConfig(way=Way.tensor)

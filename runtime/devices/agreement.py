@@ -81,6 +81,10 @@ class Agreement:
             self._has_stopped = all(each.get(KIND) == STOPPING for each in met)
             self._keep([each for each in met if each.get(KIND) == STOPPING])
 
+    def lose_pass(self) -> None:
+        """This rank cannot go on in the middle of a pass, in which others wait for it."""
+        self.stop()
+
     def _exchange(self, message: Message) -> list[Message]:
         """Raises Interrupted where another rank is stopping, and PeerEnded."""
         met = self.ranks.exchange(message)

@@ -22,6 +22,10 @@ class BetweenPasses(Agreement):
     def should_stop(self) -> bool:
         return False
 
+    def lose_pass(self) -> None:
+        """Others wait within the pass and can be told nothing, but see the end of this rank."""
+        self._has_stopped = True
+
     def least(self, counts: Sequence[int | None]) -> list[int | None]:
         """What all ranks have of each of these, given what this one has; None: as the policy says."""
         met = [each[LEAST] for each in self.ranks.exchange({KIND: LEAST, LEAST: counts})]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..batching.balance import Block
 from ..engine.batcher import Batcher
 from ..engine.engine import Engine
-from ..engine.records import PassCounts
+from ..engine.records import PassCounts, PassRecord
 from ..engine.sampling.reasoning import Reasoning
 from ..engine.sequence import Completion, Request, Unfinished
 from ..errors import Interrupted, PeerEnded
@@ -114,7 +114,7 @@ class RankSession(Session):
         try:
             yield from self._ended(None)[1]
             with batcher:
-                while (record := self._engine.step(batcher)) is not None:
+                while (record := self._step(batcher)) is not None:
                     counts, finished = self._ended(record.counts)
                     yield from finished
                     on_pass(replace(record, counts=counts))
@@ -122,6 +122,15 @@ class RankSession(Session):
             raise
         except (Interrupted, GeneratorExit):
             self._agreement.stop()
+            raise
+
+    def _step(self, batcher: Batcher) -> PassRecord | None:
+        try:
+            return self._engine.step(batcher)
+        except Interrupted:
+            raise
+        except Exception:
+            self._agreement.lose_pass()
             raise
 
     def _ended(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:

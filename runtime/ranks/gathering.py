@@ -1,6 +1,6 @@
 """What ranks that compute each token together hand one another within a pass: parts of its numbers, made whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -38,7 +38,7 @@ class Gathering:
         device, part = part.device, part.contiguous().cpu()
         found = torch.empty(self.count, *part.shape, dtype=part.dtype)
         raw, raws = part.view(-1).view(torch.uint8), found.view(self.count, -1).view(torch.uint8)
-        self._run(lambda: dist.all_gather([*raws.unbind()], raw, group=self.ranks.group))
+        self.ranks.run(lambda: dist.all_gather([*raws.unbind()], raw, group=self.ranks.group, async_op=True))
         self.received_bytes += (self.count - 1) * part.nbytes
         at = dim % part.ndim
         return found.movedim(0, at).flatten(at, at + 1).to(device)
@@ -51,7 +51,8 @@ class Gathering:
         device, rows = rows.device, rows.contiguous().cpu()
         found = torch.empty(sum(taken), rows.shape[1], dtype=rows.dtype)
         raw, raws = rows.view(torch.uint8), found.view(torch.uint8)
-        self._run(lambda: dist.all_to_all_single(raws, raw, [*taken], [*given], group=self.ranks.group))
+        group = self.ranks.group
+        self.ranks.run(lambda: dist.all_to_all_single(raws, raw, [*taken], [*given], group=group, async_op=True))
         self.received_bytes += (sum(taken) - taken[self.index]) * rows.shape[1] * rows.itemsize
         return found.to(device)
 
@@ -60,12 +61,6 @@ class Gathering:
         if not self._is_going or part.is_meta:
             return part
         device, part = part.device, part.contiguous().cpu()
-        self._run(lambda: dist.all_reduce(part, group=self.ranks.group))
+        self.ranks.run(lambda: dist.all_reduce(part, group=self.ranks.group, async_op=True))
         self.received_bytes += 2 * (self.count - 1) * part.nbytes // self.count
         return part.to(device)
-
-    def _run(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except RuntimeError as error:
-            raise self.ranks.ending(error) from error

@@ -2,7 +2,11 @@
 all what they have come to.
 """
 
+import weakref
 from collections.abc import Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,7 @@ class Line:
         """All ranks make theirs at the same time."""
         self.ranks = ranks
         self._group = ranks.new_group()
+        self._waiter = Waiter()
         self._coming: list[dist.Work] = []
         self._going: list[tuple[dist.Work, torch.Tensor]] = []
         self._num_items = 0
@@ -74,7 +79,41 @@ class Line:
         self._going.append((work, tensor))
 
     def _wait(self, work: dist.Work) -> None:
+        self._waiter.begin(work)
         try:
-            work.wait()
+            self.ranks.wait(self._waiter.is_done)
         except RuntimeError as error:
             raise self.ranks.ending(error) from error
+
+
+class Waiter:
+    """Waits for one transfer at a time on a thread of its own, which ends with the process at the latest. Gloo's own
+    wait for a transfer has no end while its connection holds, and one of limited time breaks that."""
+
+    def __init__(self) -> None:
+        self._asked = SimpleQueue[dist.Work | None]()
+        self._ended = SimpleQueue[RuntimeError | None]()
+        Thread(target=_serve, args=(self._asked, self._ended), name="ranks-line", daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
+
+    def begin(self, work: dist.Work) -> None:
+        self._asked.put(work)
+
+    def is_done(self, seconds: timedelta) -> bool:
+        """Whether the transfer has ended in that time. Raises RuntimeError where it has failed."""
+        try:
+            error = self._ended.get(timeout=seconds.total_seconds())
+        except Empty:
+            return False
+        if error is not None:
+            raise error
+        return True
+
+
+def _serve(asked: "SimpleQueue[dist.Work | None]", ended: "SimpleQueue[RuntimeError | None]") -> None:
+    while (work := asked.get()) is not None:
+        try:
+            work.wait()
+            ended.put(None)
+        except RuntimeError as error:
+            ended.put(error)

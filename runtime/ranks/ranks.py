@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -27,8 +28,8 @@ Message: TypeAlias = Mapping[str, Any]
 MEETING = timedelta(minutes=10)  # for all to come: imports from a cold file system take long
 WAITING = timedelta(days=30)  # for a pass, which may be long; who has ended is known at once
 LOOK_SECONDS = 0.02  # between two looks for a stop
+LOOK = timedelta(seconds=0.1)  # between two looks at the others, of one that waits for them
 ENDING_SECONDS = 2.0  # for what one that has ended had said before, and from the end of one connection to the other's
-POLL_SECONDS, LATER_SECONDS, NUM_POLLS = 1e-4, 5e-3, 100  # between two looks for an answer; after so many, the second
 SHARDED = DevicesConfig(way=Way.sharded)
 STOPPED = "start the same command again to go on"
 
@@ -90,12 +91,9 @@ class Ranks(Closing):
     def exchange(self, message: Message) -> list[Message]:
         """The messages of all ranks, by rank; waits for each of them."""
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        try:
-            sizes = self._gathered(torch.tensor([len(data)]))
-            most = max(int(size) for size in sizes)
-            found = self._gathered(torch.nn.functional.pad(data, (0, most - len(data))))
-        except RuntimeError as error:
-            raise self.ending(error) from error
+        sizes = self._gathered(torch.tensor([len(data)]))
+        most = max(int(size) for size in sizes)
+        found = self._gathered(torch.nn.functional.pad(data, (0, most - len(data))))
         return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(found, sizes, strict=True)]
 
     def tell(self, message: Message) -> None:
@@ -137,20 +135,27 @@ class Ranks(Closing):
         if self.is_stopping:
             raise Interrupted(STOPPED)
 
-    def _gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(part) for _ in range(self.size)]
-        work = dist.all_gather(found, part, group=self.group, async_op=True)
-        assert work is not None, "this rank is of the group"
-        seconds, until, num_polls = POLL_SECONDS, None, 0
-        while not work.is_completed():
+    def wait(self, is_done: Callable[[timedelta], bool]) -> None:
+        """Returns once `is_done`, which waits so long at most, says so. Raises PeerEnded, and what that raises."""
+        until = None
+        while not is_done(LOOK):
             if until is None and self.ended():
                 until = time.monotonic() + ENDING_SECONDS  # one that has said all there was to say may have ended
             if until is not None and time.monotonic() > until:
                 raise self._told(self.ended())
-            time.sleep(seconds)
-            num_polls += 1
-            seconds = POLL_SECONDS if num_polls < NUM_POLLS else LATER_SECONDS
-        work.wait()
+
+    def run(self, begin: Callable[[], dist.Work | None]) -> None:
+        """Begins a collective, and waits for its end."""
+        try:
+            work = begin()
+            assert work is not None, "this rank is of the group"
+            self.wait(partial(_is_done, work))
+        except RuntimeError as error:
+            raise self.ending(error) from error
+
+    def _gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(part) for _ in range(self.size)]
+        self.run(lambda: dist.all_gather(found, part, group=self.group, async_op=True))
         return found
 
     def ending(self, error: RuntimeError) -> Interrupted:
@@ -168,6 +173,17 @@ class Ranks(Closing):
             "with as many ranks as you like",
             ended,
         )
+
+
+def _is_done(work: dist.Work, seconds: timedelta) -> bool:
+    """Whether a collective has ended in that time. Raises RuntimeError where it has failed."""
+    try:
+        work.wait(seconds)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def _meet(launch: Launch, should_stop: Callable[[], bool]) -> dist.ProcessGroup:

@@ -12,8 +12,8 @@ from runtime.ranks.ranks import Ranks
 from runtime.ranks.shared_memory import SharedMemory
 from runtime.session import Seats
 from tests.rank_processes import in_nodes
+from tests.runtime.rank_runs import completed, stopped_once
 from tests.runtime.test_families import config_for
-from tests.runtime.test_ranks import completed, stopped_once
 from tests.support import Reference
 
 References = Callable[[str], Reference]

@@ -22,8 +22,9 @@ from runtime.probing.layer_inputs import handed_on
 from runtime.probing.meta import build_meta_model
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
+from tests.runtime.rank_runs import completed, faulted_once, stopped_once
 from tests.runtime.test_families import GREEDY, config_for
-from tests.runtime.test_ranks import completed, counted_reads, stopped_once
+from tests.runtime.test_ranks import counted_reads
 from tests.runtime.uneven_pages import Admitted, admitted, continuous
 from tests.support import NUM_NEW_TOKENS, Reference
 
@@ -131,15 +132,19 @@ def test_each_rank_reads_the_weights_of_its_layers_once_and_keeps_their_keys_and
     assert sum(num_bytes for num_bytes, *_ in found) == sum(shape.sizes.whole_bytes)
 
 
-def stopped_in_a_pipeline(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> str:
+def stopped_in_a_pipeline(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> list[str]:
     ranks.devices = PIPELINE
-    return stopped_once(ranks, replace(config, sampling=replace(GREEDY, max_new_tokens=40)), prompts)
+    longer = replace(config, sampling=replace(GREEDY, max_new_tokens=40))
+    return [stopped_once(ranks, longer, prompts), faulted_once(ranks, config, prompts)]
 
 
-def test_one_rank_that_is_stopped_stops_the_pipeline(reference: References) -> None:
+def test_one_rank_that_is_stopped_stops_the_pipeline_and_so_does_one_that_fails(reference: References) -> None:
     ref = reference("llama")
-    for found in in_ranks(2, stopped_in_a_pipeline, config_for(ref, Tier.cpu), ref.prompts):
-        assert "same command" in found
+    first, second = in_ranks(2, stopped_in_a_pipeline, config_for(ref), ref.prompts)
+    assert "same command" in first[0]
+    assert "same command" in second[0]
+    assert first[1] == f"the disk is gone, {len(ref.prompts)} rows are known"
+    assert "rank 0 of 2 has ended" in second[1]
 
 
 def _stages(sizes: Sequence[int]) -> list[Stage]:

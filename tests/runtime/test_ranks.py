@@ -24,12 +24,13 @@ from runtime.config import (
 )
 from runtime.devices.told_plan import end_sessions, for_ranks
 from runtime.engine.records import PassRecord
-from runtime.engine.sequence import Completion, Request
-from runtime.errors import ConfigError, Interrupted
+from runtime.engine.sequence import Request
+from runtime.errors import ConfigError
 from runtime.plan.shape.extents import ALIGNMENT_BYTES, Extent, share_of
 from runtime.ranks.ranks import Ranks
 from runtime.store.reader import Reader
 from tests.rank_processes import in_ranks
+from tests.runtime.rank_runs import completed, faulted_once, stopped_once
 from tests.runtime.test_families import GREEDY, config_for
 from tests.support import Reference, synthesize
 
@@ -57,12 +58,6 @@ def counted_reads() -> Iterator[ReadBytes]:
 
     with mock.patch.object(Reader, "submit", counting):
         yield found
-
-
-def completed(runtime: Runtime, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    results = runtime.generate([list(prompt) for prompt in prompts])
-    assert all(isinstance(result, Completion) for result in results), results
-    return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 
 
 Asked = tuple[RuntimeConfig, Sequence[Sequence[int]], Gather]
@@ -166,28 +161,20 @@ def test_shares_of_readers_are_disjoint_and_cover_every_byte_in_whole_blocks() -
 
 
 def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """How runs end that rank 1 alone is asked to stop, in the middle of a pass, however shares come together."""
+    """How runs end that rank 1 alone is asked to stop, in the middle of a pass, however shares come together, and those
+    in which rank 0 cannot read on."""
     found = list[str]()
     for gather in (Gather.memory, Gather.collective):
         ranks.devices = replace(ranks.devices, gather=gather)
-        found.append(stopped_once(ranks, config, prompts))
+        found += [stopped_once(ranks, config, prompts), faulted_once(ranks, config, prompts)]
     return found
 
 
-def stopped_once(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]], *, num_looks: int = 12) -> str:
-    """How a run ends that rank 1 alone is asked to stop, behind so many looks of its own."""
-    asked = iter(range(num_looks))
-    runtime = Runtime(config, ranks=ranks, should_stop=lambda: bool(ranks.rank == 1 and next(asked, None) is None))
-    try:
-        completed(runtime, prompts)
-    except Interrupted as error:
-        return str(error)
-    return "to its end"
-
-
-def test_one_rank_that_is_stopped_stops_all(reference: References) -> None:
+def test_one_rank_that_is_stopped_stops_all_and_so_does_one_that_fails(reference: References) -> None:
     ref = reference("llama")
-    for how_it_ended in in_ranks(3, stopped, config_for(ref), ref.prompts):
+    first, *others = in_ranks(3, stopped, config_for(ref), ref.prompts)
+    assert first[1::2] == [f"the disk is gone, {len(ref.prompts)} rows are known"] * 2
+    for how_it_ended in (first[::2], *others):
         assert all("same command" in each for each in how_it_ended)
 
 

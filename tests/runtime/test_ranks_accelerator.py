@@ -23,8 +23,9 @@ from runtime.units import GIB
 from tests.fake_device import FakeDevice
 from tests.rank_processes import in_ranks
 from tests.runtime.gpu_support import CUDA, on_the_device
+from tests.runtime.rank_runs import completed
 from tests.runtime.test_fidelity import config_for
-from tests.runtime.test_ranks import completed, counted_reads
+from tests.runtime.test_ranks import counted_reads
 from tests.runtime.test_weight_stream import shape, tensors
 from tests.support import Reference
 

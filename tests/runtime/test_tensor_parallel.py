@@ -19,8 +19,8 @@ from runtime.ranks.ranks import Ranks
 from tests.processes import PROCESSES
 from tests.published_formats import PUBLISHED, write_published
 from tests.rank_processes import in_ranks
+from tests.runtime.rank_runs import completed, stopped_once
 from tests.runtime.test_families import GREEDY, config_for
-from tests.runtime.test_ranks import completed, stopped_once
 from tests.runtime.uneven_pages import Admitted, admitted, continuous
 from tests.support import Reference, synthesize
 from tests.tensor_bytes import TENSOR, held_each
@@ -154,15 +154,23 @@ def test_each_rank_reads_its_part_of_the_weights_and_caches_its_part_of_the_head
             assert own.read_bytes == pytest.approx(all_.read_bytes * own.weight_bytes / all_.weight_bytes, rel=along)
 
 
-def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> str:
+def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """How a run ends of which one rank is stopped, and how a wait for rank 1 that has left the others and lives on."""
     ranks.devices = TENSOR
-    return stopped_once(ranks, config, prompts, num_looks=3)
+    found = [stopped_once(ranks, config, prompts, num_looks=3)]
+    if not ranks.rank:
+        with Gathering(ranks) as gathering, pytest.raises(PeerEnded) as raised:
+            gathering.whole(torch.zeros(3))
+        found.append(str(raised.value))
+    return found
 
 
-def test_one_rank_that_is_stopped_stops_all(reference: References) -> None:
+def test_one_rank_that_is_stopped_stops_all_and_so_does_one_that_is_gone_without_a_word(reference: References) -> None:
     ref = reference("llama, tied")
-    for found in in_ranks(2, stopped, config_for(ref), ref.prompts):
-        assert "same command" in found
+    first, second = in_ranks(2, stopped, config_for(ref), ref.prompts)
+    assert "rank 1 of 2 has ended" in first.pop()
+    assert "same command" in "".join(first)
+    assert "same command" in "".join(second)
 
 
 def left_alone(launch: Launch) -> None:

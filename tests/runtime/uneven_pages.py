@@ -12,7 +12,7 @@ from runtime.devices import told_plan
 from runtime.engine import batcher
 from runtime.plan.planner import RunPlan, plan_policy
 from runtime.ranks.ranks import Ranks
-from tests.runtime.test_ranks import completed
+from tests.runtime.rank_runs import completed
 from tests.support import NUM_NEW_TOKENS
 
 NUM_PAGES = 7  # of the last rank
