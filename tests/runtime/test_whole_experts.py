@@ -1,0 +1,77 @@
+"""Experts that each belong to one rank give the sums of one process to the bit, however few tokens visit them."""
+
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from runtime.model.experts import Visits, bound_matrices, matrix_names, mixed
+from runtime.model.split_experts import GATHERING
+from runtime.model.whole_experts import OWN, mixed_among, own_experts
+from runtime.plan.shape.expert_shares import runs_of
+
+NUM_RANKS, NUM_EXPERTS, HIDDEN = 3, 5, 32
+SIZES: Any = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+}
+
+
+class Handing:
+    """A rank's gathering where all ranks are threads, which leave on a `board` what they hand one another."""
+
+    def __init__(self, index: int, board: list[Sequence[torch.Tensor]], met: Barrier):
+        self.index, self.count, self._board, self._met = index, NUM_RANKS, board, met
+
+    def exchanged(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+        self._board[self.index] = rows.split([*given])
+        self._met.wait()
+        found = [each[self.index] for each in self._board]
+        assert [len(each) for each in found] == [*taken]
+        self._met.wait()
+        return torch.cat(found)
+
+
+def of_rank(module: torch.nn.Module, handing: Handing) -> torch.nn.Module:
+    part, own = copy.deepcopy(module), runs_of(NUM_EXPERTS, NUM_RANKS)[handing.index]
+    for name in matrix_names(part):
+        part.register_parameter(name, torch.nn.Parameter(getattr(module, name)[own.start : own.stop]))
+    setattr(part, GATHERING, handing)
+    setattr(part, OWN, own)
+    return part
+
+
+def mixed_by(part: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
+    own = own_experts(part)
+    assert own is not None
+    hit = [(expert, bound_matrices(part, expert - own.start)) for expert in visits.hit if expert in own]
+    with torch.inference_mode():
+        return mixed_among(part, hidden_TD, visits, hit)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+@pytest.mark.parametrize("module", [MixtralExperts(MixtralConfig(**SIZES)), GptOssExperts(GptOssConfig(**SIZES))])
+@torch.inference_mode()
+def test_sums_of_whole_experts_are_those_of_one_process(module: torch.nn.Module, num_tokens: int) -> None:
+    """Gated, and with biases and matrices as (inputs, outputs)."""
+    for parameter in module.parameters():
+        parameter.normal_(generator=torch.Generator().manual_seed(1))
+    draw = torch.Generator().manual_seed(num_tokens)
+    hidden_TD = torch.randn(num_tokens, HIDDEN, generator=draw)
+    weights_TK, experts_TK = torch.rand(num_tokens, NUM_EXPERTS, generator=draw).topk(2)
+    visits = Visits.sorted(experts_TK, weights_TK, NUM_EXPERTS)
+    expected = mixed(module, hidden_TD, visits, [(expert, bound_matrices(module, expert)) for expert in visits.hit])
+    board, met = list[Sequence[torch.Tensor]]([()] * NUM_RANKS), Barrier(NUM_RANKS, timeout=60)
+    parts = [of_rank(module, Handing(rank, board, met)) for rank in range(NUM_RANKS)]
+    with ThreadPoolExecutor(NUM_RANKS) as ranks:
+        found = list(ranks.map(mixed_by, parts, [hidden_TD] * NUM_RANKS, [visits] * NUM_RANKS))
+    assert all(torch.equal(each, expected) for each in found)
