@@ -187,6 +187,8 @@ class GenerateConfig:
         require(not self.is_elastic, f"{way} is one worker in several processes: take workers=one")
         require(type(self) is GenerateConfig, f"{way} is of jobs.generate as yet: take devices=one")
         require(not self.dataset.has_turns, f"{way} asks no chats of several turns as yet: take devices=one")
+        is_held = self.dataset.window_rows is None
+        require(is_held, f"{way} holds all rows as yet: leave dataset.window_rows null, or take devices=one")
 
     @property
     def is_elastic(self) -> bool:

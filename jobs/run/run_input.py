@@ -10,7 +10,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from runtime.config import Way
-from runtime.errors import CheckpointError, DamagedRunError, DatasetError
+from runtime.errors import CheckpointError, DamagedRunError, DatasetError, require
 from runtime.store.cache_root import cache_root
 from runtime.store.file_digests import digest_files
 
@@ -185,12 +185,17 @@ def rows_in_windows(
 
 def _window_rows(config: GenerateConfig, directory: Path, begun: Mapping[str, JsonValue] | None) -> int | None:
     """How many rows of the output a window of the run has; None where all rows are held. Where nobody says, a run goes
-    on as it was begun."""
+    on as it was begun. Raises ConfigError where ranks are to go on with one in windows."""
     asked, run = config.dataset.window_rows, RunDirectory(path=directory)
     holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Way.one
     holds_all |= isinstance(config, ScoreConfig) and config.score.rolling
     if asked is None and (begun is not None or run.manifest.exists()):
-        found = _settings_of(run, begun).get(WINDOW_KEY)
+        found, way = _settings_of(run, begun).get(WINDOW_KEY), config.devices.way
+        require(
+            found is None or way is Way.one,
+            f"devices={way.value} holds all rows as yet, and the run was begun in windows of {found} "
+            "(dataset.window_rows): go on with devices=one, or choose another directory with run=",
+        )
         return found if isinstance(found, int) else None
     return None if holds_all else asked or WINDOW_ROWS
 

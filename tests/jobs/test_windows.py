@@ -20,7 +20,7 @@ from jobs.run.found import Condition, find_runs
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from jobs.run.scoring import score
-from runtime.config import Admission, PolicyConfig, PolicyKind, SamplingConfig
+from runtime.config import Admission, DevicesConfig, PolicyConfig, PolicyKind, SamplingConfig, Way
 from runtime.errors import ConfigError, DamagedRunError, DatasetError, Interrupted, RunMismatchError
 from tests.jobs.windowed_input import BAD_ROW, NUM_ROWS, WindowedInput, records
 
@@ -271,3 +271,12 @@ def test_what_holds_its_rows_is_refused_by_name() -> None:
         replace(jsonl, repeat=2)
     with pytest.raises(ConfigError, match="chats of several turns"):
         GenerateConfig(dataset=replace(jsonl, turns_field="turns", chat_template=True))
+
+
+def test_ranks_hold_all_rows_and_refuse_windows_by_name(case: WindowedInput) -> None:
+    ranks = DevicesConfig(way=Way.sharded)
+    with pytest.raises(ConfigError, match=r"devices=sharded holds all rows as yet: leave dataset\.window_rows null"):
+        case.config("run", WINDOW, devices=ranks)
+    begun = {"semantic": {run_input.WINDOW_KEY: WINDOW}}
+    with pytest.raises(ConfigError, match=r"devices=sharded .* begun in windows of 7 \(dataset\.window_rows\)"):
+        run_input.rows_in_windows(case.config("run", None, devices=ranks), case.home / "run", lambda: False, begun)
