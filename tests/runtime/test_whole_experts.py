@@ -70,7 +70,7 @@ def test_sums_of_whole_experts_are_those_of_one_process(module: torch.nn.Module,
     weights_TK, experts_TK = torch.rand(num_tokens, NUM_EXPERTS, generator=draw).topk(2)
     visits = Visits.sorted(experts_TK, weights_TK, NUM_EXPERTS)
     expected = mixed(module, hidden_TD, visits, [(expert, bound_matrices(module, expert)) for expert in visits.hit])
-    board, met = list[Sequence[torch.Tensor]]([()] * NUM_RANKS), Barrier(NUM_RANKS, timeout=60)
+    board, met = list[Sequence[torch.Tensor]]([()] * NUM_RANKS), Barrier(NUM_RANKS, timeout=10)
     parts = [of_rank(module, Handing(rank, board, met)) for rank in range(NUM_RANKS)]
     with ThreadPoolExecutor(NUM_RANKS) as ranks:
         found = list(ranks.map(mixed_by, parts, [hidden_TD] * NUM_RANKS, [visits] * NUM_RANKS))
