@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -232,7 +232,7 @@ class PartStore:
 
     def _throughput_table(self, block: int, passes: Sequence[PassRow]) -> pa.Table:
         operational = canonical_json({**self.manifest.operational, "versions": self.manifest.versions})
-        values = [{"block": block, **asdict(row), "operational": operational} for row in passes]
+        values = [{"block": block, **vars(row), "operational": operational} for row in passes]
         return pa.Table.from_pylist(values, schema=THROUGHPUT_SCHEMA)
 
     @cached_property

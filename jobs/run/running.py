@@ -7,7 +7,7 @@ it, or with one that is damaged or another run's, requests are generated again f
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -146,7 +146,7 @@ class RunningFile:
     def _footer(self, running: Running) -> dict[bytes, bytes]:
         values = {
             **self._owner,
-            "passes": canonical_json([asdict(row) for row in running.passes]),
+            "passes": canonical_json([vars(row) for row in running.passes]),
             "num_stops": str(running.num_stops),
         }
         return {f"millrace.{key}".encode(): value.encode() for key, value in values.items()}
