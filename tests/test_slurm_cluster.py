@@ -41,11 +41,9 @@ def folder(cluster: Cluster, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def submit_array(
-    cluster: Cluster, folder: Path, *options: str, settings: tuple[str, ...] = SETTINGS, **changes: str
-) -> str:
+def submit_array(cluster: Cluster, folder: Path, *options: str, **changes: str) -> str:
     changes = {"MILLRACE_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **changes}
-    return cluster.submit(folder, *TASK, *options, SCRIPT, *settings, **changes)
+    return cluster.submit(folder, *TASK, *options, SCRIPT, *SETTINGS, **changes)
 
 
 def shard(folder: Path, index: int) -> Path:
@@ -137,13 +135,16 @@ def submit_as_written(cluster: Cluster, folder: Path, command: str) -> str:
 
 def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster, folder: Path) -> None:
     """The warning comes 50 s before the limit of a minute, or earlier, even before Python runs: Slurm looks seldom."""
-    settings = tuple(setting.replace("dataset.repeat=2", "dataset.repeat=24") for setting in SETTINGS)
-    array = submit_array(cluster, folder, "--array=0-0", "--time=1", "--signal=USR1@50", settings=settings)
+    paced = folder / "paced"
+    paced.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.paced_job "$@"\n')
+    paced.chmod(0o755)
+    changes = {"MILLRACE_PYTHON": str(paced)}
+    array = submit_array(cluster, folder, "--array=0-0", "--time=1", "--signal=USR1@50", **changes)
     task = f"{array}_0"
     deadline = time.monotonic() + 240
     while int(cluster.facts(task)["Restarts"]) < 1:
         assert time.monotonic() < deadline, cluster.facts(task)
-        time.sleep(0.2)
+        time.sleep(0.5)
     cluster.ask("scancel", task)
     cluster.wait(task, "CANCELLED", seconds=60)
     log = (folder / f"outputs/slurm-{array}_0.log").read_text()
