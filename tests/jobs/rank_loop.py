@@ -35,7 +35,7 @@ class Case:
 
     home: Path
     num_rows: int = 12
-    num_new_tokens: int = 100
+    num_new_tokens: int = 60
     admission: Admission = Admission.wave
     way: Way = Way.sharded
 
@@ -57,7 +57,7 @@ class Case:
                 admission=self.admission,
             ),
             sampling=SamplingConfig(max_new_tokens=self.num_new_tokens, ignore_eos=True),
-            checkpoint_seconds=0.05,
+            checkpoint_seconds=0.2,
         )
 
     def start(self, num_ranks: int, *, apart: bool = False) -> Sequence[BaseProcess]:
@@ -67,7 +67,7 @@ class Case:
             *("dataset=sample", f"dataset.limit={self.num_rows}", "policy=fixed", "policy.micro_batch_size=3"),
             *(f"policy.num_micro_batches={self.num_rows // 6}", "policy.share_prefixes=off"),
             *(f"sampling.max_new_tokens={self.num_new_tokens}", "sampling.ignore_eos=true"),
-            *("checkpoint_seconds=0.05", "log_level=warning", f"devices={self.way.value}"),
+            *("checkpoint_seconds=0.2", "log_level=warning", f"devices={self.way.value}"),
             f"policy.admission={self.admission.value}",
         )
         port = free_port()

@@ -60,13 +60,14 @@ def test_tokens_are_those_of_the_stored_numbers_in_every_tier(
     packing = packed(ref.directory, tmp_path / "packed", kind, group_size)
     assert any(each.squares for each in packing.tensors), describe(packing)
     plain = write_checkpoint(ref.directory, tmp_path / "plain", decoded(tmp_path / "packed"), dtype="float32")
-    expected = expected_tokens(plain, ref.prompts)
+    prompts = ref.prompts[:4]
+    expected = expected_tokens(plain, prompts)
     runtime = Runtime(config_for(Reference(directory=tmp_path / "packed", prompts=[], expected=[], sampled=[])))
     for tier in Tier:
-        for paging in (ExpertPaging.off, ExpertPaging.auto):
+        for paging in (ExpertPaging.off, ExpertPaging.auto)[: 1 + runtime.model.shape.has_experts]:
             offload = replace(runtime.config.offload, tier=tier, resident_layers=1, expert_paging=paging)
             runtime.config = replace(runtime.config, offload=offload)
-            assert tokens_of(runtime, ref.prompts) == expected, (tier, paging)
+            assert tokens_of(runtime, prompts) == expected, (tier, paging)
 
 
 @pytest.mark.parametrize(("kind", "most_bytes"), [(Format.int8, 0.51), (Format.fp8, 0.51), (Format.int4, 0.29)])

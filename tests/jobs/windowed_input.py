@@ -16,7 +16,7 @@ from runtime.config import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
 
 NUM_ROWS, NUM_IN_FIRST, BAD_ROW = 40, 17, 23
-SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=1)
+SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=1)
 
 
 def records(num_rows: int = NUM_ROWS) -> list[dict[str, Any]]:

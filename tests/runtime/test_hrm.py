@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -88,6 +89,11 @@ def choose(shape: ModelShape, machine: Machine, asked: RuntimeConfig) -> Choice:
     return search(problem(shape, machine, asked), workload=WORKLOAD).choice
 
 
+@cache
+def usual_choice() -> Choice:
+    return choose(SHAPES["moe"], WITH_DEVICE, config())
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("machine", [WITH_DEVICE, WITHOUT], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("tier", [Tier.nvme, Tier.cpu])
@@ -131,7 +137,7 @@ def test_more_memory_never_gives_a_slower_choice(name: str, has_device: bool) ->
     by_roofline = [roofline_seconds(SHAPES[name], machine, config()) for machine in machines]
     assert by_roofline == sorted(by_roofline, reverse=True)
     assert by_roofline[0] > by_roofline[-1]
-    simulated = [choose(SHAPES[name], machine, config()).best.seconds for machine in machines[1::2]]
+    simulated = [choose(SHAPES[name], machine, config()).best.seconds for machine in machines[1::4]]
     assert all(more <= 1.02 * less for less, more in pairwise(simulated))
 
 
@@ -248,7 +254,7 @@ def test_settings_of_the_config_are_kept() -> None:
 
 
 def test_why_names_policy_runner_up_binding_resource_and_turning_points() -> None:
-    choice = choose(SHAPES["moe"], WITH_DEVICE, config())
+    choice = usual_choice()
     text = "\n".join(choice.why)
     assert choice.best.policy.digest in text
     assert choice.runner_up is not None
@@ -260,7 +266,7 @@ def test_why_names_policy_runner_up_binding_resource_and_turning_points() -> Non
 
 
 def test_where_simulator_and_roofline_differ_both_are_named() -> None:
-    choice = choose(SHAPES["moe"], WITH_DEVICE, config())
+    choice = usual_choice()
     other = Resource.device_to_host
     assert choice.roofline_binding is not other
     differing = replace(choice, table=(replace(choice.best, binding=other), *choice.table[1:]))
@@ -288,8 +294,10 @@ SET = {
 }
 
 
-@pytest.mark.parametrize("key", SET)
-@pytest.mark.parametrize("kind", [PolicyKind.auto, PolicyKind.hrm])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [*((PolicyKind.hrm, key) for key in SET), (PolicyKind.auto, "schedule"), (PolicyKind.auto, "attention")],
+)
 def test_a_search_keeps_to_what_is_set(kind: PolicyKind, key: str) -> None:
     asked = replace(config(), policy=replace(PolicyConfig(kind=kind), **{key: SET[key]}))
     found = find_policy(problem(SHAPES["moe"], replace(WITH_DEVICE, rates=SLOW), asked))
@@ -324,7 +332,7 @@ def test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_
 
 def test_the_usual_policy_stays_where_another_is_faster_by_a_hair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(SHAPES["moe"], WITH_DEVICE, config())
-    table = search(asked).choice.table
+    table = usual_choice().table
     usual = next(each.policy for each in table[1:] if each.policy != table[0].policy)
     for share, expected in ((1.0, usual), (0.0, table[0].policy)):
         monkeypatch.setattr(finalists, "NOTABLE", share)

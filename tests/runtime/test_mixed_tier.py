@@ -61,8 +61,10 @@ def requests_of(runtime: Runtime, ref: Reference) -> list[Request]:
 def halfway(config: RuntimeConfig, ref: Reference) -> RuntimeConfig:
     """Host memory between what it takes to hold no weights and to hold all."""
 
+    runtime = Runtime(config, device=FakeDevice())
+
     def total(tier: Tier) -> int:
-        runtime = Runtime(replace(config, offload=replace(config.offload, tier=tier)), device=FakeDevice())
+        runtime.config = replace(config, offload=replace(config.offload, tier=tier))
         return runtime.plan(requests_of(runtime, ref)).placement.ledgers[-1].total_bytes
 
     least, most = total(Tier.nvme), total(Tier.cpu)

@@ -42,11 +42,12 @@ def write(ref: Reference, family: str, name: str, directory: Path, num_shards: i
 def test_tokens_are_those_of_the_numbers(family: str, name: str, reference: References, tmp_path: Path) -> None:
     ref = reference(family)
     quantised, plain = write(ref, family, name, tmp_path, num_shards=3)
-    expected = expected_tokens(plain, ref.prompts)
+    prompts = ref.prompts[:4]
+    expected = expected_tokens(plain, prompts)
     runtime = Runtime(at(ref, quantised))
-    assert tokens_of(runtime, ref.prompts) == expected
+    assert tokens_of(runtime, prompts) == expected
     runtime.config = at(ref, quantised, Tier.none)
-    assert tokens_of(runtime, ref.prompts) == expected
+    assert tokens_of(runtime, prompts) == expected
 
 
 def test_tokens_are_those_of_the_numbers_in_front_of_a_device(reference: References, tmp_path: Path) -> None:

@@ -51,11 +51,12 @@ def shape_of(directory: Path, cache: Path) -> ModelShape:
 def test_tokens_are_those_of_the_unquantised_numbers(family: str, reference: References, tmp_path: Path) -> None:
     ref = reference(family)
     quantised, plain = write(ref.directory, tmp_path, CASES[family], num_shards=3)
-    expected = expected_tokens(plain, ref.prompts)
+    prompts = ref.prompts[:4]
+    expected = expected_tokens(plain, prompts)
     runtime = Runtime(at(ref, quantised))
-    assert tokens_of(runtime, ref.prompts) == expected
+    assert tokens_of(runtime, prompts) == expected
     runtime.config = at(ref, quantised, Tier.none)
-    assert tokens_of(runtime, ref.prompts) == expected
+    assert tokens_of(runtime, prompts) == expected
 
 
 @pytest.mark.parametrize("family", CASES)
