@@ -12,7 +12,7 @@ if __name__ == "__main__":
 import hydra
 
 from jobs.config.cli import as_job, ended, run_job, say
-from jobs.config.logs import log_start, log_to_stderr
+from jobs.config.logs import log_start
 from jobs.config.settings import Composed, EncodeConfig, load
 
 HOW_TO_READ = """
@@ -28,7 +28,6 @@ output: {folder}
 def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(EncodeConfig, composed)
-    log_to_stderr(config.log_level)
     log_start(logging.getLogger("jobs.encode"), config)
 
     # torch and transformers are loaded only once the config is known to be good
@@ -40,13 +39,16 @@ def main(composed: Composed) -> int:
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
-        from jobs.run.encoding import encode
+        from jobs.run.encoding import encoding
         from jobs.run.passes import Start
+        from jobs.run.ranks import perform_in_ranks
         from jobs.run.stored_run import add_batch_files
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
-        outcome = encode(config, stop, Start(at=began_at, clock=began))
+        outcome = perform_in_ranks(*encoding(config), stop, Start(at=began_at, clock=began))
+    if isinstance(outcome, int):
+        return outcome
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
     say(format_table(outcome.summary))

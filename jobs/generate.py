@@ -2,7 +2,6 @@
 chosen."""
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -17,13 +16,11 @@ if __name__ == "__main__":
 import hydra
 
 from jobs.config.cli import as_job, ended, run_job, say, with_prompt
-from jobs.config.logs import log_start, log_to_stderr
-from jobs.config.settings import Composed, GenerateConfig, LogLevel, load, run_directory
+from jobs.config.logs import log_start
+from jobs.config.settings import Composed, GenerateConfig, load, run_directory
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_there
-from runtime.config import Way
 from runtime.origin.place import local_place
-from runtime.ranks.launch import Launch
 from runtime.urls import is_url
 
 if TYPE_CHECKING:
@@ -46,11 +43,7 @@ output: {folder}
 def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(GenerateConfig, composed)
-    launch = Launch.found(os.environ) if config.devices.way is not Way.one else None
-    is_first = launch is None or not launch.rank
-    log_to_stderr(config.log_level if is_first else LogLevel.warning)
-    if is_first:
-        log_start(logging.getLogger("jobs.generate"), config)
+    log_start(logging.getLogger("jobs.generate"), config)
 
     # torch and transformers are loaded only once the config and what it points at are known to be there
     local_place(config.model)
@@ -66,9 +59,9 @@ def main(composed: Composed) -> int:
         from jobs.config.signals import StopFlag
         from jobs.exporting.export import write_batch_files
         from jobs.run.conversation import converse
-        from jobs.run.generation import generate, generation
+        from jobs.run.generation import generation
         from jobs.run.passes import Start
-        from jobs.run.ranks import follow, ranks_of
+        from jobs.run.ranks import perform_in_ranks
         from jobs.run.stored_run import add_batch_files
         from jobs.run.summary_table import format_table
 
@@ -76,10 +69,9 @@ def main(composed: Composed) -> int:
         start = Start(at=began_at, clock=began)
         if config.dataset.has_turns:
             return _told_of_turns(converse(config, stop, start), run_directory(config))
-        with ranks_of(config.devices, stop) as ranks:
-            if ranks is not None and ranks.rank:
-                return follow(generation(config), config, stop, ranks)
-            outcome = generate(config, stop, start, ranks)
+        outcome = perform_in_ranks(generation(config), config, stop, start)
+    if isinstance(outcome, int):
+        return outcome
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
     say(format_table(outcome.summary))

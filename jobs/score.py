@@ -12,7 +12,7 @@ if __name__ == "__main__":
 import hydra
 
 from jobs.config.cli import as_job, ended, run_job, say
-from jobs.config.logs import log_start, log_to_stderr
+from jobs.config.logs import log_start
 from jobs.config.settings import Composed, ScoreConfig, load
 
 HOW_TO_READ = """
@@ -28,7 +28,6 @@ output: {folder}
 def main(composed: Composed) -> int:
     began_at, began = time.time(), time.monotonic()
     config = load(ScoreConfig, composed)
-    log_to_stderr(config.log_level)
     log_start(logging.getLogger("jobs.score"), config)
 
     # torch and transformers are loaded only once the config is known to be good
@@ -40,11 +39,14 @@ def main(composed: Composed) -> int:
     with uncollected():
         from jobs.config.signals import StopFlag
         from jobs.run.passes import Start
-        from jobs.run.scoring import score, sentence
+        from jobs.run.ranks import perform_in_ranks
+        from jobs.run.scoring import scoring, sentence
         from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
-        outcome = score(config, stop, Start(at=began_at, clock=began))
+        outcome = perform_in_ranks(*scoring(config), stop, Start(at=began_at, clock=began))
+    if isinstance(outcome, int):
+        return outcome
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
     say(format_table(outcome.summary))

@@ -342,14 +342,8 @@ class Runtime(Closing):
         start, the first pass of the heaviest block is tried; if memory runs out or the host budget is passed, once more
         with blocks of half the size.
         """
-        if any(request.encoding is None for request in requests):
-            require_text(self.model)
-        if any(request.scoring is not None for request in requests) or (
-            self.model.head is not Head.none and any(request.encoding is not None for request in requests)
-        ):
-            slice_head(self.model.staged)
+        self._prepare_for(requests)
         if self._shared is not None:
-            self._shared.require_generating(requests)
             return self._session_of_ranks(self._shared, requests, blocks, chunk_tokens)
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
@@ -376,6 +370,18 @@ class Runtime(Closing):
         opening = Opening(plan=plan, session=self.session, confirm=confirm, kind=kind, may_back_off=may_back_off)
         return opening.confirmed(rates)
 
+    def _prepare_for(self, requests: Sequence[Request]) -> None:
+        """Mutates the model, where they ask for more than the next token. Raises ConfigError where it, or ranks, cannot
+        do so."""
+        if self._shared is not None:
+            self._shared.require_told(requests)
+        if any(request.encoding is None for request in requests):
+            require_text(self.model)
+        if any(request.scoring is not None for request in requests) or (
+            self.model.head is not Head.none and any(request.encoding is not None for request in requests)
+        ):
+            slice_head(self.model.staged)
+
     @contextmanager
     def _session_of_ranks(
         self, shared: SharedRun, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
@@ -397,6 +403,7 @@ class Runtime(Closing):
         ConfigError."""
         shared = self._shared
         assert shared is not None, "there is nobody to follow"
+        self._prepare_for(requests)
         while (message := shared.ranks.heard())[KIND] == SESSION:
             plan = shared.plan_told(message["plan"], self.planner, requests)
             with self.session(plan, shared.join(message)) as session:

@@ -1,7 +1,11 @@
 """What a job that takes long writes to the screen before its first row: its log, and what it is about to do."""
 
 import logging
+import os
 import sys
+
+from runtime.config import Way
+from runtime.ranks.launch import Launch
 
 from .settings import GenerateConfig, LogLevel, doubtful_settings, run_directory, to_yaml
 
@@ -22,7 +26,13 @@ def log_to_stderr(level: LogLevel) -> None:
 
 
 def log_start(log: logging.Logger, config: GenerateConfig) -> None:
-    """Writes what is doubtful about the settings, which model is opened and where its results go."""
+    """Writes to stderr from now on, first what is doubtful about the settings, which model is opened and where its
+    results go. Of several ranks the first one writes; the others warn."""
+    launch = Launch.found(os.environ) if config.devices.way is not Way.one else None
+    if launch is not None and launch.rank:
+        log_to_stderr(LogLevel.warning)
+        return
+    log_to_stderr(config.log_level)
     for sentence in doubtful_settings(config):
         log.warning("%s", sentence)
     log.debug("config:\n%s", to_yaml(config))

@@ -59,8 +59,13 @@ def encode_schema(readout: Readout, *, has_source: bool, has_logprobs: bool, has
 
 
 def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
-    """`perform`, for what is read off prompts: a row for each. Nothing is kept of a block that was stopped
-    inside, which begins anew: checkpoints have no place for what was read. Vectors of an OpenAI batch have length 1, as
+    """`perform`, for what is read off prompts."""
+    return perform(*encoding(config), should_stop, start)
+
+
+def encoding(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
+    """A row for each prompt, and the settings that this takes. Nothing is kept of a block that was stopped inside,
+    which begins anew: checkpoints have no place for what was read. Vectors of an OpenAI batch have length 1, as
     OpenAI's have."""
     settings = config.encode
     wanted = Wanted(
@@ -76,7 +81,7 @@ def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start |
         check=partial(_check, wanted),
         read=lambda runtime: _reader(settings, wanted, runtime),
     )
-    return perform(task, replace(config, checkpoint_seconds=None), should_stop, start)
+    return task, replace(config, checkpoint_seconds=None)
 
 
 def encodings_of(

@@ -94,11 +94,9 @@ def generation(config: GenerateConfig) -> Task:
     return Task(directory=run_directory(config), columns=columns, requests=completions_of)
 
 
-def generate(
-    config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None, ranks: Ranks | None = None
-) -> Outcome:
+def generate(config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
     """`perform`, for completions."""
-    return perform(generation(config), config, should_stop, start, ranks)
+    return perform(generation(config), config, should_stop, start)
 
 
 def perform(

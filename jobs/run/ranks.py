@@ -14,7 +14,8 @@ from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 
 from ..config.settings import GenerateConfig
-from .generation import Task, prepared
+from .generation import Outcome, Task, perform, prepared
+from .passes import Start
 from .requests import ask
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,16 @@ def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterato
     if not ranks.rank:
         end_sessions(ranks)
     ranks.close()
+
+
+def perform_in_ranks(
+    task: Task, config: GenerateConfig, should_stop: Callable[[], bool], start: Start
+) -> Outcome | int:
+    """`perform`, together with the ranks that a launcher has started; the exit code of one that is not the first."""
+    with ranks_of(config.devices, should_stop) as ranks:
+        if ranks is not None and ranks.rank:
+            return follow(task, config, should_stop, ranks)
+        return perform(task, config, should_stop, start, ranks)
 
 
 def follow(task: Task, config: GenerateConfig, should_stop: Callable[[], bool], ranks: Ranks) -> int:

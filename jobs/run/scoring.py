@@ -31,21 +31,23 @@ READABLE = 1e6  # a number above it is written with an exponent
 Made: TypeAlias = Iterable[Sequence[Request | Rejected]]
 
 
-def scoring(config: ScoreConfig) -> Task:
-    """A row of scores for each target of each row, or for each window of each document."""
-    return Task(
+def scoring(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
+    """A row of scores for each target of each row, or for each window of each document; and the settings that it takes:
+    the likeliest token in place of each is always asked for, as it says what is greedy."""
+    sampling = config.sampling
+    task = Task(
         directory=run_directory(config),
         columns=partial(score_schema, has_top=config.sampling.logprobs > 0),
         requests=partial(windows_of if config.score.rolling else targets_of, config.score),
         totals=lambda directory, read: Totals.of(directory, read() if config.score.rolling else ()).to_plain(),
     )
+    most = max(1, sampling.logprobs)
+    return task, replace(config, sampling=replace(sampling, logprobs=most, max_new_tokens=0))
 
 
 def score(config: ScoreConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
-    """`perform`, for scores. The likeliest token in place of each is always asked for: it says what is greedy."""
-    task, sampling = scoring(config), config.sampling
-    asked = replace(config, sampling=replace(sampling, logprobs=max(1, sampling.logprobs), max_new_tokens=0))
-    return perform(task, asked, should_stop, start)
+    """`perform`, for scores."""
+    return perform(*scoring(config), should_stop, start)
 
 
 def targets_of(settings: ScoreSettings, runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Made:

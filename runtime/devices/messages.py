@@ -7,9 +7,11 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ..batching.balance import Block
 from ..config import KVConfig, PolicyConfig, PrefetchConfig
-from ..engine.sequence import Completion, FinishReason, Request, TokenLogprobs, Unfinished
+from ..engine.sequence import Completion, FinishReason, Request, TokenLogprobs, TokenScore, Unfinished, Vector
 from ..plan.placement.placement import Budgets
 from ..plan.planner import RunPlan
 
@@ -42,7 +44,7 @@ def read_states(values: Sequence[Values]) -> dict[int, Unfinished]:
 
 
 def written_completions(completions: Finished) -> list[Values]:
-    """`read_completions` reads them; of requests that generate, one answer each."""
+    """`read_completions` reads them; beams are not among them."""
     return [
         {
             "place": place,
@@ -52,6 +54,8 @@ def written_completions(completions: Finished) -> list[Values]:
             "error": each.error,
             "logprobs": _written_logprobs(each.logprobs),
             "reasoning": each.reasoning,
+            "scores": [[score.own, score.top_ids, score.top, score.greedy_id] for score in each.scores],
+            "vector": None if each.vector is None else base64.b64encode(each.vector.tobytes()).decode(),
         }
         for place, each in completions
     ]
@@ -69,6 +73,11 @@ def read_completions(values: Sequence[Values], requests: Sequence[Request]) -> l
                 error=each["error"],
                 logprobs=_read_logprobs(each["logprobs"]),
                 reasoning=each["reasoning"],
+                scores=tuple(
+                    TokenScore(own=own, top_ids=tuple(ids), top=tuple(top), greedy_id=greedy)
+                    for own, ids, top, greedy in each["scores"]
+                ),
+                vector=_read_vector(each["vector"]),
             ),
         )
         for each in values
@@ -81,6 +90,10 @@ def _written_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[list[object]]:
 
 def _read_logprobs(values: Sequence[Sequence[Any]]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(own=own, top_ids=tuple(ids), top=tuple(top)) for own, ids, top in values)
+
+
+def _read_vector(values: str | None) -> Vector | None:
+    return None if values is None else np.frombuffer(base64.b64decode(values), np.float32)
 
 
 def written_plan(plan: RunPlan, requests: Sequence[Request], weights: str) -> Values:
@@ -120,5 +133,6 @@ def digest_of(requests: Sequence[Request]) -> str:
     """The same for the same requests in the same order."""
     digest = hashlib.sha256()
     for each in requests:
-        digest.update(repr((each.key, each.prompt_ids, each.max_new_tokens, each.cuts, each.stop)).encode() + b"\n")
+        asked = (each.max_new_tokens, each.cuts, each.stop, each.scoring, each.encoding)
+        digest.update(repr((each.key, each.prompt_ids, *asked)).encode() + b"\n")
     return digest.hexdigest()

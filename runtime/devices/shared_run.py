@@ -29,7 +29,7 @@ from .pipeline_agreement import PipelineAgreement
 from .same_rows import SameRowsSession
 from .sharded_session import RankSession
 from .tensor_agreement import PassAgreement
-from .told_plan import SESSION, backends_told, for_ranks, plan_told, require_generating, require_shareable
+from .told_plan import SESSION, backends_told, for_ranks, plan_told, require_shareable, require_told
 
 
 class SharedRun(ABC):
@@ -96,9 +96,9 @@ class SharedRun(ABC):
     def agreement(self, should_stop: Callable[[], bool]) -> Agreement:
         """This rank's part in the agreements of a session."""
 
-    def require_generating(self, requests: Sequence[Request]) -> None:
-        """Raises ConfigError where anything else is asked for."""
-        require_generating(requests, self.way)
+    def require_told(self, requests: Sequence[Request]) -> None:
+        """Raises ConfigError where they ask for what ranks do not tell one another."""
+        require_told(requests, self.way)
 
     def _tell(self, told: Values, **more: object) -> None:
         self.ranks.tell({KIND: SESSION, "plan": told, **more})

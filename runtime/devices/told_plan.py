@@ -44,10 +44,10 @@ def require_shareable(shape: ModelShape, way: Way) -> None:
     require(not shape.has_encoder, NOT_YET.format(way.value, "an encoder in front of a decoder", "take devices=one"))
 
 
-def require_generating(requests: Sequence[Request], way: Way) -> None:
-    """Raises ConfigError where anything else is asked for."""
-    is_all = all(request.generates for request in requests)
-    require(is_all, NOT_YET.format(way.value, "scores and embeddings", "take devices=one"))
+def require_told(requests: Sequence[Request], way: Way) -> None:
+    """Raises ConfigError where ranks are asked for what only the last one in a pipeline comes to."""
+    is_all = way is not Way.pipeline or all(request.generates for request in requests)
+    require(is_all, NOT_YET.format(way.value, "scores and embeddings", "take devices=sharded, or devices=one"))
 
 
 def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_shares: int) -> RunPlan:

@@ -148,8 +148,8 @@ def test_a_document_without_tokens_is_an_error_row_and_no_perplexity_counts_it(t
     config = config_for(tmp_path, [DOCUMENTS[1]], "score.rolling=true")
     [row] = dataset_rows(config, None)
     rows = [row, replace(row, index=1, id="empty", prompt="", prompt_ids=())]
-    asked = replace(config, sampling=replace(config.sampling, logprobs=1, max_new_tokens=0))
-    totals = perform(replace(scoring(config), rows=lambda *_: rows), asked, never).summary.totals
+    task, asked = scoring(config)
+    totals = perform(replace(task, rows=lambda *_: rows), asked, never).summary.totals
     assert [each["error"] for each in rows_of(config)] == [None, "the document has no tokens"]
     assert totals is not None
     assert (totals["num_rows"], totals["num_words"], totals["num_bytes"]) == (1, 1, 4)
