@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 from collections.abc import Callable, Collection, Generator, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from runtime import Runtime, RuntimeConfig, planning
 from runtime.attention.host_attention import prepare_decode_attention
 from runtime.config import ModelConfig
+from runtime.engine import chat
 from runtime.linear import backends, work_items
 from runtime.linear.vectors import prepare_vectors
 from runtime.linear.window4_rows import WINDOW4
@@ -27,8 +29,12 @@ from runtime.profiles import LinearBackend
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import
+from tests.forked_chats import FORKED
 from tests.freed_slots import freed_slots_are_spoiled
 from tests.support import MANY_EXPERTS, Reference, always, made_once, synthesize
+
+# Modules that wait for most of their time, the longest first.
+WAITING = ("test_slurm_cluster", "test_serve", "test_ranks_killed", "test_local_workers", "test_elastic_workers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +57,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What waits for most of its time begins first: other workers compute meanwhile, where at the end they would have
     nothing left to compute."""
-    items.sort(key=lambda item: item.path.stem != "test_slurm_cluster")
+    items.sort(key=lambda item: WAITING.index(item.path.stem) if item.path.stem in WAITING else len(WAITING))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -160,6 +166,20 @@ def freed_slots() -> Iterator[None]:
     """Every device that is a double spoils them."""
     with freed_slots_are_spoiled():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_renderers() -> Iterator[None]:
+    """Chats are rendered by processes that are forked: each would import transformers again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "subprocess", FORKED)
+        yield
+
+
+@pytest.fixture
+def real_renderers(forked_renderers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own, for tests of how a renderer begins and ends."""
+    monkeypatch.setattr(chat, "subprocess", subprocess)
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def chat(content: object) -> list[dict[str, str]]:
     return [{"role": "user", "content": str(content)}]
 
 
-def test_whatever_a_template_fails_with_costs_that_chat_alone() -> None:
+def test_whatever_a_template_fails_with_costs_that_chat_alone(real_renderers: None) -> None:
     cases = "".join(f"{{% if messages[0].content == '{n}' %}}{code}{{% endif %}}" for n, code in enumerate(FAILURES))
     tokenizer = tokenizer_with(cases + "{{ messages[0].content }}")
     answers = render(tokenizer, chat("first"), *map(chat, range(len(FAILURES))), chat("last"))
@@ -147,7 +147,7 @@ def test_a_template_that_does_not_compile_is_a_refusal() -> None:
     assert "No filter named 'nothing'" in answer
 
 
-def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_rendered() -> None:
+def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_rendered(real_renderers: None) -> None:
     tokenizer = tokenizer_with("{% if messages[0].content == 'bad' %}" + ENDLESS + "{% endif %}done")
     assert render(tokenizer, chat("good"), chat("bad"), chat("good")) == [
         "done", "refused: it takes more than 1 s of processor time", "done"

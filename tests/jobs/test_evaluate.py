@@ -30,6 +30,12 @@ from tests.support import short_bart, synthesize
 SEEDS = {"random_seed": 0, "numpy_random_seed": 0, "torch_random_seed": 0, "fewshot_random_seed": 1234}
 
 
+@pytest.fixture(autouse=True)
+def no_report_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness asks pip and others for one with each evaluation, for over a second."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("evaluated")
