@@ -20,7 +20,7 @@ from runtime.synthesize.tokenizer import byte_level_tokenizer
 
 SHARED_DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 PROMPT_LENGTHS = (5, 17, 3, 30, 11, 8, 9)
-NUM_NEW_TOKENS = 9
+NUM_NEW_TOKENS = 7  # two of the prompts grow into another page
 NUM_SAMPLED = 3
 TEMPERATURE, TOP_P = 0.8, 0.95
 CLEAR_MARGIN = 1e-3  # of logits, whose rounding differs by about 1e-5
@@ -98,18 +98,18 @@ class Reference:
     sampled: list[list[int]]
 
     @staticmethod
-    def shared(family: Family, home: Path) -> "Reference":
+    def shared(family: Family, home: Path, num_new_tokens: int = NUM_NEW_TOKENS) -> "Reference":
         """Made once in `home`."""
 
         def make(home: Path) -> None:
-            made = Reference.make(family, home / "model")
+            made = Reference.make(family, home / "model", num_new_tokens)
             (home / "answers.json").write_text(json.dumps([made.prompts, made.expected, made.sampled]))
 
         prompts, expected, sampled = json.loads((made_once(home, make) / "answers.json").read_text())
         return Reference(directory=home / "model", prompts=prompts, expected=expected, sampled=sampled)
 
     @staticmethod
-    def make(family: Family, directory: Path) -> "Reference":
+    def make(family: Family, directory: Path, num_new_tokens: int = NUM_NEW_TOKENS) -> "Reference":
         synthesize_checkpoint(
             model=family.model_type,
             overrides=family.overrides,
@@ -120,7 +120,7 @@ class Reference:
         )
         generator = torch.Generator().manual_seed(0)
         model = transformers_model(directory)
-        clear = [clear_answer(model, length, generator) for length in PROMPT_LENGTHS]
+        clear = [clear_answer(model, length, generator, num_new_tokens) for length in PROMPT_LENGTHS]
         prompts, expected = [prompt for prompt, _ in clear], [tokens for _, tokens in clear]
         assert len({token for tokens in expected for token in tokens}) > 20, "a model that says little proves little"
         return Reference(
@@ -131,28 +131,30 @@ class Reference:
         )
 
 
-def clear_answer(model: PreTrainedModel, length: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
+def clear_answer(
+    model: PreTrainedModel, length: int, generator: torch.Generator, num_new_tokens: int = NUM_NEW_TOKENS
+) -> tuple[list[int], list[int]]:
     """A prompt of random tokens, and what `clear_tokens` says to it."""
     while True:
         prompt = torch.randint(5, 600, (length,), generator=generator).tolist()
-        if (tokens := clear_tokens(model, prompt)) is not None:
+        if (tokens := clear_tokens(model, prompt, num_new_tokens)) is not None:
             return prompt, tokens
 
 
-def clear_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int] | None:
+def clear_tokens(model: PreTrainedModel, prompt: list[int], num_new_tokens: int = NUM_NEW_TOKENS) -> list[int] | None:
     """The greedy tokens behind a prompt, if each of them is a clear choice: where two tie to the last bits, so does
     what is right."""
     out = _generate(
         model,
         prompt,
-        max_new_tokens=NUM_NEW_TOKENS,
+        max_new_tokens=num_new_tokens,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
     )
     best = torch.cat(out.logits).topk(2).values
     is_clear = float((best[:, 0] - best[:, 1]).min()) > CLEAR_MARGIN
-    return out.sequences[0, -NUM_NEW_TOKENS:].tolist() if is_clear else None
+    return out.sequences[0, -num_new_tokens:].tolist() if is_clear else None
 
 
 def transformers_model(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

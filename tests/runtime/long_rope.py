@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from runtime.model.families import FAMILIES, Family
-from tests.support import NUM_NEW_TOKENS, PROMPT_LENGTHS, Reference
+from tests.support import PROMPT_LENGTHS, Reference
 
+NUM_NEW_TOKENS = 9
 LIMIT = 11  # of PROMPT_LENGTHS two are longer, one is as long, three cross it while decoding, one stays below
 assert sorted(PROMPT_LENGTHS) == [3, 5, 8, 9, 11, 17, 30]
-assert NUM_NEW_TOKENS == 9
 
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -29,4 +29,4 @@ LONG_SHAPES: dict[str, dict[str, object]] = {
 def long_rope_reference(family: str, home: Path) -> Reference:
     row = FAMILIES[family]
     long = Family(name=f"{family}, long", model_type=row.model_type, overrides={**row.overrides, **LONG_SHAPES[family]})
-    return Reference.shared(long, home / "families" / long.name)
+    return Reference.shared(long, home / "families" / long.name, NUM_NEW_TOKENS)

@@ -96,7 +96,7 @@ def test_tokens_equal_transformers_wherever_experts_are_multiplied(
     config = shared(config_for(ref, tier=tier, policy=policy_for(order)))
     if tier is Tier.auto:
         config = most_held(config, ref)
-    tokens, plan, passes = generated(Runtime(config, device=FakeDevice((True, False, True))), ref)
+    tokens, plan, passes = generated(Runtime(config, device=FakeDevice((True, False, True))), ref, reading=0.5)
     assert tokens == ref.expected
     assert bool(plan.placement.walk.from_disk) is (tier is Tier.auto)
     num_hit, num_brought = num_experts(passes, Phase.decode)

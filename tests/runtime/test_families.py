@@ -67,7 +67,7 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
     ref, narrowed, narrow = reference(family), list[int](), PagedKV.selected_alone
     monkeypatch.setattr(PagedKV, "selected_alone", lambda cache: narrowed.append(cache.num_selected) or narrow(cache))
     for tier in (Tier.none, Tier.cpu, Tier.nvme):
-        runtime = opened(config_for(ref, tier))
+        runtime = opened(config_for(ref, tier, micro_batch_size=4, num_micro_batches=2))
         backend_is(PRODUCTS[tier])
         narrowed.clear()
         assert tokens(runtime, ref.prompts) == ref.expected, (tier, PRODUCTS[tier])
@@ -82,7 +82,8 @@ def test_sampled_tokens_equal_transformers_with_the_same_seeds(
     sampling = SamplingConfig(
         max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True, temperature=TEMPERATURE, top_p=TOP_P, seed=0
     )
-    assert tokens(opened(config_for(ref, sampling=sampling)), ref.prompts)[:NUM_SAMPLED] == ref.sampled
+    config = config_for(ref, sampling=sampling, micro_batch_size=2, num_micro_batches=2)
+    assert tokens(opened(config), ref.prompts[:NUM_SAMPLED]) == ref.sampled
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])

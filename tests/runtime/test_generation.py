@@ -64,7 +64,7 @@ def test_a_completion_ends_at_the_first_and_at_the_last_of_several_ends(
     plain = reference("llama")
     ends = [plain.expected[0][2], plain.expected[1][3], plain.expected[2][1]]
     ref = Reference(directory=told(ends, 7), prompts=plain.prompts, expected=plain.expected, sampled=plain.sampled)
-    results = runtime_for(ref, SamplingConfig(max_new_tokens=9)).generate(ref.prompts[:3])
+    results = runtime_for(ref, SamplingConfig(max_new_tokens=7)).generate(ref.prompts[:3])
     for result, full in zip(results, plain.expected, strict=False):
         assert isinstance(result, Completion)
         place = next(place for place, token in enumerate(full) if token in ends)

@@ -64,7 +64,7 @@ def test_one_poisoned_embedding_costs_the_rows_that_use_it_and_their_errors_name
     untouched = [n for n, full in enumerate(plain.expected) if n != 1 and token not in full]
     assert len(untouched) > 3
     ref = spoiled(plain, tmp_path / "model", f"{name}.weight", float("nan"), token)
-    results = runtime_for(ref, SamplingConfig(max_new_tokens=9, ignore_eos=True)).generate(ref.prompts)
+    results = runtime_for(ref, SamplingConfig(max_new_tokens=7, ignore_eos=True)).generate(ref.prompts)
     broken = results[1]
     assert isinstance(broken, Completion)
     assert broken.finish is FinishReason.error

@@ -62,7 +62,9 @@ def test_eos_comes_at_once_when_enough_tokens_are_there(reference: References) -
     """So that the law above is not kept by an EOS that never came."""
     ref = reference("llama")
     eos = ref.expected[1][EOS_PLACE]
-    few, many = (ours(ref, SamplingConfig(max_new_tokens=9, min_new_tokens=n), eos) for n in (0, EOS_PLACE + 2))
+    few, many = (
+        ours(ref, SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=n), eos) for n in (0, EOS_PLACE + 2)
+    )
     assert len(few[1]) <= EOS_PLACE + 1 < len(many[1])
     assert few[1][-1] == eos
 

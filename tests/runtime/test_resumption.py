@@ -91,9 +91,9 @@ def made(
 def test_stopped_again_and_again_a_block_comes_to_the_tokens_of_transformers(
     family: str, reference: References
 ) -> None:
-    limits = (9, 4, 6)  # rows finish on the way
+    limits = (7, 4, 6)  # rows finish on the way
     stops = made(reference(family), limits=limits)
-    for num_passes in (5, 2, None):
+    for num_passes in (3, 2, None):
         stops.start(num_passes)
     expected = [tokens[: limits[n % 3]] for n, tokens in enumerate(reference(family).expected)]
     assert stops.in_order() == expected
@@ -103,7 +103,7 @@ def test_stopped_again_and_again_a_block_comes_to_the_tokens_of_transformers(
 @pytest.mark.parametrize("family", ["llama", "bloom", "t5"])
 def test_keys_and_values_on_disk_are_made_again(family: str, reference: References) -> None:
     stops = made(reference(family), kv=KVTier.nvme)
-    stops.start(6)
+    stops.start(4)
     assert stops.unfinished
     stops.start()
     assert stops.in_order() == reference(family).expected
@@ -111,18 +111,18 @@ def test_keys_and_values_on_disk_are_made_again(family: str, reference: Referenc
 
 def test_sampled_rows_draw_on_from_where_their_generators_were(reference: References) -> None:
     stops = made(reference("llama"), SAMPLED)
-    for num_passes in (5, 4, None):
+    for num_passes in (3, 3, None):
         stops.start(num_passes)
     assert stops.in_order()[:NUM_SAMPLED] == reference("llama").sampled
 
 
 def test_a_decoder_behind_an_encoder_is_given_its_tokens_in_as_few_passes_as_find_room(reference: References) -> None:
     stops = made(reference("t5"))
-    stops.start(7)
+    stops.start(5)
     stops.start()
-    resumed_passes = stops.passes[7:]
+    resumed_passes = stops.passes[5:]
     assert [record.phase for record in resumed_passes] == [Phase.prefill, Phase.decode]
-    assert resumed_passes[0].counts.prompt_tokens == sum(len(r.prompt_ids) + 7 for r in stops.requests)
+    assert resumed_passes[0].counts.prompt_tokens == sum(len(r.prompt_ids) + 5 for r in stops.requests)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
@@ -130,7 +130,7 @@ def test_where_the_budget_has_no_room_to_spare_a_pass_carries_no_more_than_was_p
     family: str, reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stops = made(reference(family))
-    stops.start(7)
+    stops.start(5)
     planned = max(record.counts.padded_tokens for record in stops.passes)
     monkeypatch.setattr("runtime.plan.placement.ledger.Ledger.left_bytes", 0)
     stops.start()
@@ -146,8 +146,8 @@ def test_without_room_a_decoder_behind_an_encoder_is_given_its_tokens_one_by_one
     stops = made(reference("t5"))
     stops.start(4)
     stops.start()
-    assert [record.phase for record in stops.passes[4:]] == [Phase.prefill, *[Phase.mixed] * 3, *[Phase.decode] * 5]
-    assert [record.counts.useful_tokens for record in stops.passes[4:]] == [0] * 4 + [len(stops.requests)] * 5
+    assert [record.phase for record in stops.passes[4:]] == [Phase.prefill, *[Phase.mixed] * 3, *[Phase.decode] * 3]
+    assert [record.counts.useful_tokens for record in stops.passes[4:]] == [0] * 4 + [len(stops.requests)] * 3
     assert stops.in_order() == reference("t5").expected
 
 

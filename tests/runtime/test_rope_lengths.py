@@ -14,8 +14,8 @@ from runtime.engine.records import PassRecord, Phase
 from runtime.engine.sequence import Completion, Request, Unfinished
 from runtime.model.loading import load_model
 from runtime.plan.placement.memory import SequenceSize, pass_tokens
-from tests.runtime.long_rope import LIMIT, LONG_SHAPES, long_rope_reference
-from tests.support import NUM_NEW_TOKENS, PROMPT_LENGTHS, Reference
+from tests.runtime.long_rope import LIMIT, LONG_SHAPES, NUM_NEW_TOKENS, long_rope_reference
+from tests.support import PROMPT_LENGTHS, Reference
 from tests.toy import toy_shape
 
 RESTARTS = {"phi-3": LIMIT + 1, "phi-moe": LIMIT + 1, "llama": None}  # only the Phis drop their cache
@@ -65,9 +65,13 @@ def tokens(runtime: Runtime, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "admission"), [(LIMIT, Admission.wave), (64, Admission.wave), (5, Admission.continuous)]
-)  # a chunk of LIMIT leaves one token of those that begin again
-@pytest.mark.parametrize("rows", [1, 2, 3])
+    ("rows", "chunk", "admission"),
+    [
+        *((rows, LIMIT, Admission.wave) for rows in (1, 3)),  # leaves one token of those that begin again
+        *((rows, 64, Admission.wave) for rows in (1, 2)),
+        *((rows, 5, Admission.continuous) for rows in (2, 3)),
+    ],
+)
 def test_neither_company_nor_chunks_nor_a_crossing_change_tokens(
     rows: int, chunk: int, admission: Admission, ref: Reference, opened: Callable[[RuntimeConfig], Runtime]
 ) -> None:

@@ -131,7 +131,7 @@ def test_a_draw_is_that_of_torch_multinomial_and_leaves_its_generator_where_that
 def test_a_request_may_have_its_own_limit(reference: References) -> None:
     ref = reference("llama")
     runtime = runtime_for(ref, SamplingConfig(max_new_tokens=4, ignore_eos=True))
-    limits = [0, 1, 9, None, 7, 2, 3]
+    limits = [0, 1, 7, None, 6, 2, 3]
     requests = [
         request_of(runtime, str(n), prompt, max_new_tokens=limit)
         for n, (prompt, limit) in enumerate(zip(ref.prompts, limits, strict=True))
