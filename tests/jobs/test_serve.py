@@ -156,7 +156,7 @@ def test_only_this_machine_is_loopback_and_settings_of_jobs_are_told_from_its_ow
 
 @contextmanager
 def server(port: int, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", "jobs.serve", f"port={port}", f"output_root={folder}", "checkpoint_seconds=0"]
+    command = [sys.executable, "-m", "jobs.serve", f"port={port}", f"output_root={folder}", "checkpoint_seconds=1"]
     fixed = ["policy=fixed", "policy.micro_batch_size=4", "policy.num_micro_batches=1"]
     with (folder / "server.log").open("ab") as log, subprocess.Popen([*command, *fixed], stderr=log) as process:
         try:

@@ -17,10 +17,11 @@ from runtime.origin import location as origin
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from tests.gguf_files import write_gguf
 from tests.runtime.test_fidelity import config_for, tokens_of
-from tests.support import NUM_NEW_TOKENS, PROMPT_LENGTHS, Reference, greedy
+from tests.support import NUM_NEW_TOKENS, Reference, greedy
 
 pytest.importorskip("transformers.integrations.gguf", reason="transformers 5.18 or newer reads GGUF files as we do")
 
+PROMPT_LENGTHS = (5, 17, 3, 30)
 WIDE = {"hidden_size": 256, "intermediate_size": 512}  # K blocks are 256 columns wide
 PLAIN = {"": Type.F32}
 QWEN35 = Family(

@@ -2,8 +2,10 @@
 the same rule, whatever the tier, the chunks and the neighbours, and more sequences fit.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +40,7 @@ from tests.fake_device import FakeDevice
 from tests.quantized_cache import kept_greedy
 from tests.runtime.sharing_support import run_alike, unshared
 from tests.runtime.test_resumption import Stops
-from tests.support import CLEAR_MARGIN, Reference, transformers_model
+from tests.support import CLEAR_MARGIN, Reference, made_once, transformers_model
 
 References = Callable[[str], Reference]
 Answer = tuple[Reference, list[list[int]], list[list[int]]]
@@ -64,27 +66,33 @@ def tokens(config: RuntimeConfig, prompts: list[list[int]], device: ComputeDevic
 
 
 @pytest.fixture(scope="module")
-def answers(reference: References) -> Answers:
+def answers(reference: References, shared_home: Path) -> Answers:
     """The reference of a family, prompts of several pages, and what transformers says with a cache of that dtype: of
-    prompts whose tokens are each a clear choice."""
-    known: dict[tuple[str, KVDType], Answer] = {}
+    prompts whose tokens are each a clear choice. Made once for all workers."""
 
-    def make(family: str, dtype: KVDType) -> Answer:
-        if (family, dtype) not in known:
-            ref, prompts, expected = reference(family), [], []
-            model = transformers_model(ref.directory)
-            source = [token for prompt in ref.prompts for token in prompt]
-            for shift, length in enumerate(LENGTHS):
-                prompt = (source * 2)[7 * shift : 7 * shift + length]
-                found, margin = kept_greedy(model, prompt, NUM_NEW, dtype)
-                if margin > CLEAR_MARGIN:
-                    prompts.append(prompt)
-                    expected.append(found)
-            assert len(prompts) >= 3, "few of the answers are clear"
-            known[family, dtype] = ref, prompts, expected
-        return known[family, dtype]
+    def get(family: str, dtype: KVDType) -> Answer:
+        ref = reference(family)
 
-    return make
+        def make(home: Path) -> None:
+            (home / "answers.json").write_text(json.dumps(clear_answers(ref, dtype)))
+
+        home = made_once(shared_home / "kept" / f"{family}-{dtype.value}", make)
+        return ref, *json.loads((home / "answers.json").read_text())
+
+    return get
+
+
+def clear_answers(ref: Reference, dtype: KVDType) -> tuple[list[list[int]], list[list[int]]]:
+    model, prompts, expected = transformers_model(ref.directory), list[list[int]](), list[list[int]]()
+    source = [token for prompt in ref.prompts for token in prompt]
+    for shift, length in enumerate(LENGTHS):
+        prompt = (source * 2)[7 * shift : 7 * shift + length]
+        found, margin = kept_greedy(model, prompt, NUM_NEW, dtype)
+        if margin > CLEAR_MARGIN:
+            prompts.append(prompt)
+            expected.append(found)
+    assert len(prompts) >= 3, "few of the answers are clear"
+    return prompts, expected
 
 
 FAMILIES = [

@@ -43,14 +43,14 @@ def runtime_of(**settings: object) -> Runtime:
 
 @pytest.fixture(scope="module")
 def plain() -> list[tuple[int, ...]]:
-    return [result.token_ids for result in runtime_of(offload="none").generate(prompts(2 * len(SCHEMAS)))]
+    return [result.token_ids for result in runtime_of(offload="none").generate(prompts(len(SCHEMAS)))]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_documents_of_every_schema_are_valid_and_the_same_however_the_run_is_scheduled(
     way: str, plain: list[tuple[int, ...]]
 ) -> None:
-    asked = prompts(2 * len(SCHEMAS))
+    asked = prompts(len(SCHEMAS))
     results = runtime_of(**WAYS[way]).generate(asked)
     assert invalid(asked, results) == []
     assert [result.token_ids for result in results] == plain
