@@ -65,7 +65,7 @@ def beams(reference: References, shared_home: Path) -> Callable[[str], Searched]
 
 
 def places_of(family: str) -> Sequence[int]:
-    return range(len(GRID)) if family == "llama" else ELSEWHERE
+    return range(len(GRID)) if family in ("llama", "deepseek-v3") else ELSEWHERE
 
 
 def policy(**settings: object) -> PolicyConfig:
