@@ -63,11 +63,7 @@ def rows(output_root: Path, model: ModelConfig, chats: list[list[dict[str, str]]
     path = output_root / "chats.jsonl"
     path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
     dataset = DatasetConfig(  # pyright: ignore
-        kind=DatasetKind["jsonl"],
-        path=str(path),
-        chat_template=True,
-        messages_field="chat",
-        **settings,  # pyright: ignore
+        kind=DatasetKind.jsonl, path=str(path), chat_template=True, messages_field="chat", **settings
     )
     config = GenerateConfig(
         run="case",
@@ -91,7 +87,7 @@ def test_a_rendered_chat_has_the_ids_that_apply_chat_template_gives(model: Model
     tokenizer = runtime.model.tokenizer
     assert tokenizer is not None
     ids = runtime.tokenize(render(tokenizer, [USER]), is_rendered=True)[0]
-    assert list(ids) == tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]  # pyright: ignore
+    assert list(ids) == tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
     assert ids.count(tokenizer.bos_token_id) == 1
     assert runtime.tokenize(["Hi"])[0][0] == tokenizer.bos_token_id
 

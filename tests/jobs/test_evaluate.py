@@ -69,15 +69,14 @@ def numbers(results: Any) -> dict[str, dict[str, float]]:
 def test_every_task_gets_the_numbers_that_the_harness_gets_of_transformers(home: Path, tier: Tier) -> None:
     tasks = list(TASKS)
     manager = TaskManager(include_path=str(home / "tasks"), include_defaults=False)
-    own = HFLM(pretrained=str(home / "model"), device="cpu", dtype="float32", batch_size=4)  # pyright: ignore
-    expected = simple_evaluate(own, tasks=tasks, task_manager=manager, bootstrap_iters=0, **SEEDS)  # pyright: ignore
+    own = HFLM(pretrained=str(home / "model"), device="cpu", dtype="float32", batch_size=4)
+    expected = simple_evaluate(own, tasks=tasks, task_manager=manager, bootstrap_iters=0, **SEEDS)
     assert expected is not None
     found = evaluated(config(home, tasks, tier=tier))
     assert numbers(found.results["results"]) == {
-        task: pytest.approx(values, rel=1e-4)
-        for task, values in numbers(expected["results"]).items()  # pyright: ignore
+        task: pytest.approx(values, rel=1e-4) for task, values in numbers(expected["results"]).items()
     }
-    texts = [[each["resps"] for each in expected["samples"][task]] for task in tasks if task.startswith("until")]  # pyright: ignore
+    texts = [[each["resps"] for each in expected["samples"][task]] for task in tasks if task.startswith("until")]
     assert [_answers(found.directory, task) for task in tasks if task.startswith("until")] == texts
 
 
@@ -91,12 +90,12 @@ def test_an_encoder_decoder_gets_the_log_probabilities_that_the_harness_gets_of_
     make(tmp_path / "model")
     tasks = ["choice_of_words", "choice_of_letters", "perplexity"]
     manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
-    own = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", batch_size=1)  # pyright: ignore
-    expected = simple_evaluate(own, tasks=tasks, task_manager=manager, bootstrap_iters=0, **SEEDS)  # pyright: ignore
+    own = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", batch_size=1)
+    expected = simple_evaluate(own, tasks=tasks, task_manager=manager, bootstrap_iters=0, **SEEDS)
     assert expected is not None
     found = evaluated(config(tmp_path, tasks, tier=Tier.nvme))
     for task in tasks:
-        want = [float(value) for each in expected["samples"][task] for value in _logprobs(each["resps"])]  # pyright: ignore
+        want = [float(value) for each in expected["samples"][task] for value in _logprobs(each["resps"])]
         got = [float(value) for resps in _answers(found.directory, task) for value in _logprobs(resps)]
         assert got == pytest.approx(want, rel=1e-4)
 

@@ -48,7 +48,7 @@ __all__ = ["begun"]
 
 
 def packed(source: Path, out: Path, **settings: bool) -> Packing:
-    return pack(PackConfig(model=SourceConfig(path=str(source)), out=str(out), **settings), lambda done, total: None)  # pyright: ignore
+    return pack(PackConfig(model=SourceConfig(path=str(source)), out=str(out), **settings), lambda done, total: None)
 
 
 @pytest.fixture

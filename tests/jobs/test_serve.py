@@ -36,7 +36,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def client_of(port: int) -> "openai.OpenAI":  # pyright: ignore[reportInvalidTypeForm]
+def client_of(port: int) -> "openai.OpenAI":
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
 
@@ -171,7 +171,7 @@ def answers(port: int) -> bool:
         return found.connect_ex(("127.0.0.1", port)) == 0
 
 
-def embedded(client: "openai.OpenAI", folder: Path) -> "openai.types.CreateEmbeddingResponse":  # pyright: ignore
+def embedded(client: "openai.OpenAI", folder: Path) -> "openai.types.CreateEmbeddingResponse":
     """What a batch of embeddings over HTTP has come to, in which one line is for another job."""
     asked = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": ["Hi", "Ho"]}}
     file = client.files.create(file=("e.jsonl", json.dumps(asked).encode() + b"\n" + lines(1)), purpose="batch")

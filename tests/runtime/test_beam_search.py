@@ -274,7 +274,7 @@ def test_ways_end_at_stop_strings_where_they_end_in_transformers(
     own = runtime.model.tokenizer
     assert own is not None
     said = [own.decode([token]) for found in of.answers[WIDEST] for token in found.tokens[0][1:5]]
-    stop = [text for text in said if re.fullmatch("[a-z ]+", text)][:2]  # pyright: ignore
+    stop = [text for text in said if re.fullmatch("[a-z ]+", text)][:2]
     num_stopped = 0
     for prompt, found in zip(of.prompts, searched(runtime, of, replace(GRID[WIDEST].sampling, stop=stop)), strict=True):
         settings = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": False}
@@ -283,7 +283,7 @@ def test_ways_end_at_stop_strings_where_they_end_in_transformers(
         for each, theirs in zip(found, expected.tokens, strict=True):
             is_stopped = each.finish is FinishReason.stop
             assert [*each.token_ids, *of.ends[: int(is_stopped and len(each.token_ids) < len(theirs))]] == theirs
-            assert not any(text in each.text for text in stop)  # pyright: ignore[reportOperatorIssue]
+            assert not any(text in each.text for text in stop)
             num_stopped += is_stopped
     assert num_stopped > 0
 
@@ -301,7 +301,7 @@ def test_beams_share_a_rectangle_where_rows_pass_one_by_one(tmp_path: Path) -> N
         while answer is None:
             prompt = torch.randint(5, 600, (length,), generator=generator).tolist()
             answer = clear_search(theirs, prompt, (), num_beams=3)
-        prompts.append(prompt)  # pyright: ignore[reportPossiblyUnboundVariable]
+        prompts.append(prompt)
         answers.append(answer)
     of = Searched(prompts=prompts, ends=[], answers=[])
     tiny = Reference(directory=tmp_path, prompts=[], expected=[], sampled=[])

@@ -43,7 +43,7 @@ def config_for(
     return RuntimeConfig(
         model=ModelConfig(name="test", path=str(reference.directory), dtype=dtype),
         offload=OffloadConfig(tier=tier, resident_layers=0, read_chunk_mib=1),
-        policy=PolicyConfig(kind=PolicyKind.fixed, **sizes),  # pyright: ignore[reportArgumentType]
+        policy=PolicyConfig(kind=PolicyKind.fixed, **sizes),
         sampling=sampling,
     )
 

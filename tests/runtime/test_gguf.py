@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, object], dict[str, Type]]] = {
         {"conv.weight": Type.F32, "": Type.Q8_0},
     ),
     "qwen3.5 Q8_0": ("qwen3.5", {}, {"conv1d": Type.F32, "ssm_alpha": Type.F32, "ssm_beta": Type.F32, "": Type.Q8_0}),
-}  # fmt: skip  # pyright: ignore[reportAssignmentType]
+}  # fmt: skip
 
 
 def make(name: str, directory: Path) -> Path:

@@ -55,7 +55,7 @@ def config_for(ref: Reference, dtype: KVDType, tier: KVTier = KVTier.device, **p
         model=ModelConfig(name="test", path=str(ref.directory), dtype=DType.float32),
         offload=OffloadConfig(tier=Tier.none),
         kv=KVConfig(tier=tier, dtype=dtype, device_fraction=None if tier is KVTier.device else 0.0),
-        policy=PolicyConfig(kind=PolicyKind.fixed, **sizes),  # pyright: ignore[reportArgumentType]
+        policy=PolicyConfig(kind=PolicyKind.fixed, **sizes),
         sampling=SamplingConfig(max_new_tokens=NUM_NEW, ignore_eos=True),
     )
 
@@ -124,8 +124,8 @@ def test_tiers_give_the_same_tokens(dtype: KVDType, answers: Answers) -> None:
 )
 def test_orders_workers_and_neighbours_change_no_token(settings: dict[str, object], answers: Answers) -> None:
     ref, prompts, expected = answers("llama", KVDType.int8)
-    assert tokens(config_for(ref, KVDType.int8, **settings), prompts) == expected  # pyright: ignore[reportArgumentType]
-    assert tokens(config_for(ref, KVDType.int8, **settings), prompts[1:]) == expected[1:]  # pyright: ignore
+    assert tokens(config_for(ref, KVDType.int8, **settings), prompts) == expected
+    assert tokens(config_for(ref, KVDType.int8, **settings), prompts[1:]) == expected[1:]
 
 
 @pytest.mark.parametrize("dtype", [KVDType.int8, KVDType.int4])

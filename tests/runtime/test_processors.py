@@ -78,13 +78,13 @@ def test_bad_words_are_banned_as_transformers_bans_their_ids(
     free = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, temperature=temperature)
     tokenizer = runtime_for(ref, free).model.tokenizer
     assert tokenizer is not None
-    generated = {tokenizer.decode([token]) for row in ours(ref, free, no_eos) for token in row}  # pyright: ignore
-    words = [text for text in sorted(generated) if len(text) == 1 and text.isascii() and text.isprintable()]  # pyright: ignore
+    generated = {tokenizer.decode([token]) for row in ours(ref, free, no_eos) for token in row}
+    words = [text for text in sorted(generated) if len(text) == 1 and text.isascii() and text.isprintable()]
     assert words
     ids = [tokenizer(text, add_special_tokens=False).input_ids for word in words for text in (word, f" {word}")]
     got = ours(ref, replace(free, bad_words=words), no_eos)
     assert got == theirs(model, ref, free, no_eos, bad_words_ids=ids)
-    assert not {tokenizer.decode([token]) for row in got for token in row} & {*words}  # pyright: ignore
+    assert not {tokenizer.decode([token]) for row in got for token in row} & {*words}
 
 
 def test_a_word_of_several_tokens_is_banned_only_as_a_whole(reference: References, model: PreTrainedModel) -> None:
@@ -119,7 +119,7 @@ def bpe(*words: str) -> PreTrainedTokenizerFast:
 
 
 def spelled(tokenizer: PreTrainedTokenizerFast, ids: Sequence[Sequence[int]]) -> list[list[str]]:
-    return [tokenizer.convert_ids_to_tokens(list(word)) for word in ids]  # pyright: ignore[reportReturnType]
+    return [tokenizer.convert_ids_to_tokens(list(word)) for word in ids]
 
 
 def test_a_bad_word_is_banned_at_the_beginning_and_after_a_space() -> None:
@@ -144,4 +144,4 @@ def test_the_ids_are_those_of_transformers_own_advice() -> None:
 def test_a_word_that_cannot_be_banned_is_refused(word: str, message: str) -> None:
     tokenizer = bpe("bad")
     with pytest.raises(ConfigError, match=rf"sampling\.bad_words: '{word}' .*{message}"):
-        bad_word_ids([word], tokenizer, frozenset([tokenizer.eos_token_id]), len(tokenizer) - 1)  # pyright: ignore
+        bad_word_ids([word], tokenizer, frozenset([tokenizer.eos_token_id]), len(tokenizer) - 1)

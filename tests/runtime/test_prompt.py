@@ -100,7 +100,7 @@ def test_settings_are_the_groups_and_every_key_that_one_group_alone_has() -> Non
     assert {"host_memory_gib", "max_new_tokens", "dtype", "num_threads"} < told.keys()
     assert not {"tier", "kind", "name", "device"} & told.keys()
     for name, group in key_places().items():
-        held, raw = field_types(groups[group])[name], typing.get_type_hints(groups[group])[name]  # pyright: ignore
+        held, raw = field_types(groups[group])[name], typing.get_type_hints(groups[group])[name]
         takes_text = typing.get_origin(raw) is TextField
         assert told[name] == (held | str if takes_text else held), name  # pyright: ignore
 

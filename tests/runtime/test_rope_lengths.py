@@ -92,7 +92,7 @@ def test_padded_lanes_begin_again_as_a_whole(
 def test_keys_that_live_elsewhere_are_computed_again_too(
     road: dict[str, KVTier | Attention], ref: Reference, opened: Callable[[RuntimeConfig], Runtime]
 ) -> None:
-    assert tokens(opened(config_for(ref, **road)), ref.prompts) == ref.expected  # pyright: ignore[reportArgumentType]
+    assert tokens(opened(config_for(ref, **road)), ref.prompts) == ref.expected
 
 
 @pytest.mark.parametrize("num_known", [1, 7])

@@ -53,7 +53,7 @@ def alone(model: PreTrainedModel, prompt: list[int], id: str, sampling: Sampling
 def test_tokens_equal_transformers_for_each_prompt_alone(
     settings: dict[str, float], reference: References, model: PreTrainedModel
 ) -> None:
-    ref, sampling = reference("llama"), SamplingConfig(max_new_tokens=6, ignore_eos=True, **settings)  # pyright: ignore
+    ref, sampling = reference("llama"), SamplingConfig(max_new_tokens=6, ignore_eos=True, **settings)
     expected = [alone(model, prompt, str(n), sampling) for n, prompt in enumerate(ref.prompts)]
     assert run(ref, sampling, PolicyKind.fixed) == expected
 

@@ -107,7 +107,7 @@ def test_tokens_equal_transformers_with_the_same_mask(settings: dict[str, float]
         eos_token_id=2,
         pad_token_id=0,
         **warping,
-    )  # pyright: ignore[reportCallIssue]
+    )
     assert list(result.token_ids) == expected[0, ids.shape[1] :].tolist()
     assert result.finish is FinishReason.eos
 
