@@ -33,7 +33,7 @@ LONG = 40  # new tokens, with which rows outgrow the pages that they enter with
 Asked = tuple[RuntimeConfig, Sequence[Sequence[int]]]
 Generated = list[list[list[int]]]
 References = Callable[[str], Reference]
-FAMILIES = {  # all of them, in every tier: python -m tests.runtime.pipeline_families
+FAMILIES = {  # all of them, in every tier: python -m tests.rank_families way=pipeline
     "llama, tied": Tier.nvme,
     "gemma-3": Tier.cpu,
     "qwen3-next": Tier.nvme,

@@ -30,7 +30,7 @@ References = Callable[[str], Reference]
 Asked = tuple[RuntimeConfig, Sequence[Sequence[int]], DividedExperts]
 Coming = tuple[RuntimeConfig, Sequence[Sequence[int]]]
 AUTO, ROWS, WHOLE = DividedExperts.auto, DividedExperts.rows, DividedExperts.whole
-FAMILIES = ("llama, tied", "qwen3-moe", "gemma-3", "phi-3")  # more: python -m tests.tensor_families
+FAMILIES = ("llama, tied", "qwen3-moe", "gemma-3", "phi-3")  # more: python -m tests.rank_families way=tensor
 
 
 class Found(NamedTuple):

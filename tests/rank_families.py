@@ -1,6 +1,7 @@
-"""Every family with ranks that compute each token together, beside transformers: which are exact, which refused.
+"""Every family by ranks, in each way, beside transformers: which are exact, which refused.
 
-    python -m tests.tensor_families [ranks=2] [tiers=nvme,cpu] [experts=rows,whole] [continuous=1] [families=llama;gpt2]
+    python -m tests.rank_families [way=tensor] [ranks=2] [tiers=nvme,cpu] [continuous=1] [families=llama;gpt2]
+        [experts=rows,whole]
 
 prints a row for each and the counts; the exit code is 1 where one is WRONG. KV heads of a family are as many as there
 are ranks, if there are more of these. Families without experts run once.
@@ -32,13 +33,13 @@ EXACT, WRONG, SAME = "exact", "WRONG", "as above"
 class Asked(NamedTuple):
     config: RuntimeConfig
     reference: Reference
-    experts: DividedExperts
+    devices: DevicesConfig
     is_first: bool  # of the ways to divide experts
 
 
 def verdict(ranks: Ranks, asked: Asked) -> str:
     """Says of one rank what its tokens are, or why there are none."""
-    ranks.devices, reference = DevicesConfig(way=Way.tensor, experts=asked.experts), asked.reference
+    ranks.devices, reference = asked.devices, asked.reference
     try:
         runtime = Runtime(asked.config, ranks=ranks)
         if not asked.is_first and not runtime.model.shape.has_own_experts:
@@ -64,18 +65,18 @@ def enough_heads(family: Family, num_ranks: int) -> Family:
 def main(arguments: Sequence[str]) -> int:
     options = dict(argument.split("=", 1) for argument in arguments)
     names = options["families"].split(";") if "families" in options else FAMILIES
-    num_ranks = int(options.get("ranks", 2))
+    way, num_ranks = Way(options.get("way", "sharded")), int(options.get("ranks", 2))
     tiers = [Tier(name) for name in options.get("tiers", "nvme").split(",")]
-    ways = [DividedExperts(name) for name in options.get("experts", "auto").split(",")]
+    divisions = [DividedExperts(name) for name in options.get("experts", "auto").split(",")]
     is_continuous = bool(int(options.get("continuous", "0")))
     asked = dict[str, Asked]()
     with tempfile.TemporaryDirectory() as home:
         for name in names:
             made = Reference.make(enough_heads(FAMILIES[name], num_ranks), Path(home) / name)
-            for tier, way in product(tiers, ways):
-                config = config_for(made, tier)
-                each = Asked(continuous(config) if is_continuous else config, made, way, is_first=way is ways[0])
-                asked[f"{name}, {tier.value}, {way.value}"] = each
+            for tier, experts in product(tiers, divisions):
+                config, devices = config_for(made, tier), DevicesConfig(way=way, experts=experts)
+                config = continuous(config) if is_continuous else config
+                asked[f"{name}, {tier.value}, {experts.value}"] = Asked(config, made, devices, experts is divisions[0])
         found = in_ranks(num_ranks, verdicts, [*asked.values()])
     merged = [each[0] if len({*each}) == 1 else WRONG for each in zip(*found, strict=True)]
     for name, each in zip(asked, merged, strict=True):
