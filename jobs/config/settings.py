@@ -186,7 +186,7 @@ class GenerateConfig:
         way = f"devices={self.devices.way.value}"
         require(not self.is_elastic, f"{way} is one worker in several processes: take workers=one")
         is_told = type(self) is GenerateConfig or self.devices.way is not Way.pipeline
-        require(is_told, f"{way} tells no scores or embeddings as yet: take devices=sharded, or devices=one")
+        require(is_told, f"{way} tells no scores or embeddings as yet: take devices=sharded, tensor or one")
         require(not self.dataset.has_turns, f"{way} asks no chats of several turns as yet: take devices=one")
         is_held = self.dataset.window_rows is None
         require(is_held, f"{way} holds all rows as yet: leave dataset.window_rows null, or take devices=one")

@@ -20,6 +20,10 @@ from .requests import ask
 
 log = logging.getLogger(__name__)
 START = "torchrun --nproc-per-node 2 -m jobs.generate devices=sharded ..., or srun --ntasks 2 ..."
+SEVERAL = (
+    "devices=one is of one process, and torchrun has started several: set devices to sharded, tensor or pipeline, "
+    "or start the job without torchrun"
+)
 
 
 @contextmanager
@@ -29,9 +33,7 @@ def ranks_of(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Iterato
     launch = Launch.found(os.environ)
     if devices.way is Way.one:
         is_of_several = launch is not None and launch.size > 1 and launch.url == "env://"
-        require(
-            not is_of_several, "torchrun has started several processes, which devices=one does not: devices=sharded"
-        )
+        require(not is_of_several, SEVERAL)
         yield None
         return
     if launch is None or launch.size < 2:

@@ -47,7 +47,7 @@ def require_shareable(shape: ModelShape, way: Way) -> None:
 def require_told(requests: Sequence[Request], way: Way) -> None:
     """Raises ConfigError where ranks are asked for what only the last one in a pipeline comes to."""
     is_all = way is not Way.pipeline or all(request.generates for request in requests)
-    require(is_all, NOT_YET.format(way.value, "scores and embeddings", "take devices=sharded, or devices=one"))
+    require(is_all, NOT_YET.format(way.value, "scores and embeddings", "take devices=sharded, tensor or one"))
 
 
 def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_shares: int) -> RunPlan:

@@ -112,8 +112,10 @@ class Waiter:
 
 def _serve(asked: "SimpleQueue[dist.Work | None]", ended: "SimpleQueue[RuntimeError | None]") -> None:
     while (work := asked.get()) is not None:
+        failed = None
         try:
             work.wait()
-            ended.put(None)
         except RuntimeError as error:
-            ended.put(error)
+            failed = error.with_traceback(None)
+        del work  # let go of at the end of the process, which wakes this thread, it would abort it
+        ended.put(failed)
