@@ -42,8 +42,8 @@ def main(composed: Composed) -> int:
         from jobs.run.encoding import encoding
         from jobs.run.passes import Start
         from jobs.run.ranks import perform_in_ranks
+        from jobs.run.row_errors import told_outcome
         from jobs.run.stored_run import add_batch_files
-        from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
         outcome = perform_in_ranks(*encoding(config), stop, Start(at=began_at, clock=began))
@@ -51,7 +51,7 @@ def main(composed: Composed) -> int:
         return outcome
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
-    say(format_table(outcome.summary))
+    say(told_outcome(outcome))
     if config.has_batch_files:
         say("\n".join(write_batch_files(outcome.directory)))
         add_batch_files(config, outcome.directory)

@@ -62,8 +62,8 @@ def main(composed: Composed) -> int:
         from jobs.run.generation import generation
         from jobs.run.passes import Start
         from jobs.run.ranks import perform_in_ranks
+        from jobs.run.row_errors import told_outcome
         from jobs.run.stored_run import add_batch_files
-        from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
         start = Start(at=began_at, clock=began)
@@ -74,7 +74,7 @@ def main(composed: Composed) -> int:
         return outcome
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
-    say(format_table(outcome.summary))
+    say(told_outcome(outcome))
     if config.has_batch_files:
         say("\n".join(write_batch_files(outcome.directory)))
         add_batch_files(config, outcome.directory)
@@ -95,12 +95,12 @@ def _tell_of_rows(config: GenerateConfig, folder: Path) -> None:
 
 def _told_of_turns(outcomes: Iterator["Outcome"], directory: Path) -> int:
     """Says what each turn came to, as it ends; the exit code of the worst of them."""
-    from jobs.run.summary_table import format_table
+    from jobs.run.row_errors import told_outcome
 
     code = 0
     for turn, outcome in enumerate(outcomes, start=1):
         say(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
-        say(format_table(outcome.summary))
+        say(told_outcome(outcome))
         code = max(code, outcome.exit_code)
     say(HOW_TO_READ_TURNS.format(folder=directory))
     return code

@@ -40,8 +40,8 @@ def main(composed: Composed) -> int:
         from jobs.config.signals import StopFlag
         from jobs.run.passes import Start
         from jobs.run.ranks import perform_in_ranks
+        from jobs.run.row_errors import told_outcome
         from jobs.run.scoring import scoring, sentence
-        from jobs.run.summary_table import format_table
 
     with StopFlag() as stop:
         outcome = perform_in_ranks(*scoring(config), stop, Start(at=began_at, clock=began))
@@ -49,7 +49,7 @@ def main(composed: Composed) -> int:
         return outcome
     if outcome.was_finished:
         say(f"{outcome.directory} is finished: nothing to do")
-    say(format_table(outcome.summary))
+    say(told_outcome(outcome))
     say(HOW_TO_READ.format(folder=outcome.directory / "generations"))
     say(f"\n{sentence(outcome.summary.totals or {})}")
     return outcome.exit_code

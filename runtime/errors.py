@@ -92,8 +92,11 @@ class PeerEnded(Interrupted):
     """Another rank of the same run has ended. `ranks`: those that have, where it is known."""
 
     def __init__(self, message: str, ranks: Sequence[int]):
-        super().__init__(message)
+        super().__init__(message, ranks)  # as what it is pickled by
         self.ranks = ranks
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class JobEnded(MillraceError):

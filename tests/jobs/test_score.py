@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from jobs.config.settings import ScoreConfig, load, run_directory
 from jobs.run.generation import dataset_rows, perform
 from jobs.run.plan_file import Seat, read_plan
+from jobs.run.row_errors import told_outcome
 from jobs.run.scoring import score, scoring, sentence
 from runtime import Runtime
 from runtime.engine.scoring_requests import Joined
@@ -123,6 +124,14 @@ def test_other_targets_are_another_run(tmp_path: Path) -> None:
         score(config, once_there_is_a_part(config))
     with pytest.raises(RunMismatchError):
         score(config_for(tmp_path, [{**ROWS[0], "target": " Lyon"}, *ROWS[1:]]), never)
+
+
+def test_it_is_said_why_rows_have_errors_the_commonest_reason_first(tmp_path: Path) -> None:
+    rows = [{"id": str(i), "prompt": "a b", "target": [" c"] if i == 0 else 1 if i > 3 else None} for i in range(9)]
+    told = told_outcome(score(config_for(tmp_path, rows), never))
+    first, second = told.splitlines()[-2:]
+    assert first.endswith("5 x neither a text nor a list of texts is in the field 'target' (score.target_field)")
+    assert second.endswith("3 x there is no field 'target' (score.target_field)")
 
 
 def test_documents_are_scored_in_windows_whose_sum_is_theirs(tmp_path: Path) -> None:
