@@ -62,6 +62,12 @@ def enough_heads(family: Family, num_ranks: int) -> Family:
     return replace(family, overrides={**family.overrides, "num_key_value_heads": num_ranks})
 
 
+def _shared_out(config: RuntimeConfig, num_ranks: int) -> RuntimeConfig:
+    """Lanes for each rank: each has its share of the pages of keys and values."""
+    count = (config.policy.num_micro_batches or 1) * num_ranks
+    return replace(config, policy=replace(config.policy, num_micro_batches=count))
+
+
 def main(arguments: Sequence[str]) -> int:
     options = dict(argument.split("=", 1) for argument in arguments)
     names = options["families"].split(";") if "families" in options else FAMILIES
@@ -76,6 +82,7 @@ def main(arguments: Sequence[str]) -> int:
             for tier, experts in product(tiers, divisions):
                 config, devices = config_for(made, tier), DevicesConfig(way=way, experts=experts)
                 config = continuous(config) if is_continuous else config
+                config = _shared_out(config, num_ranks) if way is Way.sharded else config
                 asked[f"{name}, {tier.value}, {experts.value}"] = Asked(config, made, devices, experts is divisions[0])
         found = in_ranks(num_ranks, verdicts, [*asked.values()])
     merged = [each[0] if len({*each}) == 1 else WRONG for each in zip(*found, strict=True)]

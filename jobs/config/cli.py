@@ -20,6 +20,7 @@ from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, Mi
 
 from .help import help_text
 from .mistakes import mistakes_logged, told
+from .process import end_among_ranks
 from .typed import known_keys, unknown_key
 
 C = TypeVar("C")
@@ -71,6 +72,14 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
     neither ours nor Hydra's ends it with 70, its traceback in a file that the line names; Ctrl-C ends it with 75.
     """
+    try:
+        _run_job(entry, schema)
+    except SystemExit as end:
+        end_among_ranks(end.code)
+        raise
+
+
+def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     if (code := _answered(Path(inspect.unwrap(entry).__code__.co_filename).stem, sys.argv[1:], schema)) is not None:
         sys.exit(code)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting by itself
