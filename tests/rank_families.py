@@ -40,15 +40,16 @@ class Asked(NamedTuple):
 def verdict(ranks: Ranks, asked: Asked) -> str:
     """Says of one rank what its tokens are, or why there are none."""
     ranks.devices, reference = asked.devices, asked.reference
+    times = ranks.size if asked.devices.way is Way.sharded else 1  # as many rows, and pages, for each rank
     try:
         runtime = Runtime(asked.config, ranks=ranks)
         if not asked.is_first and not runtime.model.shape.has_own_experts:
             return SAME
-        results = runtime.generate([list(prompt) for prompt in reference.prompts])
+        results = runtime.generate([list(prompt) for prompt in reference.prompts] * times)
     except ConfigError as error:
         return f"refused: {str(error).partition(': ')[2]}"
     found = [list(each.token_ids) for each in results if isinstance(each, Completion)]
-    return EXACT if found == reference.expected else WRONG
+    return EXACT if found == [*reference.expected] * times else WRONG
 
 
 def verdicts(ranks: Ranks, asked: Sequence[Asked]) -> list[str]:
@@ -60,12 +61,6 @@ def enough_heads(family: Family, num_ranks: int) -> Family:
     if not isinstance(num_heads, int) or num_heads >= num_ranks:
         return family
     return replace(family, overrides={**family.overrides, "num_key_value_heads": num_ranks})
-
-
-def _shared_out(config: RuntimeConfig, num_ranks: int) -> RuntimeConfig:
-    """Lanes for each rank: each has its share of the pages of keys and values."""
-    count = (config.policy.num_micro_batches or 1) * num_ranks
-    return replace(config, policy=replace(config.policy, num_micro_batches=count))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,7 +77,6 @@ def main(arguments: Sequence[str]) -> int:
             for tier, experts in product(tiers, divisions):
                 config, devices = config_for(made, tier), DevicesConfig(way=way, experts=experts)
                 config = continuous(config) if is_continuous else config
-                config = _shared_out(config, num_ranks) if way is Way.sharded else config
                 asked[f"{name}, {tier.value}, {experts.value}"] = Asked(config, made, devices, experts is divisions[0])
         found = in_ranks(num_ranks, verdicts, [*asked.values()])
     merged = [each[0] if len({*each}) == 1 else WRONG for each in zip(*found, strict=True)]

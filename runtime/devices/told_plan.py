@@ -82,8 +82,8 @@ def _require_pages(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -
     if num_pages and most > num_pages // num_ranks:
         raise BudgetError(
             f"policy.admission=continuous: keys and values of the longest request take {most} pages, and each of "
-            f"{num_ranks} ranks has {num_pages // num_ranks} of {num_pages}: raise policy.num_micro_batches or "
-            "offload.host_memory_gib, or set policy.admission=wave"
+            f"{num_ranks} ranks has {num_pages // num_ranks} of {num_pages}: take fewer ranks, raise "
+            "policy.num_micro_batches or offload.host_memory_gib, or set policy.admission=wave"
         )
 
 
