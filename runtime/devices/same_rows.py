@@ -2,13 +2,13 @@
 dividing a model are made of it.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Sequence
 
 from ..batching.balance import Block
 from ..engine.records import PassCounts
-from ..engine.sequence import Completion, Request, Unfinished
+from ..engine.sequence import Request
 from ..engine.sequence import Sequence as Running
-from ..session import OnPass, Seats, Session
+from ..session import Seats, Session
 from .agreement import KIND, Agreement
 from .messages import Finished
 from .sharded_session import RankSession
@@ -41,26 +41,11 @@ class SameRowsSession(RankSession):
         assert isinstance(self._agreement, BetweenPasses), "ranks have the same rows"
         return self._agreement
 
-    def _part(
-        self,
-        block: Block,
-        left: Sequence[int],
-        requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
-        on_pass: OnPass,
-    ) -> Generator[tuple[int, Completion]]:
-        self._requests = requests
-        return Session.wave(self, block, left, requests, unfinished, on_pass)
+    def _own(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
+        return block, left
 
-    def _part_of_stream(
-        self,
-        order: Sequence[int],
-        requests: Sequence[Request],
-        unfinished: Mapping[int, Unfinished],
-        on_pass: OnPass,
-    ) -> Generator[tuple[int, Completion]]:
-        self._requests = requests
-        return Session.stream(self, order, requests, unfinished, on_pass)
+    def _own_line(self, order: Sequence[int]) -> Sequence[int]:
+        return order
 
     def _chunks(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]

@@ -89,12 +89,8 @@ class RankSession(Session):
         unfinished: Mapping[int, Unfinished],
         on_pass: OnPass,
     ) -> Generator[tuple[int, Completion]]:
-        """This rank's part of a block: every so many-th row of what is left of each micro-batch."""
-        self._requests, is_left = requests, frozenset(left)
-        groups = [[i for i in group if i in is_left] for group in block.micro_batches]
-        parts = [tuple(group[self._ranks.rank :: self._ranks.size]) for group in groups]
-        own = Block(index=block.index, micro_batches=tuple(part for part in parts if part))
-        return super().wave(own, own.members, requests, unfinished, on_pass)
+        self._requests = requests
+        return super().wave(*self._own(block, left), requests, unfinished, on_pass)
 
     def _part_of_stream(
         self,
@@ -103,9 +99,20 @@ class RankSession(Session):
         unfinished: Mapping[int, Unfinished],
         on_pass: OnPass,
     ) -> Generator[tuple[int, Completion]]:
-        """This rank's part of all that is left: every so many-th row, which it admits by itself."""
         self._requests = requests
-        return super().stream(order[self._ranks.rank :: self._ranks.size], requests, unfinished, on_pass)
+        return super().stream(self._own_line(order), requests, unfinished, on_pass)
+
+    def _own(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
+        """This rank's part of a block, and of what is left of it: every so many-th row of each micro-batch."""
+        is_left = frozenset(left)
+        groups = [[i for i in group if i in is_left] for group in block.micro_batches]
+        parts = [tuple(group[self._ranks.rank :: self._ranks.size]) for group in groups]
+        own = Block(index=block.index, micro_batches=tuple(part for part in parts if part))
+        return own, own.members
+
+    def _own_line(self, order: Sequence[int]) -> Sequence[int]:
+        """This rank's part of all that is left: every so many-th row, which it admits by itself."""
+        return order[self._ranks.rank :: self._ranks.size]
 
     def _seats(self) -> Seats:
         return super()._seats().share(self._ranks.size, self._plan.placement.kv.num_pages)
