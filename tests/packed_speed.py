@@ -1,16 +1,18 @@
-"""python -m tests.packed_speed [MODEL_DIR PACKED_DIR]: what packed weights cost in a product, and gain in a run.
+"""python -m tests.packed_speed [MODEL_DIR OTHER_DIR [cpu]]: what packed weights cost in a product, and gain in a run.
 
 Without directories two minutes: ms of products with as many copies of a matrix as no cache holds, plain and packed in
-turns, the best of many. With them the same 64 prompts from disk, with memory for a quarter of the original's bytes,
-both in turns (`python -m jobs.pack` makes the second): tokens per second of each, and that tokens are equal. For a
-quiet machine.
+turns, the best of many. With them the same 64 prompts by two forms of one model in turns (`python -m jobs.pack` makes
+the second, or `python -m jobs.synthesize alignment_bytes=...`), from disk with memory for a quarter of the first's
+bytes, or in memory: tokens per second of each, and that tokens are equal. For a quiet machine.
 """
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -19,9 +21,10 @@ from runtime.config import DType, PolicyKind, Tier
 from runtime.formats.rounding import WAYS
 from runtime.linear.panels import Block
 from runtime.linear.vectors import multiply_in_vectors
+from runtime.units import GIB
 from tests.packed import packed_rows, rounded_rows, tensor_of, words_of
 
-NUM_COPIES, ROUNDS, NUM_PROMPTS, NUM_NEW_TOKENS = 6, 30, 64, 8
+NUM_COPIES, ROUNDS, TURNS, NUM_PROMPTS, NUM_NEW_TOKENS = 6, 30, 5, 64, 16
 
 
 def products(outputs: int, inputs: int) -> None:
@@ -48,31 +51,34 @@ def _best(acts: dict[str, Callable[[Block], torch.Tensor]], ways: dict[str, list
     return best
 
 
-def runs(original: Path, packed: Path) -> None:
-    budget = sum(path.stat().st_size for path in original.glob("*.safetensors")) / 4 / (1 << 30)
+def runs(first: Path, second: Path, tier: Tier) -> None:
+    num_bytes = sum(path.stat().st_size for path in first.glob("*.safetensors"))
+    budget = num_bytes / 4 / GIB if tier is Tier.nvme else None
     prompts = [[7 + turn, *range(5, 37)] for turn in range(NUM_PROMPTS)]
-    found = dict[Path, list[object]]()
-    for directory in (original, packed) * 3:
-        runtime = Runtime(_config(directory, budget))
-        start = time.perf_counter()
-        found[directory] = [getattr(result, "token_ids", result) for result in runtime.generate(prompts)]
-        took = time.perf_counter() - start
-        print(f"{directory}: {NUM_PROMPTS * NUM_NEW_TOKENS / took:.2f} tokens/s, {took:.1f} s, loading included")
-    print("tokens are equal" if found[original] == found[packed] else "TOKENS DIFFER")
+    tokens, rates = dict[Path, list[object]](), defaultdict[Path, list[float]](list)
+    for directory in (first, second) * TURNS:
+        with Runtime(_config(directory, tier, budget)) as runtime:
+            start = time.perf_counter()
+            tokens[directory] = [getattr(result, "token_ids", result) for result in runtime.generate(prompts)]
+            rates[directory].append(NUM_PROMPTS * NUM_NEW_TOKENS / (time.perf_counter() - start))
+    for directory, found in rates.items():
+        ratio = median(found) / median(rates[first])
+        print(f"{directory}: {median(found):.2f} tokens/s ({min(found):.2f}-{max(found):.2f}), {ratio:.3f} x")
+    print("tokens are equal" if tokens[first] == tokens[second] else "TOKENS DIFFER")
 
 
-def _config(directory: Path, memory_gib: float) -> RuntimeConfig:
+def _config(directory: Path, tier: Tier, memory_gib: float | None) -> RuntimeConfig:
     return RuntimeConfig(
         model=ModelConfig(name="measured", path=str(directory), dtype=DType.float32),
-        offload=OffloadConfig(tier=Tier.nvme, host_memory_gib=memory_gib),
+        offload=OffloadConfig(tier=tier, host_memory_gib=memory_gib),
         policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=NUM_PROMPTS, num_micro_batches=1),
         sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
     )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        runs(*map(Path, sys.argv[1:]))
+    if len(sys.argv) > 2:
+        runs(*map(Path, sys.argv[1:3]), Tier(sys.argv[3] if len(sys.argv) > 3 else Tier.nvme))
     else:
         products(8192, 2048)
         products(2048, 14336)

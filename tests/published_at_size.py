@@ -33,7 +33,7 @@ COMMON = {"vocab_size": 4096, "max_position_embeddings": 128}
 WIDE: dict[str, dict[str, object]] = {
     "llama": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20, "num_attention_heads": 32},
     "qwen3": {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 34, "num_attention_heads": 24},
-    "mixtral": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 14, "num_attention_heads": 16},
+    "mixtral": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 16},
 }
 
 

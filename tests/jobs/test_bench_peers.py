@@ -1,5 +1,6 @@
 """Peers in environments of their own: what they are given, and that one which cannot run stops nobody else."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from jobs.benchmarks import runner
 from jobs.benchmarks.config import BenchConfig
 from jobs.benchmarks.contenders import Contender, Isolation
 from jobs.benchmarks.measure import NOTHING
+from jobs.benchmarks.peers import gguf_export
 from jobs.benchmarks.peers.gguf_export import export_gguf
 from jobs.benchmarks.runner import python_of
 from jobs.benchmarks.suites import run_suite
@@ -80,6 +82,16 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ConfigError, match="gpt2"):
         export_gguf(tmp_path, tmp_path / "x.gguf", "F16")
+
+
+def test_a_file_that_could_not_be_written_whole_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf_export, "_quantized", fail)
+    with pytest.raises(OSError, match="No space"):
+        exported(tmp_path, "llama", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def python_of_ours(folder: Path, **_: object) -> None:

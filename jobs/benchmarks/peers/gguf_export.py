@@ -40,13 +40,21 @@ class Source(NamedTuple):
 def export_gguf(checkpoint: Path, target: Path, kind: str) -> None:
     """`kind`: of matrices, "F16", "Q8_0" or "Q4_0"; vectors are F32. The header is written first, then one tensor after
     the other, so it takes the memory of one and the disk of the file. Raises ConfigError for another model."""
-    import gguf
-
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in ("llama", "mixtral"):
         raise ConfigError(f"{checkpoint}: llama.cpp is measured on Llama and Mixtral, this is {config['model_type']}")
     part = target.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, "llama")
+    try:
+        _write(part, checkpoint, config, kind)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)  # it is as large as the model, and no later try goes on with it
+
+
+def _write(target: Path, checkpoint: Path, config: Mapping[str, Any], kind: str) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(target, "llama")
     _add_keys(writer, config)
     types, factors = gguf.GGMLQuantizationType, _frequency_factors(config)
     sources = _sources(checkpoint, config)
@@ -64,7 +72,6 @@ def export_gguf(checkpoint: Path, target: Path, kind: str) -> None:
     if factors is not None:
         writer.write_tensor_data(factors)
     writer.close()
-    part.replace(target)
 
 
 def _is_matrix(name: str, source: Source) -> bool:
