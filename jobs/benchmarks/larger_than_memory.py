@@ -60,7 +60,7 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
                 entries.append(Entry(f"millrace, {form.value}", _num_bytes(path), _loss(form), results))
         for peer in wanted.peers:
             try:
-                _require_room(published, _peer_share(peer), f"{peer.value}'s own copy")
+                _require_room(published, _peer_share(published, peer), f"{peer.value}'s own copy")
                 with _own_copy(published, peer, keeps=wanted.directory is not None):
                     results = _rounds(config, peer.value, _task(config, peer, published), say, measure)
             except MillraceError as error:
@@ -168,11 +168,11 @@ def _require_free(folder: Path, num_bytes: int, what: str) -> None:
         )
 
 
-def _peer_share(peer: Contender) -> float | None:
-    """What it writes besides, of the published bytes: a file of its own, or experts in stacks."""
+def _peer_share(published: Path, peer: Contender) -> float | None:
+    """What it writes besides, of the published bytes: a file of its own if there is none yet, or experts in stacks."""
     kind = _gguf_kind(peer)
     if kind is not None:
-        return GGUF_SHARES[kind]
+        return None if gguf_path(published, kind).exists() else GGUF_SHARES[kind]
     return OFFLOADED_SHARES.get(peer)
 
 

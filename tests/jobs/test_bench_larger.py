@@ -9,6 +9,7 @@ from jobs.benchmarks import larger_than_memory
 from jobs.benchmarks.config import BenchConfig, Form, LargerConfig, Suite
 from jobs.benchmarks.contenders import Contender
 from jobs.benchmarks.measure import measure
+from jobs.benchmarks.runner import gguf_path
 from jobs.benchmarks.suites import run_suite
 from jobs.benchmarks.task import Result, Task
 from runtime.errors import ConfigError, MillraceError
@@ -79,6 +80,28 @@ def test_a_disk_without_room_is_refused_with_numbers(tmp_path: Path, monkeypatch
 
     done = run_suite(config(tmp_path, forms=[Form.published], peers=peers), [], lambda _: None, failing)
     assert "llama_cpp_mmap_q8_0 is left out: it cannot run" in done.table
+
+
+def test_a_peers_own_copy_that_is_there_needs_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Contender.llama_cpp_mmap_f16
+    settings = config(tmp_path, forms=[Form.published], peers=[peer])
+
+    def said_of_the_peer(free: int) -> str:
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr(larger_than_memory.shutil, "disk_usage", lambda _: usage)
+        return run_suite(settings, [], lambda _: None, failing).table
+
+    def failing(task: Task) -> Result:
+        if task.contender == peer.value:
+            raise MillraceError("it cannot run")
+        return result(task)
+
+    assert "it cannot run" in said_of_the_peer(1 << 40)
+    assert "left and llama_cpp_mmap_f16's own copy takes" in said_of_the_peer(0)
+    copy = gguf_path(tmp_path / "published", "F16")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.touch()
+    assert "it cannot run" in said_of_the_peer(0)
 
 
 def test_settings_that_say_nothing_are_refused() -> None:
