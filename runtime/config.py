@@ -317,6 +317,17 @@ class DevicesConfig:
     gather: TextField[Gather] = enum_field(Gather.auto)
     experts: TextField[DividedExperts] = enum_field(DividedExperts.auto)
 
+    def __post_init__(self) -> None:
+        for key, value, way in (("gather", self.gather, Way.sharded), ("experts", self.experts, Way.tensor)):
+            require(
+                self.way is way or value.value == "auto",
+                f"devices.{key}={value.value} says nothing of devices={self.way.value}: it is for devices={way.value}",
+            )
+
+    def of_way(self, way: Way) -> "DevicesConfig":
+        """These with another way, and of the rest what is for it."""
+        return self if way is self.way else DevicesConfig(way=way)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:

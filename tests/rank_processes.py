@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -12,6 +12,8 @@ import torch
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 from tests.processes import PROCESSES
+
+PATIENCE_SECONDS = 60.0
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -42,6 +44,13 @@ def _in_ranks(
             pool.submit(_as_rank, launch, node, function, *arguments, **keywords)
             for launch, node in zip(launches, nodes, strict=True)
         ]
+        _, left = wait(running, return_when=FIRST_EXCEPTION)
+        _, stuck = wait(left, timeout=PATIENCE_SECONDS)
+        if stuck:  # waiting for a rank that has failed alone: the process, which would be its end, serves the pool
+            failed = [error for each in running if each.done() and (error := each.exception()) is not None]
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise failed[0]
         return [each.result() for each in running]
 
 

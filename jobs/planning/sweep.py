@@ -232,7 +232,7 @@ def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
 
     def plan(way: Way, num_ranks: float) -> Planned:
         shown = replace(config.plan, num_ranks=round(num_ranks))
-        return plan_on(planned.machine, replace(config, devices=replace(config.devices, way=way), plan=shown))
+        return plan_on(planned.machine, replace(config, devices=config.devices.of_way(way), plan=shown))
 
     return [
         Axis(

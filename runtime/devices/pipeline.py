@@ -45,7 +45,7 @@ class Pipeline:
         own = replace(own, host_bytes=own.host_bytes // ranks.machines.count(ranks.machines[ranks.rank]))
         met = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})
         is_same = all(each["weights"] == met[0]["weights"] for each in met)
-        require(is_same, f"devices.way={way}: ranks have other weights than rank 0 at model.path")
+        require(is_same, f"devices={way}: ranks have other weights than rank 0 at model.path")
         self.rank, self.size = ranks.rank, ranks.size
         self.budgets = tuple(Budgets(**each["budgets"]) for each in met)
         self.whole = model.shape
@@ -94,13 +94,13 @@ class Pipeline:
         try:
             return self._planner(rank, planner).plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens)
         except BudgetError as error:
-            raise BudgetError(f"devices.way=pipeline, rank {rank}: {error}") from error
+            raise BudgetError(f"devices=pipeline, rank {rank}: {error}") from error
 
     def _told(self, rank: int, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
         try:
             return plan_told({**told, "budgets": vars(self.budgets[rank])}, self._planner(rank, planner), requests, 1)
         except BudgetError as error:
-            raise BudgetError(f"devices.way=pipeline, rank {rank}: {error}") from error
+            raise BudgetError(f"devices=pipeline, rank {rank}: {error}") from error
 
     def _planner(self, rank: int, planner: Planner) -> Planner:
         return replace(planner, model=replace(planner.model, shape=self.shapes[rank]), given_budgets=self.budgets[rank])

@@ -27,7 +27,7 @@ class PassAgreement(BetweenPasses):
         if odd:
             self._has_stopped = True
             raise ConfigError(
-                f"devices.way=tensor: rank {odd[0]} has come to other tokens than rank 0: all ranks need processors of "
+                f"devices=tensor: rank {odd[0]} has come to other tokens than rank 0: all ranks need processors of "
                 "one kind, and as many threads"
             )
         return num_lanes, phase

@@ -20,7 +20,7 @@ from .agreement import KIND
 from .messages import Values, digest_of, read_blocks, read_choices
 
 SESSION, OVER = "session", "over"
-NOT_YET = "devices.way={} does not go with {} as yet: {}"
+NOT_YET = "devices={} does not go with {} as yet: {}"
 
 
 def for_ranks(config: RuntimeConfig, way: Way = Way.sharded) -> RuntimeConfig:

@@ -297,7 +297,7 @@ def _split_heads(lanes: _Lanes, gathering: Gathering) -> SplitHeads:
     why = why if lanes.is_packed else "padded lanes keep all heads"
     if why:
         raise ConfigError(
-            f"devices.way=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
+            f"devices=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
             "devices=sharded"
         )
     return SplitHeads(gathering=gathering, num_kv_heads=heads)

@@ -31,7 +31,7 @@ from .traits import filled_cache
 
 log = logging.getLogger(__name__)
 
-NOT_SPLIT = "devices.way=tensor: {} cannot be split among {} ranks: {}"
+NOT_SPLIT = "devices=tensor: {} cannot be split among {} ranks: {}"
 WHOLE = re.compile("replicate|mla|all_reduce")  # styles of transformers' plans that leave a matrix as it is
 
 
@@ -166,7 +166,7 @@ class _Splitting:
         cut_bytes = distinct_bytes(self._parameters.values()) - rest - experts
         own = f", {format_bytes(distinct_bytes(self.whole.values()))} of {format_bytes(experts)} of experts"
         log.info(
-            "devices.way=tensor: of %s of weights this rank holds 1/%d%s, and all of %s",
+            "devices=tensor: of %s of weights this rank holds 1/%d%s, and all of %s",
             *(format_bytes(cut_bytes), self._gathering.count, own if experts else "", format_bytes(rest)),
         )
 

@@ -141,6 +141,6 @@ def _handed(model: PreTrainedModel, call: _Call) -> HandedOn:
 
 def _refusal(model: PreTrainedModel, why: str) -> ConfigError:
     return ConfigError(
-        f"devices.way=pipeline: the layers of {type(model).__name__} cannot be divided among ranks: {why}; take "
+        f"devices=pipeline: the layers of {type(model).__name__} cannot be divided among ranks: {why}; take "
         "devices=sharded, or devices=one"
     )

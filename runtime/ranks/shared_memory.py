@@ -51,7 +51,7 @@ class SharedMemory(Closing):
             return SharedMemory(ranks, os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
             raise ConfigError(
-                f"devices.way=sharded: rank {ranks.rank} cannot open the memory of rank 0, {path}: {error.strerror}"
+                f"devices=sharded: rank {ranks.rank} cannot open the memory of rank 0, {path}: {error.strerror}"
             ) from error
 
     @property

@@ -179,7 +179,7 @@ def test_layers_are_divided_so_that_the_heaviest_rank_is_as_light_as_can_be(
 
 
 def test_more_ranks_than_layers_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"devices\.way=pipeline: 3 ranks cannot divide 2 layers"):
+    with pytest.raises(ConfigError, match=r"devices=pipeline: 3 ranks cannot divide 2 layers"):
         divided(_stages([4, 4, 4, 4]), 3)
 
 
@@ -219,5 +219,5 @@ def test_layers_that_need_more_than_hidden_states_are_refused_by_name(num_shared
         **{"layer_types": ["full_attention"] * 4, "activation_sparsity_pattern": [0.0] * 4},
         num_kv_shared_layers=num_shared,
     )
-    with pytest.raises(ConfigError, match=r"devices\.way=pipeline: the layers of Gemma3nForCausalLM cannot be divided"):
+    with pytest.raises(ConfigError, match=r"devices=pipeline: the layers of Gemma3nForCausalLM cannot be divided"):
         handed_on(build_meta_model(config, torch.float32))

@@ -13,6 +13,8 @@ from runtime import OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import (
     Admission,
     Attention,
+    DevicesConfig,
+    DividedExperts,
     ExpertPaging,
     Gather,
     KVConfig,
@@ -21,6 +23,7 @@ from runtime.config import (
     Prefetch,
     PrefetchConfig,
     Tier,
+    Way,
 )
 from runtime.devices.told_plan import end_sessions, for_ranks
 from runtime.engine.records import PassRecord
@@ -190,5 +193,19 @@ def test_one_rank_that_is_stopped_stops_all_and_so_does_one_that_fails(reference
     ],
 )
 def test_what_ranks_cannot_do_yet_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"devices.way=sharded does not go with {named}"):
+    with pytest.raises(ConfigError, match=f"devices=sharded does not go with {named}"):
         for_ranks(RuntimeConfig(**changes))
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_setting_that_is_for_another_way_is_refused_by_name(way: Way) -> None:
+    asked = [("gather", Gather.memory, Way.sharded), ("experts", DividedExperts.whole, Way.tensor)]
+    for key, value, other in asked:
+        if way is other:
+            kept = DevicesConfig(way=way, **{key: value})
+            assert kept.of_way(way) == kept
+            assert kept.of_way(Way.pipeline) == DevicesConfig(way=Way.pipeline)
+            continue
+        said = rf"devices.{key}={value.value} says nothing of devices={way.value}: it is for devices={other.value}"
+        with pytest.raises(ConfigError, match=said):
+            DevicesConfig(way=way, **{key: value})

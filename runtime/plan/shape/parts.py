@@ -17,7 +17,7 @@ def divided(stages: Sequence[Stage], count: int, *, with_tables: bool = False) -
     layers = [stage.index for stage in stages if stage.kind is StageKind.layer]
     require(
         len(layers) >= count,
-        f"devices.way=pipeline: {count} ranks cannot divide {len(layers)} layers: start {len(layers)} at most",
+        f"devices=pipeline: {count} ranks cannot divide {len(layers)} layers: start {len(layers)} at most",
     )
     weights = [stages[index].num_bytes for index in layers]
     weights[0] += stages[0].num_bytes if with_tables else 0
