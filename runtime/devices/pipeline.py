@@ -98,7 +98,7 @@ class Pipeline:
 
     def _told(self, rank: int, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
         try:
-            return plan_told({**told, "budgets": vars(self.budgets[rank])}, self._planner(rank, planner), requests, 1)
+            return plan_told({**told, "budgets": vars(self.budgets[rank])}, self._planner(rank, planner), requests)
         except BudgetError as error:
             raise BudgetError(f"devices=pipeline, rank {rank}: {error}") from error
 

@@ -18,6 +18,7 @@ from ..plan.planner import RunPlan
 from ..session import OnPass, Seats, Session, ignore
 from .agreement import KIND, Agreement
 from .messages import Finished, read_states, written_states
+from .told_plan import num_admitting
 
 WAVE, STREAM, CLOSED = "wave", "stream", "closed"
 
@@ -111,11 +112,16 @@ class RankSession(Session):
         return own, own.members
 
     def _own_line(self, order: Sequence[int]) -> Sequence[int]:
-        """This rank's part of all that is left: every so many-th row, which it admits by itself."""
-        return order[self._ranks.rank :: self._ranks.size]
+        """This rank's part of all that is left: every so many-th row, which it admits by itself, or none."""
+        rank, count = self._ranks.rank, self._num_admitting
+        return order[rank::count] if rank < count else ()
 
     def _seats(self) -> Seats:
-        return super()._seats().share(self._ranks.size, self._plan.placement.kv.num_pages)
+        return super()._seats().share(self._num_admitting, self._plan.placement.kv.num_pages)
+
+    @property
+    def _num_admitting(self) -> int:
+        return num_admitting(self._plan, self._requests, self._ranks.size)
 
     def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
         try:

@@ -81,7 +81,7 @@ class SharedRun(ABC):
 
     def plan_told(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
         """The plan that rank 0 tells of, as this rank makes it. Raises ConfigError, BudgetError."""
-        return plan_told(told, planner, requests, 1)
+        return plan_told(told, planner, requests)
 
     def begin(self, told: Values) -> Together | None:
         """Begins a session as rank 0, and has the others join it. Raises ConfigError."""
@@ -108,9 +108,6 @@ class ShardedRun(SharedRun):
     """Each reads a share of every layer, and computes its part of the rows."""
 
     session_kind = RankSession
-
-    def plan_told(self, told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-        return plan_told(told, planner, requests, self.ranks.size)
 
     def begin(self, told: Values) -> Together:
         memory = SharedMemory.made(self.ranks) if self.ranks.sees_memory else None

@@ -50,9 +50,9 @@ def require_told(requests: Sequence[Request], way: Way) -> None:
     require(is_all, NOT_YET.format(way.value, "scores and embeddings", "take devices=sharded, tensor or one"))
 
 
-def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_shares: int) -> RunPlan:
-    """The plan that rank 0 tells of, as every rank makes it; rows go to `num_shares` ranks, each to one of them. Raises
-    ConfigError where this rank has other requests or weights, and BudgetError."""
+def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+    """The plan that rank 0 tells of, as every rank makes it. Raises ConfigError where this rank has other requests or
+    weights, and BudgetError."""
     if told["requests"] != digest_of(requests):
         raise ConfigError(
             "devices: this rank has read other rows than rank 0: all ranks need the same data set, "
@@ -70,21 +70,33 @@ def plan_told(told: Values, planner: Planner, requests: Sequence[Request], num_s
     problem = Problem(shape=planner.model.shape, config=config, budgets=budgets, sizes=sizes, rates=None)
     plan = plan_policy(problem, blocks=read_blocks(told))
     if policy.admission is Admission.continuous:
-        _require_pages(plan, requests, num_shares)
+        _require_pages(plan, requests)
     return plan
 
 
-def _require_pages(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> None:
-    """Raises BudgetError where the longest request would find no room in a rank's share of keys and values."""
+def num_admitting(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> int:
+    """How many ranks admit rows by themselves, each into an equal share of the pages of keys and values: so many that a
+    share has room for the longest request."""
     num_pages = plan.placement.kv.num_pages
-    tokens = max((most_cached(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
-    most = -(-tokens // PAGE_TOKENS)
-    if num_pages and most > num_pages // num_ranks:
+    if not num_pages:
+        return num_ranks
+    return max(1, min(num_ranks, num_pages // max(1, _most_pages(requests))))
+
+
+def _require_pages(plan: RunPlan, requests: Sequence[Request]) -> None:
+    """Raises BudgetError where the longest request would find no room."""
+    num_pages, most = plan.placement.kv.num_pages, _most_pages(requests)
+    if num_pages and most > num_pages:
         raise BudgetError(
-            f"policy.admission=continuous: keys and values of the longest request take {most} pages, and each of "
-            f"{num_ranks} ranks has {num_pages // num_ranks} of {num_pages}: take fewer ranks, raise "
-            "policy.num_micro_batches or offload.host_memory_gib, or set policy.admission=wave"
+            f"policy.admission=continuous: keys and values of the longest request take {most} pages of {num_pages}: "
+            "raise policy.num_micro_batches or offload.host_memory_gib, or set policy.admission=wave"
         )
+
+
+def _most_pages(requests: Sequence[Request]) -> int:
+    """Those of the longest."""
+    tokens = max((most_cached(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
+    return -(-tokens // PAGE_TOKENS)
 
 
 def backends_told(ranks: Ranks, table: BackendTable | None) -> BackendTable | None:

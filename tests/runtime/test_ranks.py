@@ -112,6 +112,15 @@ def test_tokens_of_ranks_are_those_of_transformers_however_a_pass_is_played(refe
         assert found == [*(ref.expected for _ in configs), ref.expected[:2], ref.expected[:2]]
 
 
+def test_few_rows_are_admitted_by_as_many_ranks_as_have_room_for_the_longest(reference: References) -> None:
+    """Their 11 pages are 2 for each of four, and the longest takes 3."""
+    ref = reference("llama")
+    config = config_for(ref)
+    config = replace(config, policy=replace(config.policy, admission=Admission.continuous))
+    for [found] in in_ranks(4, generated, [(config, ref.prompts, Gather.memory)]):
+        assert found == ref.expected
+
+
 def test_experts_of_all_lanes_at_once_and_draws_of_each_row_are_as_those_of_one_process(
     reference: References, opened: Callable[[RuntimeConfig], Runtime]
 ) -> None:
