@@ -31,7 +31,7 @@ from runtime.stream.device import ComputeDevice
 from tests import unsynced  # noqa: F401 - at its import
 from tests.forked_chats import FORKED
 from tests.freed_slots import freed_slots_are_spoiled
-from tests.support import MANY_EXPERTS, SOME_FAMILIES, Reference, always, made_once, synthesize
+from tests.support import MANY_EXPERTS, Reference, always, made_once, synthesize
 
 # Modules that wait for most of their time, the longest first.
 WAITING = ("test_slurm_cluster", "test_serve", "test_ranks_killed", "test_local_workers", "test_elastic_workers")
@@ -39,17 +39,8 @@ WAITING = ("test_slurm_cluster", "test_serve", "test_ranks_killed", "test_local_
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--product",
-        action="store_true",
-        help="run every combination of settings, not only every pair of them, and what belongs to no family for all",
+        "--product", action="store_true", help="run every combination of settings, not only every pair of them"
     )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`some_family`: for what is done behind the model or in front of it, one family of each kind of lane, cache,
-    mask and experts. What a model computes, `test_families` holds for all of them."""
-    if "some_family" in metafunc.fixturenames:
-        metafunc.parametrize("some_family", FAMILIES if metafunc.config.getoption("--product") else SOME_FAMILIES)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,11 +22,6 @@ SHARED_DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 PROMPT_LENGTHS = (5, 17, 3, 30, 11, 8, 9)
 NUM_NEW_TOKENS = 7  # two of the prompts grow into another page
 NUM_SAMPLED = 3
-SOME_FAMILIES = (
-    *("llama", "llama, tied", "gpt2", "bloom", "mpt", "falcon, alibi", "mistral", "gemma-2", "gemma-3", "phi-3"),
-    *("gpt-oss", "mixtral", "qwen3-moe", "llama-4", "deepseek-v3", "qwen3-next", "jamba", "lfm-2", "t5", "flan-t5"),
-    *("longcat-flash", "kimi-linear"),
-)
 TEMPERATURE, TOP_P = 0.8, 0.95
 CLEAR_MARGIN = 1e-3  # of logits, whose rounding differs by about 1e-5
 

@@ -74,10 +74,11 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
         assert bool(narrowed) == (runtime.model.shape.is_packed and family != "longcat-flash")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_tokens_equal_transformers_with_the_same_seeds(
-    some_family: str, reference: References, opened: Runtimes
+    family: str, reference: References, opened: Runtimes
 ) -> None:
-    ref = reference(some_family)
+    ref = reference(family)
     sampling = SamplingConfig(
         max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True, temperature=TEMPERATURE, top_p=TOP_P, seed=0
     )

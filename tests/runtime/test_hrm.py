@@ -132,7 +132,7 @@ def roofline_seconds(shape: ModelShape, machine: Machine, asked: RuntimeConfig) 
 def test_more_memory_never_gives_a_slower_choice(name: str, has_device: bool) -> None:
     base = WITH_DEVICE if has_device else WITHOUT
     key = "device_bytes" if has_device else "host_bytes"
-    budgets = [size * MIB for size in (96, 140, 240, 900)]
+    budgets = [size * MIB for size in (96, 120, 160, 240, 400, 900)]
     machines = [replace(base, **{key: budget}) for budget in budgets]
     by_roofline = [roofline_seconds(SHAPES[name], machine, config()) for machine in machines]
     assert by_roofline == sorted(by_roofline, reverse=True)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
 from runtime.config import Admission, Attention, KVConfig, KVTier, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.scoring_requests import Joined
+from runtime.model.families import FAMILIES
 from runtime.orders import Order
 from runtime.scoring import Scored, Targets
 from tests.fake_device import FakeDevice
@@ -99,13 +100,14 @@ def cut(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     monkeypatch.setattr("runtime.engine.engine.head_rows", lambda vocab_size: num_rows)
 
 
-def test_scores_equal_the_log_softmax_of_transformers(
-    some_family: str, reference: References, opened: Runtimes
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_equal_the_log_softmax_of_transformers_in_every_family(
+    family: str, reference: References, opened: Runtimes
 ) -> None:
-    ref = reference(some_family)
+    ref = reference(family)
     pairs = pairs_of(ref)
     found = opened(config_for(ref, Tier.nvme)).score(pairs)
-    require_equal(found, pairs, reference_model(ref), WIDER.get(some_family, TOLERANCE))
+    require_equal(found, pairs, reference_model(ref), WIDER.get(family, TOLERANCE))
 
 
 @pytest.mark.parametrize("tier", TIERS)

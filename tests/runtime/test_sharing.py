@@ -13,6 +13,7 @@ from runtime.config import Admission, Attention, KVConfig, KVTier, Order, Policy
 from runtime.engine.records import PassRecord
 from runtime.engine.sequence import Request, Unfinished
 from runtime.errors import Interrupted
+from runtime.model.families import FAMILIES
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.scoring import ask_scores
 from tests.fake_device import FakeDevice
@@ -37,13 +38,14 @@ def policy(**settings: object) -> PolicyConfig:
     return PolicyConfig(kind=PolicyKind.fixed, **{**usual, **settings})
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_sharing_changes_no_token_in_any_family(
-    some_family: str, alike: Callable[[str], Alike], reference: References, opened: Runtimes
+    family: str, alike: Callable[[str], Alike], reference: References, opened: Runtimes
 ) -> None:
-    runtime = opened(replace(config_for(reference(some_family), tier=Tier.none), policy=policy()))
+    runtime = opened(replace(config_for(reference(family), tier=Tier.none), policy=policy()))
     if runtime.model.rope_lengths is not None or not runtime.model.shape.is_packed:
-        pytest.skip(f"{some_family} shares nothing")
-    of = alike(some_family)
+        pytest.skip(f"{family} shares nothing")
+    of = alike(family)
     ran = run_alike(runtime, of.prompts)
     assert ran.tokens == of.expected
     assert ran.num_computed < sum(map(len, of.prompts)) * 0.7
@@ -240,7 +242,10 @@ def drawn_run(seed: int, place: str, ref: Reference) -> tuple[RuntimeConfig, Fak
     return config, device, prompts
 
 
-@pytest.mark.parametrize(("seed", "place"), [(seed, PLACES[turn % 4]) for turn, seed in enumerate((0, 1, 3, 5, 7, 9))])
+@pytest.mark.parametrize(
+    ("seed", "place"),
+    [(seed, PLACES[(turn + further) % 4]) for turn, seed in enumerate((0, 1, 3, 5, 7, 9)) for further in (0, 1)],
+)
 def test_random_tries_get_the_tokens_and_scores_of_each_prompt_by_itself(
     seed: int, place: str, reference: References
 ) -> None:
