@@ -76,11 +76,11 @@ def plan_told(told: Values, planner: Planner, requests: Sequence[Request]) -> Ru
 
 def num_admitting(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> int:
     """How many ranks admit rows by themselves, each into an equal share of the pages of keys and values: so many that a
-    share has room for the longest request."""
+    share has room for the longest request, for which a plan that was told has room."""
     num_pages = plan.placement.kv.num_pages
     if not num_pages:
         return num_ranks
-    return max(1, min(num_ranks, num_pages // max(1, _most_pages(requests))))
+    return min(num_ranks, num_pages // max(1, _most_pages(requests)))
 
 
 def _require_pages(plan: RunPlan, requests: Sequence[Request]) -> None:
@@ -94,7 +94,7 @@ def _require_pages(plan: RunPlan, requests: Sequence[Request]) -> None:
 
 
 def _most_pages(requests: Sequence[Request]) -> int:
-    """Those of the longest."""
+    """The pages of the longest of them."""
     tokens = max((most_cached(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
     return -(-tokens // PAGE_TOKENS)
 
