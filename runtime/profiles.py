@@ -140,12 +140,18 @@ class MeasuredRates:
         return {name: rates for name, rates in found.items() if rates is not None}
 
 
+FLOAT32 = "float32"
+
+
 class LinearBackend(Enum):
-    """A way to multiply float32 with weights as they are stored: in the processor's matrix unit, in its vectors, or
-    widened panels as `w @ x.T` or `x @ w.T` by torch's own BLAS, or by oneDNN."""
+    """A way to multiply with weights as they are stored. Float32: in the processor's matrix unit, in its vectors, or
+    widened panels as `w @ x.T` or `x @ w.T` by torch's own BLAS, or by oneDNN. 16 bits: as float32, of bfloat16 two
+    numbers at a time in vectors, or by torch's own BLAS."""
 
     tiles = "tiles"
     vectors = "vectors"
+    widened = "widened"
+    pairs = "pairs"
     weights_first = "weights_first"
     inputs_first = "inputs_first"
     onednn = "onednn"
@@ -164,13 +170,15 @@ class BackendTable:
         require(not wrong, f"{', '.join(wrong)}: not one multiplier for each of {len(self.rows)} rows of products")
 
     @staticmethod
-    def kind(stored: str, *, is_tall: bool) -> str:
-        """The kind of weights, by the dtype they are stored in; tall ones have more inputs than outputs."""
-        return f"{stored}, {'tall' if is_tall else 'wide'}"
+    def kind(stored: str, *, is_tall: bool, inputs: str = FLOAT32) -> str:
+        """The kind of product, by the dtypes that weights are stored in and inputs have; tall weights have more inputs
+        than outputs."""
+        weights = f"{stored}, {'tall' if is_tall else 'wide'}"
+        return weights if inputs == FLOAT32 else f"{inputs} by {weights}"
 
-    def fastest(self, stored: str, *, is_tall: bool, num_rows: int) -> LinearBackend | None:
+    def fastest(self, stored: str, *, is_tall: bool, num_rows: int, inputs: str = FLOAT32) -> LinearBackend | None:
         """That of the measured rows whose ratio to these is smallest; None where the kind was not measured."""
-        found = self.multipliers.get(self.kind(stored, is_tall=is_tall))
+        found = self.multipliers.get(self.kind(stored, is_tall=is_tall, inputs=inputs))
         if found is None:
             return None
         nearest = min(range(len(self.rows)), key=lambda i: abs(log2(self.rows[i] / num_rows)))

@@ -48,16 +48,17 @@ def prepare_kernels(model: LoadedModel) -> None:
     prepare_attention(model)
     if model.compute_dtype == torch.float32:
         prepare_host_ops()
-        _prepare_products(parameter for stage in model.shape.stages for parameter in stage.parameters)
+    parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
+    _prepare_products(parameters, model.compute_dtype)
 
 
 def prepare_experts(model: LoadedModel) -> None:
     """Products with experts on the CPU beside an accelerator."""
-    _prepare_products(parameter for stage in model.shape.stages for parameter in stage.stacks)
+    _prepare_products((parameter for stage in model.shape.stages for parameter in stage.stacks), model.compute_dtype)
 
 
-def _prepare_products(parameters: Iterable[Parameter]) -> None:
+def _prepare_products(parameters: Iterable[Parameter], inputs: torch.dtype) -> None:
     slices = [piece for parameter in parameters for piece in parameter.slices]
     stored = {piece.dtype for piece in slices if len(piece.shape) >= 2 and not piece.format}
     dtypes = [TORCH_DTYPES[name] for name in sorted(stored & TORCH_DTYPES.keys())]
-    prepare_products(dtypes, {piece.format for piece in slices if piece.format})
+    prepare_products(dtypes, {piece.format for piece in slices if piece.format}, inputs)

@@ -30,6 +30,27 @@ def has_matrix_unit() -> bool:
 
 
 @cache
+def has_pairs() -> bool:
+    """Whether vectors multiply bfloat16 by pairs, and a compiler for it, which this loads."""
+    if not has_compiler():
+        return False
+    from .primitives import HAS_PAIRS
+
+    return HAS_PAIRS
+
+
+@cache
+def has_fast_pairs() -> bool:
+    """Whether they do that at the rate of float32's products, as AMD's do; Intel's took twice as long for each, see
+    docs/kernels.md."""
+    if not has_pairs():
+        return False
+    from llvmlite import binding
+
+    return binding.get_host_cpu_name().startswith("znver")
+
+
+@cache
 def has_tables() -> bool:
     """Whether vectors look numbers up in a vector, and a compiler for it, which this loads."""
     if not has_compiler():

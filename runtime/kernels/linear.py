@@ -1,4 +1,5 @@
-"""Products of float32 with weights as they are stored, in the processor's vectors, where they fit no matrix unit.
+"""Products of float32, or of pairs of bfloat16 in words, with weights as they are stored, in the processor's vectors,
+where they fit no matrix unit.
 
 So few rows of w are widened at a time, and so few inputs of them, that they stay in the first cache; a block of rows of
 x, which stays in the second, passes by them, while the next rows of w are on their way. Nothing that is widened is ever
@@ -15,7 +16,16 @@ from numba import njit
 
 from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Span
 from .compiled import REORDERED, kept
-from .linear_steps import CHAIN_INPUTS, MOST_VECTORS, WEIGHT_ROWS, add_products, transpose, widen
+from .linear_steps import (
+    CHAIN_INPUTS,
+    MOST_VECTORS,
+    WEIGHT_ROWS,
+    add_products,
+    numbers_per_word,
+    round_to_pairs,
+    take,
+    transpose,
+)
 from .packed import Packed, as_packed, packed_place, widen_packed
 from .primitives import LANES, Place, RowsAt, begin_items
 from .window4 import put_escapes
@@ -61,7 +71,8 @@ def _num_blocks(num_groups: int) -> int:
 
 @kept
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Groups [first, last) of rows of x, one after the other, each (K, vectors, LANES); zeros behind the last row."""
+    """Groups [first, last) of rows of x, K words each, one after the other, each (K, vectors, LANES); zeros behind the
+    last row."""
     M, K = x_MK.shape
     _, least, num_larger = _groups(M)
     for g in range(first, last):
@@ -88,20 +99,20 @@ def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out_MN:
 
 @njit(fastmath=REORDERED)
 def _multiply_tile(
-    tile: np.ndarray,
+    words: np.ndarray,
     span: Span,
     inputs: np.ndarray,
     chain: Span,
     block: Block,
     sums: np.ndarray,
-    K: int,
+    num_words: int,
     w: np.ndarray,
     apart: int,
     ahead: Ahead,
     group_apart: int,
 ) -> None:
-    """Widened rows of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead, which
-    lie `apart` elements apart, and their GROUP_NUMBERS `group_apart`, are asked for beside it."""
+    """Rows of words of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead, which
+    lie `apart` elements apart, and their GROUP_NUMBERS words `group_apart`, are asked for beside it."""
     k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
     next_at, num_left = ahead.at, ahead.num_rows
@@ -109,11 +120,11 @@ def _multiply_tile(
     begin = block.first * block.least + min(block.first, block.num_larger)
     for g in range(block.first, block.last):
         num_vectors = block.least + (g < block.num_larger)
-        x_at, height = ((begin + vector) * K + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
+        x_at, height = ((begin + vector) * num_words + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
         for r in range(0, count, height):
             rows, now = min(height, count - r), min(share, num_left)
             own = Place(sums, (vector * CHUNK_ROWS + (n + r) * num_vectors) * LANES)
-            weights, next_rows = Place(tile, r * CHAIN_INPUTS), RowsAt(w, next_at, apart)
+            weights, next_rows = Place(words, r * CHAIN_INPUTS), RowsAt(w, next_at, apart)
             x, num_inputs = Place(inputs, x_at), chain[1] - k
             add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now, group_apart)
             next_at, num_left = next_at + now * apart, num_left - now
@@ -150,22 +161,29 @@ def _widen_rows(
     own: int,
     rows: Span,
     chain: Span,
+    words: np.ndarray,
     tile: np.ndarray,
     bits: np.ndarray,
 ) -> None:
-    """Rows of w as float32, of a chain of inputs; `bits` are the tile's. Their next escapes are in `cursors` from
-    number `own` on."""
-    first, k, num_inputs = rows[0], chain[0], chain[1] - chain[0]
+    """Rows of w as words, of a chain of them; packed ones become float32 in `tile` before, whose `bits` these are.
+    Their next escapes are in `cursors` from number `own` on."""
+    first, per_word = rows[0], numbers_per_word(words)
+    k, last = chain[0] * per_word, chain[1] * per_word
     if packed is None:
         for row in range(first, rows[1]):
-            widen(Place(w, row * K + k), num_inputs, Place(tile, (row - first) * CHAIN_INPUTS))
+            take(Place(w, row * K + k), chain[1] - chain[0], Place(words, (row - first) * CHAIN_INPUTS))
         return
-    widen_packed(packed, w, K, rows, chain, tile, CHAIN_INPUTS)
-    if packed.way == WINDOW4:
-        escapes = packed.escapes
-        for row in range(first, rows[1]):
-            at, begin = own + row - first, (row - first) * CHAIN_INPUTS
-            cursors[at] = put_escapes(escapes, cursors[at], row, k, chain[1], bits, begin)
+    for begin in range(k, last, CHAIN_INPUTS):
+        end = min(last, begin + CHAIN_INPUTS)
+        widen_packed(packed, w, K, rows, (begin, end), tile, CHAIN_INPUTS)
+        if packed.way == WINDOW4:
+            escapes = packed.escapes
+            for row in range(first, rows[1]):
+                at, place = own + row - first, (row - first) * CHAIN_INPUTS
+                cursors[at] = put_escapes(escapes, cursors[at], row, begin, end, bits, place)
+        for row in range(rows[1] - first):
+            place = Place(words, row * CHAIN_INPUTS + (begin - k) // per_word)
+            round_to_pairs(Place(tile, row * CHAIN_INPUTS), (end - begin) // per_word, place)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -195,6 +213,7 @@ def _multiply(
     out_MN: np.ndarray,
     begin: int,
     num_rows: int,
+    words: np.ndarray,
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
@@ -202,7 +221,8 @@ def _multiply(
     num_groups, least, num_larger = _groups(num_rows)
     num_blocks, cursors = _num_blocks(num_groups), _cursors(packed)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
-    apart = _row_apart(w, num_weights, packed)
+    apart, per_word = _row_apart(w, num_weights, packed), numbers_per_word(words)
+    num_words, group_apart = K // per_word, _group_apart(packed) * per_word
     whole = num_weights // PAIR_ROWS * PAIR_ROWS
     top = begin_items(begun, step)
     while top < whole:
@@ -210,17 +230,16 @@ def _multiply(
         for b in range(num_blocks):
             block = Block(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
             _set_cursors(packed, cursors, top, width)
-            for k in range(0, K, CHAIN_INPUTS):
-                chain = (k, min(K, k + CHAIN_INPUTS))
+            for k in range(0, num_words, CHAIN_INPUTS):
+                chain = (k, min(num_words, k + CHAIN_INPUTS))
                 for n in range(0, width, WEIGHT_ROWS):
                     count = min(WEIGHT_ROWS, width - n)
-                    _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, tile, bits)
+                    _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, words, tile, bits)
                     next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
-                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < K and apart else 0
-                    ahead = Ahead(_place(K, packed, top + next_n, next_k), num_next)
-                    _multiply_tile(
-                        tile, (n, n + count), inputs, chain, block, sums, K, w, apart, ahead, _group_apart(packed)
-                    )
+                    num_next = min(WEIGHT_ROWS, width - next_n) if next_k < num_words and apart else 0
+                    ahead = Ahead(_place(K, packed, top + next_n, next_k * per_word), num_next)
+                    span = (n, n + count)
+                    _multiply_tile(words, span, inputs, chain, block, sums, num_words, w, apart, ahead, group_apart)
             _take_out(sums, width, num_rows, block, out_MN, begin + top)
         top = begin_items(begun, step)
 
@@ -235,14 +254,15 @@ def linear(
     out_MN: np.ndarray,
     begin: int,
     num_rows: int,
+    words: np.ndarray,
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
     """All rows of w but those behind the last `PAIR_ROWS`, times the `num_rows` rows of x in `inputs`, into columns of
     `out_MN` from `begin` on. Threads that call it with one `begun`, of which the first number was 0, share the rows,
-    `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has a `tile` and `sums` of its own, used anew again
-    and again."""
-    _multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, step, begun, inputs, out_MN, begin, num_rows, tile, sums)
+    `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has `words`, `tile` and `sums` of its own, used anew
+    again and again: `words` are the tile where x is float32, and uint32 where `inputs` are, pairs of bfloat16."""
+    _multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, step, begun, inputs, out_MN, begin, num_rows, words, tile, sums)
 
 
 @kept
@@ -263,10 +283,11 @@ def linear_packed(
     out_MN: np.ndarray,
     begin: int,
     num_rows: int,
+    words: np.ndarray,
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
     """See `linear`, bit by bit the same, of packed rows: bytes, one behind the other. See `packed.as_packed` for how
     they lie."""
     packed = as_packed(layout, starts, columns, exponents, scales, zeros, factors, table, groups)
-    _multiply(body, packed.num_rows, layout[2], packed, step, begun, inputs, out_MN, begin, num_rows, tile, sums)
+    _multiply(body, packed.num_rows, layout[2], packed, step, begun, inputs, out_MN, begin, num_rows, words, tile, sums)

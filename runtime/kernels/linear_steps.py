@@ -5,12 +5,16 @@ has a sum with each vector, which stays in a register until the inputs end: in 2
 3 vectors, 12 x 2 or 24 x 1), in 12 of 16 of 8. So rows of w are widened as they lie, and nothing is added up across
 lanes.
 
+Inputs are float32, or **pairs** of bfloat16 in words, which are multiplied with pairs of w: half as many products, and
+all else the same, with words in the place of numbers.
+
 M rows of x, N of w, K inputs.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -18,16 +22,19 @@ from numba.extending import intrinsic
 from .arguments import GROUP_NUMBERS
 from .primitives import (
     FLOATS,
+    INTS,
     LANES,
     Builder,
     Place,
     RowsAt,
     Value,
+    add_pairs,
     apart_of,
     first_of,
     load,
     multiply_add,
     prefetch,
+    round_to_words,
     shuffle,
     splat,
     store,
@@ -36,7 +43,7 @@ from .primitives import (
 MOST_VECTORS = 3 if LANES == 16 else 2  # of rows of x side by side
 WEIGHT_ROWS = 24 if LANES == 16 else 12  # widened at once: as many as there are sums
 EVEN_ROWS = 4 if LANES == 16 else 2  # rows of w come in multiples of these
-CHAIN_INPUTS = 256  # that are added up in registers, at most; widened rows lie as many numbers apart
+CHAIN_INPUTS = 256  # words that are added up in registers, at most; widened rows lie as many apart
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
 _AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3 % of a product of 480 rows
 
@@ -88,15 +95,49 @@ def _is(builder: Builder, number: Value, wanted: int) -> Value:
 
 
 @intrinsic
-def _widen(typing: Any, row: Any, num_inputs: Any, out: Any) -> Any:
+def _take(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
-        widened, dtype, n = first_of(context, builder, out, arguments[2]), row.types[0].dtype, end.type
+        taken, dtype, n = first_of(context, builder, out, arguments[2]), row.types[0].dtype, end.type
         with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
-            store(builder, load(builder, dtype, builder.gep(stored, [k]), None), builder.gep(widened, [k]))
+            if _is_paired(out.types[0]):
+                words = builder.bitcast(builder.bitcast(stored, taken.type), INTS.as_pointer())
+                vector = builder.load(builder.gep(words, [builder.udiv(k, n(LANES))]), align=dtype.bitwidth // 8)
+            else:
+                vector = load(builder, dtype, builder.gep(stored, [k]), None)
+            store(builder, vector, builder.gep(taken, [k]))
         return context.get_dummy_value()
 
     return types.void(row, types.intp, out), build
+
+
+@intrinsic
+def _round_to_pairs(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        numbers, end = first_of(context, builder, row, arguments[0]), arguments[1]
+        rounded, n = first_of(context, builder, out, arguments[2]), end.type
+        if not _is_paired(out.types[0]):
+            return context.get_dummy_value()
+        with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
+            at = builder.mul(k, n(2))
+            places = [builder.gep(numbers, [builder.add(at, n(i * LANES))]) for i in range(2)]
+            halves = [load(builder, types.float32, place, None) for place in places]
+            store(builder, round_to_words(builder, *halves), builder.gep(rounded, [k]))
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, out), build
+
+
+@intrinsic
+def _numbers_per_word(typing: Any, words: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        return context.get_constant(types.intp, 2 if _is_paired(words) else 1)
+
+    return types.intp(words), build
+
+
+def _is_paired(words: Any) -> bool:
+    return words.dtype == types.uint32
 
 
 class _Given(NamedTuple):
@@ -166,7 +207,7 @@ def _totals(
 ) -> list[Value]:
     """The sums of the first row of w with each vector of x, then those of the next. `each_step` is built once for each
     LANES inputs."""
-    n = num_inputs.type
+    n, add = num_inputs.type, multiply_add if inputs.type.pointee == FLOATS.element else add_pairs
     sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
     for place in (place for row in sums for place in row):
         builder.store(FLOATS(None), place)
@@ -181,7 +222,7 @@ def _totals(
             for row, own in enumerate(sums):
                 weight = splat(builder, builder.load(builder.gep(weights, [builder.add(k, n(row * CHAIN_INPUTS))])))
                 for total, numbers in zip(own, x, strict=True):
-                    builder.store(multiply_add(builder, weight, numbers, builder.load(total)), total)
+                    builder.store(add(builder, weight, numbers, builder.load(total)), total)
     return [builder.load(place) for row in sums for place in row]
 
 
@@ -196,9 +237,13 @@ def _give(builder: Builder, totals: list[Value], results: Value, is_first: Value
 # `num_rows`, up to LANES, of rows as columns of a square of LANES x LANES, the first `num_kept` rows of which go to
 # `out`. Columns that have no row are 0.
 transpose: Callable[[RowsAt, int, RowsAt, int], None] = cast(Any, _transpose)
-# So many numbers, a multiple of LANES, of a row as float32.
-widen: Callable[[Place, int, Place], None] = cast(Any, _widen)
-# `num_rows` widened rows of weights times `num_vectors` vectors, (num_inputs, num_vectors, LANES) of inputs, into
+# So many words, a multiple of LANES, of a stored row: float32, or uint32 for pairs of bfloat16, which stay as they are.
+take: Callable[[Place, int, Place], None] = cast(Any, _take)
+# So many words, a multiple of LANES, of float32, twice as many, that are rounded; nothing where words are float32.
+round_to_pairs: Callable[[Place, int, Place], None] = cast(Any, _round_to_pairs)
+# A constant: 1 of float32, 2 of uint32.
+numbers_per_word: Callable[[np.ndarray], int] = cast(Any, _numbers_per_word)
+# `num_rows` rows of words of weights times `num_vectors` vectors, (num_inputs, num_vectors, LANES) of inputs, into
 # (num_rows, num_vectors, LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of
 # `num_ahead` rows of stored weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS of
 # these lie `group_apart` elements apart.

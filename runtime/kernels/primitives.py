@@ -25,11 +25,25 @@ Value: TypeAlias = Any
 LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 INT = ir.IntType(32)
 INTS, FLOATS = ir.VectorType(INT, LANES), ir.VectorType(ir.FloatType(), LANES)
+HAS_PAIRS = LANES == 16 and bool(binding.get_host_cpu_features().get("avx512bf16"))  # see `add_pairs`
 ONE, ZERO = np.float32(1), np.float32(0)
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
 ROUND = np.float32(1.5 * 2**23)  # added to a small number it leaves the nearest integer in the low bits
 T2, T3, T4, T5, T6, T7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
 EXP_MIN = np.float32(-87)  # exp stays a normal number
+
+
+class _BFloat16(ir.Type):
+    """llvmlite has none. Only vectors of it, which are other numbers' bits."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
 
 
 def place_of(context: Any, builder: Builder, array: Any, value: Value, index: Value) -> Value:
@@ -140,6 +154,21 @@ def prefetch(builder: Builder, pointer: Value, index: Value, level: int = 2) -> 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     """One instruction where there is one."""
     return call(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, [a, b, c])
+
+
+def add_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    """c, float32, with the products of both bfloat16 in each word of a with those of b: the second behind the first,
+    each rounded like a float32 multiply-add. `vdpbf16ps` of AVX512-BF16."""
+    numbers = ir.VectorType(_BFloat16(), 2 * LANES)
+    pairs = [builder.bitcast(words, numbers) for words in (a, b)]
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [c, *pairs])
+
+
+def round_to_words(builder: Builder, low: Value, high: Value) -> Value:
+    """The bfloat16 nearest to as many float32 as twice the lanes, two in each word: those of `low`, then of `high`."""
+    order = [*range(2 * LANES)]
+    rounded = builder.fptrunc(shuffle(builder, low, high, order), ir.VectorType(_BFloat16(), 2 * LANES))
+    return builder.bitcast(rounded, INTS)
 
 
 def splat(builder: Builder, number: Value) -> Value:

@@ -1,6 +1,6 @@
 """Linear backends, the ways to multiply with weights as they are stored, and which is taken: the one that
-`jobs.measure` found fastest on this host, or a rule. All are exact to the rounding of
-float32, whose last bits differ between them.
+`jobs.measure` found fastest on this host, or a rule. All add up in float32, to whose rounding they are exact; last bits
+differ between them.
 
 M rows of x, N of w, K inputs.
 """
@@ -10,13 +10,14 @@ from typing import cast
 
 import torch
 
-from ..kernels.compiler import has_compiler, has_matrix_unit
+from ..kernels.compiler import has_compiler, has_fast_pairs, has_matrix_unit, has_pairs
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
 from ..plan.placement.memory import WIDE_ROWS
 from ..profiles import BackendTable, LinearBackend
 from .panels import Block, panels
+from .rows import KernelRows
 from .tiles import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
-from .vectors import fit_vectors, multiply_all_in_vectors, multiply_in_vectors, prepare_vectors
+from .vectors import fit_pairs, fit_vectors, multiply_all_in_vectors, multiply_in_vectors, prepare_vectors
 
 MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
@@ -25,20 +26,24 @@ STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
 
 
-def prepare_products(stored: Iterable[torch.dtype], formats: Collection[str] = ()) -> None:
-    """Loads, and at the first time compiles, what multiplies float32 with weights of these dtypes and storage formats,
-    so that no pass takes its time and memory."""
-    if has_matrix_unit():
+def prepare_products(
+    stored: Iterable[torch.dtype], formats: Collection[str] = (), inputs: torch.dtype = torch.float32
+) -> None:
+    """Loads, and at the first time compiles, what multiplies inputs of a dtype with weights of these dtypes and storage
+    formats, so that no pass takes its time and memory."""
+    if inputs == torch.bfloat16 and has_fast_pairs():
+        prepare_vectors({inputs} & set(stored), formats, inputs)
+        return
+    if has_matrix_unit() and inputs == torch.float32:
         prepare_tiles()
-    prepare_vectors(stored, formats)
+    prepare_vectors(stored if inputs == torch.float32 else {inputs} & set(stored), formats)
 
 
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
     """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
     without a table by the rule."""
-    if _widens(x_MK, [blocks]):
-        return _in_float32(x_MK, [blocks], table)[0]
-    return BACKENDS[backend_of(x_MK, blocks, table)](x_MK, blocks)
+    way = backend_of(x_MK, blocks, table)
+    return _in_float32(x_MK, [blocks], table)[0] if way is LinearBackend.widened else BACKENDS[way](x_MK, blocks)
 
 
 def fused_linear(
@@ -46,37 +51,38 @@ def fused_linear(
 ) -> list[torch.Tensor]:
     """Returns that of several weights, each of blocks, at once where a kernel takes each of them: to the bits of
     `linear`, so that it does not matter who has multiplied them before."""
-    if _widens(x_MK, weights):
-        return _in_float32(x_MK, weights, table)
     ways = {backend_of(x_MK, blocks, table) for blocks in weights}
-    way = ways.pop() if len(ways) == 1 else None
-    if way is LinearBackend.tiles:
-        return multiply_all_in_tiles(x_MK, cast(Sequence[Sequence[torch.Tensor]], weights))
-    if way is LinearBackend.vectors:
-        return multiply_all_in_vectors(x_MK, weights)
-    return [linear(x_MK, blocks, table) for blocks in weights]
-
-
-def _widens(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> bool:
-    """Whether inputs of 16 bits become float32 for the product with weights of their own dtype; others are rounded to
-    it first, as a model of that dtype has them. The CPU's vectors multiply float32 fastest: torch's
-    bfloat16 reached half of its rate on a Xeon whose `vdpbf16ps` gives 0.49 of the FLOPs of float32, see
-    docs/kernels.md. A matrix unit multiplies bfloat16 itself."""
-    if not x_MK.is_cpu or x_MK.dtype not in (torch.bfloat16, torch.float16) or not has_compiler():
-        return False
-    if x_MK.dtype == torch.bfloat16 and has_matrix_unit():
-        return False
-    return all(getattr(block, "dtype", None) == x_MK.dtype for blocks in weights for block in blocks)
+    match ways.pop() if len(ways) == 1 else None:
+        case LinearBackend.tiles:
+            return multiply_all_in_tiles(x_MK, cast(Sequence[Sequence[torch.Tensor]], weights))
+        case LinearBackend.vectors:
+            return multiply_all_in_vectors(x_MK, weights)
+        case LinearBackend.pairs:
+            return _all_in_pairs(x_MK, weights)
+        case LinearBackend.widened:
+            return _in_float32(x_MK, weights, table)
+        case _:
+            return [linear(x_MK, blocks, table) for blocks in weights]
 
 
 def _in_float32(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None
 ) -> list[torch.Tensor]:
-    """Sums are float32's, and are rounded once."""
+    return _rounded_once(x_MK, weights, lambda rows: fused_linear(rows.float(), weights, table))
+
+
+def _all_in_pairs(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
+    return _rounded_once(x_MK, weights, lambda rows: multiply_all_in_vectors(rows, weights))
+
+
+def _rounded_once(
+    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], multiply: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Products whose sums are float32, of WIDE_ROWS rows at a time."""
     outs = [x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks)) for blocks in weights]
     for first in range(0, len(x_MK), WIDE_ROWS):
         rows = slice(first, first + WIDE_ROWS)
-        for out_MN, found in zip(outs, fused_linear(x_MK[rows].float(), weights, table), strict=True):
+        for out_MN, found in zip(outs, multiply(x_MK[rows]), strict=True):
             out_MN[rows] = found
     return outs
 
@@ -86,18 +92,20 @@ def backend_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable 
     fastest = _fastest(table, x_MK, blocks)
     if fastest is not None and takes(fastest, x_MK, blocks):
         return fastest
-    return default_backend(lambda backend: takes(backend, x_MK, blocks), len(x_MK))
+    inputs = x_MK.dtype if x_MK.is_cpu else torch.float32  # the rule of 16 bits is one of processors
+    is_plain = all(isinstance(block, torch.Tensor) for block in blocks)
+    return default_backend(lambda backend: takes(backend, x_MK, blocks), len(x_MK), inputs, is_plain=is_plain)
 
 
 def _fastest(table: BackendTable | None, x_MK: torch.Tensor, blocks: Sequence[Block]) -> LinearBackend | None:
-    """Looks it up; None where the table does not know such weights."""
+    """Looks it up; None where the table does not know such products."""
     first = blocks[0]
     if table is None or not isinstance(first, torch.Tensor) or first.dtype not in STORED:
         return None
-    if x_MK.dtype != torch.float32 or x_MK.device.type != "cpu" or not len(x_MK):
+    if x_MK.dtype not in STORED or x_MK.device.type != "cpu" or not len(x_MK):
         return None
     is_tall = x_MK.shape[1] > sum(block.shape[0] for block in blocks)
-    return table.fastest(STORED[first.dtype], is_tall=is_tall, num_rows=len(x_MK))
+    return table.fastest(STORED[first.dtype], is_tall=is_tall, num_rows=len(x_MK), inputs=STORED[x_MK.dtype])
 
 
 def takes(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
@@ -107,22 +115,57 @@ def takes(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -
             return has_matrix_unit() and fit_tiles(x_MK, blocks)
         case LinearBackend.vectors:
             return has_compiler() and fit_vectors(x_MK, blocks)
+        case LinearBackend.widened:
+            return has_compiler() and _may_widen(x_MK, blocks)
+        case LinearBackend.pairs:
+            return has_pairs() and fit_pairs(x_MK, blocks)
         case LinearBackend.onednn:
-            return torch.backends.mkldnn.is_available()
+            return x_MK.dtype == torch.float32 and torch.backends.mkldnn.is_available()
         case _:
             return True
+
+
+def _may_widen(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
+    """Inputs of 16 bits, with weights of their own dtype or such as a kernel decodes; others are rounded to it first,
+    as a model of that dtype has them."""
+    if not x_MK.is_cpu or x_MK.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return all(
+        block.dtype == x_MK.dtype if isinstance(block, torch.Tensor) else isinstance(block, KernelRows)
+        for block in blocks
+    )
 
 
 def fitting(x_MK: torch.Tensor, blocks: Sequence[Block]) -> list[LinearBackend]:
     return [backend for backend in LinearBackend if takes(backend, x_MK, blocks)]
 
 
-def default_backend(is_there: Callable[[LinearBackend], bool], num_rows: int) -> LinearBackend:
-    """The rule: what is compiled, if it is there; otherwise panels."""
+def default_backend(
+    is_there: Callable[[LinearBackend], bool],
+    num_rows: int,
+    inputs: torch.dtype = torch.float32,
+    *,
+    is_plain: bool = True,
+) -> LinearBackend:
+    """The rule: what is compiled, if it is there; otherwise panels. bfloat16 goes through a unit of its own where that
+    is faster than float32's, and `is_plain` weights to the matrix unit by torch."""
+    if inputs != torch.float32:
+        return _default_of_16_bits(is_there, num_rows, inputs, is_plain=is_plain)
     for compiled in (LinearBackend.tiles, LinearBackend.vectors):
         if is_there(compiled):
             return compiled
     return LinearBackend.weights_first if num_rows <= NARROW_ROWS else LinearBackend.inputs_first
+
+
+def _default_of_16_bits(
+    is_there: Callable[[LinearBackend], bool], num_rows: int, inputs: torch.dtype, *, is_plain: bool
+) -> LinearBackend:
+    if is_there(LinearBackend.pairs) and has_fast_pairs():
+        return LinearBackend.pairs
+    by_torch = inputs == torch.bfloat16 and has_matrix_unit() and (is_plain or num_rows > NARROW_ROWS)
+    if is_there(LinearBackend.widened) and not by_torch:
+        return LinearBackend.widened
+    return LinearBackend.inputs_first
 
 
 def _in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
@@ -131,6 +174,14 @@ def _in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 def _in_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     return multiply_in_vectors(x_MK, blocks)
+
+
+def _in_pairs(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    return _all_in_pairs(x_MK, [blocks])[0]
+
+
+def _widened(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    return _in_float32(x_MK, [blocks], None)[0]
 
 
 def _weights_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
@@ -164,6 +215,8 @@ def _in_onednn(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 BACKENDS: Mapping[LinearBackend, Linear] = {
     LinearBackend.tiles: _in_tiles,
     LinearBackend.vectors: _in_vectors,
+    LinearBackend.widened: _widened,
+    LinearBackend.pairs: _in_pairs,
     LinearBackend.weights_first: _weights_first,
     LinearBackend.inputs_first: _inputs_first,
     LinearBackend.onednn: _in_onednn,

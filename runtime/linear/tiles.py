@@ -33,7 +33,7 @@ def _spares() -> Spares[Workspace]:
 
 def fit_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
     """Whether `multiply_in_tiles` takes these blocks of rows of w, where there is a matrix unit."""
-    return fit_kernel(x_MK, blocks, {torch.bfloat16}, TILE_DIMS, packed=False)
+    return x_MK.dtype is torch.float32 and fit_kernel(x_MK, blocks, {torch.bfloat16}, TILE_DIMS, packed=False)
 
 
 def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""Products of float32 with stored weights in the processor's vectors, cut into work items for threads.
+"""Products of float32, or of bfloat16 by pairs, with stored weights in the processor's vectors, cut into work items for
+threads.
 
-M rows of x, N of w, K inputs.
+M rows of x of W words, N of w, K inputs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import numpy as np
@@ -20,7 +21,6 @@ from .panels import Block
 from .work_items import Target, Workspace, fit_kernel, in_runs_of_rows, parallel_for_groups, room_for_inputs, step_of
 
 STEP_INPUTS = 16  # the lanes of the widest vectors
-NUMBER_BYTES = 4
 
 
 @cache
@@ -38,24 +38,33 @@ def _kernel() -> ModuleType:
 
 def fit_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
     """Whether `multiply_in_vectors` takes these blocks of rows of w, where there is a compiler."""
-    return fit_kernel(x_MK, blocks, BITS, STEP_INPUTS, packed=True)
+    return x_MK.dtype is torch.float32 and fit_kernel(x_MK, blocks, BITS, STEP_INPUTS, packed=True)
+
+
+def fit_pairs(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
+    """That of x of bfloat16, where the vectors multiply pairs."""
+    is_paired = x_MK.dtype is torch.bfloat16
+    return is_paired and fit_kernel(x_MK, blocks, {torch.bfloat16}, 2 * STEP_INPUTS, packed=True)
 
 
 def multiply_in_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32."""
+    """x @ w.T of the blocks of w below each other: (M, N), as precise as in float32. x of bfloat16 is multiplied by
+    pairs, and what rows are decoded to is rounded to bfloat16; sums are float32."""
     return multiply_all_in_vectors(x_MK, [blocks])[0]
 
 
 def multiply_all_in_vectors(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
     """That of several weights, for which x is laid out once."""
-    return in_runs_of_rows(x_MK, weights, NUMBER_BYTES, _multiply)
+    is_paired = x_MK.dtype is torch.bfloat16
+    return in_runs_of_rows(x_MK, weights, x_MK.itemsize, partial(_multiply, is_paired=is_paired))
 
 
-def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
+def _multiply(x_MW: np.ndarray, targets: Sequence[Target], *, is_paired: bool) -> None:
     """All but the rows of w that `in_runs_of_rows` leaves to torch."""
     kernel = _kernel()
-    (num_rows, num_inputs), num_threads, most_rows = x_MK.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
-    inputs = room_for_inputs(round_up(num_rows, STEP_INPUTS) * num_inputs).view(np.float32)
+    (num_rows, num_words), num_threads, most_rows = x_MW.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
+    laid_out = room_for_inputs(round_up(num_rows, STEP_INPUTS) * num_words)
+    inputs = laid_out if is_paired else laid_out.view(np.float32)
     taken_of_each = np.zeros((len(targets), 1), np.int64)
     calls = list[tuple[Callable[..., None], tuple[object, ...]]]()
     for (words, out_MN, column), taken in zip(targets, taken_of_each, strict=True):
@@ -64,21 +73,26 @@ def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:
         calls.append((getattr(kernel, words.kernel), arguments))
 
     def lay_out_some(span: tuple[int, int]) -> None:
-        kernel.lay_out_inputs(x_MK, *span, inputs)
+        kernel.lay_out_inputs(x_MW, *span, laid_out.view(np.float32))
 
     def multiply_what_is_left(thread: int) -> None:
-        own = _spares().take(lambda: Workspace.make(kernel.TILE_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
+        own = _spares().take(lambda: Workspace.make(2 * kernel.TILE_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
+        tile, others = own.panel[: kernel.TILE_NUMBERS], own.panel[kernel.TILE_NUMBERS :]
+        words = others.view(np.uint32) if is_paired else tile
         for multiply, arguments in calls:
-            multiply(*arguments, *own)
+            multiply(*arguments, words, tile, own.sums)
         _spares().give_back(own)
 
-    parallel_for_groups(x_MK, kernel.INPUT_ROWS, lay_out_some)
+    parallel_for_groups(x_MW, kernel.INPUT_ROWS, lay_out_some)
     parallel_for(range(num_threads), multiply_what_is_left, num_threads)
 
 
-def prepare_vectors(stored: Iterable[torch.dtype], formats: Collection[str]) -> None:
+def prepare_vectors(
+    stored: Iterable[torch.dtype], formats: Collection[str], inputs: torch.dtype = torch.float32
+) -> None:
+    """Compiles, or loads, what multiplies inputs of that dtype, float32 or bfloat16 by pairs."""
     weights: list[Block] = [torch.zeros(PAIR_ROWS, GROUP_NUMBERS, dtype=dtype) for dtype in stored if dtype in BITS]
     if formats:  # one kernel decodes all that it decodes
         weights.append(zero_rows(PAIR_ROWS))
     for weight in weights if has_compiler() else ():
-        multiply_in_vectors(torch.zeros(1, GROUP_NUMBERS), [weight])
+        multiply_in_vectors(torch.zeros(1, GROUP_NUMBERS, dtype=inputs), [weight])

@@ -1,6 +1,6 @@
 """A product cut up for compiled kernels: runs of rows of x that memory is set aside for, rows of w for threads.
 
-M rows of x, N of w, K inputs.
+M rows of x of W words, N of w, K inputs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -43,7 +43,7 @@ class WorkItem(NamedTuple):
     last: int
 
 
-Multiply = Callable[[np.ndarray, Sequence[Target]], None]  # x (M, K)
+Multiply = Callable[[np.ndarray, Sequence[Target]], None]  # x (M, W)
 
 
 class Workspace(NamedTuple):
@@ -87,7 +87,7 @@ def fit_kernel(
     """Tells whether these are large, plain and contiguous, of such dtypes, and inputs a multiple of those of a step.
     `packed`: rows that a kernel decodes are welcome beside them."""
     num_rows, num_inputs = x_MK.shape
-    if x_MK.dtype is not torch.float32 or not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
+    if not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
         return False
     num_weights, dtype = 0, next((block.dtype for block in blocks if isinstance(block, torch.Tensor)), None)
     for block in blocks:
@@ -148,20 +148,21 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 def in_runs_of_rows(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], number_bytes: int, multiply: Multiply
 ) -> list[torch.Tensor]:
-    """Returns the products (M, N) of each of these weights, whose blocks lie below each other. As many rows of x
-    at a time as `INPUT_BYTES` hold; the rows of w behind the last 32 go by torch."""
+    """Returns the products (M, N), float32, of each of these weights, whose blocks lie below each other. As many rows
+    of x at a time as `INPUT_BYTES` hold, in words of 32 bits; the rows of w behind the last 32 go by torch."""
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
     outs, parts, has_rests = list[torch.Tensor](), list[_Part](), False
     for blocks in weights:
-        out_MN = x_MK.new_empty(num_rows, sum(block.shape[0] for block in blocks))
+        out_MN = torch.empty(num_rows, sum(block.shape[0] for block in blocks))
         out, column = out_MN.numpy(), 0
         outs.append(out_MN)
         for block in blocks:
             parts += _parts(block, out, column)
             column += block.shape[0]
             has_rests = has_rests or block.shape[0] % PAIR_ROWS > 0
-    x, most = x_MK.numpy(), max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
+    x = x_MK.view(torch.float32).numpy()
+    most = max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
     for batch in _batches(parts):
         targets = [part.target() for part in batch]
         if num_rows <= most:
@@ -182,8 +183,8 @@ def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[Block], out_MN: torch.T
     for block in blocks:
         column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
         if rest:
-            rows = rows_of(block, slice(block.shape[0] - rest, block.shape[0]))
-            torch.mm(x_MK, rows.t(), out=out_MN[:, column - rest : column])
+            rows = rows_of(block, slice(block.shape[0] - rest, block.shape[0])).to(x_MK.dtype)
+            torch.mm(x_MK.float(), rows.float().t(), out=out_MN[:, column - rest : column])
 
 
 @cache
