@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from runtime.engine.sequence import Request
-from runtime.linear.backends import STORED
+from runtime.measure.backends import kinds
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import auto_class
 from runtime.profiles import BackendTable, LinearBackend
@@ -37,7 +37,7 @@ MANY_EXPERTS: dict[str, dict[str, object]] = {  # as many as in the published mo
 }  # fmt: skip
 
 
-PRODUCT_KINDS = [BackendTable.kind(stored, is_tall=is_tall) for stored in STORED.values() for is_tall in (False, True)]
+PRODUCT_KINDS = [str(kind) for kind in kinds()]
 
 
 def always(backend: LinearBackend) -> BackendTable:

@@ -23,6 +23,8 @@ class Contender(Enum):
     none_module_batched = "none_module_batched"
     nvme_traced = "nvme_traced"
     nvme_unshared = "nvme_unshared"
+    nvme_bf16 = "nvme_bf16"
+    none_bf16 = "none_bf16"
     transformers = "transformers"
     transformers_bf16 = "transformers_bf16"
     accelerate_cpu = "accelerate_cpu"
@@ -49,9 +51,10 @@ class Contender(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """Millrace, with its weights in `tier`."""
+    """Millrace, with its weights in `tier`, computing in `dtype`."""
 
     tier: Tier
+    dtype: DType = DType.float32
     admission: Admission = Admission.wave
     schedule: Order = Order.zigzag
     attention: Attention = Attention.device
@@ -145,6 +148,8 @@ CONTENDERS: Mapping[Contender, Entry] = {
     Contender.none_module_batched: Ours(tier=Tier.none, schedule=Order.module_batched),
     Contender.nvme_traced: Ours(tier=Tier.nvme, is_traced=True),
     Contender.nvme_unshared: Ours(tier=Tier.nvme, shares=SharePrefixes.off),
+    Contender.nvme_bf16: Ours(tier=Tier.nvme, dtype=DType.bfloat16),
+    Contender.none_bf16: Ours(tier=Tier.none, dtype=DType.bfloat16),
     Contender.transformers: Peer(),
     Contender.transformers_bf16: Peer(dtype=DType.bfloat16),
     Contender.accelerate_cpu: Peer(tier=Tier.cpu),

@@ -63,8 +63,9 @@ def opened(
 ) -> tuple[Runtime, list[Request]]:
     """The runtime of a task, with its weights where `offload` says, and the task's requests. Raises MillraceError where
     a prompt is longer than the model takes."""
+    dtype = task.entry.dtype if isinstance(task.entry, Ours) else DType.float32
     config = RuntimeConfig(
-        model=ModelConfig(name="bench", path=task.path, dtype=DType.float32),
+        model=ModelConfig(name="bench", path=task.path, dtype=dtype),
         offload=offload,
         policy=_policy(task),
         sampling=SamplingConfig(

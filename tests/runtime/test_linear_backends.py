@@ -14,54 +14,116 @@ from runtime import Runtime
 from runtime.config import Tier
 from runtime.errors import ConfigError
 from runtime.formats.gguf_blocks import GgufRows
-from runtime.kernels.compiler import has_matrix_unit
+from runtime.formats.rounding import WAYS
+from runtime.kernels.compiler import has_matrix_unit, has_pairs
 from runtime.linear import backends, panels
-from runtime.linear.backends import BACKENDS, STORED, backend_of, linear
+from runtime.linear.backends import BACKENDS, STORED, backend_of, fused_linear, linear, takes
+from runtime.linear.panels import plain_rows
+from runtime.linear.rows import Rows
 from runtime.linear.stored import StoredWeight
 from runtime.measure.backends import ROWS, product_table
 from runtime.measure.machine_cache import keep
 from runtime.measure.timing import Figure
 from runtime.plan.shape.extents import slot_layout
 from runtime.profiles import BackendTable, LinearBackend
+from tests.packed import packed_rows, rounded_rows, words_of
 from tests.runtime.test_families import References, Runtimes, config_for, tokens
 from tests.runtime.test_machine_cache import RATES
 from tests.support import PRODUCT_KINDS, always
 
-ANYWHERE = [backend for backend in LinearBackend if backend is not LinearBackend.tiles]
+OF_16_BITS = (LinearBackend.widened, LinearBackend.pairs)
+OF_FLOAT32 = [backend for backend in LinearBackend if backend not in OF_16_BITS]
+ANYWHERE = [backend for backend in OF_FLOAT32 if backend is not LinearBackend.tiles]
+PAIRED = pytest.mark.skipif(not has_pairs(), reason="these vectors do not multiply bfloat16 by pairs")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "compute"),
+    [
+        (LinearBackend.widened, torch.bfloat16),
+        (LinearBackend.widened, torch.float16),
+        pytest.param(LinearBackend.pairs, torch.bfloat16, marks=PAIRED),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("num_rows", [1, 8, 130])
-def test_inputs_of_16_bits_are_multiplied_as_float32_and_rounded_once(
-    num_rows: int, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_inputs_of_16_bits_are_added_up_as_float32_and_rounded_once(
+    num_rows: int, backend: LinearBackend, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(backends, "WIDE_ROWS", 48)
     x, blocks = random(num_rows, 256).to(compute), [random(288, 256, seed=1).to(compute)]
     expected = (x.double() @ blocks[0].double().t()).to(compute)
-    found = linear(x, blocks)
+    found = linear(x, blocks, always(backend))
     assert found.dtype is compute
     is_other = found != expected
     assert is_other.float().mean() < 0.002, (
         "a sum of float32 between two numbers of 16 bits is seldom rounded otherwise"
     )
-    alone = torch.cat([linear(row[None], blocks) for row in x])
+    alone = torch.cat([linear(row[None], blocks, always(backend)) for row in x])
     assert torch.equal(found, alone), "a row depends on those beside it"
 
 
-def test_a_matrix_unit_multiplies_bfloat16_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "has_matrix_unit", lambda: True)
-    x = random(4, 256)
-    assert [backends._widens(x.to(dtype), [[x.to(dtype)]]) for dtype in STORED] == [False, True, False]
+@PAIRED
+@pytest.mark.parametrize("name", [*WAYS, "window4"])
+@pytest.mark.parametrize("num_rows", [1, 70])
+def test_pairs_are_multiplied_with_what_packed_rows_are_rounded_to(name: str, num_rows: int) -> None:
+    numbers = random(320, 576, seed=2)
+    rows: Rows = packed_rows(words_of(numbers.numpy())) if name == "window4" else rounded_rows(numbers, name)
+    x, plain = random(num_rows, 576).bfloat16(), plain_rows(rows, torch.bfloat16)
+    assert takes(LinearBackend.pairs, x, [rows])
+    assert torch.equal(BACKENDS[LinearBackend.pairs](x, [rows]), BACKENDS[LinearBackend.pairs](x, [plain]))
+
+
+@PAIRED
+def test_several_weights_are_multiplied_by_pairs_at_once_to_the_same_bits() -> None:
+    x, weights = random(5, 256).bfloat16(), [[random(rows, 256, seed=rows).bfloat16()] for rows in (288, 256)]
+    found = fused_linear(x, weights, always(LinearBackend.pairs))
+    assert all(
+        torch.equal(out, BACKENDS[LinearBackend.pairs](x, blocks)) for out, blocks in zip(found, weights, strict=True)
+    )
+
+
+BF16, F16 = torch.bfloat16, torch.float16
+PLAIN, CODED = True, False
+
+
+@pytest.mark.parametrize(
+    ("inputs", "has_unit", "has_fast", "is_plain", "num_rows", "chosen"),
+    [
+        (BF16, False, True, PLAIN, 8, LinearBackend.pairs),
+        (BF16, False, True, CODED, 8, LinearBackend.pairs),
+        (BF16, False, False, PLAIN, 8, LinearBackend.widened),
+        (BF16, True, False, PLAIN, 8, LinearBackend.inputs_first),
+        (BF16, True, False, CODED, 8, LinearBackend.widened),
+        (BF16, True, False, CODED, 300, LinearBackend.inputs_first),
+        (F16, True, True, PLAIN, 8, LinearBackend.widened),
+    ],
+)
+def test_how_16_bits_are_multiplied_without_a_measurement(
+    inputs: torch.dtype,
+    has_unit: bool,
+    has_fast: bool,
+    is_plain: bool,
+    num_rows: int,
+    chosen: LinearBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends, "has_matrix_unit", lambda: has_unit)
+    monkeypatch.setattr(backends, "has_fast_pairs", lambda: has_fast)
+    monkeypatch.setattr(backends, "has_pairs", lambda: has_fast)
+    numbers = random(256, 512)
+    block = numbers.to(inputs) if is_plain else rounded_rows(numbers, "int8")
+    assert backend_of(random(num_rows, 512).to(inputs), [block]) is chosen
 
 
 def test_weights_of_another_dtype_are_rounded_to_that_of_16_bits_first() -> None:
-    x = random(4, 256).to(torch.bfloat16)
-    assert not backends._widens(x, [[x, x.float()]])
+    x = random(4, 256).bfloat16()
+    assert backend_of(x, [x.repeat(80, 1), random(320, 256)]) is LinearBackend.inputs_first
 
 
 @pytest.mark.parametrize("backend", ANYWHERE)
@@ -106,12 +168,15 @@ def test_what_is_taken_without_a_measurement(
 
 def test_a_table_says_what_is_taken_by_dtype_shape_and_the_nearest_rows() -> None:
     usual, second, third = LinearBackend.weights_first, LinearBackend.onednn, LinearBackend.inputs_first
-    table = BackendTable(rows=[4, 64], multipliers={"float16, tall": [second, third]})
+    table = BackendTable(
+        rows=[4, 64], multipliers={"float16, tall": [second, third], "float16 by float16, tall": [third, usual]}
+    )
     tall, wide = random(64, 256).half(), random(256, 64).half()
     assert [backend_of(random(rows, 256), [tall], table) for rows in (1, 15, 17, 500)] == [second, second, third, third]
     assert backend_of(random(4, 64), [wide], table) is usual
     assert backend_of(random(4, 256), [tall.float()], table) is usual
-    assert backend_of(random(4, 256).half(), [tall], table) is usual
+    assert [backend_of(random(rows, 256).half(), [tall], table) for rows in (4, 64)] == [third, usual]
+    assert backend_of(random(4, 64).half(), [wide], table) is LinearBackend.widened
 
 
 @pytest.mark.parametrize("backend", [LinearBackend.tiles, LinearBackend.vectors])
@@ -127,7 +192,7 @@ def test_quantised_rows_go_by_the_rule() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "deepseek-v3"])
-@pytest.mark.parametrize("backend", LinearBackend)
+@pytest.mark.parametrize("backend", OF_FLOAT32)
 def test_greedy_tokens_are_equal_whichever_is_taken(
     backend: LinearBackend,
     family: str,

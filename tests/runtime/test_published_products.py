@@ -63,6 +63,7 @@ def test_what_does_not_fill_vectors_goes_by_panels(tmp_path: Path) -> None:
 def test_a_model_of_plain_numbers_waits_for_no_kernel_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes some ten seconds to compile, at the first time."""
     asked = list[set[str]]()
-    monkeypatch.setattr(setup, "prepare_products", lambda dtypes, formats: asked.append(formats))
-    setup._prepare_products(parameter for stage in toy_shape().stages for parameter in stage.parameters)
+    monkeypatch.setattr(setup, "prepare_products", lambda dtypes, formats, inputs: asked.append(formats))
+    parameters = (parameter for stage in toy_shape().stages for parameter in stage.parameters)
+    setup._prepare_products(parameters, torch.float32)
     assert asked == [set()]
