@@ -19,11 +19,14 @@ from .compiled import REORDERED, kept
 from .linear_steps import (
     CHAIN_INPUTS,
     MOST_VECTORS,
+    SIDES,
     WEIGHT_ROWS,
     add_products,
     numbers_per_word,
     round_to_pairs,
     take,
+    take_apart,
+    take_side_by_side,
     transpose,
 )
 from .packed import Packed, as_packed, packed_place, widen_packed
@@ -48,10 +51,13 @@ class Block(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Rows of w that are multiplied next, from its number `at` on."""
+    """Rows of w that are multiplied next, from its number `at` on. They lie `apart` elements apart, their GROUP_NUMBERS
+    words `group_apart`."""
 
     at: int
     num_rows: int
+    apart: int
+    group_apart: int
 
 
 @njit(fastmath=REORDERED)
@@ -61,6 +67,15 @@ def _groups(num_rows: int) -> tuple[int, int, int]:
     num_vectors = -(-num_rows // LANES)
     num_groups = -(-num_vectors // MOST_VECTORS)
     return num_groups, num_vectors // num_groups, num_vectors % num_groups
+
+
+@njit(fastmath=REORDERED)
+def _sides(num_rows: int) -> int:
+    """How many rows of w meet so few rows of x side by side."""
+    for sides in SIDES:
+        if num_rows * sides <= LANES:
+            return sides
+    return 1
 
 
 @njit(fastmath=REORDERED)
@@ -74,14 +89,14 @@ def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) 
     """Groups [first, last) of rows of x, K words each, one after the other, each (K, vectors, LANES); zeros behind the
     last row."""
     M, K = x_MK.shape
-    _, least, num_larger = _groups(M)
+    (_, least, num_larger), shift = _groups(M), _sides(M) // 2
     for g in range(first, last):
         begin, width = (g * least + min(g, num_larger)) * LANES, (least + (g < num_larger)) * LANES
         for m in range(0, width, LANES):
             num_rows = max(0, min(LANES, M - begin - m))
             for k in range(0, K, LANES):
                 to = begin * K + k * width + m
-                transpose(RowsAt(x_MK, (begin + m) * K + k, K), num_rows, RowsAt(inputs, to, width), LANES)
+                transpose(RowsAt(x_MK, (begin + m) * K + k, K), num_rows, shift, RowsAt(inputs, to, width), LANES)
 
 
 @njit(fastmath=REORDERED)
@@ -93,8 +108,17 @@ def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out_MN:
         for m in range(0, min(apart, num_rows - row), LANES):
             for n in range(0, width, LANES):
                 columns, out = RowsAt(sums, at + n * apart + m, apart), RowsAt(out_MN, (row + m) * N + begin + n, N)
-                transpose(columns, LANES, out, min(LANES, num_rows - row - m))
+                transpose(columns, LANES, 0, out, min(LANES, num_rows - row - m))
         row, at = row + apart, at + CHUNK_ROWS * apart
+
+
+@njit(fastmath=REORDERED)
+def _take_sides_out(sums: np.ndarray, width: int, num_rows: int, sides: int, out_MN: np.ndarray, begin: int) -> None:
+    """`_take_out` of sums of rows of w side by side."""
+    N = out_MN.shape[1]
+    for n in range(0, width, LANES * sides):
+        num_sums = min(LANES, (width - n) // sides)
+        take_apart(Place(sums, n // sides * LANES), num_sums, sides, RowsAt(out_MN, begin + n, N), num_rows)
 
 
 @njit(fastmath=REORDERED)
@@ -107,26 +131,25 @@ def _multiply_tile(
     sums: np.ndarray,
     num_words: int,
     w: np.ndarray,
-    apart: int,
     ahead: Ahead,
-    group_apart: int,
+    sides: int,
 ) -> None:
-    """Rows of words of w, those of a span of their chunk, times the inputs of a chain of a block. Rows ahead, which
-    lie `apart` elements apart, and their GROUP_NUMBERS words `group_apart`, are asked for beside it."""
+    """Rows of words of w, those of a span of their chunk, times the inputs of a chain of a block. Those side by side
+    lie behind the tile. Rows ahead are asked for beside it."""
     k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
-    next_at, num_left = ahead.at, ahead.num_rows
+    next_at, num_left, apart, group_apart = ahead.at, ahead.num_rows, ahead.apart, ahead.group_apart
     share = -(-num_left // num_products)  # with each of the products
-    begin = block.first * block.least + min(block.first, block.num_larger)
+    begin, tile_at = block.first * block.least + min(block.first, block.num_larger), TILE_NUMBERS if sides > 1 else 0
     for g in range(block.first, block.last):
         num_vectors = block.least + (g < block.num_larger)
         x_at, height = ((begin + vector) * num_words + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
         for r in range(0, count, height):
             rows, now = min(height, count - r), min(share, num_left)
-            own = Place(sums, (vector * CHUNK_ROWS + (n + r) * num_vectors) * LANES)
-            weights, next_rows = Place(words, r * CHAIN_INPUTS), RowsAt(w, next_at, apart)
+            own = Place(sums, (vector * CHUNK_ROWS + (n + r) // sides * num_vectors) * LANES)
+            weights, next_rows = Place(words, tile_at + r * CHAIN_INPUTS), RowsAt(w, next_at, apart)
             x, num_inputs = Place(inputs, x_at), chain[1] - k
-            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now, group_apart)
+            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now, group_apart, sides)
             next_at, num_left = next_at + now * apart, num_left - now
         vector += num_vectors
 
@@ -164,14 +187,23 @@ def _widen_rows(
     words: np.ndarray,
     tile: np.ndarray,
     bits: np.ndarray,
+    sides: int,
 ) -> None:
-    """Rows of w as words, of a chain of them; packed ones become float32 in `tile` before, whose `bits` these are.
-    Their next escapes are in `cursors` from number `own` on."""
-    first, per_word = rows[0], numbers_per_word(words)
+    """Rows of w as words, of a chain of them, or side by side behind these; packed ones become float32 in `tile`
+    before, whose `bits` these are. Their next escapes are in `cursors` from number `own` on."""
+    first, per_word, num_words, behind = (
+        rows[0],
+        numbers_per_word(words),
+        chain[1] - chain[0],
+        Place(words, TILE_NUMBERS),
+    )
     k, last = chain[0] * per_word, chain[1] * per_word
     if packed is None:
+        if sides > 1:
+            take_side_by_side(RowsAt(w, first * K + k, K), rows[1] - first, num_words, sides, behind)
+            return
         for row in range(first, rows[1]):
-            take(Place(w, row * K + k), chain[1] - chain[0], Place(words, (row - first) * CHAIN_INPUTS))
+            take(Place(w, row * K + k), num_words, Place(words, (row - first) * CHAIN_INPUTS))
         return
     for begin in range(k, last, CHAIN_INPUTS):
         end = min(last, begin + CHAIN_INPUTS)
@@ -184,6 +216,8 @@ def _widen_rows(
         for row in range(rows[1] - first):
             place = Place(words, row * CHAIN_INPUTS + (begin - k) // per_word)
             round_to_pairs(Place(tile, row * CHAIN_INPUTS), (end - begin) // per_word, place)
+    if sides > 1:
+        take_side_by_side(RowsAt(words, 0, CHAIN_INPUTS), rows[1] - first, num_words, sides, behind)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -222,7 +256,7 @@ def _multiply(
     num_blocks, cursors = _num_blocks(num_groups), _cursors(packed)
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
     apart, per_word = _row_apart(w, num_weights, packed), numbers_per_word(words)
-    num_words, group_apart = K // per_word, _group_apart(packed) * per_word
+    num_words, group_apart, sides = K // per_word, _group_apart(packed) * per_word, _sides(num_rows)
     whole = num_weights // PAIR_ROWS * PAIR_ROWS
     top = begin_items(begun, step)
     while top < whole:
@@ -234,13 +268,16 @@ def _multiply(
                 chain = (k, min(num_words, k + CHAIN_INPUTS))
                 for n in range(0, width, WEIGHT_ROWS):
                     count = min(WEIGHT_ROWS, width - n)
-                    _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, words, tile, bits)
+                    _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, words, tile, bits, sides)
                     next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
                     num_next = min(WEIGHT_ROWS, width - next_n) if next_k < num_words and apart else 0
-                    ahead = Ahead(_place(K, packed, top + next_n, next_k * per_word), num_next)
-                    span = (n, n + count)
-                    _multiply_tile(words, span, inputs, chain, block, sums, num_words, w, apart, ahead, group_apart)
-            _take_out(sums, width, num_rows, block, out_MN, begin + top)
+                    next_at = _place(K, packed, top + next_n, next_k * per_word)
+                    ahead, span = Ahead(next_at, num_next, apart, group_apart), (n, n + count)
+                    _multiply_tile(words, span, inputs, chain, block, sums, num_words, w, ahead, sides)
+            if sides > 1:
+                _take_sides_out(sums, width, num_rows, sides, out_MN, begin + top)
+            else:
+                _take_out(sums, width, num_rows, block, out_MN, begin + top)
         top = begin_items(begun, step)
 
 
@@ -260,8 +297,9 @@ def linear(
 ) -> None:
     """All rows of w but those behind the last `PAIR_ROWS`, times the `num_rows` rows of x in `inputs`, into columns of
     `out_MN` from `begin` on. Threads that call it with one `begun`, of which the first number was 0, share the rows,
-    `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has `words`, `tile` and `sums` of its own, used anew
-    again and again: `words` are the tile where x is float32, and uint32 where `inputs` are, pairs of bfloat16."""
+    `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has a `tile`, `words` and `sums` of its own, used anew
+    again and again. `words` are twice as many as the tile's: where x is float32 the tile and those behind it, uint32
+    where `inputs` are, pairs of bfloat16."""
     _multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, step, begun, inputs, out_MN, begin, num_rows, words, tile, sums)
 
 

@@ -3,7 +3,8 @@
 A vector holds one input of as many rows of x as it has lanes; a number of w meets all of them at once. Each row of w
 has a sum with each vector, which stays in a register until the inputs end: in 24 of 32 registers of 16 lanes (8 rows x
 3 vectors, 12 x 2 or 24 x 1), in 12 of 16 of 8. So rows of w are widened as they lie, and nothing is added up across
-lanes.
+lanes. Rows of x that are at most half of the lanes lie there twice, or four times, and meet as many rows of w at once,
+**side by side**: these lie by turns, word for word. Each sum is the same to its last bit.
 
 Inputs are float32, or **pairs** of bfloat16 in words, which are multiplied with pairs of w: half as many products, and
 all else the same, with words in the place of numbers.
@@ -15,13 +16,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .arguments import GROUP_NUMBERS
+from .arguments import GROUP_NUMBERS, PAIR_ROWS
 from .primitives import (
     FLOATS,
+    INT,
     INTS,
     LANES,
     Builder,
@@ -42,30 +45,100 @@ from .primitives import (
 
 MOST_VECTORS = 3 if LANES == 16 else 2  # of rows of x side by side
 WEIGHT_ROWS = 24 if LANES == 16 else 12  # widened at once: as many as there are sums
-EVEN_ROWS = 4 if LANES == 16 else 2  # rows of w come in multiples of these
+SIDES = (4, 2) if LANES == 16 else (2,)  # rows of w that may lie side by side, the most first
 CHAIN_INPUTS = 256  # words that are added up in registers, at most; widened rows lie as many apart
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
 _AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3 % of a product of 480 rows
 
 
 @intrinsic
-def _transpose(typing: Any, rows: Any, num_rows: Any, out: Any, num_kept: Any) -> Any:
+def _transpose(typing: Any, rows: Any, num_rows: Any, shift: Any, out: Any, num_kept: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        columns, num_read, written, num_written = arguments
+        columns, num_read, shift, written, num_written = arguments
         first, apart = first_of(context, builder, rows, columns), apart_of(builder, columns)
         target, out_apart = first_of(context, builder, out, written), apart_of(builder, written)
         read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
         for i, own in enumerate(read):
             builder.store(FLOATS(None), own)
-            with builder.if_then(_is_above(builder, num_read, i), likely=True):
-                builder.store(load(builder, types.float32, _nth(builder, first, i, apart), None), own)
+            number = builder.lshr(shift.type(i), shift)
+            with builder.if_then(builder.icmp_signed("<", number, num_read), likely=True):
+                place = builder.gep(first, [builder.mul(apart, number)])
+                builder.store(load(builder, types.float32, place, None), own)
         for i, vector in enumerate(_transposed(builder, [builder.load(own) for own in read])):
             with builder.if_then(_is_above(builder, num_written, i), likely=True):
                 store(builder, vector, _nth(builder, target, i, out_apart))
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(rows, n, out, n), build
+    return types.void(rows, n, n, out, n), build
+
+
+@intrinsic
+def _take_apart(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any, num_rows: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        given, num_read, wanted, written, num_written = arguments
+        first, target = first_of(context, builder, sums, given), first_of(context, builder, out, written)
+        apart, n = apart_of(builder, written), num_read.type
+        read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
+        for i, own in enumerate(read):
+            builder.store(FLOATS(None), own)
+            with builder.if_then(_is_above(builder, num_read, i), likely=True):
+                builder.store(load(builder, types.float32, builder.gep(first, [n(i * LANES)]), None), own)
+        vectors = _transposed(builder, [builder.load(own) for own in read])
+        for count in SIDES:
+            with builder.if_then(_is(builder, wanted, count)):
+                end = builder.mul(num_read, n(count))
+                for m in range(LANES // count):
+                    with builder.if_then(_is_above(builder, num_written, m)):
+                        row = _nth(builder, target, m, apart)
+                        for i, vector in enumerate(_by_turns(builder, vectors[m * count : (m + 1) * count])):
+                            with builder.if_then(_is_above(builder, end, i * LANES)):
+                                store(builder, vector, builder.gep(row, [n(i * LANES)]))
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(sums, n, n, out, n), build
+
+
+@intrinsic
+def _take_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, sides: Any, out: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        given, count, end, wanted, written = arguments
+        first, apart = first_of(context, builder, rows, given), apart_of(builder, given)
+        target, n = first_of(context, builder, out, written), end.type
+        for sides in SIDES:
+            with builder.if_then(_is(builder, wanted, sides)):
+                slices = cgutils.for_range_slice(builder, n(0), count, n(sides), n)
+                with slices as (row, _), cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
+                    numbers = [builder.add(row, n(i)) for i in range(sides)]
+                    each = [builder.gep(first, [builder.mul(number, apart)]) for number in numbers]
+                    vectors = [_words(builder, rows, out, stored, k) for stored in each]
+                    to = builder.add(builder.mul(row, n(CHAIN_INPUTS)), builder.mul(k, n(sides)))
+                    for i, vector in enumerate(_by_turns(builder, vectors)):
+                        store(builder, vector, builder.gep(target, [builder.add(to, n(i * LANES))]))
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(rows, n, n, n, out), build
+
+
+def _words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
+    """As many as lanes from word `k` of a stored row on, as those of `out` are."""
+    dtype, words = row.types[0].dtype, out.types[0].dtype
+    if dtype == words or not _is_paired(out.types[0]):
+        return load(builder, dtype, builder.gep(stored, [k]), None)
+    place = builder.gep(builder.bitcast(stored, INT.as_pointer()), [k])
+    return builder.load(builder.bitcast(place, INTS.as_pointer()), align=dtype.bitwidth // 8)
+
+
+def _by_turns(builder: Builder, vectors: list[Value]) -> list[Value]:
+    """As many: the first lane of each, then the second of each."""
+    if len(vectors) == 1:
+        return vectors
+    even, odd = _by_turns(builder, vectors[::2]), _by_turns(builder, vectors[1::2])
+    turns = [lane for i in range(LANES) for lane in (i, LANES + i)]
+    halves = turns[:LANES], turns[LANES:]
+    return [shuffle(builder, a, b, half) for a, b in zip(even, odd, strict=True) for half in halves]
 
 
 def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
@@ -98,14 +171,9 @@ def _is(builder: Builder, number: Value, wanted: int) -> Value:
 def _take(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         stored, end = first_of(context, builder, row, arguments[0]), arguments[1]
-        taken, dtype, n = first_of(context, builder, out, arguments[2]), row.types[0].dtype, end.type
+        taken, n = first_of(context, builder, out, arguments[2]), end.type
         with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
-            if _is_paired(out.types[0]):
-                words = builder.bitcast(builder.bitcast(stored, taken.type), INTS.as_pointer())
-                vector = builder.load(builder.gep(words, [builder.udiv(k, n(LANES))]), align=dtype.bitwidth // 8)
-            else:
-                vector = load(builder, dtype, builder.gep(stored, [k]), None)
-            store(builder, vector, builder.gep(taken, [k]))
+            store(builder, _words(builder, row, out, stored, k), builder.gep(taken, [k]))
         return context.get_dummy_value()
 
     return types.void(row, types.intp, out), build
@@ -153,6 +221,7 @@ class _Given(NamedTuple):
     ahead: Any
     num_ahead: Any
     group_apart: Any
+    sides: Any
 
 
 @intrinsic
@@ -168,6 +237,7 @@ def _add_products(
     ahead: Any,
     num_ahead: Any,
     group_apart: Any,
+    sides: Any,
 ) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         given = _Given(*arguments)
@@ -184,29 +254,40 @@ def _add_products(
             with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
                 prefetch(builder, next_rows, builder.add(builder.mul(loop.index, apart), last))
 
-        for vectors in range(1, MOST_VECTORS + 1):
-            with builder.if_then(_is(builder, given.num_vectors, vectors)):
-                for rows in range(EVEN_ROWS, WEIGHT_ROWS // vectors + 1, EVEN_ROWS):
+        shapes = [(vectors, 1) for vectors in range(1, MOST_VECTORS + 1)] + [(1, sides) for sides in SIDES]
+        for vectors, sides in shapes:
+            is_so = builder.and_(_is(builder, given.num_vectors, vectors), _is(builder, given.sides, sides))
+            with builder.if_then(is_so):
+                for rows in _heights(vectors):
                     with builder.if_then(_is(builder, given.num_rows, rows)):
-                        totals = _totals(builder, firsts[0], rows, firsts[1], vectors, given.num_inputs, ask_ahead)
+                        shape = rows // sides, vectors, sides
+                        totals = _totals(builder, firsts[0], firsts[1], shape, given.num_inputs, ask_ahead)
                         _give(builder, totals, firsts[2], given.is_first)
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(weights, n, inputs, n, n, sums, types.boolean, ahead, n, n), build
+    return types.void(weights, n, inputs, n, n, sums, types.boolean, ahead, n, n, n), build
+
+
+def _heights(vectors: int) -> list[int]:
+    """How many rows of w meet so many vectors at once: of WEIGHT_ROWS, and of what is left of any number of
+    PAIR_ROWS."""
+    most = WEIGHT_ROWS // vectors
+    counts = {PAIR_ROWS * i % WEIGHT_ROWS or WEIGHT_ROWS for i in range(1, WEIGHT_ROWS + 1)}
+    return sorted({min(most, count - row) for count in counts for row in range(0, count, most)})
 
 
 def _totals(
     builder: Builder,
     weights: Value,
-    rows: int,
     inputs: Value,
-    vectors: int,
+    shape: tuple[int, int, int],
     num_inputs: Value,
     each_step: Callable[[Value], None],
 ) -> list[Value]:
-    """The sums of the first row of w with each vector of x, then those of the next. `each_step` is built once for each
-    LANES inputs."""
+    """The sums of the first row of w, or of the first ones side by side, with each vector of x, then those of the next.
+    `shape`: such rows, vectors, sides. `each_step` is built once for each LANES inputs."""
+    rows, vectors, sides = shape
     n, add = num_inputs.type, multiply_add if inputs.type.pointee == FLOATS.element else add_pairs
     sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
     for place in (place for row in sums for place in row):
@@ -220,10 +301,19 @@ def _totals(
             for place in places:
                 prefetch(builder, inputs, builder.add(place, n(_AHEAD * vectors * LANES)), level=1)
             for row, own in enumerate(sums):
-                weight = splat(builder, builder.load(builder.gep(weights, [builder.add(k, n(row * CHAIN_INPUTS))])))
+                weight_at = builder.mul(builder.add(k, n(row * CHAIN_INPUTS)), n(sides))
+                weight = _repeated(builder, builder.gep(weights, [weight_at]), sides)
                 for total, numbers in zip(own, x, strict=True):
                     builder.store(add(builder, weight, numbers, builder.load(total)), total)
     return [builder.load(place) for row in sums for place in row]
+
+
+def _repeated(builder: Builder, place: Value, count: int) -> Value:
+    """So many words from a place on, again and again."""
+    if count == 1:
+        return splat(builder, builder.load(place))
+    words = builder.load(builder.bitcast(place, ir.VectorType(place.type.pointee, count).as_pointer()), align=4)
+    return shuffle(builder, words, words, [lane % count for lane in range(LANES)])
 
 
 def _give(builder: Builder, totals: list[Value], results: Value, is_first: Value) -> None:
@@ -234,9 +324,14 @@ def _give(builder: Builder, totals: list[Value], results: Value, is_first: Value
         store(builder, builder.fadd(before, total), place)
 
 
-# `num_rows`, up to LANES, of rows as columns of a square of LANES x LANES, the first `num_kept` rows of which go to
-# `out`. Columns that have no row are 0.
-transpose: Callable[[RowsAt, int, RowsAt, int], None] = cast(Any, _transpose)
+# `num_rows` of rows as columns of a square of LANES x LANES, each 2^shift times; the first `num_kept` rows of that go
+# to `out`. Columns that have no row are 0.
+transpose: Callable[[RowsAt, int, int, RowsAt, int], None] = cast(Any, _transpose)
+# `num_sums` vectors, up to LANES, of rows of w with their sides in lanes beside each other, as rows of `out`, of which
+# `num_rows` are wanted; in each of them the sums of all these rows of w.
+take_apart: Callable[[Place, int, int, RowsAt, int], None] = cast(Any, _take_apart)
+# So many words, a multiple of LANES, of `num_rows` stored rows as `take` takes them, each with its next ones by turns.
+take_side_by_side: Callable[[RowsAt, int, int, int, Place], None] = cast(Any, _take_side_by_side)
 # So many words, a multiple of LANES, of a stored row: float32, or uint32 for pairs of bfloat16, which stay as they are.
 take: Callable[[Place, int, Place], None] = cast(Any, _take)
 # So many words, a multiple of LANES, of float32, twice as many, that are rounded; nothing where words are float32.
@@ -246,5 +341,7 @@ numbers_per_word: Callable[[np.ndarray], int] = cast(Any, _numbers_per_word)
 # `num_rows` rows of words of weights times `num_vectors` vectors, (num_inputs, num_vectors, LANES) of inputs, into
 # (num_rows, num_vectors, LANES) of sums, which begin with it where it `is_first`. Meanwhile the same inputs of
 # `num_ahead` rows of stored weights are asked into the second cache: neither waits for the other. GROUP_NUMBERS of
-# these lie `group_apart` elements apart.
-add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int, int], None] = cast(Any, _add_products)
+# these lie `group_apart` elements apart. Of rows of weights with several `sides`, such have one vector of sums.
+add_products: Callable[[Place, int, Place, int, int, Place, bool, RowsAt, int, int, int], None] = cast(
+    Any, _add_products
+)

@@ -76,9 +76,9 @@ def _multiply(x_MW: np.ndarray, targets: Sequence[Target], *, is_paired: bool) -
         kernel.lay_out_inputs(x_MW, *span, laid_out.view(np.float32))
 
     def multiply_what_is_left(thread: int) -> None:
-        own = _spares().take(lambda: Workspace.make(2 * kernel.TILE_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
-        tile, others = own.panel[: kernel.TILE_NUMBERS], own.panel[kernel.TILE_NUMBERS :]
-        words = others.view(np.uint32) if is_paired else tile
+        size = kernel.TILE_NUMBERS
+        own = _spares().take(lambda: Workspace.make(3 * size, np.float32)).with_room(kernel.SUM_NUMBERS)
+        tile, words = own.panel[:size], own.panel[size:].view(np.uint32) if is_paired else own.panel[: 2 * size]
         for multiply, arguments in calls:
             multiply(*arguments, words, tile, own.sums)
         _spares().give_back(own)
