@@ -16,6 +16,7 @@ from numba import njit
 
 from .arguments import GROUP_NUMBERS, PAIR_ROWS, WINDOW4, Span
 from .compiled import REORDERED, kept
+from .grouped import UNIT_ROWS
 from .linear_steps import (
     CHAIN_INPUTS,
     MOST_VECTORS,
@@ -191,33 +192,32 @@ def _widen_rows(
 ) -> None:
     """Rows of w as words, of a chain of them, or side by side behind these; packed ones become float32 in `tile`
     before, whose `bits` these are. Their next escapes are in `cursors` from number `own` on."""
-    first, per_word, num_words, behind = (
-        rows[0],
-        numbers_per_word(words),
-        chain[1] - chain[0],
-        Place(words, TILE_NUMBERS),
-    )
+    first, per_word, num_words = rows[0], numbers_per_word(words), chain[1] - chain[0]
     k, last = chain[0] * per_word, chain[1] * per_word
     if packed is None:
         if sides > 1:
-            take_side_by_side(RowsAt(w, first * K + k, K), rows[1] - first, num_words, sides, behind)
+            place = Place(words, TILE_NUMBERS)
+            take_side_by_side(RowsAt(w, first * K + k, K), rows[1] - first, num_words, sides, place)
             return
         for row in range(first, rows[1]):
             take(Place(w, row * K + k), num_words, Place(words, (row - first) * CHAIN_INPUTS))
         return
-    for begin in range(k, last, CHAIN_INPUTS):
-        end = min(last, begin + CHAIN_INPUTS)
-        widen_packed(packed, w, K, rows, (begin, end), tile, CHAIN_INPUTS)
-        if packed.way == WINDOW4:
-            escapes = packed.escapes
-            for row in range(first, rows[1]):
-                at, place = own + row - first, (row - first) * CHAIN_INPUTS
-                cursors[at] = put_escapes(escapes, cursors[at], row, begin, end, bits, place)
-        for row in range(rows[1] - first):
-            place = Place(words, row * CHAIN_INPUTS + (begin - k) // per_word)
-            round_to_pairs(Place(tile, row * CHAIN_INPUTS), (end - begin) // per_word, place)
-    if sides > 1:
-        take_side_by_side(RowsAt(words, 0, CHAIN_INPUTS), rows[1] - first, num_words, sides, behind)
+    step = UNIT_ROWS if sides > 1 else rows[1] - first  # so few that they stay in the first cache until they lie there
+    for top in range(first, rows[1], step):
+        for begin in range(k, last, CHAIN_INPUTS):
+            end = min(last, begin + CHAIN_INPUTS)
+            widen_packed(packed, w, K, (top, top + step), (begin, end), tile, CHAIN_INPUTS)
+            if packed.way == WINDOW4:
+                escapes = packed.escapes
+                for row in range(top, top + step):
+                    at, place = own + row - first, (row - top) * CHAIN_INPUTS
+                    cursors[at] = put_escapes(escapes, cursors[at], row, begin, end, bits, place)
+            for row in range(step):
+                place = Place(words, row * CHAIN_INPUTS + (begin - k) // per_word)
+                round_to_pairs(Place(tile, row * CHAIN_INPUTS), (end - begin) // per_word, place)
+        if sides > 1:
+            place = Place(words, TILE_NUMBERS + (top - first) * CHAIN_INPUTS)
+            take_side_by_side(RowsAt(words, 0, CHAIN_INPUTS), step, num_words, sides, place)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
