@@ -123,7 +123,7 @@ def _take_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, si
 
 
 def _words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
-    """As many as lanes from word `k` of a stored row on, as those of `out` are."""
+    """Loads as many words as lanes, as those of `out` are, from word `k` of a stored row on."""
     dtype, words = row.types[0].dtype, out.types[0].dtype
     if dtype == words or not _is_paired(out.types[0]):
         return load(builder, dtype, builder.gep(stored, [k]), None)
@@ -132,7 +132,7 @@ def _words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Val
 
 
 def _by_turns(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """As many: the first lane of each, then the second of each."""
+    """Lays out as many vectors: the first lane of each, then the second of each."""
     if len(vectors) == 1:
         return vectors
     even, odd = _by_turns(builder, vectors[::2]), _by_turns(builder, vectors[1::2])
