@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from ..kernels.arguments import PAIR_ROWS
 from ..kernels.compiler import has_compiler, has_fast_pairs, has_matrix_unit, has_pairs
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
 from ..plan.placement.memory import WIDE_ROWS
@@ -17,9 +18,18 @@ from ..profiles import BackendTable, LinearBackend
 from .panels import Block, panels
 from .rows import KernelRows
 from .tiles import fit_tiles, multiply_all_in_tiles, multiply_in_tiles, prepare_tiles
-from .vectors import fit_pairs, fit_vectors, multiply_all_in_vectors, multiply_in_vectors, prepare_vectors
+from .vectors import (
+    GROUP_ROWS,
+    fit_pairs,
+    fit_vectors,
+    multiply_all_in_vectors,
+    multiply_groups_in_vectors,
+    multiply_in_vectors,
+    prepare_vectors,
+)
 
 MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
+WEIGHTS_PER_THREAD = 8  # from which on it matters little that each has a number of its own
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
 STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
 
@@ -63,6 +73,28 @@ def fused_linear(
             return _in_float32(x_MK, weights, table)
         case _:
             return [linear(x_MK, blocks, table) for blocks in weights]
+
+
+def grouped_linear(
+    x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], table: BackendTable | None = None
+) -> torch.Tensor:
+    """Returns runs of rows of x, each times a weight of its own, (V, N): what `linear` makes of each, to the bit where
+    the same backend takes them. Weights are alike; where no run is long, a thread takes whole ones."""
+    rows, blocks = groups[0]
+    way = backend_of(x_VK[rows], blocks, table)
+    if way is LinearBackend.widened:
+        return grouped_linear(x_VK.float(), groups, table).to(x_VK.dtype)
+    is_whole = all(block.shape[0] % PAIR_ROWS == 0 for block in blocks)
+    has_room = all(rows.stop - rows.start <= GROUP_ROWS for rows, _ in groups)
+    if way in (LinearBackend.vectors, LinearBackend.pairs) and is_whole and has_room:
+        return multiply_groups_in_vectors(x_VK, groups).to(x_VK.dtype)
+    return torch.cat([linear(x_VK[rows], blocks, table) for rows, blocks in groups])
+
+
+def suits_groups(num_rows: int, num_weights: int) -> bool:
+    """Whether threads that take whole weights, of so many, for so many rows together, end at about the same time, and
+    save more than they would wait for each other at the product of each."""
+    return num_weights >= WEIGHTS_PER_THREAD * torch.get_num_threads() and num_rows <= GROUP_ROWS * num_weights
 
 
 def _in_float32(

@@ -9,6 +9,7 @@ Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from inspect import getattr_static
 
 import torch
@@ -77,6 +78,15 @@ class StoredWeight(torch.Tensor):
             is_whole = self.is_stacked and not self.is_flipped
             self._stacks = joined_stacks(self.entries, self.compute_dtype) if is_whole else ()
         return self._stacks
+
+    @cached_property
+    def is_alike(self) -> bool:
+        """Whether it is a stack whose experts have blocks of the same kinds, shapes and dtypes, each as nn.Linear has
+        it."""
+        if not self.is_stacked or self.is_flipped:
+            return False
+        kinds = {tuple((type(block), block.shape, getattr(block, "dtype", None)) for block in e) for e in self.entries}
+        return len(kinds) == 1
 
     def expert(self, index: int) -> "StoredWeight":
         assert self.is_stacked, "only stacked weights have experts"

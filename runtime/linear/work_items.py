@@ -133,6 +133,11 @@ def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
         yield _Part(block, slice(first, min(first + step, num_rows)), out_MN, column + first)
 
 
+def targets_of(block: Block, out_MN: np.ndarray, column: int) -> Iterator[Target]:
+    """A block, part by part, as a kernel takes it."""
+    return (part.target() for part in _parts(block, out_MN, column))
+
+
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     """Yields as many at a time as MADE_BYTES are enough for."""
     batch, made = list[_Part](), 0

@@ -1,5 +1,5 @@
-"""All experts of a layer at once in an accelerator's memory, where each one by itself would keep the host busy with a
-dozen launches.
+"""All experts of a layer at once, in an accelerator's memory, where each one by itself would keep the host busy with a
+dozen launches, or in the host's, where its threads would wait for each other at each product.
 
 Few visits go through one grouped product for each stack, where torch has a kernel for it, and nothing is asked of the
 device. Elsewhere few tokens are multiplied by all experts, as bringing those from the device's memory takes the time
@@ -16,11 +16,14 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
+from ..linear.backends import grouped_linear, suits_groups
 from ..linear.stored import StoredWeight
 from ..plan.placement.experts import GROUPED_VISITS, suits_all
+from ..plan.placement.memory import GROUPED_BYTES, visit_numbers
 from .experts import Experts, Visits, activated, bias_of, has_norm, matrix_names
 
 VECTOR_BYTES = 16  # at which torch's kernel wants every row and every expert to begin
+Spans = Sequence[tuple[int, slice]]  # experts, and which of a run's visits are theirs
 MOST_GROUPS = 1023  # that it takes
 GROUPING_PROCESSORS = (9, 10)  # major compute capabilities; elsewhere torch asks the device and loops
 
@@ -50,6 +53,34 @@ def together(
         return _by_all(module, stacks, hidden_TD, top_k_index_TK, top_k_weights_TK)
     visits = Visits.sorted(top_k_index_TK, top_k_weights_TK, len(parts[0]))
     return _one_by_one(module, stacks, hidden_TD, visits)
+
+
+def in_host_memory(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor | None:
+    """The same on a CPU, or None where experts do not lie as nn.Linear has its weights, are few or have many visits.
+    Products, and what stands between them, are those of each expert by itself; each token's sum is added in the order
+    of experts, in float32, and rounded once."""
+    up, down = (getattr(module, name) for name in matrix_names(module))
+    is_worth_it = suits_groups(len(visits.tokens_V), len(visits.hit))
+    if not is_worth_it or not all(map(_is_alike, (up, down))) or cast("Experts", module).is_transposed:
+        return None
+    numbers, out_TD = visit_numbers(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
+    for run in _runs(visits, GROUPED_BYTES // (hidden_TD.itemsize * numbers)):
+        begin, end = visits.of(run[0]).start, visits.of(run[-1]).stop
+        spans = [(expert, _behind(visits.of(expert), begin)) for expert in run]
+
+        def products(x: torch.Tensor, stack: torch.Tensor, spans: Spans = spans) -> torch.Tensor:
+            stored = cast(StoredWeight, stack)
+            return grouped_linear(x, [(rows, stored.entries[expert]) for expert, rows in spans], stored.table)
+
+        tokens, stacks = visits.tokens_V[begin:end], _Stacks([up], [down])
+        found = _outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], products)
+        found = (found * visits.weights_V[begin:end, None]).to(hidden_TD.dtype)
+        out_TD.index_add_(0, tokens, found.float())
+    return out_TD.to(hidden_TD.dtype)
+
+
+def _is_alike(weight: torch.Tensor) -> bool:
+    return isinstance(weight, StoredWeight) and weight.is_alike
 
 
 def takes_groups(stacks: Sequence[torch.Tensor]) -> bool:

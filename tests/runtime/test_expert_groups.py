@@ -1,6 +1,8 @@
-"""Experts that an accelerator runs at once give what each one by itself gives, in few launches and without waits."""
+"""Experts that run at once give what each one by itself gives: in an accelerator's memory in few launches and without
+waits, in the host's with threads that take whole ones."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -14,11 +16,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from runtime.config import DType, ExpertPaging, Lanes, ModelConfig
+from runtime.kernels.compiler import has_pairs
+from runtime.linear import backends, work_items
 from runtime.linear.stacks import joined, joined_stacks
 from runtime.linear.stored import StoredWeight
 from runtime.model import expert_groups
-from runtime.model.expert_groups import takes_groups, together
-from runtime.model.experts import Experts, Visits, bound_matrices, mixed
+from runtime.model.expert_groups import in_host_memory, takes_groups, together
+from runtime.model.experts import Experts, Visits, bound_matrices, matrix_names, mixed, output_of
 from runtime.model.loading import load_model
 from tests.fake_device import FakeDevice
 from tests.host_counters import counting, mark
@@ -31,14 +35,14 @@ D, INNER, K = 32, 16, 4
 Together = Callable[..., torch.Tensor | None]
 
 
-def mixtral(num_experts: int) -> nn.Module:
-    return MixtralExperts(MixtralConfig(hidden_size=D, intermediate_size=INNER, num_local_experts=num_experts))
+def mixtral(num_experts: int, hidden: int = D, inner: int = INNER) -> nn.Module:
+    return MixtralExperts(MixtralConfig(hidden_size=hidden, intermediate_size=inner, num_local_experts=num_experts))
 
 
-def with_norm(num_experts: int) -> nn.Module:
-    module = mixtral(num_experts)
+def with_norm(num_experts: int, hidden: int = D, inner: int = INNER) -> nn.Module:
+    module = mixtral(num_experts, hidden, inner)
     vars(module).update(has_post_expert_norm=True)
-    module.post_expert_norm = nn.RMSNorm(D)
+    module.post_expert_norm = nn.RMSNorm(hidden)
     return module
 
 
@@ -46,12 +50,16 @@ def gpt_oss(num_experts: int) -> nn.Module:
     return GptOssExperts(GptOssConfig(hidden_size=D, intermediate_size=INNER, num_local_experts=num_experts))
 
 
-def ungated(num_experts: int) -> nn.Module:
-    return NemotronHExperts(
-        NemotronHConfig(hidden_size=D, moe_intermediate_size=INNER, n_routed_experts=num_experts, moe_latent_size=None)
-    )
+def ungated(num_experts: int, hidden: int = D, inner: int = INNER) -> nn.Module:
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "n_routed_experts": num_experts}
+    return NemotronHExperts(NemotronHConfig(**sizes, moe_latent_size=None))
 
 
+LARGER = {
+    "mixtral": partial(mixtral, hidden=64, inner=32),
+    "a norm behind": partial(with_norm, hidden=64, inner=32),
+    "no gate": partial(ungated, hidden=64, inner=32),
+}
 KINDS = {"mixtral": mixtral, "a norm behind": with_norm, "transposed, biases": gpt_oss, "no gate": ungated}
 
 
@@ -237,3 +245,63 @@ def test_a_plain_expert_on_a_device_is_one_launch() -> None:
         mark(memory)
         counts = counted(lambda bias=bias: nn.functional.linear(x, weight[1], bias))
         assert counts.num_launches == 1
+
+
+def stored(module: nn.Module) -> nn.Module:
+    """Its stacks as bfloat16 that products take as it lies."""
+    for name in matrix_names(module):
+        stack = getattr(module, name)
+        entries = [[matrix.contiguous()] for matrix in stack.bfloat16()]
+        delattr(module, name)
+        setattr(module, name, StoredWeight(entries, stack.shape, stack.dtype, is_stacked=True))
+    return module
+
+
+HOSTED = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not has_pairs(), reason="no pairs"))]
+
+
+@pytest.mark.parametrize("dtype", HOSTED, ids=str)
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("most_bytes", [1 << 14, 1 << 30], ids=["several runs", "one run"])
+@pytest.mark.parametrize("kind", ["mixtral", "a norm behind", "no gate"])
+def test_experts_in_host_memory_give_what_each_by_itself_gives_to_the_bit(
+    kind: str, most_bytes: int, num_threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_items, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(expert_groups, "GROUPED_BYTES", most_bytes)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    taken = list[int]()
+    by_groups = backends.multiply_groups_in_vectors
+    monkeypatch.setattr(
+        backends, "multiply_groups_in_vectors", lambda x, groups: (taken.append(len(groups)), by_groups(x, groups))[1]
+    )
+    module, (hidden_TD, index_TK, weights_TK) = stored(drawn(LARGER[kind], dtype)), asked(40, dtype)
+    hidden_TD = hidden_TD.repeat(1, 2)
+    visits = Visits.sorted(index_TK, weights_TK.to(dtype), 24)
+    found = in_host_memory(module, hidden_TD, visits)
+    assert found is not None
+    assert taken
+    expected = torch.zeros(hidden_TD.shape)
+    for expert in visits.hit:
+        mine, result = visits.of(expert), output_of(module, bound_matrices(module, expert), expert, hidden_TD, visits)
+        weighted = (result * visits.weights_V[mine, None]).to(dtype)
+        expected.index_add_(0, visits.tokens_V[mine], weighted.float())
+    assert torch.equal(found, expected.to(dtype))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_threads"), [(2, 1), (40, 4), (2000, 1)], ids=["few", "threads", "many"])
+def test_experts_in_host_memory_are_run_at_once_where_they_are_many_and_have_few_visits(
+    num_tokens: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    module, (hidden_TD, index_TK, weights_TK) = stored(drawn(mixtral, torch.float32)), asked(num_tokens, torch.float32)
+    if num_tokens == 2:
+        index_TK = index_TK.clamp(max=3)
+    assert in_host_memory(module, hidden_TD, Visits.sorted(index_TK, weights_TK, 24)) is None
+
+
+@pytest.mark.parametrize("kind", ["transposed, biases", "mixtral"])
+def test_experts_that_lie_otherwise_are_left_to_others(kind: str) -> None:
+    module, (hidden_TD, index_TK, weights_TK) = drawn(KINDS[kind], torch.float32), asked(40, torch.float32)
+    module = stored(module) if kind != "mixtral" else module
+    assert in_host_memory(module, hidden_TD, Visits.sorted(index_TK, weights_TK, 24)) is None

@@ -15,7 +15,7 @@ from ..shape.numbers import Numbers
 from ..shape.shapes import Stage
 from ..shape.stage_sizes import ExpertSizes
 from .ledger import Entry
-from .memory import LANE_INNER, handed_numbers
+from .memory import LANE_INNER, handed_numbers, visit_numbers
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
 NUM_STAGING_SLOTS = 2
@@ -192,11 +192,7 @@ def suits_all(num_tokens: int, num_choices: int, num_experts: int) -> bool:
 
 def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tuple[Entry, ...]:
     """What experts that run at once for so many tokens take in an accelerator's memory beyond what a lane's activations
-    count for its feed-forward, or module batching for one expert that all tokens visit.
-
-    Of each visit the input, gate and up, their product twice, and the output, as its token has it and weighted, once in
-    float32.
-    """
+    count for its feed-forward, or module batching for one expert that all tokens visit."""
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if not choices:
         return ()
@@ -205,7 +201,7 @@ def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tu
     most = min(num_tokens, FULL_TOKENS, GROUPED_VISITS // experts)  # tokens, by all experts
     by_all = most * experts if suits_all(most, choices, experts) else 0
     num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), by_all)
-    numbers = 6 * shape.hidden_size + 4 * shape.intermediate_size // choices
+    numbers = visit_numbers(shape.hidden_size, shape.intermediate_size // choices)
     counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
     if not is_batched and not shape.has_fused_gates:
         counted = LANE_INNER * shape.intermediate_size

@@ -20,6 +20,7 @@ PANEL_BYTES = 16 * MIB  # of widened weights, at most
 LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
 WIDE_ROWS = 512  # tokens whose inputs and outputs of 16 bits are float32 at a time on a CPU, see linear/backends.py
 GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/fused.py
+GROUPED_BYTES = 16 * MIB  # of what experts are given at once and make, on a CPU, see model/expert_groups.py
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
 # What choosing tokens makes of the few logits that it takes at a time, see engine/sampling/sampler.py.
 SAMPLING_BYTES = 24 * MIB
@@ -229,6 +230,8 @@ def lane_entries(
     products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * shape.hidden_size * widest))  # few rows, then many
     if shape.has_decode_kernel and size < 4:  # compiled for a CPU
         products += 4 * min(largest, WIDE_ROWS) * (shape.hidden_size + max(heads, 2 * shape.intermediate_size))
+    if shape.has_decode_kernel:
+        products += _grouped_bytes(shape, sum(tokens))
     return (
         *(_state_entries(shape, micro_batches) if shape.state_bytes_per_sequence else ()),
         *(_tail_entries(shape, micro_batches) if shape.kv_tail_bytes_per_sequence else ()),
@@ -282,6 +285,21 @@ def _part_entries(shape: ModelShape, num_tokens: int, micro_batches: Sequence[Mi
             equation=f"{numbers:,} x {shape.compute_dtype_bytes} B",
         ),
     )
+
+
+def visit_numbers(hidden_size: int, inner_size: int) -> int:
+    """What an expert makes of a token: the input, gate and up, their product twice, and the output, as its token has it
+    and weighted, once in float32."""
+    return 6 * hidden_size + 4 * inner_size
+
+
+def _grouped_bytes(shape: ModelShape, num_tokens: int) -> int:
+    """Of experts that are multiplied at once on a CPU."""
+    choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
+    if not choices:
+        return 0
+    numbers = visit_numbers(shape.hidden_size, shape.intermediate_size // choices)
+    return min(GROUPED_BYTES, num_tokens * choices * numbers * shape.compute_dtype_bytes)
 
 
 def handed_numbers(shape: ModelShape) -> int:
