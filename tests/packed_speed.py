@@ -1,9 +1,11 @@
-"""python -m tests.packed_speed [MODEL_DIR OTHER_DIR [cpu]]: what packed weights cost in a product, and gain in a run.
+"""python -m tests.packed_speed [MODEL_DIR OTHER_DIR [nvme|cpu [DTYPE]]]: what packed weights cost in a product, and
+gain in a run.
 
 Without directories two minutes: ms of products with as many copies of a matrix as no cache holds, plain and packed in
 turns, the best of many. With them the same 64 prompts by two forms of one model in turns (`python -m jobs.pack` makes
 the second, or `python -m jobs.synthesize alignment_bytes=...`), from disk with memory for a quarter of the first's
-bytes, or in memory: tokens per second of each, and that tokens are equal. For a quiet machine.
+bytes, or in memory, computing in float32 or DTYPE: tokens per second of each, and that tokens are equal. For a quiet
+machine.
 """
 
 import sys
@@ -51,13 +53,13 @@ def _best(acts: dict[str, Callable[[Block], torch.Tensor]], ways: dict[str, list
     return best
 
 
-def runs(first: Path, second: Path, tier: Tier) -> None:
+def runs(first: Path, second: Path, tier: Tier, dtype: DType) -> None:
     num_bytes = sum(path.stat().st_size for path in first.glob("*.safetensors"))
     budget = num_bytes / 4 / GIB if tier is Tier.nvme else None
     prompts = [[7 + turn, *range(5, 37)] for turn in range(NUM_PROMPTS)]
     tokens, rates = dict[Path, list[object]](), defaultdict[Path, list[float]](list)
     for directory in (first, second) * TURNS:
-        with Runtime(_config(directory, tier, budget)) as runtime:
+        with Runtime(_config(directory, tier, dtype, budget)) as runtime:
             start = time.perf_counter()
             tokens[directory] = [getattr(result, "token_ids", result) for result in runtime.generate(prompts)]
             rates[directory].append(NUM_PROMPTS * NUM_NEW_TOKENS / (time.perf_counter() - start))
@@ -67,9 +69,9 @@ def runs(first: Path, second: Path, tier: Tier) -> None:
     print("tokens are equal" if tokens[first] == tokens[second] else "TOKENS DIFFER")
 
 
-def _config(directory: Path, tier: Tier, memory_gib: float | None) -> RuntimeConfig:
+def _config(directory: Path, tier: Tier, dtype: DType, memory_gib: float | None) -> RuntimeConfig:
     return RuntimeConfig(
-        model=ModelConfig(name="measured", path=str(directory), dtype=DType.float32),
+        model=ModelConfig(name="measured", path=str(directory), dtype=dtype),
         offload=OffloadConfig(tier=tier, host_memory_gib=memory_gib),
         policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=NUM_PROMPTS, num_micro_batches=1),
         sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
@@ -78,7 +80,8 @@ def _config(directory: Path, tier: Tier, memory_gib: float | None) -> RuntimeCon
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        runs(*map(Path, sys.argv[1:3]), Tier(sys.argv[3] if len(sys.argv) > 3 else Tier.nvme))
+        tier, dtype = (*sys.argv[3:], *("nvme", "float32")[len(sys.argv) - 3 :])
+        runs(*map(Path, sys.argv[1:3]), Tier(tier), DType(dtype))
     else:
         products(8192, 2048)
         products(2048, 14336)
