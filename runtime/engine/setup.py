@@ -10,7 +10,7 @@ from ..attention.page_codes import stored_dtype
 from ..attention.quantized_attention import prepare_decode_quantized
 from ..config import RuntimeConfig
 from ..linear.backends import prepare_products
-from ..model.host_ops import prepare_host_ops
+from ..model.host_ops import DTYPES, prepare_host_ops
 from ..model.loading import LoadedModel
 from ..plan.placement.placement import Placement
 from ..plan.shape.shapes import Parameter
@@ -46,8 +46,8 @@ def prepare_attention(model: LoadedModel) -> None:
 def prepare_kernels(model: LoadedModel) -> None:
     """Loads, and at the first time compiles, the kernels that a model on the CPU computes with."""
     prepare_attention(model)
-    if model.compute_dtype == torch.float32:
-        prepare_host_ops()
+    if model.compute_dtype in DTYPES:
+        prepare_host_ops(model.compute_dtype)
     parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
     _prepare_products(parameters, model.compute_dtype)
 

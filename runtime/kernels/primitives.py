@@ -242,6 +242,36 @@ highest_of: Callable[[np.ndarray, int, int, np.float32], np.float32] = cast(Any,
 
 
 @intrinsic
+def _widened(typing: Any, number: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        if number == types.float32:
+            return arguments[0]
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], INT), INT(16)), ir.FloatType())
+
+    return types.float32(number), build
+
+
+@intrinsic
+def _rounded(typing: Any, number: Any, stored: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        if stored == types.float32:
+            return arguments[0]
+        bits = builder.bitcast(arguments[0], INT)
+        last = builder.and_(builder.lshr(bits, INT(16)), INT(1))
+        nearest = builder.lshr(builder.add(bits, builder.add(last, INT(0x7FFF))), INT(16))
+        is_none = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        return builder.trunc(builder.select(is_none, INT(0x7FC0), nearest), ir.IntType(16))
+
+    return stored(number, stored), build
+
+
+# float32 of a stored number: float32, or the bits of bfloat16.
+widened: Callable[[Any], np.float32] = cast(Any, _widened)
+# The nearest to a float32 of what the second number is.
+rounded: Callable[[Any, Any], Any] = cast(Any, _rounded)
+
+
+@intrinsic
 def _begin_items(typing: Any, begun: Any, count: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         place = place_of(context, builder, begun, arguments[0], arguments[1].type(0))

@@ -1,6 +1,9 @@
 """What stands between products, row by row: a gate's SiLU times what it lets through, RMS norms, rotary embeddings.
 Each number is read once and written once; as torch operators they take two to nine passes over memory.
 
+Numbers are float32, or bits of bfloat16, which are computed in float32 and rounded wherever torch's operators, one
+after the other, would round them.
+
 T rows (tokens), H numbers of each, h heads of D.
 """
 
@@ -10,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from .compiled import FUSED, kept
-from .primitives import EXP_MIN, ONE, exp
+from .primitives import EXP_MIN, ONE, exp, rounded, widened
 
 RUN = 1024  # numbers at a time, which stay in the first cache
 
@@ -43,9 +46,9 @@ def gate_rows(
             gate, out = gate_TN[t, begin : begin + width], out_TH[t, begin : begin + width]
             up = up_TN[t, up_begin + begin : up_begin + begin + width]
             for i in range(width):
-                own[i] = _silu(gate[i]) * up[i]
+                own[i] = widened(rounded(_silu(widened(gate[i])), gate[i])) * widened(up[i])
             for i in range(width):
-                out[i] = own[i]
+                out[i] = rounded(own[i], up[i])
 
 
 @kept
@@ -57,10 +60,11 @@ def norm_rows(
     for t in range(first, last):
         total = np.float32(0)
         for i in range(H):
-            total += x_TH[t, i] * x_TH[t, i]
+            total += widened(x_TH[t, i]) * widened(x_TH[t, i])
         factor = np.float32(ONE / np.float32(math.sqrt(np.float32(total / np.float32(H) + eps))))
         for i in range(H):
-            out_TH[t, i] = weight_H[i] * np.float32(x_TH[t, i] * factor)
+            number = rounded(np.float32(widened(x_TH[t, i]) * factor), x_TH[t, i])
+            out_TH[t, i] = rounded(widened(weight_H[i]) * widened(number), weight_H[i])
 
 
 @kept
@@ -73,6 +77,10 @@ def rotate_rows(
     for t in range(first, last):
         for n in range(h):
             for i in range(half):
-                a, b = x_ThD[t, n, i], x_ThD[t, n, i + half]
-                out_ThD[t, n, i] = a * cos_TD[t, i] - b * sin_TD[t, i]
-                out_ThD[t, n, i + half] = b * cos_TD[t, i + half] + a * sin_TD[t, i + half]
+                a, b, own = widened(x_ThD[t, n, i]), widened(x_ThD[t, n, i + half]), x_ThD[t, n, i]
+                plus = widened(rounded(a * widened(cos_TD[t, i]), own))
+                minus = widened(rounded(b * widened(sin_TD[t, i]), own))
+                out_ThD[t, n, i] = rounded(plus - minus, own)
+                plus = widened(rounded(b * widened(cos_TD[t, i + half]), own))
+                also = widened(rounded(a * widened(sin_TD[t, i + half]), own))
+                out_ThD[t, n, i + half] = rounded(plus + also, own)

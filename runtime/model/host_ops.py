@@ -1,5 +1,6 @@
 """Fused operations on a CPU, by compiled kernels that read and write each number once: RMS norms, SiLU gates, rotary
-embeddings. They take float32 in a processor's memory, rows one behind the other, and leave everything else to others.
+embeddings. They take float32 or bfloat16 in a processor's memory, rows one behind the other, and leave everything else
+to others.
 
 T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
 """
@@ -16,6 +17,8 @@ from ..linear.work_items import parallel_for_groups
 from ..plan.placement.memory import GATED_ROWS
 from .fused import FusedOps, Rotated
 
+DTYPES = (torch.float32, torch.bfloat16)
+
 
 def host_ops() -> FusedOps | None:
     """Returns None where there is no compiler, as plain code is then the fastest."""
@@ -24,10 +27,11 @@ def host_ops() -> FusedOps | None:
     return FusedOps(norm=norm, gate=gate, gate_halves=gate_halves, rotate=rotate, mlp_rows=GATED_ROWS)
 
 
-def prepare_host_ops() -> None:
-    """Loads, and at the first time compiles, all kernels, so that no pass takes their time and memory."""
+def prepare_host_ops(dtype: torch.dtype = torch.float32) -> None:
+    """Loads, and at the first time compiles, all kernels for a dtype of DTYPES, so that no pass takes their time and
+    memory."""
     if has_compiler():
-        rows_BThD = torch.ones(1, 1, 2, 2)
+        rows_BThD = torch.ones(1, 1, 2, 2, dtype=dtype)
         norm(rows_BThD, rows_BThD[0, 0, 0], 0.0)
         gate(rows_BThD[0, 0], rows_BThD[0, 0])
         rotate(rows_BThD, rows_BThD, rows_BThD[0, :, :1], rows_BThD[0, :, :1])
@@ -41,15 +45,24 @@ def _kernel() -> ModuleType:
     return rowwise
 
 
+def _numbers(x: torch.Tensor) -> np.ndarray:
+    """Sees float32, or the bits of bfloat16."""
+    x = x.detach()
+    return x.numpy() if x.dtype is torch.float32 else x.view(torch.int16).numpy().view(np.uint16)
+
+
 def _rows_of(x: torch.Tensor) -> np.ndarray:
     """Sees (..., H) as (T, H)."""
-    return x.numpy().reshape(-1, x.shape[-1])
+    return _numbers(x).reshape(-1, x.shape[-1])
 
 
 def _fits(*tensors: torch.Tensor) -> bool:
-    """Tells whether kernels can read them: rows of float32 one behind the other."""
+    """Tells whether kernels can read them: rows of float32, or of bfloat16, one behind the other."""
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES:
+        return False
     for each in tensors:
-        if type(each) not in (torch.Tensor, nn.Parameter) or each.dtype is not torch.float32 or not each.is_cpu:
+        if type(each) not in (torch.Tensor, nn.Parameter) or each.dtype is not dtype or not each.is_cpu:
             return False
         if not each.is_contiguous() or not each.numel():
             return False
@@ -62,7 +75,7 @@ def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor | 
         return None
     out, norm_rows = torch.empty_like(x), _kernel().norm_rows
     x_TH, out_TH = _rows_of(x), _rows_of(out)
-    arrays = (x_TH, weight_H.detach().numpy(), np.float32(eps), out_TH)
+    arrays = (x_TH, _numbers(weight_H), np.float32(eps), out_TH)
     parallel_for_groups(x_TH, 1, lambda rows: norm_rows(*arrays, *rows))
     return out
 
@@ -83,8 +96,8 @@ def gate_halves(gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
 def _gated(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: torch.Tensor) -> torch.Tensor:
     """Writes silu(gate) * up, of H numbers from the first and from `up_begin` on, to `out_TH`, which may be `gate_TN`
     itself."""
-    out, kernel = out_TH.numpy(), _kernel()
-    arrays = (gate_TN.numpy(), up_TN.numpy(), up_begin, out)
+    out, kernel = _numbers(out_TH), _kernel()
+    arrays = (_numbers(gate_TN), _numbers(up_TN), up_begin, out)
     parallel_for_groups(out, 1, lambda rows: kernel.gate_rows(*arrays, *rows, np.empty(kernel.RUN, np.float32)))
     return out_TH
 
@@ -104,6 +117,6 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 def _rotated(x_BThD: torch.Tensor, cos_TD: np.ndarray, sin_TD: np.ndarray) -> torch.Tensor:
     """Turns pairs of numbers that lie half a head apart."""
     out, rotate_rows = torch.empty_like(x_BThD), _kernel().rotate_rows
-    x_ThD, out_ThD = (each.numpy().reshape(-1, *each.shape[2:]) for each in (x_BThD, out))
+    x_ThD, out_ThD = (_numbers(each).reshape(-1, *each.shape[2:]) for each in (x_BThD, out))
     parallel_for_groups(x_ThD, 1, lambda rows: rotate_rows(x_ThD, cos_TD, sin_TD, out_ThD, *rows))
     return out

@@ -47,7 +47,7 @@ from . import attention, experts
 from .compiled_ops import compiled_ops, require_accelerator
 from .excerpt import Excerpt
 from .fused import fuse
-from .host_ops import host_ops
+from .host_ops import DTYPES, host_ops
 from .rope_lengths import RopeLengths, follow_lengths
 from .sizes import shape_of
 from .split import SplitHeads, split_model
@@ -370,7 +370,7 @@ def _require_in_place(conversions: Sequence[Conversion], rounded: RoundedTensors
 def _fuse(hollow: _Hollow, config: ModelConfig, device: torch.device) -> None:
     """Mutates the model: puts stand-ins in the places of its modules, where there are operations for this device."""
     ops = compiled_ops() if config.compile else None
-    if ops is None and hollow.dtype == torch.float32 and device.type == "cpu":
+    if ops is None and hollow.dtype in DTYPES and device.type == "cpu":
         ops = host_ops()
     if ops is None:
         return

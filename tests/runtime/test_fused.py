@@ -130,6 +130,44 @@ def test_queries_and_keys_turn_as_in_the_plain_code(num_sequences: int) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
 
 
+def test_bfloat16_is_rounded_where_the_plain_code_rounds_it() -> None:
+    """Sums and exponentials differ in their last bits, so that one number in some hundred is rounded otherwise."""
+    norm, mlp, experts = (
+        small(llama, "LlamaRMSNorm").bfloat16(),
+        small(llama, "LlamaMLP").bfloat16(),
+        small(mixtral, "MixtralExperts").bfloat16(),
+    )
+    x, rows = random(300, 64).bfloat16(), random(300, 2 * INTERMEDIATE).bfloat16()
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    q, k = (random(1, 9, heads, 16, seed=heads).bfloat16().transpose(1, 2) for heads in (4, 2))
+    angles = [random(1, 9, 16, seed=seed).bfloat16() for seed in (2, 3)]
+    plain = [
+        norm(x),
+        F.silu(gate) * up,
+        experts._apply_gate(rows),
+        *llama.apply_rotary_pos_emb(q, k, *angles),
+    ]
+    ours = [
+        host_ops.norm(x, norm.weight, norm.variance_epsilon),
+        host_ops.gate(gate.clone(), up),
+        host_ops.gate_halves(rows),
+        *(host_ops.rotate(q, k, *angles) or ()),
+    ]
+    for found, expected in zip(ours, plain, strict=True):
+        assert found is not None
+        assert found.dtype is torch.bfloat16
+        assert (found != expected).float().mean() < 0.01
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
+    assert torch.equal(ours[3], plain[3])
+
+
+def test_no_number_of_bfloat16_stays_none() -> None:
+    x = torch.tensor([[torch.nan, torch.inf, 1.0, -1e30]]).bfloat16()
+    out = host_ops.gate(x.clone(), torch.ones_like(x))
+    assert out is not None
+    torch.testing.assert_close(out, F.silu(x), equal_nan=True)
+
+
 def test_angles_of_all_sequences_alike_turn_in_the_plain_code() -> None:
     assert host_ops.rotate(random(2, 4, 9, 16), random(2, 2, 9, 16), random(1, 9, 16), random(1, 9, 16)) is None
 
