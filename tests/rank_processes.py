@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -12,8 +12,6 @@ import torch
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 from tests.processes import PROCESSES
-
-PATIENCE_SECONDS = 60.0
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -36,21 +34,16 @@ def in_nodes(
 def _in_ranks(
     nodes: list[str | None], function: Callable[Concatenate[Ranks, P], T], *arguments: P.args, **keywords: P.kwargs
 ) -> list[T]:
+    """Each process ends behind its rank, as a run's does: by that alone others know that they wait in vain."""
     size = len(nodes)
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=PROCESSES) as pool:
+    pool = ProcessPoolExecutor(size, mp_context=PROCESSES, max_tasks_per_child=1)
+    with tempfile.TemporaryDirectory() as folder, pool:
         url = f"file://{Path(folder) / 'meet'}"
         launches = [Launch(rank=rank, size=size, url=url) for rank in range(size)]
         running = [
             pool.submit(_as_rank, launch, node, function, *arguments, **keywords)
             for launch, node in zip(launches, nodes, strict=True)
         ]
-        _, left = wait(running, return_when=FIRST_EXCEPTION)
-        _, stuck = wait(left, timeout=PATIENCE_SECONDS)
-        if stuck:  # waiting for a rank that has failed alone: the process, which would be its end, serves the pool
-            failed = [error for each in running if each.done() and (error := each.exception()) is not None]
-            for process in list(pool._processes.values()):
-                process.kill()
-            raise failed[0]
         return [each.result() for each in running]
 
 

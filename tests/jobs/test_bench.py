@@ -9,16 +9,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from jobs.benchmarks import reading
 from jobs.benchmarks.config import BenchConfig, task_of
 from jobs.benchmarks.contenders import CONTENDERS, Contender, Ours, Peer, Reading, Sweep
 from jobs.benchmarks.measure import measure
+from jobs.benchmarks.millrace import opened
 from jobs.benchmarks.report import speed_table
 from jobs.benchmarks.runner import failure
 from jobs.benchmarks.task import Result, Task, prompts
 from jobs.benchmarks.worker import respond
-from runtime.config import DType, ModelConfig, Order
+from runtime.config import DType, ModelConfig, OffloadConfig, Order
 from runtime.errors import ConfigError
 from runtime.origin.location import find_checkpoint
 from runtime.units import MIB
@@ -26,15 +28,19 @@ from runtime.units import MIB
 GENERATING = [
     contender
     for contender, entry in CONTENDERS.items()
-    if isinstance(entry, Ours) or (isinstance(entry, Peer) and entry.isolation is None and entry.dtype is DType.float32)
+    if isinstance(entry, Ours | Peer) and entry.dtype is DType.float32
+    if isinstance(entry, Ours) or entry.isolation is None
+]
+IN_BFLOAT16 = [
+    contender for contender, entry in CONTENDERS.items() if isinstance(entry, Ours) and entry.dtype is DType.bfloat16
 ]
 READING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, Reading)]
 SWEEPING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, Sweep)]
 
 
-def measured(contender: Contender, path: Path | None = None) -> Result:
+def task_for(contender: Contender, path: Path | None = None) -> Task:
     entry = CONTENDERS[contender]
-    task = Task(
+    return Task(
         contender=contender.value,
         path=str(path or find_checkpoint(ModelConfig(), None)),
         num_prompts=5,
@@ -48,7 +54,10 @@ def measured(contender: Contender, path: Path | None = None) -> Result:
         num_threads=2,
         schedule=(entry.schedule if isinstance(entry, Ours) else Order.zigzag).value,
     )
-    return measure(task)
+
+
+def measured(contender: Contender, path: Path | None = None) -> Result:
+    return measure(task_for(contender, path))
 
 
 def measured_nothing() -> Result:
@@ -64,6 +73,13 @@ def test_every_contender_generates_the_same_tokens_and_has_its_row() -> None:
     table = speed_table(rounds)
     assert all(f"| {name} |" in table for name in rounds)
     assert table.count("5 of 5") == len(rounds)
+
+
+@pytest.mark.parametrize("contender", IN_BFLOAT16)
+def test_ours_in_bfloat16_computes_in_bfloat16(contender: Contender) -> None:
+    runtime, _ = opened(task_for(contender), OffloadConfig())
+    assert runtime.model.compute_dtype is torch.bfloat16
+    assert [len(tokens) for tokens in measured(contender).tokens] == [4] * 5
 
 
 @pytest.mark.parametrize("contender", READING)

@@ -257,7 +257,7 @@ def test_toy_measurement_is_a_machine(tmp_path: Path) -> None:
     assert {TURN, PASS} < set(found.figures)
     assert found.products is not None
     assert found.products.rows == [1, 4]
-    assert len(found.products.multipliers) == 6
+    assert len(found.products.multipliers) == 10
     planned = machine_of(MachineConfig(name="here", rates=found.rates), DType.float32)
     assert planned.device_bytes is None
     assert set(planned.rates.gemm_flops_per_second) == {1, 4}

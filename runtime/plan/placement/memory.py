@@ -294,7 +294,7 @@ def visit_numbers(hidden_size: int, inner_size: int) -> int:
 
 
 def _grouped_bytes(shape: ModelShape, num_tokens: int) -> int:
-    """Of experts that are multiplied at once on a CPU."""
+    """Counts what experts take that are multiplied at once on a CPU."""
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if not choices:
         return 0
