@@ -81,12 +81,11 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def is_alike(self) -> bool:
-        """Whether it is a stack whose experts have blocks of the same kinds, shapes and dtypes, each as nn.Linear has
-        it."""
+        """Whether it is a stack whose experts have blocks of the same kinds, shapes, dtypes and layouts, each as
+        nn.Linear has it."""
         if not self.is_stacked or self.is_flipped:
             return False
-        kinds = {tuple((type(block), block.shape, getattr(block, "dtype", None)) for block in e) for e in self.entries}
-        return len(kinds) == 1
+        return len({tuple(map(_kind_of, blocks)) for blocks in self.entries}) == 1
 
     def expert(self, index: int) -> "StoredWeight":
         assert self.is_stacked, "only stacked weights have experts"
@@ -128,6 +127,12 @@ class StoredWeight(torch.Tensor):
     ) -> object:
         """Whatever has no handler: correct, and as slow as a dequantised copy is."""
         return func(*map(_dequantize, args), **{key: _dequantize(value) for key, value in (kwargs or {}).items()})
+
+
+def _kind_of(block: Block) -> tuple[object, ...]:
+    if isinstance(block, torch.Tensor):
+        return block.shape, block.dtype, block.is_contiguous()
+    return type(block), block.shape
 
 
 def _dequantize(value: object) -> object:

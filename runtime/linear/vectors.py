@@ -59,8 +59,8 @@ def fit_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
 
 
 def fit_pairs(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """That of x of bfloat16, where the vectors multiply pairs."""
-    is_paired = x_MK.dtype is torch.bfloat16
+    """That of x of bfloat16, where the vectors multiply pairs: words, which do not begin between two of them."""
+    is_paired = x_MK.dtype is torch.bfloat16 and x_MK.storage_offset() % 2 == 0
     return is_paired and fit_kernel(x_MK, blocks, {torch.bfloat16}, 2 * STEP_INPUTS, packed=True)
 
 

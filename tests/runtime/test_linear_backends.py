@@ -80,6 +80,14 @@ def test_pairs_are_multiplied_with_what_packed_rows_are_rounded_to(name: str, nu
 
 
 @PAIRED
+def test_inputs_that_begin_inside_of_a_word_go_another_way() -> None:
+    numbers, blocks = random(1, 513).bfloat16().flatten(), [random(288, 256, seed=1).bfloat16()]
+    x = numbers[1:].view(2, 256)
+    assert not takes(LinearBackend.pairs, x, blocks)
+    assert torch.equal(linear(x, blocks, always(LinearBackend.pairs)), linear(x, blocks))
+
+
+@PAIRED
 def test_several_weights_are_multiplied_by_pairs_at_once_to_the_same_bits() -> None:
     x, weights = random(5, 256).bfloat16(), [[random(rows, 256, seed=rows).bfloat16()] for rows in (288, 256)]
     found = fused_linear(x, weights, always(LinearBackend.pairs))
