@@ -32,7 +32,7 @@ class BatchedExperts:
     ):
         assert not paged or stream is not None, f"nothing brings in the experts of stages {sorted(paged)}"
         self._loaded, self._paged, self._stream, self._is_together = loaded, paged, stream, is_together
-        self._cpu, self._is_on_host = cpu, not is_together
+        self._cpu = cpu
         self._names = {
             module: f"{streamed.name}.{path}" if path else streamed.name
             for streamed in loaded.staged.modules
@@ -72,13 +72,12 @@ class BatchedExperts:
     def _mixed(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
         """The sum over each token's experts, of which other ranks may have some, or parts of each."""
         own = own_experts(module)
-        if own is None and gathering_of(module) is None and self._is_on_host and stage not in self._paged:
-            found = in_host_memory(module, hidden_TD, visits)
-            if found is not None:
-                return found
         if own is None:
-            mix = mixed if gathering_of(module) is None else split_mixed
-            return mix(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+            if gathering_of(module) is not None:
+                return split_mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit))
+            is_there = not self._is_together and stage not in self._paged
+            found = in_host_memory(module, hidden_TD, visits) if is_there else None
+            return mixed(module, hidden_TD, visits, self._hit(stage, module, visits.hit)) if found is None else found
         hit = [expert for expert in visits.hit if expert in own]
         return mixed_among(module, hidden_TD, visits, self._hit(stage, module, hit, first=own.start))
 

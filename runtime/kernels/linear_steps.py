@@ -57,14 +57,7 @@ def _transpose(typing: Any, rows: Any, num_rows: Any, shift: Any, out: Any, num_
         columns, num_read, shift, written, num_written = arguments
         first, apart = first_of(context, builder, rows, columns), apart_of(builder, columns)
         target, out_apart = first_of(context, builder, out, written), apart_of(builder, written)
-        read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
-        for i, own in enumerate(read):
-            builder.store(FLOATS(None), own)
-            number = builder.lshr(shift.type(i), shift)
-            with builder.if_then(builder.icmp_signed("<", number, num_read), likely=True):
-                place = builder.gep(first, [builder.mul(apart, number)])
-                builder.store(load(builder, types.float32, place, None), own)
-        for i, vector in enumerate(_transposed(builder, [builder.load(own) for own in read])):
+        for i, vector in enumerate(_columns(builder, first, apart, num_read, shift)):
             with builder.if_then(_is_above(builder, num_written, i), likely=True):
                 store(builder, vector, _nth(builder, target, i, out_apart))
         return context.get_dummy_value()
@@ -79,12 +72,7 @@ def _take_apart(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any, num
         given, num_read, wanted, written, num_written = arguments
         first, target = first_of(context, builder, sums, given), first_of(context, builder, out, written)
         apart, n = apart_of(builder, written), num_read.type
-        read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
-        for i, own in enumerate(read):
-            builder.store(FLOATS(None), own)
-            with builder.if_then(_is_above(builder, num_read, i), likely=True):
-                builder.store(load(builder, types.float32, builder.gep(first, [n(i * LANES)]), None), own)
-        vectors = _transposed(builder, [builder.load(own) for own in read])
+        vectors = _columns(builder, first, n(LANES), num_read, n(0))
         for count in SIDES:
             with builder.if_then(_is(builder, wanted, count)):
                 end = builder.mul(num_read, n(count))
@@ -139,6 +127,18 @@ def _by_turns(builder: Builder, vectors: list[Value]) -> list[Value]:
     turns = [lane for i in range(LANES) for lane in (i, LANES + i)]
     halves = turns[:LANES], turns[LANES:]
     return [shuffle(builder, a, b, half) for a, b in zip(even, odd, strict=True) for half in halves]
+
+
+def _columns(builder: Builder, first: Value, apart: Value, num_rows: Value, shift: Value) -> list[Value]:
+    """The columns of LANES rows, of which the first `num_rows` are read, each 2^shift times; others are 0."""
+    read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
+    for i, own in enumerate(read):
+        builder.store(FLOATS(None), own)
+        number = builder.lshr(shift.type(i), shift)
+        with builder.if_then(builder.icmp_signed("<", number, num_rows), likely=True):
+            place = builder.gep(first, [builder.mul(apart, number)])
+            builder.store(load(builder, types.float32, place, None), own)
+    return _transposed(builder, [builder.load(own) for own in read])
 
 
 def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
