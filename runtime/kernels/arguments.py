@@ -17,6 +17,7 @@ WINDOW4, INT8, INT4, FLOAT8 = range(4)  # ways of packing: so, and codes with sc
 BYTES, SIGNED_BYTES, SCALED_FLOAT8, HALVES, FLOAT4, IN_TABLE = range(4, 10)
 WORDS4, WORDS8, ROW_WORDS = range(10, 13)
 INT4_MIDDLE = 8  # what is added to codes of four bits, so that they are not negative
+FLOAT32, BFLOAT16, FLOAT16 = range(3)  # what numbers of an output are
 CODE_RUN = 32  # codes side by side: those of four bits lie in as many half bytes, the first half of them in low ones
 CHUNK_TOKENS = 64  # with its queries and sums a chunk's scores stay in 48 KiB of L1, at 32 heads of 128
 Span: TypeAlias = tuple[int, int]  # from the first number up to the second

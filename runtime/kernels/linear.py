@@ -20,18 +20,17 @@ from .grouped import UNIT_ROWS
 from .linear_steps import (
     CHAIN_INPUTS,
     MOST_VECTORS,
-    SIDES,
     WEIGHT_ROWS,
     add_products,
     numbers_per_word,
     round_to_pairs,
     take,
-    take_apart,
     take_side_by_side,
-    transpose,
 )
+from .outputs import Output, as_output, give_rows, place_in
 from .packed import Packed, as_packed, packed_place, widen_packed
 from .primitives import LANES, Place, RowsAt, begin_items
+from .squares import SIDES, take_apart, transpose
 from .window4 import put_escapes
 
 CHUNK_ROWS = 256  # of w, at most, for which a block of x is read once
@@ -88,7 +87,7 @@ def _num_blocks(num_groups: int) -> int:
 @kept
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
     """Groups [first, last) of rows of x, K words each, one after the other, each (K, vectors, LANES); zeros behind the
-    last row."""
+    last row. A word is float32, widened where x is of 16 bits, or a pair of bfloat16, given as such."""
     M, K = x_MK.shape
     (_, least, num_larger), shift = _groups(M), _sides(M) // 2
     for g in range(first, last):
@@ -97,29 +96,32 @@ def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) 
             num_rows = max(0, min(LANES, M - begin - m))
             for k in range(0, K, LANES):
                 to = begin * K + k * width + m
-                transpose(RowsAt(x_MK, (begin + m) * K + k, K), num_rows, shift, RowsAt(inputs, to, width), LANES)
+                transpose(RowsAt(x_MK, (begin + m) * K + k, K), num_rows, shift, RowsAt(inputs, to, width))
 
 
 @njit(fastmath=REORDERED)
-def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out_MN: np.ndarray, begin: int) -> None:
-    """Sums of `width` rows of w with a block, as columns of out from `begin` on."""
-    row, N, at = (block.first * block.least + min(block.first, block.num_larger)) * LANES, out_MN.shape[1], 0
+def _take_out(sums: np.ndarray, width: int, num_rows: int, block: Block, out: Output, begin: int, own: RowsAt) -> None:
+    """Sums of `width` rows of w with a block, as columns of out from `begin` on. `own`: room for a square."""
+    row, at = (block.first * block.least + min(block.first, block.num_larger)) * LANES, 0
     for g in range(block.first, block.last):
         apart = (block.least + (g < block.num_larger)) * LANES
         for m in range(0, min(apart, num_rows - row), LANES):
             for n in range(0, width, LANES):
-                columns, out = RowsAt(sums, at + n * apart + m, apart), RowsAt(out_MN, (row + m) * N + begin + n, N)
-                transpose(columns, LANES, 0, out, min(LANES, num_rows - row - m))
+                transpose(RowsAt(sums, at + n * apart + m, apart), LANES, 0, own)
+                give_rows(own, min(LANES, num_rows - row - m), LANES, place_in(out, row + m, begin + n), out.kind)
         row, at = row + apart, at + CHUNK_ROWS * apart
 
 
 @njit(fastmath=REORDERED)
-def _take_sides_out(sums: np.ndarray, width: int, num_rows: int, sides: int, out_MN: np.ndarray, begin: int) -> None:
+def _take_sides_out(
+    sums: np.ndarray, width: int, num_rows: int, sides: int, out: Output, begin: int, own: RowsAt
+) -> None:
     """`_take_out` of sums of rows of w side by side."""
-    N = out_MN.shape[1]
     for n in range(0, width, LANES * sides):
         num_sums = min(LANES, (width - n) // sides)
-        take_apart(Place(sums, n // sides * LANES), num_sums, sides, RowsAt(out_MN, begin + n, N), num_rows)
+        take_apart(Place(sums, n // sides * LANES), num_sums, sides, Place(own.numbers, own.at))
+        rows = RowsAt(own.numbers, own.at, LANES * sides)
+        give_rows(rows, num_rows, num_sums * sides, place_in(out, 0, begin + n), out.kind)
 
 
 @njit(fastmath=REORDERED)
@@ -244,7 +246,7 @@ def _multiply(
     step: int,
     begun: np.ndarray,
     inputs: np.ndarray,
-    out_MN: np.ndarray,
+    out: Output,
     begin: int,
     num_rows: int,
     words: np.ndarray,
@@ -257,7 +259,7 @@ def _multiply(
     bits = tile.view(np.uint32)  # once: a view counts references, which takes as long as a row
     apart, per_word = _row_apart(w, num_weights, packed), numbers_per_word(words)
     num_words, group_apart, sides = K // per_word, _group_apart(packed) * per_word, _sides(num_rows)
-    whole = num_weights // PAIR_ROWS * PAIR_ROWS
+    whole, square = num_weights // PAIR_ROWS * PAIR_ROWS, RowsAt(tile, 0, LANES)
     top = begin_items(begun, step)
     while top < whole:
         width = min(step, whole - top)
@@ -275,9 +277,9 @@ def _multiply(
                     ahead, span = Ahead(next_at, num_next, apart, group_apart), (n, n + count)
                     _multiply_tile(words, span, inputs, chain, block, sums, num_words, w, ahead, sides)
             if sides > 1:
-                _take_sides_out(sums, width, num_rows, sides, out_MN, begin + top)
+                _take_sides_out(sums, width, num_rows, sides, out, begin + top, square)
             else:
-                _take_out(sums, width, num_rows, block, out_MN, begin + top)
+                _take_out(sums, width, num_rows, block, out, begin + top, square)
         top = begin_items(begun, step)
 
 
@@ -288,19 +290,21 @@ def linear(
     step: int,
     begun: np.ndarray,
     inputs: np.ndarray,
-    out_MN: np.ndarray,
+    halves: np.ndarray,
+    kind: int,
     begin: int,
     num_rows: int,
     words: np.ndarray,
     tile: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """All rows of w but those behind the last `PAIR_ROWS`, times the `num_rows` rows of x in `inputs`, into columns of
-    `out_MN` from `begin` on. Threads that call it with one `begun`, of which the first number was 0, share the rows,
-    `step` at a time, a multiple of LANES up to CHUNK_ROWS; each has a `tile`, `words` and `sums` of its own, used anew
-    again and again. `words` are twice as many as the tile's: where x is float32 the tile and those behind it, uint32
-    where `inputs` are, pairs of bfloat16."""
-    _multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, step, begun, inputs, out_MN, begin, num_rows, words, tile, sums)
+    """All rows of w but those behind the last `PAIR_ROWS`, times the `num_rows` rows of x in `inputs`, into columns
+    from `begin` on of an output of that kind, all of whose rows the `halves` are, see `outputs`. Threads that call it
+    with one `begun`, of which the first number was 0, share the rows, `step` at a time, a multiple of LANES up to
+    CHUNK_ROWS; each has a `tile`, `words` and `sums` of its own, used anew again and again. `words` are twice as many
+    as the tile's: where x is float32 the tile and those behind it, uint32 where `inputs` are, pairs of bfloat16."""
+    out = as_output(halves, kind)
+    _multiply(w_NK, w_NK.shape[0], w_NK.shape[1], None, step, begun, inputs, out, begin, num_rows, words, tile, sums)
 
 
 @kept
@@ -318,7 +322,8 @@ def linear_packed(
     step: int,
     begun: np.ndarray,
     inputs: np.ndarray,
-    out_MN: np.ndarray,
+    halves: np.ndarray,
+    kind: int,
     begin: int,
     num_rows: int,
     words: np.ndarray,
@@ -328,4 +333,5 @@ def linear_packed(
     """See `linear`, bit by bit the same, of packed rows: bytes, one behind the other. See `packed.as_packed` for how
     they lie."""
     packed = as_packed(layout, starts, columns, exponents, scales, zeros, factors, table, groups)
-    _multiply(body, packed.num_rows, layout[2], packed, step, begun, inputs, out_MN, begin, num_rows, words, tile, sums)
+    out = as_output(halves, kind)
+    _multiply(body, packed.num_rows, layout[2], packed, step, begun, inputs, out, begin, num_rows, words, tile, sums)

@@ -34,6 +34,7 @@ from .primitives import (
     add_pairs,
     apart_of,
     first_of,
+    is_equal,
     load,
     multiply_add,
     prefetch,
@@ -42,50 +43,13 @@ from .primitives import (
     splat,
     store,
 )
+from .squares import SIDES, by_turns
 
 MOST_VECTORS = 3 if LANES == 16 else 2  # of rows of x side by side
 WEIGHT_ROWS = 24 if LANES == 16 else 12  # widened at once: as many as there are sums
-SIDES = (4, 2) if LANES == 16 else (2,)  # rows of w that may lie side by side, the most first
 CHAIN_INPUTS = 256  # words that are added up in registers, at most; widened rows lie as many apart
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
 _AHEAD = 4  # inputs ahead of which those of x are asked into the first cache: 3 % of a product of 480 rows
-
-
-@intrinsic
-def _transpose(typing: Any, rows: Any, num_rows: Any, shift: Any, out: Any, num_kept: Any) -> Any:
-    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        columns, num_read, shift, written, num_written = arguments
-        first, apart = first_of(context, builder, rows, columns), apart_of(builder, columns)
-        target, out_apart = first_of(context, builder, out, written), apart_of(builder, written)
-        for i, vector in enumerate(_columns(builder, first, apart, num_read, shift)):
-            with builder.if_then(_is_above(builder, num_written, i), likely=True):
-                store(builder, vector, _nth(builder, target, i, out_apart))
-        return context.get_dummy_value()
-
-    n = types.intp
-    return types.void(rows, n, n, out, n), build
-
-
-@intrinsic
-def _take_apart(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any, num_rows: Any) -> Any:
-    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        given, num_read, wanted, written, num_written = arguments
-        first, target = first_of(context, builder, sums, given), first_of(context, builder, out, written)
-        apart, n = apart_of(builder, written), num_read.type
-        vectors = _columns(builder, first, n(LANES), num_read, n(0))
-        for count in SIDES:
-            with builder.if_then(_is(builder, wanted, count)):
-                end = builder.mul(num_read, n(count))
-                for m in range(LANES // count):
-                    with builder.if_then(_is_above(builder, num_written, m)):
-                        row = _nth(builder, target, m, apart)
-                        for i, vector in enumerate(_by_turns(builder, vectors[m * count : (m + 1) * count])):
-                            with builder.if_then(_is_above(builder, end, i * LANES)):
-                                store(builder, vector, builder.gep(row, [n(i * LANES)]))
-        return context.get_dummy_value()
-
-    n = types.intp
-    return types.void(sums, n, n, out, n), build
 
 
 @intrinsic
@@ -95,14 +59,14 @@ def _take_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, si
         first, apart = first_of(context, builder, rows, given), apart_of(builder, given)
         target, n = first_of(context, builder, out, written), end.type
         for sides in SIDES:
-            with builder.if_then(_is(builder, wanted, sides)):
+            with builder.if_then(is_equal(builder, wanted, sides)):
                 slices = cgutils.for_range_slice(builder, n(0), count, n(sides), n)
                 with slices as (row, _), cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
                     numbers = [builder.add(row, n(i)) for i in range(sides)]
                     each = [builder.gep(first, [builder.mul(number, apart)]) for number in numbers]
                     vectors = [_words(builder, rows, out, stored, k) for stored in each]
                     to = builder.add(builder.mul(row, n(CHAIN_INPUTS)), builder.mul(k, n(sides)))
-                    for i, vector in enumerate(_by_turns(builder, vectors)):
+                    for i, vector in enumerate(by_turns(builder, vectors)):
                         store(builder, vector, builder.gep(target, [builder.add(to, n(i * LANES))]))
         return context.get_dummy_value()
 
@@ -117,54 +81,6 @@ def _words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Val
         return load(builder, dtype, builder.gep(stored, [k]), None)
     place = builder.gep(builder.bitcast(stored, INT.as_pointer()), [k])
     return builder.load(builder.bitcast(place, INTS.as_pointer()), align=dtype.bitwidth // 8)
-
-
-def _by_turns(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Lays out as many vectors: the first lane of each, then the second of each."""
-    if len(vectors) == 1:
-        return vectors
-    even, odd = _by_turns(builder, vectors[::2]), _by_turns(builder, vectors[1::2])
-    turns = [lane for i in range(LANES) for lane in (i, LANES + i)]
-    halves = turns[:LANES], turns[LANES:]
-    return [shuffle(builder, a, b, half) for a, b in zip(even, odd, strict=True) for half in halves]
-
-
-def _columns(builder: Builder, first: Value, apart: Value, num_rows: Value, shift: Value) -> list[Value]:
-    """The columns of LANES rows, of which the first `num_rows` are read, each 2^shift times; others are 0."""
-    read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
-    for i, own in enumerate(read):
-        builder.store(FLOATS(None), own)
-        number = builder.lshr(shift.type(i), shift)
-        with builder.if_then(builder.icmp_signed("<", number, num_rows), likely=True):
-            place = builder.gep(first, [builder.mul(apart, number)])
-            builder.store(load(builder, types.float32, place, None), own)
-    return _transposed(builder, [builder.load(own) for own in read])
-
-
-def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """LANES of them. The square is cut in four, of which two change places; then each of these."""
-    vectors, width = list(vectors), LANES
-    while width > 1:
-        width //= 2
-        is_first = [lane // width % 2 == 0 for lane in range(LANES)]
-        upper = [lane if first else LANES + lane - width for lane, first in enumerate(is_first)]
-        lower = [lane + width if first else LANES + lane for lane, first in enumerate(is_first)]
-        for i in (lane for lane in range(LANES) if is_first[lane]):
-            a, b = vectors[i], vectors[i + width]
-            vectors[i], vectors[i + width] = shuffle(builder, a, b, upper), shuffle(builder, a, b, lower)
-    return vectors
-
-
-def _nth(builder: Builder, first: Value, i: int, apart: Value) -> Value:
-    return builder.gep(first, [builder.mul(apart, apart.type(i))])
-
-
-def _is_above(builder: Builder, number: Value, least: int) -> Value:
-    return builder.icmp_signed(">", number, number.type(least))
-
-
-def _is(builder: Builder, number: Value, wanted: int) -> Value:
-    return builder.icmp_signed("==", number, number.type(wanted))
 
 
 @intrinsic
@@ -256,10 +172,10 @@ def _add_products(
 
         shapes = [(vectors, 1) for vectors in range(1, MOST_VECTORS + 1)] + [(1, sides) for sides in SIDES]
         for vectors, sides in shapes:
-            is_so = builder.and_(_is(builder, given.num_vectors, vectors), _is(builder, given.sides, sides))
+            is_so = builder.and_(is_equal(builder, given.num_vectors, vectors), is_equal(builder, given.sides, sides))
             with builder.if_then(is_so):
                 for rows in _heights(vectors):
-                    with builder.if_then(_is(builder, given.num_rows, rows)):
+                    with builder.if_then(is_equal(builder, given.num_rows, rows)):
                         shape = rows // sides, vectors, sides
                         totals = _totals(builder, firsts[0], firsts[1], shape, given.num_inputs, ask_ahead)
                         _give(builder, totals, firsts[2], given.is_first)
@@ -324,12 +240,6 @@ def _give(builder: Builder, totals: list[Value], results: Value, is_first: Value
         store(builder, builder.fadd(before, total), place)
 
 
-# `num_rows` of rows as columns of a square of LANES x LANES, each 2^shift times; the first `num_kept` rows of that go
-# to `out`. Columns that have no row are 0.
-transpose: Callable[[RowsAt, int, int, RowsAt, int], None] = cast(Any, _transpose)
-# `num_sums` vectors, up to LANES, of rows of w with their sides in lanes beside each other, as rows of `out`, of which
-# `num_rows` are wanted; in each of them the sums of all these rows of w.
-take_apart: Callable[[Place, int, int, RowsAt, int], None] = cast(Any, _take_apart)
 # So many words, a multiple of LANES, of `num_rows` stored rows as `take` takes them, each with its next ones by turns.
 take_side_by_side: Callable[[RowsAt, int, int, int, Place], None] = cast(Any, _take_side_by_side)
 # So many words, a multiple of LANES, of a stored row: float32, or uint32 for pairs of bfloat16, which stay as they are.

@@ -137,10 +137,10 @@ def ints(number: int) -> Value:
     return INTS([number] * LANES)
 
 
-def store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = None) -> None:
+def store(builder: Builder, vector: Value, pointer: Value, mask: Value | None = None, align: int = 4) -> None:
     place = builder.bitcast(pointer, vector.type.as_pointer())
     if mask is None:
-        builder.store(vector, place, align=4)
+        builder.store(vector, place, align=align)
     else:
         call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [vector, place, INT(4), mask])
 
@@ -169,6 +169,23 @@ def round_to_words(builder: Builder, low: Value, high: Value) -> Value:
     order = [*range(2 * LANES)]
     rounded = builder.fptrunc(shuffle(builder, low, high, order), ir.VectorType(_BFloat16(), 2 * LANES))
     return builder.bitcast(rounded, INTS)
+
+
+def nearest_bfloat16(builder: Builder, numbers: Value) -> Value:
+    """The bits of the bfloat16 nearest to a float32, or to each of a vector, in the low half of a word."""
+    is_vector = numbers.type == FLOATS
+    bits = builder.bitcast(numbers, INTS if is_vector else INT)
+
+    def constant(number: int) -> Value:
+        return ints(number) if is_vector else INT(number)
+
+    last = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    nearest = builder.lshr(builder.add(bits, builder.add(last, constant(0x7FFF))), constant(16))
+    return builder.select(builder.fcmp_unordered("uno", numbers, numbers), constant(0x7FC0), nearest)
+
+
+def is_equal(builder: Builder, number: Value, wanted: int) -> Value:
+    return builder.icmp_signed("==", number, number.type(wanted))
 
 
 def splat(builder: Builder, number: Value) -> Value:
@@ -256,11 +273,7 @@ def _rounded(typing: Any, number: Any, stored: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         if stored == types.float32:
             return arguments[0]
-        bits = builder.bitcast(arguments[0], INT)
-        last = builder.and_(builder.lshr(bits, INT(16)), INT(1))
-        nearest = builder.lshr(builder.add(bits, builder.add(last, INT(0x7FFF))), INT(16))
-        is_none = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        return builder.trunc(builder.select(is_none, INT(0x7FC0), nearest), ir.IntType(16))
+        return builder.trunc(nearest_bfloat16(builder, arguments[0]), ir.IntType(16))
 
     return stored(number, stored), build
 

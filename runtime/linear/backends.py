@@ -13,7 +13,6 @@ import torch
 from ..kernels.arguments import PAIR_ROWS
 from ..kernels.compiler import has_compiler, has_fast_pairs, has_matrix_unit, has_pairs
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
-from ..plan.placement.memory import WIDE_ROWS
 from ..profiles import BackendTable, LinearBackend
 from .panels import Block, panels
 from .rows import KernelRows
@@ -32,6 +31,7 @@ MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
 WEIGHTS_PER_THREAD = 8  # from which on it matters little that each has a number of its own
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
 STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
+IN_VECTORS = (LinearBackend.vectors, LinearBackend.widened, LinearBackend.pairs)  # where the kernel takes them
 
 Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
 
@@ -42,18 +42,17 @@ def prepare_products(
     """Loads, and at the first time compiles, what multiplies inputs of a dtype with weights of these dtypes and storage
     formats, so that no pass takes its time and memory."""
     if inputs == torch.bfloat16 and has_fast_pairs():
-        prepare_vectors({inputs} & set(stored), formats, inputs)
+        prepare_vectors({inputs} & set(stored), formats, inputs, pairs=True)
         return
     if has_matrix_unit() and inputs == torch.float32:
         prepare_tiles()
-    prepare_vectors(stored if inputs == torch.float32 else {inputs} & set(stored), formats)
+    prepare_vectors(stored if inputs == torch.float32 else {inputs} & set(stored), formats, inputs)
 
 
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
     """Returns x @ w.T (M, N) of the blocks of w below each other, by the backend that was measured to be the fastest;
     without a table by the rule."""
-    way = backend_of(x_MK, blocks, table)
-    return _in_float32(x_MK, [blocks], table)[0] if way is LinearBackend.widened else BACKENDS[way](x_MK, blocks)
+    return BACKENDS[backend_of(x_MK, blocks, table)](x_MK, blocks)
 
 
 def fused_linear(
@@ -62,17 +61,12 @@ def fused_linear(
     """Returns that of several weights, each of blocks, at once where a kernel takes each of them: to the bits of
     `linear`, so that it does not matter who has multiplied them before."""
     ways = {backend_of(x_MK, blocks, table) for blocks in weights}
-    match ways.pop() if len(ways) == 1 else None:
-        case LinearBackend.tiles:
-            return multiply_all_in_tiles(x_MK, cast(Sequence[Sequence[torch.Tensor]], weights))
-        case LinearBackend.vectors:
-            return multiply_all_in_vectors(x_MK, weights)
-        case LinearBackend.pairs:
-            return _all_in_pairs(x_MK, weights)
-        case LinearBackend.widened:
-            return _in_float32(x_MK, weights, table)
-        case _:
-            return [linear(x_MK, blocks, table) for blocks in weights]
+    way = ways.pop() if len(ways) == 1 else None
+    if way is LinearBackend.tiles:
+        return multiply_all_in_tiles(x_MK, cast(Sequence[Sequence[torch.Tensor]], weights))
+    if way in IN_VECTORS and all(fit_vectors(x_MK, blocks) for blocks in weights):
+        return multiply_all_in_vectors(x_MK, weights, pairs=way is LinearBackend.pairs)
+    return [linear(x_MK, blocks, table) for blocks in weights]
 
 
 def grouped_linear(
@@ -82,12 +76,10 @@ def grouped_linear(
     the same backend takes them. Weights are alike; where no run is long, a thread takes whole ones."""
     rows, blocks = groups[0]
     way = backend_of(x_VK[rows], blocks, table)
-    if way is LinearBackend.widened:
-        return grouped_linear(x_VK.float(), groups, table).to(x_VK.dtype)
     is_whole = all(block.shape[0] % PAIR_ROWS == 0 for block in blocks)
     has_room = all(rows.stop - rows.start <= GROUP_ROWS for rows, _ in groups)
-    if way in (LinearBackend.vectors, LinearBackend.pairs) and is_whole and has_room:
-        return multiply_groups_in_vectors(x_VK, groups).to(x_VK.dtype)
+    if way in IN_VECTORS and fit_vectors(x_VK[rows], blocks) and is_whole and has_room:
+        return multiply_groups_in_vectors(x_VK, groups, pairs=way is LinearBackend.pairs)
     return torch.cat([linear(x_VK[rows], blocks, table) for rows, blocks in groups])
 
 
@@ -95,28 +87,6 @@ def suits_groups(num_rows: int, num_weights: int) -> bool:
     """Whether threads that take whole weights, of so many, for so many rows together, end at about the same time, and
     save more than they would wait for each other at the product of each."""
     return num_weights >= WEIGHTS_PER_THREAD * torch.get_num_threads() and num_rows <= GROUP_ROWS * num_weights
-
-
-def _in_float32(
-    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None
-) -> list[torch.Tensor]:
-    return _rounded_once(x_MK, weights, lambda rows: fused_linear(rows.float(), weights, table))
-
-
-def _all_in_pairs(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
-    return _rounded_once(x_MK, weights, lambda rows: multiply_all_in_vectors(rows, weights))
-
-
-def _rounded_once(
-    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], multiply: Callable[[torch.Tensor], list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """Products whose sums are float32, of WIDE_ROWS rows at a time."""
-    outs = [x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks)) for blocks in weights]
-    for first in range(0, len(x_MK), WIDE_ROWS):
-        rows = slice(first, first + WIDE_ROWS)
-        for out_MN, found in zip(outs, multiply(x_MK[rows]), strict=True):
-            out_MN[rows] = found
-    return outs
 
 
 def backend_of(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> LinearBackend:
@@ -146,7 +116,7 @@ def takes(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -
         case LinearBackend.tiles:
             return has_matrix_unit() and fit_tiles(x_MK, blocks)
         case LinearBackend.vectors:
-            return has_compiler() and fit_vectors(x_MK, blocks)
+            return has_compiler() and x_MK.dtype == torch.float32 and fit_vectors(x_MK, blocks)
         case LinearBackend.widened:
             return has_compiler() and _may_widen(x_MK, blocks)
         case LinearBackend.pairs:
@@ -209,11 +179,14 @@ def _in_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 
 def _in_pairs(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    return _all_in_pairs(x_MK, [blocks])[0]
+    return multiply_in_vectors(x_MK, blocks, pairs=True)
 
 
 def _widened(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    return _in_float32(x_MK, [blocks], None)[0]
+    """Inside of the kernel, or as a whole where that does not take them."""
+    if fit_vectors(x_MK, blocks):
+        return multiply_in_vectors(x_MK, blocks)
+    return linear(x_MK.float(), blocks).to(x_MK.dtype)
 
 
 def _weights_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:

@@ -43,7 +43,7 @@ def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[torch.Tensor]) -> tor
 
 def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """That of several weights, for which x is laid out once."""
-    return in_runs_of_rows(x_MK, weights, PART_BYTES, _multiply)
+    return in_runs_of_rows(x_MK, weights, _multiply, words=torch.float32, number_bytes=PART_BYTES)
 
 
 def _multiply(x_MK: np.ndarray, targets: Sequence[Target]) -> None:

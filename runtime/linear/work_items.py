@@ -151,22 +151,28 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 
 
 def in_runs_of_rows(
-    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], number_bytes: int, multiply: Multiply
+    x_MK: torch.Tensor,
+    weights: Sequence[Sequence[Block]],
+    multiply: Multiply,
+    *,
+    words: torch.dtype,
+    number_bytes: int,
 ) -> list[torch.Tensor]:
-    """Returns the products (M, N), float32, of each of these weights, whose blocks lie below each other. As many rows
-    of x at a time as `INPUT_BYTES` hold, in words of 32 bits; the rows of w behind the last 32 go by torch."""
+    """Returns the products (M, N), of x's dtype, of each of these weights, whose blocks lie below each other. As many
+    rows of x at a time, viewed as `words`, as `INPUT_BYTES` hold laid out, with so many bytes for each number; the rows
+    of w behind the last 32 go by torch."""
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
     outs, parts, has_rests = list[torch.Tensor](), list[_Part](), False
     for blocks in weights:
-        out_MN = torch.empty(num_rows, sum(block.shape[0] for block in blocks))
-        out, column = out_MN.numpy(), 0
+        out_MN = x_MK.new_empty(num_rows, sum(block.shape[0] for block in blocks))
+        out, column = out_MN.view(BITS[out_MN.dtype]).numpy(), 0
         outs.append(out_MN)
         for block in blocks:
             parts += _parts(block, out, column)
             column += block.shape[0]
             has_rests = has_rests or block.shape[0] % PAIR_ROWS > 0
-    x = x_MK.view(torch.float32).numpy()
+    x = x_MK.view(words).numpy()
     most = max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
     for batch in _batches(parts):
         targets = [part.target() for part in batch]
@@ -189,7 +195,7 @@ def _multiply_rests(x_MK: torch.Tensor, blocks: Sequence[Block], out_MN: torch.T
         column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
         if rest:
             rows = rows_of(block, slice(block.shape[0] - rest, block.shape[0])).to(x_MK.dtype)
-            torch.mm(x_MK.float(), rows.float().t(), out=out_MN[:, column - rest : column])
+            out_MN[:, column - rest : column] = torch.mm(x_MK.float(), rows.float().t())
 
 
 @cache

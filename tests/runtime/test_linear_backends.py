@@ -55,7 +55,6 @@ def test_inputs_of_16_bits_are_added_up_as_float32_and_rounded_once(
     num_rows: int, backend: LinearBackend, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "has_matrix_unit", lambda: False)
-    monkeypatch.setattr(backends, "WIDE_ROWS", 48)
     x, blocks = random(num_rows, 256).to(compute), [random(288, 256, seed=1).to(compute)]
     expected = (x.double() @ blocks[0].double().t()).to(compute)
     found = linear(x, blocks, always(backend))

@@ -124,7 +124,8 @@ def test_a_stored_weight_is_multiplied_so(
 @pytest.mark.parametrize(
     ("x", "blocks"),
     [
-        (random(4, 512).bfloat16(), [random(256, 512).bfloat16()]),
+        (random(4, 512).bfloat16(), [random(256, 512).half()]),
+        (random(4, 512).double(), [random(256, 512).double()]),
         (random(4, 512), [random(256, 512).double()]),
         (random(4, 500), [random(256, 500).bfloat16()]),
         (random(4, 512), [random(512, 256).bfloat16().t()]),
@@ -132,7 +133,7 @@ def test_a_stored_weight_is_multiplied_so(
         (random(0, 512), [random(256, 512).bfloat16()]),
         (random(4, 64), [random(64, 64).bfloat16()]),
     ],
-    ids=["bfloat16", "float64 weights", "odd inputs", "strided", "two dtypes", "no rows", "small"],
+    ids=["other 16 bits", "float64", "float64 weights", "odd inputs", "strided", "two dtypes", "no rows", "small"],
 )
 def test_what_does_not_fit_is_left_to_panels(x: torch.Tensor, blocks: list[torch.Tensor]) -> None:
     assert all(fit_vectors(random(4, 512), [random(256, 512).to(dtype)]) for dtype in DTYPES)

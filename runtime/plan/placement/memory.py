@@ -18,7 +18,6 @@ from .ledger import Entry
 
 PANEL_BYTES = 16 * MIB  # of widened weights, at most
 LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
-WIDE_ROWS = 512  # tokens whose inputs and outputs of 16 bits are float32 at a time on a CPU, see linear/backends.py
 GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/fused.py
 GROUPED_BYTES = 16 * MIB  # of what experts are given at once and make, on a CPU, see model/expert_groups.py
 LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
@@ -228,8 +227,6 @@ def lane_entries(
     widest = max(shape.hidden_size, heads, shape.intermediate_size)
     laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
     products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * shape.hidden_size * widest))  # few rows, then many
-    if shape.has_decode_kernel and size < 4:  # compiled for a CPU
-        products += 4 * min(largest, WIDE_ROWS) * (shape.hidden_size + max(heads, 2 * shape.intermediate_size))
     if shape.has_decode_kernel:
         products += _grouped_bytes(shape, sum(tokens))
     return (

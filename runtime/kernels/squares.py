@@ -1,0 +1,93 @@
+"""Squares of as many vectors as lanes, whose rows become columns: so inputs are laid out, and so sums are taken out.
+
+LANES rows of a square, of which some may be all that there are.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .primitives import FLOATS, LANES, Builder, Place, RowsAt, Value, apart_of, first_of, is_equal, load, shuffle, store
+
+SIDES = (4, 2) if LANES == 16 else (2,)  # rows of weights that may lie side by side, the most first
+
+
+@intrinsic
+def _transpose(typing: Any, rows: Any, num_rows: Any, shift: Any, out: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        first, target = (first_of(context, builder, *pair) for pair in ((rows, arguments[0]), (out, arguments[3])))
+        dtype, apart, out_apart = rows.types[0].dtype, apart_of(builder, arguments[0]), apart_of(builder, arguments[3])
+        for i, vector in enumerate(_columns(builder, dtype, first, apart, *arguments[1:3])):
+            store(builder, vector, _nth(builder, target, i, out_apart))
+        return context.get_dummy_value()
+
+    return types.void(rows, types.intp, types.intp, out), build
+
+
+@intrinsic
+def _take_apart(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any) -> Any:
+    def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
+        given, num_read, wanted, written = arguments
+        first, target = first_of(context, builder, sums, given), first_of(context, builder, out, written)
+        n = num_read.type
+        vectors = _columns(builder, types.float32, first, n(LANES), num_read, n(0))
+        for count in SIDES:
+            with builder.if_then(is_equal(builder, wanted, count)):
+                for m in range(LANES // count):
+                    for i, vector in enumerate(by_turns(builder, vectors[m * count : (m + 1) * count])):
+                        store(builder, vector, builder.gep(target, [n((m * count + i) * LANES)]))
+        return context.get_dummy_value()
+
+    return types.void(sums, types.intp, types.intp, out), build
+
+
+def by_turns(builder: Builder, vectors: list[Value]) -> list[Value]:
+    """Lays out as many vectors: the first lane of each, then the second of each."""
+    if len(vectors) == 1:
+        return vectors
+    even, odd = by_turns(builder, vectors[::2]), by_turns(builder, vectors[1::2])
+    turns = [lane for i in range(LANES) for lane in (i, LANES + i)]
+    halves = turns[:LANES], turns[LANES:]
+    return [shuffle(builder, a, b, half) for a, b in zip(even, odd, strict=True) for half in halves]
+
+
+def _columns(builder: Builder, dtype: Any, first: Value, apart: Value, num_rows: Value, shift: Value) -> list[Value]:
+    """The columns, as float32, of LANES rows, of which the first `num_rows` are read, each 2^shift times; others are
+    0."""
+    read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
+    for i, own in enumerate(read):
+        builder.store(FLOATS(None), own)
+        number = builder.lshr(shift.type(i), shift)
+        with builder.if_then(builder.icmp_signed("<", number, num_rows), likely=True):
+            place = builder.gep(first, [builder.mul(apart, number)])
+            builder.store(load(builder, dtype, place, None), own)
+    return _transposed(builder, [builder.load(own) for own in read])
+
+
+def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
+    """LANES of them. The square is cut in four, of which two change places; then each of these."""
+    vectors, width = list(vectors), LANES
+    while width > 1:
+        width //= 2
+        is_first = [lane // width % 2 == 0 for lane in range(LANES)]
+        upper = [lane if first else LANES + lane - width for lane, first in enumerate(is_first)]
+        lower = [lane + width if first else LANES + lane for lane, first in enumerate(is_first)]
+        for i in (lane for lane in range(LANES) if is_first[lane]):
+            a, b = vectors[i], vectors[i + width]
+            vectors[i], vectors[i + width] = shuffle(builder, a, b, upper), shuffle(builder, a, b, lower)
+    return vectors
+
+
+def _nth(builder: Builder, first: Value, i: int, apart: Value) -> Value:
+    return builder.gep(first, [builder.mul(apart, apart.type(i))])
+
+
+# `num_rows` of rows of stored numbers as columns of a square, float32, each 2^shift times. Columns that have no row
+# are 0.
+transpose: Callable[[RowsAt, int, int, RowsAt], None] = cast(Any, _transpose)
+# `num_sums` vectors, up to LANES, of rows of w with their sides in lanes beside each other, as LANES / sides rows of
+# `out`, LANES x sides apart: in each of them the sums of all these rows of w, then anything.
+take_apart: Callable[[Place, int, int, Place], None] = cast(Any, _take_apart)
