@@ -83,7 +83,7 @@ def _to_bfloat16(builder: Builder, numbers: Value) -> Value:
 
 
 def _to_float16(builder: Builder, numbers: Value) -> Value:
-    """Of three ranges: what is 2^16 and more, infinite or NaN; normal numbers, whose last bit may carry up to
+    """Numbers are of three ranges: 2^16 and more, infinite or NaN; normal ones, whose last bit may carry up to
     infinity; and subnormal ones, which a sum with 1/2 moves to its last bits."""
     bits = builder.bitcast(numbers, INTS)
     size = builder.and_(bits, ints(0x7FFFFFFF))

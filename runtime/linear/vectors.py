@@ -148,7 +148,7 @@ def _multiply(x_MW: np.ndarray, targets: Sequence[Target], *, kind: int, pairs: 
 
 
 def _words_of(x_MK: torch.Tensor, pairs: bool) -> torch.dtype:
-    """As what a kernel that lays x out is given its numbers: pairs of them look like float32."""
+    """The dtype as which a kernel that lays x out is given its numbers: pairs of them look like float32."""
     return torch.float32 if pairs else BITS[x_MK.dtype]
 
 
