@@ -34,6 +34,7 @@ from .primitives import (
     splat,
     store,
 )
+from .squares import turned
 
 UNIT_ROWS = LANES // 2  # rows of lanes, of which half are other columns
 WORD_COLUMNS = 8  # from the columns of one half of the lanes to those of the other
@@ -183,20 +184,6 @@ def _of_rows(builder: Builder, unit: _Unit, j: int) -> Value:
     return builder.and_(builder.lshr(words, INTS([*ROW_SHIFTS[:UNIT_ROWS]] * 2)), ints(15))
 
 
-def _turned(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Vector i has lane i of each of the vectors, in each half of eight."""
-    vectors, width = list(vectors), len(vectors)
-    while width > 1:
-        width //= 2
-        is_first = [lane // width % 2 == 0 for lane in range(LANES)]
-        upper = [lane if first else LANES + lane - width for lane, first in enumerate(is_first)]
-        lower = [lane + width if first else LANES + lane for lane, first in enumerate(is_first)]
-        for i in (lane for lane in range(len(vectors)) if is_first[lane]):
-            a, b = vectors[i], vectors[i + width]
-            vectors[i], vectors[i + width] = shuffle(builder, a, b, upper), shuffle(builder, a, b, lower)
-    return vectors
-
-
 class _Shared(NamedTuple):
     """Zero points and factors of the rows of a unit, as many numbers apart as there are rows, and the group of each
     column."""
@@ -224,7 +211,7 @@ def _halves(builder: Builder, numbers: Value, starts: list[Value]) -> Value:
 def _put_unit(builder: Builder, vectors: list[Value], out: Value, apart: Value, k: Value) -> None:
     """Numbers of column k + j and k + 8 + j are those of vector j; rows lie `apart` numbers apart."""
     n = k.type
-    for i, vector in enumerate(_turned(builder, vectors)):
+    for i, vector in enumerate(turned(builder, vectors)):
         row, column = i % UNIT_ROWS, i // UNIT_ROWS * WORD_COLUMNS
         place = builder.add(builder.mul(apart, n(row)), builder.add(k, n(column)))
         store(builder, vector, builder.gep(out, [place]))

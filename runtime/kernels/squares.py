@@ -64,18 +64,19 @@ def _columns(builder: Builder, dtype: Any, first: Value, apart: Value, num_rows:
         with builder.if_then(builder.icmp_signed("<", number, num_rows), likely=True):
             place = builder.gep(first, [builder.mul(apart, number)])
             builder.store(load(builder, dtype, place, None), own)
-    return _transposed(builder, [builder.load(own) for own in read])
+    return turned(builder, [builder.load(own) for own in read])
 
 
-def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """LANES of them. The square is cut in four, of which two change places; then each of these."""
-    vectors, width = list(vectors), LANES
+def turned(builder: Builder, vectors: list[Value]) -> list[Value]:
+    """Vector i has lane i of each of the vectors, in each run of as many lanes as there are vectors. The square is cut
+    in four, of which two change places; then each of these."""
+    vectors, width = list(vectors), len(vectors)
     while width > 1:
         width //= 2
         is_first = [lane // width % 2 == 0 for lane in range(LANES)]
         upper = [lane if first else LANES + lane - width for lane, first in enumerate(is_first)]
         lower = [lane + width if first else LANES + lane for lane, first in enumerate(is_first)]
-        for i in (lane for lane in range(LANES) if is_first[lane]):
+        for i in (lane for lane in range(len(vectors)) if is_first[lane]):
             a, b = vectors[i], vectors[i + width]
             vectors[i], vectors[i + width] = shuffle(builder, a, b, upper), shuffle(builder, a, b, lower)
     return vectors

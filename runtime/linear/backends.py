@@ -31,7 +31,6 @@ MANY_ROWS = 256  # beyond, to upcast a large panel is little beside its product
 WEIGHTS_PER_THREAD = 8  # from which on it matters little that each has a number of its own
 NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
 STORED = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # what a table knows
-IN_VECTORS = (LinearBackend.vectors, LinearBackend.widened, LinearBackend.pairs)  # where the kernel takes them
 
 Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
 
@@ -41,12 +40,10 @@ def prepare_products(
 ) -> None:
     """Loads, and at the first time compiles, what multiplies inputs of a dtype with weights of these dtypes and storage
     formats, so that no pass takes its time and memory."""
-    if inputs == torch.bfloat16 and has_fast_pairs():
-        prepare_vectors({inputs} & set(stored), formats, inputs, pairs=True)
-        return
     if has_matrix_unit() and inputs == torch.float32:
         prepare_tiles()
-    prepare_vectors(stored if inputs == torch.float32 else {inputs} & set(stored), formats, inputs)
+    own = stored if inputs == torch.float32 else {inputs} & set(stored)
+    prepare_vectors(own, formats, inputs, pairs=inputs == torch.bfloat16 and has_fast_pairs())
 
 
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
@@ -64,7 +61,7 @@ def fused_linear(
     way = ways.pop() if len(ways) == 1 else None
     if way is LinearBackend.tiles:
         return multiply_all_in_tiles(x_MK, cast(Sequence[Sequence[torch.Tensor]], weights))
-    if way in IN_VECTORS and all(fit_vectors(x_MK, blocks) for blocks in weights):
+    if way is not None and all(_is_by_kernel(way, x_MK, blocks) for blocks in weights):
         return multiply_all_in_vectors(x_MK, weights, pairs=way is LinearBackend.pairs)
     return [linear(x_MK, blocks, table) for blocks in weights]
 
@@ -78,9 +75,16 @@ def grouped_linear(
     way = backend_of(x_VK[rows], blocks, table)
     is_whole = all(block.shape[0] % PAIR_ROWS == 0 for block in blocks)
     has_room = all(rows.stop - rows.start <= GROUP_ROWS for rows, _ in groups)
-    if way in IN_VECTORS and fit_vectors(x_VK[rows], blocks) and is_whole and has_room:
+    if is_whole and has_room and _is_by_kernel(way, x_VK[rows], blocks):
         return multiply_groups_in_vectors(x_VK, groups, pairs=way is LinearBackend.pairs)
     return torch.cat([linear(x_VK[rows], blocks, table) for rows, blocks in groups])
+
+
+def _is_by_kernel(way: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
+    """Whether that of vectors multiplies them by this way, which takes them."""
+    if way is LinearBackend.widened:
+        return fit_vectors(x_MK, blocks)
+    return way in (LinearBackend.vectors, LinearBackend.pairs)
 
 
 def suits_groups(num_rows: int, num_weights: int) -> bool:

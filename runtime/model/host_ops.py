@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..attention.host_work import BITS
 from ..kernels.compiler import has_compiler
 from ..linear.work_items import parallel_for_groups
 from ..plan.placement.memory import GATED_ROWS
@@ -47,8 +48,7 @@ def _kernel() -> ModuleType:
 
 def _numbers(x: torch.Tensor) -> np.ndarray:
     """Sees float32, or the bits of bfloat16."""
-    x = x.detach()
-    return x.numpy() if x.dtype is torch.float32 else x.view(torch.int16).numpy().view(np.uint16)
+    return x.detach().view(BITS[x.dtype]).numpy()
 
 
 def _rows_of(x: torch.Tensor) -> np.ndarray:
