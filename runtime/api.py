@@ -130,7 +130,7 @@ class Runtime(Closing):
         if self._shared is not None:
             self.model = self._shared.joined(self.model, self.config.offload, self.device)
         self._advised: set[str] = set()
-        self._is_checked = False
+        self._checked = set[bool]()  # runs without scores, and with
         if not self.device.is_accelerator:
             found = find_products(self.host)
             found = found if self._shared is None else self._shared.products(found)
@@ -358,7 +358,7 @@ class Runtime(Closing):
                 num_halvings=num_halvings,
             )
             self.planner.announce(found, self._advised)
-            self._check_lanes(found)
+            self._check_lanes(found, requests)
             return found
 
         def confirm(plan: RunPlan, session: Session) -> None:
@@ -389,7 +389,7 @@ class Runtime(Closing):
         """Rank 0's session, which the others follow."""
         told = shared.plan(self.planner, requests, blocks, chunk_tokens)
         plan = shared.plan_told(told, self.planner, requests)
-        self._check_lanes(plan)
+        self._check_lanes(plan, requests)
         together = shared.begin(told)
         self.planner.announce(plan, self._advised)
         with self.session(plan, together) as session:
@@ -410,16 +410,18 @@ class Runtime(Closing):
                 assert isinstance(session, RankSession)
                 yield from session.follow(requests)
 
-    def _check_lanes(self, plan: RunPlan) -> None:
-        """Compares lanes with the class itself where that is due: once, while no weights are held. Of a part of every
-        matrix there is no other way to compute it."""
+    def _check_lanes(self, plan: RunPlan, requests: Sequence[Request]) -> None:
+        """Compares lanes with the class itself where that is due: once, and once more at the first scores, while no
+        weights are held. Of a part of every matrix there is no other way to compute it."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
         whole = self.model.shape if self._shared is None else self._shared.whole(self.model.shape)
-        is_first = whole is not None and not self._is_checked
+        scores = any(request.scoring is not None for request in requests)
+        is_first = whole is not None and scores not in self._checked
         if is_first and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
-            check_lanes(replace(self.model, shape=whole), self.config, self.budgets(), self.reader, self._should_stop)
+            config, stop = self.config, self._should_stop
+            check_lanes(replace(self.model, shape=whole), config, self.budgets(), self.reader, stop, scores=scores)
             reset_peak()
-        self._is_checked = True
+        self._checked |= {scores, False}
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
         """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""

@@ -15,9 +15,10 @@ _CONTEXT = multiprocessing.get_context("spawn")  # a fork would share the thread
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The process gave no answer: `why`."""
+    """The process gave no answer: `why`. `is_late`: within its time, of which a slow machine wants more."""
 
     why: str
+    is_late: bool = False
 
 
 @dataclass
@@ -88,7 +89,7 @@ def _answer(worker: _Worker, limit_seconds: float) -> object | Ended | None:
         worker.process.join()
         return Ended(why=f"its process ended with exit code {worker.process.exitcode}")
     if time.monotonic() - worker.began > limit_seconds:
-        return Ended(why=f"no answer within {limit_seconds:.0f} s")
+        return Ended(why=f"within {limit_seconds:.0f} s (seconds=...)", is_late=True)
     return None
 
 

@@ -15,17 +15,20 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from runtime import OffloadConfig, PolicyConfig, Runtime, SamplingConfig
 from runtime.config import MachineConfig, ModelConfig, PolicyKind, RuntimeConfig, Tier
 from runtime.engine.sequence import Completion
-from runtime.errors import MillraceError
+from runtime.errors import ConfigError, MillraceError
 from runtime.probing.decoder_config import decoder_config
 from runtime.probing.meta import auto_class
 from tests.tiny_checkpoints import MOST_PARAMETERS, NUM_NEW_TOKENS, TEMPERS, Answers, Silent, answers, save_tiny
 from tests.tiny_configs import tiny_config
+
+SCORE_TOLERANCE = 1e-4  # of a token's log-probability, as docs/evaluation.md promises
 
 
 class Outcome(Enum):
     exact = "exact"
     refused = "refused"
     no_config = "no tiny config"
+    no_answer = "no answer"
     wrong = "WRONG"
     crash = "CRASH"
 
@@ -147,10 +150,29 @@ def _compare(name: str, runtime: Runtime, answered: Answers) -> Verdict:
             pairs = zip(found, expected, strict=False)
             first = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), len(found))
             wrong.append(f"{index} from token {first}")
-    if not wrong:
-        return Verdict(name=name, outcome=Outcome.exact, lanes=lanes)
-    note = f"{len(wrong)} of {len(answered.prompts)} prompts: {', '.join(wrong)}"
-    return Verdict(name=name, outcome=Outcome.wrong, lanes=lanes, note=note)
+    if wrong:
+        note = f"{len(wrong)} of {len(answered.prompts)} prompts: {', '.join(wrong)}"
+        return Verdict(name=name, outcome=Outcome.wrong, lanes=lanes, note=note)
+    return _compare_scores(name, runtime, answered, lanes)
+
+
+def _compare_scores(name: str, runtime: Runtime, answered: Answers, lanes: str) -> Verdict:
+    if not answered.scored:
+        return Verdict(name=name, outcome=Outcome.exact, lanes=lanes, note="tokens; its forward gives no scores")
+    try:
+        results = runtime.score([(prompt, target) for prompt, target, _ in answered.scored])
+    except ConfigError as error:
+        return Verdict(
+            name=name, outcome=Outcome.exact, lanes=lanes, note=f"tokens; scores refused: {_one_line(error)}"
+        )
+    worst = 0.0
+    for result, (_, _, expected) in zip(results, answered.scored, strict=True):
+        if result.error is not None:
+            return Verdict(name=name, outcome=Outcome.wrong, lanes=lanes, note=f"score: {result.error}")
+        pairs = zip(result.token_logprobs, expected, strict=True)
+        worst = max(worst, *(abs(ours - theirs) for ours, theirs in pairs))
+    outcome = Outcome.exact if worst <= SCORE_TOLERANCE else Outcome.wrong
+    return Verdict(name=name, outcome=outcome, lanes=lanes, note=f"scores within {worst:.1e}")
 
 
 def _one_line(error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
     python -m tests.model_types [types=llama,t5] [processes=2] [seconds=180] [results=FILE]
 
-prints a row for each and the counts; the exit code is 1 where one is WRONG or CRASHES. With `results` each answer is
+prints a row for each and the counts; the exit code is 1 where one is WRONG or CRASHES. Exact are greedy tokens, and
+log-probabilities of targets within 1e-4. With `results` each answer is
 written to FILE as it comes, and those that are there already are not asked for again.
 """
 
@@ -60,7 +61,7 @@ def _row(verdict: Verdict) -> str:
 
 
 def _ended(name: str, ended: Ended) -> Verdict:
-    return Verdict(name=name, outcome=Outcome.crash, note=ended.why)
+    return Verdict(name=name, outcome=Outcome.no_answer if ended.is_late else Outcome.crash, note=ended.why)
 
 
 def _known(file: Path | None) -> dict[str, Verdict]:

@@ -21,5 +21,5 @@ def test_a_process_that_ends_is_an_answer_and_others_go_on() -> None:
 
 def test_a_process_that_hangs_is_ended() -> None:
     assert list(each_isolated(end_or_answer, ["hang"], num_processes=1, limit_seconds=0.1)) == [
-        ("hang", Ended(why="no answer within 0 s"))
+        ("hang", Ended(why="within 0 s (seconds=...)", is_late=True))
     ]

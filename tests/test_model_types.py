@@ -10,14 +10,15 @@ from tests.model_type_verdict import Outcome, judge
 from tests.model_types import main
 from tests.tiny_checkpoints import Answers, answers
 
-EXACT = ("gemma4", "video_llama_3", "git")
+EXACT = ("gemma4", "video_llama_3", "git", "youtu")
 REFUSED = {"xlm": "XLMWithLMHeadModel takes no cache"}
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_greedy_tokens_equal_transformers(name: str) -> None:
+def test_greedy_tokens_and_scores_equal_transformers(name: str) -> None:
     verdict = judge(name)
     assert verdict.outcome is Outcome.exact, verdict
+    assert verdict.note.startswith("scores within")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -27,16 +28,24 @@ def test_what_cannot_run_is_refused_in_one_line(name: str) -> None:
     assert REFUSED[name] in verdict.note
 
 
-def test_one_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spoils", ["token", "score"])
+def test_one_wrong_token_or_score_is_noticed(monkeypatch: pytest.MonkeyPatch, spoils: str) -> None:
     def spoilt(model: PreTrainedModel, vocab_size: int) -> Answers:
         true = answers(model, vocab_size)
-        return Answers(prompts=true.prompts, expected=[*true.expected[:-1], [*true.expected[-1][:-1], 0]])
+        expected = [*true.expected[:-1], [*true.expected[-1][:-1], 0]] if spoils == "token" else true.expected
+        scored = [(prompt, target, [*logprobs[:-1], logprobs[-1] - 2e-4]) for prompt, target, logprobs in true.scored]
+        return Answers(prompts=true.prompts, expected=expected, scored=scored)
 
     monkeypatch.setattr(model_type_verdict, "answers", spoilt)
     verdict = judge("llama")
     assert verdict.outcome is Outcome.wrong
     assert verdict.outcome.is_failure
-    assert "from token" in verdict.note
+    assert ("from token" if spoils == "token" else "scores within 2.0e-04") in verdict.note
+
+
+def test_a_slow_machine_is_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["types=llama", "seconds=0"]) == 0
+    assert "1 no answer, 0 WRONG, 0 CRASH" in capsys.readouterr().out
 
 
 def test_answers_of_an_earlier_call_are_kept_and_failures_show_in_the_exit_code(
@@ -48,4 +57,4 @@ def test_answers_of_an_earlier_call_are_kept_and_failures_show_in_the_exit_code(
     assert main(["types=a", f"results={results}"]) == 0
     results.write_text("\n".join([*lines, '{"name": "b", "outcome": "WRONG", "lanes": "packed", "note": "all"}']))
     assert main(["types=a,b", f"results={results}"]) == 1
-    assert "1 exact, 0 refused, 0 no tiny config, 1 WRONG, 0 CRASH" in capsys.readouterr().out
+    assert "1 exact, 0 refused, 0 no tiny config, 0 no answer, 1 WRONG, 0 CRASH" in capsys.readouterr().out

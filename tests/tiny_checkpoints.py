@@ -40,10 +40,13 @@ TEMPERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """`expected[i]`: greedy fp32 tokens of `generate` for `prompts[i]` alone, EOS ignored, each a clear choice."""
+    """`expected[i]`: greedy fp32 tokens of `generate` for `prompts[i]` alone, EOS ignored, each a clear choice.
+    `scored`: targets behind prompts, and the fp32 log-probabilities that the class's own forward gives them; empty
+    where it gives none."""
 
     prompts: list[list[int]]
     expected: list[list[int]]
+    scored: list[tuple[list[int], list[int], list[float]]]
 
 
 def save_tiny(model: PreTrainedModel, directory: Path, temper: Temper = TEMPERS[0]) -> None:
@@ -99,7 +102,34 @@ def answers(model: PreTrainedModel, vocab_size: int, lengths: Sequence[int] = LE
     kinds = {token for _, tokens in pairs for token in tokens}
     if len(kinds) < FEWEST_KINDS:
         raise Silent(f"says {len(kinds)} tokens only")
-    return Answers(prompts=[prompt for prompt, _ in pairs], expected=[tokens for _, tokens in pairs])
+    return Answers(
+        prompts=[prompt for prompt, _ in pairs],
+        expected=[tokens for _, tokens in pairs],
+        scored=_scored(model, vocab_size, [prompt for prompt, _ in pairs], generator),
+    )
+
+
+def _scored(
+    model: PreTrainedModel, vocab_size: int, prompts: Sequence[list[int]], generator: torch.Generator
+) -> list[tuple[list[int], list[int], list[float]]]:
+    """Random targets of 1 to 17 tokens, most of which no class would choose: so errors of all logits show."""
+    is_seq2seq = model.config.is_encoder_decoder
+    start = model.generation_config.decoder_start_token_id if is_seq2seq else None
+    found = list[tuple[list[int], list[int], list[float]]]()
+    for turn, prompt in enumerate(prompts):
+        target = torch.randint(5, vocab_size - 40, (1 + 4 * (turn % 5),), generator=generator).tolist()
+        try:
+            with torch.no_grad():
+                if is_seq2seq:
+                    decoded = torch.tensor([[start, *target[:-1]]])
+                    logits_TV = model(input_ids=torch.tensor([prompt]), decoder_input_ids=decoded).logits[0]
+                else:
+                    logits_TV = model(input_ids=torch.tensor([prompt + target])).logits[0, len(prompt) - 1 : -1]
+        except Exception:  # a class may run in `generate` alone
+            return []
+        logprobs_T = logits_TV.float().log_softmax(-1).gather(-1, torch.tensor(target)[:, None])[:, 0]
+        found.append((prompt, target, logprobs_T.tolist()))
+    return found
 
 
 def _clear(

@@ -195,16 +195,20 @@ def _flip(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
-    """DBRX keeps its experts one below the other in a matrix and sees them as a stack."""
+    """A stack of experts, of a matrix that holds them one below the other, as DBRX has it. A size of -1 is torch's
+    matter: a class that leaves one open sees no experts there (DeepSeek-V4's grouped output projection)."""
     shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_flipped or len(shape) != 3:
+        return NotImplemented
+    if any(type(size) is not int or size < 1 for size in shape):
         return NotImplemented
     height, width = shape[1:]
     plain = [block for block in weight.entries[0] if isinstance(block, torch.Tensor) and not block.shape[0] % height]
     if width != weight.shape[1] or len(plain) < len(weight.entries[0]):
         return NotImplemented
     entries = [[rows] for block in plain for rows in block.split(height)]
-    shape = (len(entries), height, width)
+    if len(entries) != shape[0]:
+        return NotImplemented
     return StoredWeight(entries, shape, weight.dtype, is_stacked=True, table=weight.table)
 
 

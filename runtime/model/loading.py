@@ -28,6 +28,7 @@ from ..probing.guards import NO_DECODER
 from ..probing.heads import Head, head_of, looks_ahead
 from ..probing.meta import build_meta_model
 from ..probing.padded_probe import PaddedHabits, padded_habits
+from ..probing.rewritten import zeroed_rows
 from ..profiles import BackendTable
 from ..ranks.gathering import Gathering
 from ..store.cache_root import cache_root
@@ -37,7 +38,7 @@ from ..store.piece_sums import check_packed
 from ..store.reader import Fill
 from ..stream.device_choice import has_bfloat16_units
 from ..weights.computed import keep_computed
-from ..weights.conversions import Conversion, convert_once
+from ..weights.conversions import Conversion, ZeroedRows, convert_once
 from ..weights.gguf_layout import map_gguf
 from ..weights.layout import map_weights
 from ..weights.quantization import take_quantization
@@ -131,6 +132,7 @@ class _Hollow:
     described: Mapping[str, object]
     quantization: Mapping[str, object]
     generation: ModelGeneration
+    zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.rewritten`
 
     @property
     def class_name(self) -> str:
@@ -256,6 +258,7 @@ def _open(
     with one_line(f"{path}: config.json makes no model", described):
         model = build_meta_model(hf_config, dtype, most_tensors=_most_tensors(checkpoint))
     with class_refused(type(model).__name__):
+        zeroed = zeroed_rows(model)
         leave_unread(model)
         keep_computed(model, checkpoint.tensors.keys())
         if excerpt is not None:
@@ -267,6 +270,7 @@ def _open(
         described=described,
         quantization=quantization,
         generation=generation,
+        zeroed_rows=zeroed,
     )
 
 
@@ -324,7 +328,6 @@ def _map_bytes(
         weights = map_gguf(model, checkpoint)
     elif rounded is not None:
         weights = map_weights(model, rounded.tensors, express=express)
-        _require_in_place(weights.inexpressible, rounded, config)
     else:
         weights = map_weights(model, pair_companions(checkpoint.tensors, hollow.quantization), express=express)
     kept, is_verified = cache_root(cache_dir), config.verify is Verify.full
@@ -333,13 +336,43 @@ def _map_bytes(
     fingerprint = checkpoint.fingerprint()
     digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
     parameters = dict(weights.parameters)
-    if weights.inexpressible:
-        converted = convert_once(model, weights.inexpressible, kept, _identity(fingerprint, digests))
+    conversions = [*weights.inexpressible, *_zeroed(hollow, parameters)]
+    if rounded is not None:
+        _require_in_place(conversions, rounded, config)
+    if conversions:
+        converted = convert_once(model, conversions, kept, _identity(fingerprint, digests))
+        tied = {name: parameters[name].pieces for name in converted if name in parameters}
+        for name, parameter in parameters.items():
+            shared = next((each for each, pieces in tied.items() if pieces == parameter.pieces), name)
+            parameters[name] = replace(converted[shared], name=name) if shared in converted else parameter
         parameters |= converted
         if is_verified:
             digests |= digest_files(_files_of(converted), kept, should_stop)
     parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stacks(model)}
     return _Bytes(parameters=parameters, fingerprint=fingerprint, digests=digests, rounded=rounded)
+
+
+def _zeroed(hollow: _Hollow, parameters: Mapping[str, Parameter]) -> list[ZeroedRows]:
+    """Matrices that transformers changes as it loads them. Raises ConfigError for one that lies in several pieces."""
+    found = list[ZeroedRows]()
+    for name, rows in hollow.zeroed_rows.items():
+        pieces = parameters[name].slices if name in parameters else ()
+        if len(pieces) != 1:
+            raise ConfigError(
+                f"model.path: transformers sets rows {list(rows)} of {name!r} to zero as it loads {hollow.class_name}, "
+                "which cannot be done here as the checkpoint holds it in parts: use transformers itself"
+            )
+        zeroed = ZeroedRows(target=name, source=pieces[0], rows=rows)
+        if zeroed.is_needed:
+            log.warning(
+                "%s: transformers sets row %s of %r to zero as it loads the class, whatever the checkpoint holds, and "
+                "so does this run",
+                hollow.class_name,
+                ", ".join(map(str, rows)),
+                name,
+            )
+            found.append(zeroed)
+    return found
 
 
 def _rounded(hollow: _Hollow, config: ModelConfig) -> RoundedTensors | None:

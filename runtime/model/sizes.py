@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..errors import require
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage, StageKind
 from ..probing.decoder_config import decoder_config, head_size, largest, num_attention_heads
@@ -32,9 +33,17 @@ def shape_of(
     has_own_scores = getattr(config, "attn_logit_softcapping", None) or any(
         hasattr(m, "sinks") for m in model.modules()
     )
+    stages = tuple(_stage(index, group, staged.kinds, config) for index, group in enumerate(by_stage))
+    num_experts = max(stage.num_experts for stage in stages)
+    per_token = largest(config, "num_experts_per_tok") or 0
+    require(
+        not num_experts or per_token <= num_experts,
+        f"model.path: config.json sends each token to {per_token} experts (num_experts_per_tok), but a layer has "
+        f"{num_experts}: one of the two numbers is wrong",
+    )
     return ModelShape(
         name=name,
-        stages=tuple(_stage(index, group, staged.kinds, config) for index, group in enumerate(by_stage)),
+        stages=stages,
         hidden_size=config.hidden_size,
         intermediate_size=_intermediate_size(layer_parameters),
         num_heads=num_heads,
@@ -92,11 +101,12 @@ def _stage(index: int, parameters: list[Parameter], kinds: tuple[StageKind, ...]
     kind = kinds[index]
     stacks = [p for p in parameters if p.is_experts] or [p for p in parameters if ".experts." in p.name]
     counts = [p.num_experts or p.shape[0] for p in stacks if len(p.shape) == 3 and kind is StageKind.layer]
+    num_experts, per_token = max(counts, default=0), largest(config, "num_experts_per_tok") or 0
     return Stage(
         index=index,
         name=f"{kind.value} {index - kinds.index(kind)}" if kind.is_layer else kind.value,
         kind=kind,
         parameters=tuple(parameters),
-        num_experts=max(counts, default=0),
-        num_experts_per_token=(largest(config, "num_experts_per_tok") or 0) or max(counts, default=0),
+        num_experts=num_experts,
+        num_experts_per_token=min(per_token or num_experts, num_experts),  # layers may differ in both
     )

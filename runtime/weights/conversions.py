@@ -85,6 +85,38 @@ class ConverterUse:
         return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ZeroedRows:
+    """A matrix some of whose rows transformers sets to zero as it loads the class."""
+
+    target: str
+    source: TensorSlice
+    rows: Sequence[int]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.target,)
+
+    @property
+    def sources(self) -> tuple[TensorSlice, ...]:
+        return (self.source,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.source)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the checkpoint has other numbers than zeros there."""
+        parts = [self.source.rows(row, self.source.shape[0]) for row in self.rows]
+        return any(part is None or bool(load_tensor(part).any()) for part in parts)
+
+    def results(self, model: PreTrainedModel) -> Iterator[torch.Tensor]:
+        matrix = load_tensor(self.source).clone()
+        matrix[list(self.rows)] = 0
+        yield matrix
+
+
 log = logging.getLogger(__name__)
 
 

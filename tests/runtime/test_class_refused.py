@@ -1,12 +1,20 @@
 """What a stranger's class raises leaves as one line that names it; our own errors and mistakes are not disguised."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from runtime.config import ModelConfig
 from runtime.errors import BudgetError, ConfigError
+from runtime.linear.panels import plain_rows
+from runtime.model.loading import load_model
 from runtime.origin.net import class_refused
+from runtime.plan.placement.experts import expected_hits
 from runtime.probing.layer_lists import layer_lists
 from runtime.probing.meta import build_meta_model
+from tests.support import synthesize
 from tests.tiny_configs import tiny_config
 
 
@@ -33,6 +41,22 @@ def test_our_own_errors_memory_and_disks_pass(error: Exception) -> None:
     with pytest.raises(type(error)) as found, class_refused("Strange"):
         raise error
     assert found.value is error
+
+
+def test_what_our_own_code_raises_is_not_called_the_class_code() -> None:
+    with pytest.raises(ZeroDivisionError), class_refused("Strange"):
+        expected_hits(0, 2, 3)
+    block = torch.zeros(2, 2)
+    with pytest.raises(IndexError), class_refused("Strange"):  # raised by torch, which ours called
+        plain_rows(block, torch.float32, torch.tensor([5]))
+
+
+def test_a_config_that_sends_a_token_to_more_experts_than_there_are_is_refused(tmp_path: Path) -> None:
+    directory = synthesize("mixtral", tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 5}))
+    with pytest.raises(ConfigError, match=r"to 5 experts \(num_experts_per_tok\), but a layer has 4"):
+        load_model(ModelConfig(name="mixtral", path=str(directory)), torch.device("cpu"), str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config import DType, PolicyKind, SelfCheck
+from runtime.engine.sampling import scoring
 from runtime.engine.self_check import check as self_check
 from runtime.engine.self_check.check import LONG_SECONDS, check_lanes, is_due
 from runtime.engine.self_check.dictated import Dictated
@@ -29,6 +30,8 @@ from tests.quantized import write_fp8
 from tests.runtime.guard_support import NOT_PACKED
 from tests.runtime.long_rope import LONG_ROPE
 from tests.support import Reference, made_once, synthesize
+from tests.tiny_checkpoints import save_tiny
+from tests.tiny_configs import tiny_config
 
 References = Callable[[str], Reference]
 LONG_WINDOW, LONG_LIMIT = 100, 100  # that no token of a check reaches, but for what an excerpt makes of them
@@ -152,6 +155,46 @@ def test_proven_families_give_no_false_alarm(
     assert "transformers' own logits within" in passes(opened(reference(family).directory), caplog)
 
 
+@pytest.fixture
+def youtu(shared_home: Path) -> Path:
+    """A class that sets a row of its tied embeddings to zero as it is loaded, of which the checkpoint has others."""
+    config = tiny_config("youtu")
+    return (
+        made_once(
+            shared_home / "self-check" / "youtu",
+            lambda home: save_tiny(auto_class(config).from_config(config, dtype=torch.float32), home / "model"),
+        )
+        / "model"
+    )
+
+
+def test_weights_that_a_class_overwrites_as_it_is_loaded_are_seen(youtu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(opened(youtu))
+    monkeypatch.setattr(loading, "zeroed_rows", lambda model: {})
+    with pytest.raises(ConfigError, match=r"model\.self_check: YoutuForCausalLM does in .*not what it does alone"):
+        check(opened(youtu))
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "t5"])
+def test_a_run_of_scores_has_its_log_probabilities_compared(
+    family: str, reference: References, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = opened(reference(family).directory)
+    asked = replace(runtime.config, model=replace(runtime.config.model, self_check=SelfCheck.full))
+    with caplog.at_level(logging.INFO, logger=self_check.__name__):
+        check_lanes(runtime.model, asked, runtime.budgets(), runtime.reader, lambda: False, scores=True)
+    assert "logits and log-probabilities" in caplog.text
+    written = scoring.Scores._written
+
+    def off(self: scoring.Scores, logits_NV: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        return written(self, logits_NV.cumsum(0), *args)  # right for the first of each slice alone
+
+    monkeypatch.setattr(scoring.Scores, "_written", off)
+    check(runtime, SelfCheck.full)  # generates: nothing of it is wrong
+    with pytest.raises(ConfigError, match=r"gives other log-probabilities .*its greedy tokens are right"):
+        check_lanes(runtime.model, asked, runtime.budgets(), runtime.reader, lambda: False, scores=True)
+
+
 @pytest.mark.parametrize("name", ["llama, long", "phi-3, long"])
 def test_guarded_classes_pass(name: str, saved: Callable[[Family], Path], caplog: pytest.LogCaptureFixture) -> None:
     passes(opened(saved(WRONG[name])), caplog)
@@ -223,3 +266,6 @@ def test_a_run_begins_with_the_check_once(saved: Callable[[Family], Path], monke
     for _ in range(2):
         runtime.generate([[5, 6, 7]])
     assert len(told) == 1
+    for _ in range(2):
+        runtime.score([([5, 6, 7], [8, 9])])
+    assert len(told) == 2, "scores are compared at the first that are asked for"

@@ -106,7 +106,9 @@ OTHER = {
     "slice": lambda w: w[1:3],
     "cat": lambda w: torch.cat([w, w]), "to": lambda w: w.to(torch.float64),
     "einsum": lambda w: torch.einsum("nk->kn", w),
-    "view": lambda w: w.view(-1), "clone": lambda w: w.clone(), "masked": lambda w: w[torch.tensor([0, 3])],
+    "view": lambda w: w.view(-1), "view of groups": lambda w: w.view(4, -1, K),
+    "view of any": lambda w: w.view(-1, 8, K), "view of two": lambda w: w.view(2, 40, -1), "clone": lambda w: w.clone(),
+    "masked": lambda w: w[torch.tensor([0, 3])],
     "float64 linear": lambda w: F.linear(rand(2, K, dtype=torch.float64), w.to(torch.float64)),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ weights, since both sides use that map, and code for accelerators.
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from ...config import DType, OffloadConfig, PolicyConfig, PolicyKind, RuntimeCon
 from ...errors import BudgetError, CheckpointError, ConfigError, MillraceError
 from ...model.excerpt import Excerpt, dense_bytes, num_telling_layers
 from ...model.families import FAMILIES
+from ...model.head import slice_head
 from ...model.loading import LoadedModel, load_model
 from ...origin.net import one_line, reason_of
 from ...plan.placement.placement import Budgets
@@ -29,6 +30,7 @@ from ...stream.device import ComputeDevice
 from ...units import MIB, format_bytes
 from ..batcher import StaticBatcher
 from ..engine import Engine
+from ..scoring_requests import make_scoring
 from ..sequence import Request
 from ..sequence import Sequence as Running
 from ..setup import Setup
@@ -38,6 +40,7 @@ from .dictated import Dictated, Dictation, dictated, heard_from_generate
 log = logging.getLogger(__name__)
 
 TOLERANCE = 3e-3  # of the deviation of logits: over all proven families rounding came to 1.2e-4 at most
+SCORE_TOLERANCE = 1e-4  # of a token's log-probability, and of the deviation of logits where that is above 1
 LONG_SECONDS, LITTLE_BYTES = 120.0, 256 * MIB  # of a run, beside which so large an excerpt takes next to nothing
 CPU = torch.device("cpu")
 
@@ -62,9 +65,16 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
+    """One try. `score`: the largest difference of a log-probability, in tolerances; 0 where none is asked for."""
+
     told: Dictated
     plan: RunPlan
     worst: Difference
+    score: float
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.worst.is_rounding and self.score <= 1
 
 
 def is_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
@@ -90,11 +100,16 @@ def check_lanes(
     budgets: Budgets,
     open_reader: Callable[[], Reader],
     should_stop: Callable[[], bool],
+    *,
+    scores: bool = False,
 ) -> None:
-    """Within the host's budget, of which nothing may be held yet. Raises ConfigError where lanes differ from the class
-    by more than rounding; where nothing can be said, a warning says why."""
+    """Within the host's budget, of which nothing may be held yet. `scores`: the run scores given tokens, so those are
+    compared too. Raises ConfigError where lanes differ from the class by more than rounding; where nothing can be said,
+    a warning says why."""
     begin = time.monotonic()
-    check = _Check(model=model, config=config, budgets=budgets, open_reader=open_reader, should_stop=should_stop)
+    check = _Check(
+        model=model, config=config, budgets=budgets, open_reader=open_reader, should_stop=should_stop, scores=scores
+    )
     try:
         found = check.run()
     except _CannotJudge as why:
@@ -112,27 +127,55 @@ class _Check:
     budgets: Budgets
     open_reader: Callable[[], Reader]
     should_stop: Callable[[], bool]
+    scores: bool
 
     def run(self) -> str:
         """What to say when all is well."""
         excerpt, wanted = self._excerpt()
         found = self._compared(excerpt, seed=0)
-        if not found.worst.is_rounding:  # two experts may have been as good as equal for a token
+        if not found.is_rounding:  # two experts may have been as good as equal for a token
             found = self._compared(excerpt, seed=1)
         if not found.worst.is_rounding:
             raise ConfigError(self._refusal(excerpt, found))
+        if not found.is_rounding:
+            raise ConfigError(
+                f"model.self_check: {type(self.model.staged.model).__name__} gives other log-probabilities here than "
+                f"alone: they differ by up to {found.score:.1g} times what rounding may do ({SCORE_TOLERANCE}), in "
+                f"{excerpt.num_layers} of {len(self.model.shape.layers)} layers, float32; its greedy tokens are right, "
+                "its scores may not be. model.self_check=off scores all the same"
+            )
         partly = f", of which {wanted} would show every kind" if excerpt.num_layers < wanted else ""
         return (
-            f"{len(found.told.requests)} sequences in {self._lanes(found.plan)} give transformers' own logits within "
-            f"{found.worst.size:.0e} of their deviation, in {excerpt.num_layers} of {len(self.model.shape.layers)} "
-            f"layers{partly}"
+            f"{len(found.told.requests)} sequences in {self._lanes(found.plan)} give transformers' own "
+            f"logits{' and log-probabilities' if self.scores else ''} within {found.worst.size:.0e} of their "
+            f"deviation, in {excerpt.num_layers} of {len(self.model.shape.layers)} layers{partly}"
         )
 
     def _compared(self, excerpt: Excerpt, seed: int) -> _Compared:
         told = self._told(seed)
         theirs = self._theirs(excerpt, told)
-        plan, ours = self._ours(excerpt, told)
-        return _Compared(told=told, plan=plan, worst=_largest_difference(told, ours, theirs))
+        sampler = Dictation(told.tokens)
+        plan, _ = self._ours(excerpt, told.requests, sampler, told.chunk_tokens)
+        ours = {id: torch.stack(rows) for id, rows in sampler.heard.items()}
+        worst = _largest_difference(told, ours, theirs)
+        return _Compared(told=told, plan=plan, worst=worst, score=self._score(excerpt, told, theirs))
+
+    def _score(self, excerpt: Excerpt, told: Dictated, theirs: dict[str, torch.Tensor]) -> float:
+        """The largest difference of a dictated token's log-probability, as a run of scores has it, in tolerances; 0
+        where the run scores nothing."""
+        if not self.scores:
+            return 0.0
+        made = [make_scoring(self.model, r.id, r.prompt_ids, told.tokens[r.id]) for r in told.requests]
+        requests = [request for request in made if isinstance(request, Request)]
+        _, sequences = self._ours(excerpt, requests, Dictation({}), told.chunk_tokens)
+        sizes = [0.0]
+        for sequence in sequences:
+            other_TV, tokens = theirs[sequence.request.id], told.tokens[sequence.request.id]
+            other_T = other_TV.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            own_T = torch.tensor([score.own for score in sequence.scores])
+            unit = SCORE_TOLERANCE * max(1.0, float(other_TV.std()))
+            sizes.append(float((own_T - other_T).abs().nan_to_num(torch.inf).max()) / unit)
+        return max(sizes)
 
     def _excerpt(self) -> tuple[Excerpt, int]:
         """What fits the budget, and how many layers it should have."""
@@ -164,9 +207,12 @@ class _Check:
         except CheckpointError as error:
             raise _CannotJudge(str(error)) from error
 
-    def _ours(self, excerpt: Excerpt, told: Dictated) -> tuple[RunPlan, dict[str, torch.Tensor]]:
+    def _ours(
+        self, excerpt: Excerpt, requests: Sequence[Request], sampler: Dictation, chunk_tokens: int
+    ) -> tuple[RunPlan, list[Running]]:
+        """The sequences that these requests come to, in lanes."""
         try:
-            return self._in_lanes(self._opened(excerpt), told)
+            return self._in_lanes(self._opened(excerpt), requests, sampler, chunk_tokens)
         except (BudgetError, MemoryError) as error:
             raise _CannotJudge(str(error).partition("\n")[0]) from error
         except MillraceError:
@@ -184,15 +230,19 @@ class _Check:
         except (CheckpointError, ConfigError) as error:  # the whole model was opened before
             raise _CannotJudge(f"it cannot be cut to {excerpt.num_layers} layers: {error}") from error
 
-    def _in_lanes(self, model: LoadedModel, told: Dictated) -> tuple[RunPlan, dict[str, torch.Tensor]]:
+    def _in_lanes(
+        self, model: LoadedModel, requests: Sequence[Request], sampler: Dictation, chunk_tokens: int
+    ) -> tuple[RunPlan, list[Running]]:
+        if any(request.scoring is not None for request in requests):
+            slice_head(model.staged)
         config = RuntimeConfig(
             model=self.config.model,
             offload=OffloadConfig(tier=Tier.none),
             policy=PolicyConfig(
-                kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2, prefill_chunk_tokens=told.chunk_tokens
+                kind=PolicyKind.fixed, micro_batch_size=2, num_micro_batches=2, prefill_chunk_tokens=chunk_tokens
             ),
         )
-        sizes = [request.size for request in told.requests]
+        sizes = [request.size for request in requests]
         plan = plan_run(model.shape, config, Budgets(host_bytes=self.budgets.host_bytes), sizes)
         setup = Setup(
             model=model,
@@ -201,15 +251,15 @@ class _Check:
             device=ComputeDevice("cpu"),
             trace=None,
         )
-        sampler = Dictation(told.tokens)
+        sequences = [Running(request=request) for request in requests]
         with self.open_reader() as reader, open_streams(setup, reader) as streams:
             engine = Engine(setup, streams, sampler, self.should_stop)
             for block in plan.blocks:
-                lanes = [[Running(request=told.requests[i]) for i in group] for group in block.micro_batches]
+                lanes = [[sequences[i] for i in group] for group in block.micro_batches]
                 with StaticBatcher.of_block(engine.lanes, block.index, lanes) as batcher:
                     while engine.step(batcher) is not None:
                         pass
-        return plan, {id: torch.stack(rows) for id, rows in sampler.heard.items()}
+        return plan, sequences
 
     @property
     def _kind(self) -> str:

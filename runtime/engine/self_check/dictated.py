@@ -16,6 +16,7 @@ from ...model.loading import LoadedModel
 from ...model.unread import leave_unread
 from ...origin.location import read_config
 from ...probing.meta import build_meta_model
+from ...probing.rewritten import initialize_again
 from ...weights.computed import keep_computed
 from ...weights.quantization import take_quantization
 from ..sampling.sampler import Sampler
@@ -87,6 +88,7 @@ def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated) -
     excerpt.cut(model)
     parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
     fill(model, parameters, opened.checkpoint, opened.made)
+    initialize_again(model)
     found: dict[str, torch.Tensor] = {}
     for request in told.requests:
         ids = torch.tensor([request.prompt_ids])
@@ -116,6 +118,10 @@ class Dictation(Sampler):
     def __init__(self, tokens: Mapping[str, Rows[int]]):
         self._tokens = tokens
         self.heard: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+
+    @property
+    def num_top(self) -> int:
+        return 0
 
     def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Where nobody asks, the head sees one all the same."""
