@@ -1,5 +1,6 @@
 """Of the command that runs every model type: some of its rows, of each kind of answer, and that it would notice."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_one_wrong_token_or_score_is_noticed(monkeypatch: pytest.MonkeyPatch, sp
     def spoilt(model: PreTrainedModel, vocab_size: int) -> Answers:
         true = answers(model, vocab_size)
         expected = [*true.expected[:-1], [*true.expected[-1][:-1], 0]] if spoils == "token" else true.expected
-        scored = [(prompt, target, [*logprobs[:-1], logprobs[-1] - 2e-4]) for prompt, target, logprobs in true.scored]
+        scored = [replace(each, logprobs=[*each.logprobs[:-1], each.logprobs[-1] - 2e-4]) for each in true.scored]
         return Answers(prompts=true.prompts, expected=expected, scored=scored)
 
     monkeypatch.setattr(model_type_verdict, "answers", spoilt)

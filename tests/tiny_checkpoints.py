@@ -41,12 +41,22 @@ TEMPERS = (
 @dataclass(frozen=True, kw_only=True)
 class Answers:
     """`expected[i]`: greedy fp32 tokens of `generate` for `prompts[i]` alone, EOS ignored, each a clear choice.
-    `scored`: targets behind prompts, and the fp32 log-probabilities that the class's own forward gives them; empty
-    where it gives none."""
+    `scored`: targets behind prompts, as the class's own forward scores them; empty where it gives none."""
 
     prompts: list[list[int]]
     expected: list[list[int]]
-    scored: list[tuple[list[int], list[int], list[float]]]
+    scored: list["ScoredTarget"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTarget:
+    """`logprobs`: of each token of `target` behind `prompt`, in float32. `rounding`: how far the class's own are off
+    what it computes in float64; 0 where it does not compute in that."""
+
+    prompt: list[int]
+    target: list[int]
+    logprobs: list[float]
+    rounding: float
 
 
 def save_tiny(model: PreTrainedModel, directory: Path, temper: Temper = TEMPERS[0]) -> None:
@@ -111,25 +121,43 @@ def answers(model: PreTrainedModel, vocab_size: int, lengths: Sequence[int] = LE
 
 def _scored(
     model: PreTrainedModel, vocab_size: int, prompts: Sequence[list[int]], generator: torch.Generator
-) -> list[tuple[list[int], list[int], list[float]]]:
+) -> list[ScoredTarget]:
     """Random targets of 1 to 17 tokens, most of which no class would choose: so errors of all logits show."""
-    is_seq2seq = model.config.is_encoder_decoder
-    start = model.generation_config.decoder_start_token_id if is_seq2seq else None
-    found = list[tuple[list[int], list[int], list[float]]]()
-    for turn, prompt in enumerate(prompts):
-        target = torch.randint(5, vocab_size - 40, (1 + 4 * (turn % 5),), generator=generator).tolist()
-        try:
-            with torch.no_grad():
-                if is_seq2seq:
-                    decoded = torch.tensor([[start, *target[:-1]]])
-                    logits_TV = model(input_ids=torch.tensor([prompt]), decoder_input_ids=decoded).logits[0]
-                else:
-                    logits_TV = model(input_ids=torch.tensor([prompt + target])).logits[0, len(prompt) - 1 : -1]
-        except Exception:  # a class may run in `generate` alone
-            return []
-        logprobs_T = logits_TV.float().log_softmax(-1).gather(-1, torch.tensor(target)[:, None])[:, 0]
-        found.append((prompt, target, logprobs_T.tolist()))
-    return found
+    lengths = [1 + 4 * (turn % 5) for turn in range(len(prompts))]
+    targets = [torch.randint(5, vocab_size - 40, (length,), generator=generator).tolist() for length in lengths]
+    try:
+        found = [own_logprobs(model, *pair) for pair in zip(prompts, targets, strict=True)]
+    except Exception:  # a class may run in `generate` alone
+        return []
+    try:
+        if hasattr(model.config.get_text_config(decoder=True), "_experts_implementation"):
+            model.set_experts_implementation("eager")  # grouped products know no float64
+        exact = [own_logprobs(model.double(), *pair) for pair in zip(prompts, targets, strict=True)]
+    except Exception:  # or in float32
+        exact = found
+    finally:
+        model.float()
+    return [
+        ScoredTarget(
+            prompt=prompt,
+            target=target,
+            logprobs=logprobs_T.tolist(),
+            rounding=float((logprobs_T - exact_T).abs().max()),
+        )
+        for prompt, target, logprobs_T, exact_T in zip(prompts, targets, found, exact, strict=True)
+    ]
+
+
+@torch.no_grad()
+def own_logprobs(model: PreTrainedModel, prompt: list[int], target: list[int]) -> torch.Tensor:
+    """Log-probabilities (T,) of a target's tokens by one forward of the class, in its own precision."""
+    if model.config.is_encoder_decoder:
+        assert model.generation_config is not None
+        decoded = torch.tensor([[model.generation_config.decoder_start_token_id, *target[:-1]]])
+        logits_TV = model(input_ids=torch.tensor([prompt]), decoder_input_ids=decoded).logits[0]
+    else:
+        logits_TV = model(input_ids=torch.tensor([prompt + target])).logits[0, len(prompt) - 1 : -1]
+    return logits_TV.log_softmax(-1).gather(-1, torch.tensor(target)[:, None])[:, 0]
 
 
 def _clear(

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from ..config import Lanes
 from ..errors import ConfigError
 from ..plan.shape.delta_rule import DeltaRule
-from ..probing.decoder_config import decoder_config, head_size, largest, num_attention_heads
+from ..probing.decoder_config import config_behind_encoder, decoder_config, head_size, largest, num_attention_heads
 from ..probing.generating import cache_argument
 from ..probing.guards import NO_DECODER
 from ..probing.hollow import without_values
@@ -140,14 +140,14 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
     of the attention heads.
     """
     if model.config.is_encoder_decoder:
-        own = _estimated_cache(model.get_decoder())
+        own = _estimated_cache(config_behind_encoder(model), model.dtype)
         return replace(own, cross_bytes_per_token=own.bytes_per_token)
     probe = without_values(model)
     try:
         two, three = (filled_cache(probe, num_tokens) for num_tokens in (2, 3))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
         log.debug("%s computes no shapes on the meta device (%s)", type(model).__name__, error)
-        return _estimated_cache(model)
+        return _estimated_cache(model.config, model.dtype)
     of_two, of_three = ([sum(t.nbytes for t in _tensors(layer)) for layer in cache.layers] for cache in (two, three))
     per_token = tuple(three - two for two, three in zip(of_two, of_three, strict=True))
     rank = latent_rank(model)
@@ -173,10 +173,10 @@ def without_cache(model: PreTrainedModel) -> CacheShape:
     return CacheShape(layer_bytes_per_token=(0,) * num_layers, bytes_per_sequence=0, is_latent=False, is_kept=False)
 
 
-def _estimated_cache(model: PreTrainedModel) -> CacheShape:
-    config = decoder_config(model.config)
+def _estimated_cache(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape:
+    config = decoder_config(config)
     num_heads = largest(config, "num_key_value_heads") or num_attention_heads(config)
-    per_token = (2 * num_heads * head_size(config) * model.dtype.itemsize,) * config.num_hidden_layers
+    per_token = (2 * num_heads * head_size(config) * dtype.itemsize,) * config.num_hidden_layers
     heads = ((num_heads, head_size(config), head_size(config)),) * config.num_hidden_layers
     return CacheShape(layer_bytes_per_token=per_token, bytes_per_sequence=0, is_latent=False, heads=heads)
 

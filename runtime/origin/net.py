@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 MAX_CHARACTERS = 240
 SENTENCES = (ValueError, OSError, RuntimeError, ImportError)  # whose text says enough
 PACKAGE, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+FOREIGN = PACKAGE / "foreign"  # classes of models that are not transformers': a stranger's code all the same
 PASS_ON = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -50,20 +51,11 @@ def reason_of(error: BaseException) -> str:
     return text if is_sentence and " " in text else f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether this package's code raised, or called the torch function that did. `runtime.foreign` holds classes of
-    models, which count as strangers' code."""
-    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    outside_torch = [path for path in frames if not path.is_relative_to(TORCH)]
-    last = outside_torch[-1] if outside_torch else None
-    return last is not None and last.is_relative_to(PACKAGE) and not last.is_relative_to(PACKAGE / "foreign")
-
-
 @contextmanager
 def class_refused(name: str) -> Iterator[None]:
     """Turns what the code of a model class raises inside into a ConfigError that names the class; the traceback goes
-    to the debug log. Our own errors pass, and so do memory that ran out and exceptions whose last frame outside of
-    torch is this package's: those are mistakes of ours, not of the class.
+    to the debug log. Our own errors pass, and so do memory that ran out and what this package raised without the class:
+    a mistake of ours. Of what the class called here and was not given, the message says so.
 
     Every Exception is caught, as classes are asked for what their authors had not thought of: to run without weights,
     on text alone, token by token. Only calls that run such code may stand inside.
@@ -73,10 +65,14 @@ def class_refused(name: str) -> Iterator[None]:
     except (MillraceError, MemoryError, OSError, AssertionError):  # the last are mistakes of ours
         raise
     except Exception as error:
-        if is_out_of_memory(error) or _is_ours(error):
+        frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        outside_torch = [path for path in frames if not path.is_relative_to(TORCH)]
+        is_ours = [path.is_relative_to(PACKAGE) and not path.is_relative_to(FOREIGN) for path in outside_torch]
+        if is_out_of_memory(error) or all(is_ours):
             raise
         log.debug("%s raised", name, exc_info=True)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_CHARACTERS]
+        whose = f"what stands for its weights here ({outside_torch[-1].name})" if is_ours[-1] else "its code"
         raise ConfigError(
-            f"model.path: {name} cannot be run here: its code raised {reason}; use transformers itself for this class"
+            f"model.path: {name} cannot be run here: {whose} raised {reason}; use transformers itself for this class"
         ) from error

@@ -1,12 +1,17 @@
 """What a config says of the decoder that generates, however deep it is nested, and mixed from layer to layer."""
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Its own, or that of the text decoder in it."""
     return config.get_text_config(decoder=True)
+
+
+def config_behind_encoder(model: PreTrainedModel) -> PreTrainedConfig:
+    """The config of an encoder-decoder's decoder; FSMT's decoder is no model of its own, and has the whole model's."""
+    return getattr(model.get_decoder(), "config", model.config)
 
 
 def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:

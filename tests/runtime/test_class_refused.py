@@ -9,7 +9,7 @@ import torch
 from runtime.config import ModelConfig
 from runtime.errors import BudgetError, ConfigError
 from runtime.linear.panels import plain_rows
-from runtime.model.loading import load_model
+from runtime.model import loading
 from runtime.origin.net import class_refused
 from runtime.plan.placement.experts import expected_hits
 from runtime.probing.layer_lists import layer_lists
@@ -43,12 +43,20 @@ def test_our_own_errors_memory_and_disks_pass(error: Exception) -> None:
     assert found.value is error
 
 
-def test_what_our_own_code_raises_is_not_called_the_class_code() -> None:
-    with pytest.raises(ZeroDivisionError), class_refused("Strange"):
-        expected_hits(0, 2, 3)
+def test_what_our_own_code_raises_is_not_called_the_class_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = synthesize("llama", tmp_path / "model")
+    monkeypatch.setattr(loading, "measure_cache", expected_hits)  # called with arguments that it does not take
+    with pytest.raises(TypeError):
+        loading.load_model(ModelConfig(name="llama", path=str(directory)), torch.device("cpu"), str(tmp_path))
+
+
+def test_what_a_class_asks_of_our_stand_ins_in_vain_is_not_called_its_code() -> None:
     block = torch.zeros(2, 2)
-    with pytest.raises(IndexError), class_refused("Strange"):  # raised by torch, which ours called
-        plain_rows(block, torch.float32, torch.tensor([5]))
+    with (
+        pytest.raises(ConfigError, match=r"what stands for its weights here \(panels\.py\) raised IndexError"),
+        class_refused("Strange"),
+    ):
+        plain_rows(block, torch.float32, torch.tensor([5]))  # raised by torch, which ours called
 
 
 def test_a_config_that_sends_a_token_to_more_experts_than_there_are_is_refused(tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_a_config_that_sends_a_token_to_more_experts_than_there_are_is_refused(t
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 5}))
     with pytest.raises(ConfigError, match=r"to 5 experts \(num_experts_per_tok\), but a layer has 4"):
-        load_model(ModelConfig(name="mixtral", path=str(directory)), torch.device("cpu"), str(tmp_path))
+        loading.load_model(ModelConfig(name="mixtral", path=str(directory)), torch.device("cpu"), str(tmp_path))
 
 
 @pytest.mark.parametrize(

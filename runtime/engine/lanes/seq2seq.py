@@ -10,6 +10,7 @@ from transformers import Cache, EncoderDecoderCache
 from ...attention.upload import upload
 from ...cache.rectangle import RectangleKV, cross_rectangle_cache
 from ...model.head import HasLogits
+from ...probing.decoder_config import config_behind_encoder
 from ..records import PassCounts
 from ..sampling.scoring import Given
 from ..sequence import Sequence
@@ -26,9 +27,8 @@ class Seq2SeqLane(RectangleLane):
         width = max(len(s.request.prompt_ids) for s in sequences)
         longest = max(max(s.request.max_new_tokens, s.request.num_scored) for s in sequences)
         assert len({len(s.generated) for s in sequences}) == 1, "rows that begin together have generated equally much"
-        cache = cross_rectangle_cache(
-            context.model.get_decoder().config, longest, width, context.device, context.travels
-        )
+        config = config_behind_encoder(context.model)
+        cache = cross_rectangle_cache(config, longest, width, context.device, context.travels)
         kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, context.pool)
         super().__init__(context, sequences, cache, kv, padding_side="right")
         self._start_token_id = start_token_id

@@ -10,12 +10,12 @@ weights, since both sides use that map, and code for accelerators.
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...config import DType, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, SelfCheck, Tier
+from ...config import DType, OffloadConfig, PolicyConfig, PolicyKind, RuntimeConfig, SamplingConfig, SelfCheck, Tier
 from ...errors import BudgetError, CheckpointError, ConfigError, MillraceError
 from ...model.excerpt import Excerpt, dense_bytes, num_telling_layers
 from ...model.families import FAMILIES
@@ -30,12 +30,13 @@ from ...stream.device import ComputeDevice
 from ...units import MIB, format_bytes
 from ..batcher import StaticBatcher
 from ..engine import Engine
+from ..sampling.sampler import Sampler, sampler_for
 from ..scoring_requests import make_scoring
 from ..sequence import Request
 from ..sequence import Sequence as Running
 from ..setup import Setup
 from ..streams import open_streams
-from .dictated import Dictated, Dictation, dictated, heard_from_generate
+from .dictated import Dictated, Dictation, Heard, dictated, heard_from_generate
 
 log = logging.getLogger(__name__)
 
@@ -157,24 +158,23 @@ class _Check:
         sampler = Dictation(told.tokens)
         plan, _ = self._ours(excerpt, told.requests, sampler, told.chunk_tokens)
         ours = {id: torch.stack(rows) for id, rows in sampler.heard.items()}
-        worst = _largest_difference(told, ours, theirs)
+        worst = _largest_difference(told, ours, theirs.logits)
         return _Compared(told=told, plan=plan, worst=worst, score=self._score(excerpt, told, theirs))
 
-    def _score(self, excerpt: Excerpt, told: Dictated, theirs: dict[str, torch.Tensor]) -> float:
+    def _score(self, excerpt: Excerpt, told: Dictated, theirs: Heard) -> float:
         """The largest difference of a dictated token's log-probability, as a run of scores has it, in tolerances; 0
         where the run scores nothing."""
         if not self.scores:
             return 0.0
         made = [make_scoring(self.model, r.id, r.prompt_ids, told.tokens[r.id]) for r in told.requests]
         requests = [request for request in made if isinstance(request, Request)]
-        _, sequences = self._ours(excerpt, requests, Dictation({}), told.chunk_tokens)
+        sampler = sampler_for(self.model, SamplingConfig(), CPU)
+        _, sequences = self._ours(excerpt, requests, sampler, told.chunk_tokens)
         sizes = [0.0]
         for sequence in sequences:
-            other_TV, tokens = theirs[sequence.request.id], told.tokens[sequence.request.id]
-            other_T = other_TV.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-            own_T = torch.tensor([score.own for score in sequence.scores])
-            unit = SCORE_TOLERANCE * max(1.0, float(other_TV.std()))
-            sizes.append(float((own_T - other_T).abs().nan_to_num(torch.inf).max()) / unit)
+            id, own_T = sequence.request.id, torch.tensor([score.own for score in sequence.scores])
+            unit = SCORE_TOLERANCE * max(1.0, float(theirs.logits[id].std()))
+            sizes.append(float((own_T - theirs.logprobs[id]).abs().nan_to_num(torch.inf).max()) / unit)
         return max(sizes)
 
     def _excerpt(self) -> tuple[Excerpt, int]:
@@ -198,17 +198,17 @@ class _Check:
             raise _CannotJudge(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
         return told
 
-    def _theirs(self, excerpt: Excerpt, told: Dictated) -> dict[str, torch.Tensor]:
-        """Logits by the class itself, of each prompt alone."""
+    def _theirs(self, excerpt: Excerpt, told: Dictated) -> Heard:
+        """What the class itself gives for each prompt alone."""
         opened = self._opened(excerpt)
         try:
             with one_line(f"the class's own generate does not run its first {excerpt.num_layers} layers"):
-                return heard_from_generate(opened, excerpt, told)
+                return heard_from_generate(opened, excerpt, told, self.scores)
         except CheckpointError as error:
             raise _CannotJudge(str(error)) from error
 
     def _ours(
-        self, excerpt: Excerpt, requests: Sequence[Request], sampler: Dictation, chunk_tokens: int
+        self, excerpt: Excerpt, requests: Sequence[Request], sampler: Sampler, chunk_tokens: int
     ) -> tuple[RunPlan, list[Running]]:
         """The sequences that these requests come to, in lanes."""
         try:
@@ -231,7 +231,7 @@ class _Check:
             raise _CannotJudge(f"it cannot be cut to {excerpt.num_layers} layers: {error}") from error
 
     def _in_lanes(
-        self, model: LoadedModel, requests: Sequence[Request], sampler: Dictation, chunk_tokens: int
+        self, model: LoadedModel, requests: Sequence[Request], sampler: Sampler, chunk_tokens: int
     ) -> tuple[RunPlan, list[Running]]:
         if any(request.scoring is not None for request in requests):
             slice_head(model.staged)
@@ -285,7 +285,9 @@ class _Check:
         )
 
 
-def _largest_difference(told: Dictated, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> Difference:
+def _largest_difference(
+    told: Dictated, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> Difference:
     """The first beyond rounding of the sequence that differs most."""
     found: list[Difference] = []
     for request in told.requests:

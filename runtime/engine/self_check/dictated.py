@@ -76,9 +76,19 @@ class _Forced(LogitsProcessor):
         return forced
 
 
-def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated) -> dict[str, torch.Tensor]:
-    """Logits (T, V) by request id, of the class's unchanged code on dense float32 weights, each prompt by itself.
-    `opened` is the excerpt as lanes have it, which says where its weights lie. May raise whatever the class raises."""
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """The class's answers by request id: logits (T, V) of `generate` at each of the dictated tokens, and, where scores
+    are asked for, the tokens' log-probabilities (T,) by one forward over prompt and tokens."""
+
+    logits: Mapping[str, torch.Tensor]
+    logprobs: Mapping[str, torch.Tensor]
+
+
+@torch.no_grad()
+def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated, scores: bool = False) -> Heard:
+    """Runs the class's unchanged code on dense float32 weights, each prompt by itself. `opened` is the excerpt as lanes
+    have it, which says where its weights lie. May raise whatever the class raises."""
     config = read_config(opened.checkpoint.path)
     take_quantization(config)
     excerpt.shorten(config)
@@ -89,7 +99,9 @@ def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated) -
     parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
     fill(model, parameters, opened.checkpoint, opened.made)
     initialize_again(model)
-    found: dict[str, torch.Tensor] = {}
+    model.generation_config = GenerationConfig()  # beams of the class's own config are not asked for
+    logits: dict[str, torch.Tensor] = {}
+    logprobs: dict[str, torch.Tensor] = {}
     for request in told.requests:
         ids = torch.tensor([request.prompt_ids])
         tokens = told.tokens[request.id]
@@ -108,8 +120,20 @@ def heard_from_generate(opened: LoadedModel, excerpt: Excerpt, told: Dictated) -
             ),
             logits_processor=LogitsProcessorList([_Forced(tokens, num_before)]),
         )
-        found[request.id] = torch.cat(out.logits).float()
-    return found
+        logits[request.id] = torch.cat(out.logits).float()
+        if scores:
+            logprobs[request.id] = _logprobs(model, ids, torch.tensor([tokens]), opened.start_token_id)
+    return Heard(logits=logits, logprobs=logprobs)
+
+
+def _logprobs(model: Any, ids_1S: torch.Tensor, tokens_1T: torch.Tensor, start_token_id: int | None) -> torch.Tensor:
+    """(T,), of one forward without a cache."""
+    if start_token_id is not None:
+        decoded_1T = torch.cat([torch.tensor([[start_token_id]]), tokens_1T[:, :-1]], 1)
+        logits_TV = model(input_ids=ids_1S, decoder_input_ids=decoded_1T).logits[0]
+    else:
+        logits_TV = model(input_ids=torch.cat([ids_1S, tokens_1T], 1)).logits[0, ids_1S.shape[1] - 1 : -1]
+    return logits_TV.float().log_softmax(-1).gather(-1, tokens_1T[0, :, None])[:, 0]
 
 
 class Dictation(Sampler):
@@ -118,10 +142,6 @@ class Dictation(Sampler):
     def __init__(self, tokens: Mapping[str, Rows[int]]):
         self._tokens = tokens
         self.heard: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-
-    @property
-    def num_top(self) -> int:
-        return 0
 
     def draw(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Where nobody asks, the head sees one all the same."""
