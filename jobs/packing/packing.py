@@ -1,18 +1,22 @@
 """A whole model packed, shard by shard: what is published stays, so the same command goes on where it was killed."""
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.errors import CheckpointError, OutputError
+from runtime.errors import BudgetError, CheckpointError, OutputError
 from runtime.formats.own_store import RELATIVE_ERROR
 from runtime.formats.rounding import Rounding, error_of_squares
-from runtime.store.checkpoint import INDEX, SINGLE
+from runtime.out_of_memory import first_line, is_out_of_memory
+from runtime.store.faults import patiently, read_fault
 from runtime.store.header import read_header
 from runtime.store.piece_sums import told_of
+from runtime.store.weight_files import INDEX, SINGLE
 from runtime.store.writer import published, sync_directory
+from runtime.units import format_bytes
 
 from ..files.lock import RunLock
 from ..files.publishing import make_directory, sweep_temps
@@ -24,17 +28,21 @@ from .source import CONFIG, Source, open_source, packed_config, stamp_of
 
 log = logging.getLogger(__name__)
 LOCK = ".pack.lock"
+COPY_BYTES = 4 << 20
+MOST_NAMES = 6  # of files left out, in a line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """`num_kept`: shards that were packed before. `num_deleted`: of the original's shards."""
+    """`num_kept`: shards that were packed before. `num_deleted`: of the original's shards. `left_out`: files and
+    folders of the original that no run reads."""
 
     out: Path
     tensors: Sequence[Packed]
     num_shards: int
     num_kept: int
     num_deleted: int
+    left_out: Sequence[str]
 
 
 def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
@@ -101,9 +109,13 @@ class _Packer:
         self._total, self._done, self._num_kept, self._num_deleted = sum(sizes), 0, 0, 0
 
     def run(self) -> Packing:
-        tensors = [packed for name in self._source.shards for packed in self._shard(name)]
+        tensors = list[Packed]()
+        for name in self._source.shards:
+            with _memory_named(self._source.directory / name):
+                tensors += self._shard(name)
         for path in self._source.others:
-            _publish(self._out / path.name, path.read_bytes())
+            with _memory_named(path):
+                _copy(path, self._out / path.relative_to(self._source.directory))
         if self._source.shards != [SINGLE]:
             _publish(self._out / INDEX, index_of(self._out, self._source.shards))
         about = {} if self._rounding is None else {"format": str(self._rounding), RELATIVE_ERROR: error_of(tensors)}
@@ -114,15 +126,15 @@ class _Packer:
             num_shards=len(self._source.shards),
             num_kept=self._num_kept,
             num_deleted=self._num_deleted,
+            left_out=self._source.left_out,
         )
 
     def _shard(self, name: str) -> list[Packed]:
         original, target = self._source.directory / name, self._out / name
-        is_verified, before = False, dict[str, int]()
-        if original.exists():
-            before = {tensor.name: tensor.num_bytes for tensor in read_header(original).values()}
+        tensors = self._source.tensors(name) if original.exists() else {}
+        is_verified, before = False, {tensor.name: tensor.num_bytes for tensor in tensors.values()}
         if target.exists():
-            self._require_same(original, target)
+            self._require_same(original, target, tensors)
             self._num_kept += 1
             self._advance(original.stat().st_size if original.exists() else 0)
             found = sizes_of(target, before)
@@ -130,7 +142,13 @@ class _Packer:
             begun = self._done
             verify = self._config.verify
             found = pack_shard(
-                original, target, self._stamp(original), rounding=self._rounding, verify=verify, progress=self._advance
+                original,
+                target,
+                self._stamp(original),
+                tensors=tensors,
+                rounding=self._rounding,
+                verify=verify,
+                progress=self._advance,
             )
             is_verified = verify
             self._advance(begun + original.stat().st_size - self._done)
@@ -141,14 +159,17 @@ class _Packer:
     def _delete(self, original: Path, target: Path, *, is_verified: bool) -> None:
         """Deletes one file of the original, whose packed form is on the disk and was compared with it just now."""
         if not is_verified:
-            compare(read_header(original), target, str(target), self._rounding)
+            compare(self._source.tensors(original.name), target, str(target), self._rounding)
         original.unlink()
         sync_directory(original.parent)
         self._num_deleted += 1
 
-    def _require_same(self, original: Path, target: Path) -> None:
+    def _require_same(self, original: Path, target: Path, tensors: Collection[str]) -> None:
+        """`tensors`: those that are read of the original, which an index decides that may have been changed since."""
         told, _ = told_of(target)
-        if original.exists() and told.get("source") != self._stamp(original):
+        found = told.get("tensors")
+        is_same = told.get("source") == self._stamp(original) if original.exists() else True
+        if not is_same or (original.exists() and isinstance(found, Mapping) and found.keys() != set(tensors)):
             raise CheckpointError(
                 f"{target}: packed of another file than {original}, or that was changed since, or in another format: "
                 "remove it, or choose another directory with out="
@@ -167,6 +188,36 @@ class _Packer:
 def _publish(path: Path, data: bytes) -> None:
     with published(path, len(data)) as file:
         file.write(data)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a file piece by piece; it has its name only once it is whole."""
+    make_directory(target.parent)
+    sweep_temps(target.parent, is_alone=True)
+    buffer = memoryview(bytearray(COPY_BYTES))
+    try:
+        file, size = source.open("rb", buffering=0), source.stat().st_size
+    except OSError as error:
+        raise read_fault(source, "opening it", error) from error
+    with file, published(target, size) as out:
+        while count := patiently(lambda: file.readinto(buffer), str(source), "copying it", time.sleep):
+            out.write(buffer[:count])
+
+
+@contextmanager
+def _memory_named(path: Path) -> Iterator[None]:
+    """Names the file at which memory ran out. Raises BudgetError."""
+    try:
+        yield
+    except Exception as error:  # torch, numpy and the system each have their own
+        if not any(each is not None and is_out_of_memory(each) for each in (error, error.__cause__)):
+            raise
+        size = f" ({format_bytes(path.stat().st_size)})" if path.exists() else ""
+        raise BudgetError(
+            f"{path}{size}: this process was given no more memory ({first_line(error)}): "
+            "raise what limits it (ulimit -v, a container's or a job's memory); the same command goes on behind the "
+            "shards that are packed"
+        ) from error
 
 
 def error_of(tensors: Sequence[Packed]) -> float | None:
@@ -197,7 +248,11 @@ def describe(packing: Packing) -> list[str]:
             f"error      {error_of(rounded) or 0:.3%} of the weights' root mean square; "
             f"{error_of([worst]) or 0:.3%} at most, of {worst.name}"
         )
-    return lines + [_reason(why, found) for why, found in sorted(reasons.items())]
+    lines += [_reason(why, found) for why, found in sorted(reasons.items())]
+    if packing.left_out:
+        names, more = packing.left_out[:MOST_NAMES], len(packing.left_out) - MOST_NAMES
+        lines.append(f"left out   {', '.join(names)}{f' and {more} more' * (more > 0)}: no run reads them")
+    return lines
 
 
 def _reason(why: str, found: Sequence[Packed]) -> str:

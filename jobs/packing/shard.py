@@ -154,13 +154,15 @@ def pack_shard(
     target: Path,
     stamp: str,
     *,
+    tensors: Mapping[str, TensorSlice] | None = None,
     rounding: Rounding | None = None,
     verify: bool,
     progress: Callable[[int], None],
 ) -> list[Packed]:
     """Writes `target`, which has its name only once it is whole, on the disk and, with `verify`, compared with
-    `source`. Raises CheckpointError where it is not the same, OutputError."""
-    tensors = read_header(source)
+    `source`. `tensors`: those of the source that are packed; all without it. Raises CheckpointError where it is not the
+    same, OutputError."""
+    tensors = read_header(source) if tensors is None else tensors
     size = source.stat().st_size
     with published(target, size) as file:
         shard = _Shard(file, _header_room(tensors, size), rounding, progress)

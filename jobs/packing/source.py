@@ -8,27 +8,75 @@ from pathlib import Path
 
 from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.own_store import METHOD
-from runtime.store.checkpoint import INDEX, SINGLE, is_gguf
+from runtime.origin.vetted_files import TEMPLATES
+from runtime.plan.shape.shapes import TensorSlice
+from runtime.store.checkpoint import is_gguf, listed_in
+from runtime.store.header import read_header
 from runtime.store.json_object import read_json_object
+from runtime.store.weight_files import (
+    INDEX,
+    NAMED,
+    SINGLE,
+    find_weights,
+    is_index,
+    names_below,
+    read_index,
+    shards_of,
+    unreadable,
+    warn_of_index,
+)
 
 CONFIG = "config.json"
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 16
 QUANTISED = ("quantization_config", "compression_config")
 
 
+WEIGHT_SUFFIXES = frozenset(
+    {
+        *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".gguf", ".h5", ".msgpack", ".npz"),
+        *(".onnx", ".onnx_data", ".tflite", ".mlmodel", ".ot", ".nemo"),
+    }
+)
+INDEX_SUFFIX = ".index.json"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """`shards`: names of its files of weights, also of those that are packed and deleted already."""
+    """`shards`: names of the files that a run reads weights of, also of those that are packed and deleted already.
+    `weight_map`: the shard of each tensor that an index lists."""
 
     directory: Path
     config: Mapping[str, object]
     shards: Sequence[str]
+    weight_map: Mapping[str, str]
+
+    def tensors(self, shard: str) -> Mapping[str, TensorSlice]:
+        """Those of a shard that a run reads there. Raises CheckpointError."""
+        path = self.directory / shard
+        return listed_in(path, read_header(path), self.weight_map)
 
     @property
     def others(self) -> list[Path]:
-        """All its other files, which are copied: tokenizer, settings, licence."""
-        weights = {*self.shards, INDEX, CONFIG}
-        return sorted(path for path in self.directory.iterdir() if path.is_file() and path.name not in weights)
+        """The other files that a run may read, which are copied: tokenizer, chat templates, settings, licence."""
+        folders = [folder for folder in (self.directory, self.directory / TEMPLATES) if folder.is_dir()]
+        return sorted(
+            path
+            for folder in folders
+            for path in folder.iterdir()
+            if path.is_file()
+            and path.suffix not in WEIGHT_SUFFIXES
+            and not path.name.endswith(INDEX_SUFFIX)
+            and path.name != CONFIG
+        )
+
+    @property
+    def left_out(self) -> list[str]:
+        """Other weights, pickles and folders, which no run reads; a folder's name ends in a slash."""
+        known = {*self.shards, CONFIG, TEMPLATES, *(path.name for path in self.others)}
+        names = sorted(
+            f"{path.name}{'/' * path.is_dir()}" for path in self.directory.iterdir() if path.name not in known
+        )
+        return [name for name in names if not name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
 
 
 def open_source(path: Path, out: Path, *, replace: bool) -> Source:
@@ -39,36 +87,53 @@ def open_source(path: Path, out: Path, *, replace: bool) -> Source:
         raise ConfigError(f"model.path={path}: no directory; name the one that holds config.json and safetensors")
     if out.resolve() == path.resolve():
         raise ConfigError(f"out={out} is model.path itself: name another directory")
-    config = read_json_object(path / CONFIG)
+    try:
+        config = read_json_object(path / CONFIG)
+    except FileNotFoundError:
+        raise CheckpointError(f"model.path={path}: holds no {CONFIG}") from None
     method = next((found for key in QUANTISED if (found := config.get(key))), None)
     if method is not None:
         name = method.get("quant_method", "bitsandbytes") if isinstance(method, Mapping) else method
         what = "is packed already" if name == METHOD else f"is quantised already, by {name!r}"
         raise CheckpointError(f"model.path={path}: {what} (quantization_config in {CONFIG}); pack the original")
-    shards = _shards(path, out)
+    shards, weight_map = _shards(path, out, replace=replace)
     links = [name for name in shards if (path / name).is_symlink()]
     if replace and links:
         raise ConfigError(
             f"replace=true: {path / links[0]} is a link, as in the Hugging Face cache, whose deletion frees nothing: "
             "replace=false, or name a directory of the files themselves"
         )
-    return Source(directory=path, config=config, shards=shards)
+    return Source(directory=path, config=config, shards=shards, weight_map=weight_map)
 
 
-def _shards(path: Path, out: Path) -> list[str]:
-    index = path / INDEX
-    if not index.exists():
-        if (path / SINGLE).exists() or (out / SINGLE).exists():
-            return [SINGLE]
-        raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
-    weight_map = read_json_object(index).get("weight_map")
-    names = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, Mapping) else []
-    if not names or any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{index}: not a safetensors index: weight_map must be an object of tensors and files")
+def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping[str, str]]:
+    """The shards, and which tensors an index places where."""
+    entry = find_weights(path)
+    if entry is None and (out / SINGLE).exists():
+        return [SINGLE], {}
+    if entry is None:
+        raise unreadable(str(path), names_below(path))
+    weight_map = read_index(entry) if is_index(entry) else {}
+    names = shards_of(entry)
+    if not names:
+        raise CheckpointError(f"{entry}: not a safetensors index: weight_map must be an object of tensors and files")
+    if not is_index(entry):
+        warn_of_index(entry)
+    if replace and names == [SINGLE] and (path / INDEX).exists() and shards_of(path / INDEX) != names:
+        raise ConfigError(
+            f"replace=true: {path} holds {SINGLE}, which is packed, and {INDEX}, whose shards would be read in its "
+            f"place once it is deleted: move {INDEX} away first"
+        )
+    other = out / (INDEX if names == [SINGLE] else SINGLE)
+    if other.exists():
+        raise CheckpointError(
+            f"{other}: packed of other files than {', '.join(names[:2])}{' ...' * (len(names) > 2)}: remove it, or "
+            "choose another directory with out="
+        )
     lost = [name for name in names if not (path / name).exists() and not (out / name).exists()]
     if lost:
-        raise CheckpointError(f"{path / lost[0]}: missing, but {INDEX} names it")
-    return names
+        raise CheckpointError(f"{path / lost[0]}: missing, but {entry.name} names it")
+    return names, weight_map
 
 
 def stamp_of(path: Path) -> str:
@@ -85,4 +150,5 @@ def stamp_of(path: Path) -> str:
 def packed_config(source: Source, about: Mapping[str, object]) -> bytes:
     """The model's config.json, which says how its weights lie, and what else there is to say `about` it."""
     values = {**source.config, "quantization_config": {"quant_method": METHOD, **about}}
+    values.pop(NAMED, None)  # the store has its files under the usual names
     return json.dumps(values, indent=2).encode() + b"\n"

@@ -3,9 +3,10 @@
 No weight is read here."""
 
 import hashlib
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -13,21 +14,32 @@ from ..plan.shape.shapes import TensorSlice
 from .faults import read_fault
 from .gguf import GgufHeader, read_gguf
 from .header import read_header
-from .json_object import read_json_object
+from .weight_files import (
+    CONFIG,
+    NAMED,
+    find_weights,
+    is_index,
+    names_below,
+    read_index,
+    shards_of,
+    unreadable,
+    warn_of_index,
+)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-ADAPTER = "adapter_config.json"
+log = logging.getLogger(__name__)
+
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 16
-MAX_NAME_BYTES = 255  # of a file, on Linux
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
+    """`contested`: of each tensor that lies in several files, the one that it is read from."""
+
     path: Path
     tensors: Mapping[str, TensorSlice]
     gguf: GgufHeader | None = None
+    contested: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> list[str]:
@@ -45,14 +57,19 @@ class Checkpoint:
                 _add_samples(digest, file, header_bytes[str(file)])
             except OSError as error:
                 raise read_fault(file, "reading samples of it", error) from error
+        for name, file in sorted(self.contested.items()):
+            digest.update(f"{name}:{Path(file).name};".encode())
         return digest.hexdigest()
 
 
-def _add_samples(digest: "hashlib._Hash", file: Path, header_bytes: int) -> None:
+def _add_samples(digest: "hashlib._Hash", file: Path, first_offset: int) -> None:
+    """`first_offset`: of a tensor that is read. Others may lie between it and the header, which ends before."""
     size = file.stat().st_size
     digest.update(f"{file.name}:{size};".encode())
     with file.open("rb") as handle:
-        digest.update(handle.read(header_bytes))
+        begin = handle.read(8)
+        header_bytes = min(first_offset, 8 + int.from_bytes(begin, "little"))  # GGUF's magic number is no length
+        digest.update(begin + handle.read(header_bytes - len(begin)))
         for turn in range(NUM_SAMPLES):
             handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
             digest.update(handle.read(SAMPLE_BYTES))
@@ -63,12 +80,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if is_gguf(path):
         header = read_gguf(path)
         return Checkpoint(path=path, tensors=header.tensors, gguf=header)
-    index, single = path / INDEX, path / SINGLE
-    if index.exists():
-        return Checkpoint(path=path, tensors=_sharded(path, index))
-    if single.exists():
-        return Checkpoint(path=path, tensors=read_header(single))
-    raise _unreadable(path)
+    entry = find_weights(path)
+    if entry is None:
+        raise unreadable(str(path), names_below(path))
+    if not entry.is_file():
+        raise CheckpointError(f"{entry}: missing, but {CONFIG} names it ({NAMED})")
+    if is_index(entry):
+        return _sharded(path, entry)
+    warn_of_index(entry)
+    return Checkpoint(path=path, tensors=read_header(entry))
 
 
 def read_bytes(tensor: TensorSlice) -> bytes:
@@ -94,52 +114,32 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
-def _unreadable(directory: Path) -> CheckpointError:
-    if (directory / ADAPTER).exists():
-        return CheckpointError(
-            f"{directory}: an adapter ({ADAPTER}), which is no model by itself: merge it into its base model once, as "
-            "`merge_and_unload` of peft does, and give model.path the directory that this saves"
-        )
-    pickles = sorted(p.name for p in directory.glob("*.bin"))
-    if pickles:
-        return CheckpointError(
-            f"{directory}: only pickled weights ({pickles[0]} ...), which run code of whoever wrote them when they are "
-            "read. Take the safetensors that most models also have; only if you trust the writer as you trust a "
-            "program, convert them once, in a container without network:\n"
-            f'  python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\""
-        )
-    ggufs = sorted(p.name for p in directory.glob("*.gguf"))
-    if ggufs:
-        return CheckpointError(f"{directory}: holds GGUF files; name one: model.path={directory / ggufs[0]}")
-    return CheckpointError(f"{directory}: holds neither {SINGLE} nor {INDEX}")
-
-
-def _sharded(directory: Path, index: Path) -> dict[str, TensorSlice]:
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, Mapping):
-        raise CheckpointError(f"{index}: not a safetensors index: weight_map must be an object of tensors and files")
-    names = {tensor: file for tensor, file in weight_map.items() if isinstance(file, str)}
-    if len(names) < len(weight_map):
-        odd = next(tensor for tensor, file in weight_map.items() if not isinstance(file, str))
-        raise CheckpointError(f"{index}: not a safetensors index: {odd!a:.80} lies in {weight_map[odd]!a:.40}")
-    tensors: dict[str, TensorSlice] = {}
-    for file in sorted(set(names.values())):
-        if Path(file).name != file or "\0" in file or len(file.encode("utf-8", "replace")) > MAX_NAME_BYTES:
-            raise CheckpointError(f"{index}: names {file!a:.80}; only plain file names are allowed")
+def _sharded(directory: Path, index: Path) -> Checkpoint:
+    """The index decides. A tensor that it does not list is one more that there is, as transformers has it."""
+    weight_map = read_index(index)
+    tensors, files = dict[str, TensorSlice](), dict[str, list[str]]()
+    for file in shards_of(index):
         if not (directory / file).exists():
-            raise CheckpointError(f"{directory / file}: missing, but {INDEX} names it")
-        tensors.update(_agreeing(read_header(directory / file), names, file, index))
-    return tensors
-
-
-def _agreeing(found: dict[str, TensorSlice], names: dict[str, str], file: str, index: Path) -> dict[str, TensorSlice]:
-    listed = {tensor for tensor, where in names.items() if where == file}
-    missing, extra = sorted(listed - found.keys()), sorted(found.keys() - listed)
-    if missing:
-        raise CheckpointError(f"{file} lacks {missing[0]!r} ({len(missing)} tensors), which {index} places there")
-    if extra:
-        raise CheckpointError(
-            f"{file} holds {extra[0]!r} ({len(extra)} tensors), which {index} places elsewhere or nowhere"
+            raise CheckpointError(f"{directory / file}: missing, but {index.name} names it")
+        header = read_header(directory / file)
+        for name in header:
+            files.setdefault(name, []).append(file)
+        tensors |= listed_in(directory / file, header, weight_map)
+    contested = {name: tensors[name].file for name, several in files.items() if len(several) > 1}
+    for name, read in list(contested.items())[:1]:
+        others = ", ".join(file for file in files[name] if file != Path(read).name)
+        why = f"as {index.name} says" if name in weight_map else f"the last, since {index.name} does not list it"
+        count = f" ({len(contested)} tensors lie in several files)" if len(contested) > 1 else ""
+        log.warning(
+            "%s: %r lies in %s too: that of %s is read, %s%s", directory, name, others, Path(read).name, why, count
         )
-    return found
+    return Checkpoint(path=directory, tensors=tensors, contested=contested)
+
+
+def listed_in(shard: Path, header: Mapping[str, TensorSlice], weight_map: Mapping[str, str]) -> dict[str, TensorSlice]:
+    """Those of a shard's tensors that are read of it: all that the index does not place in another. Raises
+    CheckpointError where it places one here that is not."""
+    missing = sorted(name for name, file in weight_map.items() if file == shard.name and name not in header)
+    if missing:
+        raise CheckpointError(f"{shard} lacks {missing[0]!r} ({len(missing)} tensors), which the index places there")
+    return {name: tensor for name, tensor in header.items() if weight_map.get(name, shard.name) == shard.name}

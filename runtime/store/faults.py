@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import resource
 from collections.abc import Callable
 from os import PathLike
 from typing import TypeVar
@@ -29,10 +30,23 @@ def passes(error: OSError) -> bool:
 def read_fault(path: str | PathLike[str], what: str, error: OSError) -> MillraceError:
     """What a user is told of `error`, met in `what`: a later start can help (75), or not (2)."""
     name = errno.errorcode.get(error.errno or 0, "no errno")
-    message = f"{path}: {what} failed: {error.strerror or error} ({name})"
+    message = f"{path}: {what} failed: {error.strerror or error} ({name}){open_files_hint(error)}"
     if passes(error):
         return StorageError(f"{message}. The storage of the weights is at fault; start the same command again")
     return CheckpointError(message)
+
+
+def open_files_hint(error: OSError) -> str:
+    """What ends the message of an error that a process gets which has too many files open; empty for any other."""
+    if error.errno != errno.EMFILE:
+        return ""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if most == resource.RLIM_INFINITY else most
+    way = f"type `ulimit -n {wanted}` in this shell" if limit != most else "raise it for this account or container"
+    return (
+        f": this process may have {limit:,} files open (ulimit -n), and the weights take one for each shard: {way} and "
+        "start the same command again"
+    )
 
 
 def patiently(read: Callable[[], T], path: str, what: str, pause: Callable[[float], object]) -> T:

@@ -8,6 +8,7 @@ from typing import TypeAlias, cast
 
 from ..errors import CheckpointError
 from ..units import MIB, format_bytes
+from .faults import open_files_hint
 
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 JsonObject: TypeAlias = Mapping[str, JsonValue]
@@ -67,7 +68,7 @@ def _text(path: Path, max_bytes: int) -> str:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}{open_files_hint(error)}") from error
 
 
 def _refuse_nan(text: str) -> float:

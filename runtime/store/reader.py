@@ -17,7 +17,7 @@ from ..closing import Closing
 from ..errors import CheckpointError
 from ..plan.shape.extents import Extent
 from ..units import MIB
-from .faults import passes, patiently
+from .faults import open_files_hint, passes, patiently
 from .transfer import Chunk, ChunkTiming, PendingTransfer, TransferThreads, transfer
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def _open_file(path: str, direct: bool) -> _File:
     except OSError as error:
         if passes(error):
             raise
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}{open_files_hint(error)}") from error
 
 
 def _file_of(descriptor: int, *, is_direct: bool) -> _File:

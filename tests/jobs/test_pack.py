@@ -1,6 +1,8 @@
 """A packed store is the original: its tokens, its numbers, however often packing was killed; and nothing else is
 deleted."""
 
+import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,20 +15,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jobs.files.publishing import TEMP_SUFFIX
+from jobs.packing import packing as packing_module
 from jobs.packing.comparing import compare
 from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import Packing, describe, pack
 from jobs.run.generation import generate
 from runtime import Runtime
 from runtime.config import ExpertPaging, ModelConfig, Tier, Verify
-from runtime.errors import CheckpointError, ConfigError, RunMismatchError
+from runtime.errors import BudgetError, CheckpointError, ConfigError, RunMismatchError
 from runtime.model.loading import load_model
 from runtime.store.header import read_header
 from runtime.store.piece_sums import told_of
+from runtime.store.weight_files import INDEX, SINGLE
 from tests.jobs.test_identity import Place, begun
 from tests.packed import adversaries, tensor_of
 from tests.quantized import tensors_in, write_checkpoint
-from tests.runtime.test_fidelity import config_for, tokens_of
+from tests.runtime.test_fidelity import config_for, tokens, tokens_of
+from tests.runtime.test_weight_files import LAYOUTS
 from tests.support import Reference
 
 References = Callable[[str], Reference]
@@ -91,6 +96,54 @@ def test_all_numbers_of_a_family_are_the_original_s(family: str, reference: Refe
     assert stored.weight_bytes < original.weight_bytes
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_those_weights_are_packed_that_a_run_reads(layout: str, reference: References, tmp_path: Path) -> None:
+    """The store has one form of them alone, under its usual name."""
+    ref, right = reference("llama"), tensors_in(reference("llama").directory)
+    source = tmp_path / "source"
+    shutil.copytree(ref.directory, source, ignore=shutil.ignore_patterns("*safetensors*"))
+    write, _ = LAYOUTS[layout]
+    write(source, right, {name: tensor.flip(0).contiguous() for name, tensor in right.items()})
+    for _ in range(2):  # the second goes on
+        packed(source, tmp_path / "packed")
+    elsewhere = Reference(directory=tmp_path / "packed", prompts=[], expected=[], sampled=[])
+    assert tokens(config_for(elsewhere), ref.prompts[:2]) == ref.expected[:2]
+    assert len({SINGLE, INDEX} & files_in(tmp_path / "packed").keys()) == 1
+
+
+def test_of_two_tensors_of_one_name_that_of_the_index_is_packed(model: Path, tmp_path: Path) -> None:
+    weight_map = json.loads((model / INDEX).read_text())["weight_map"]
+    name, file = next(iter(weight_map.items()))
+    (other, *_) = sorted(set(weight_map.values()) - {file})
+    save_file(load_file(model / other) | {name: load_file(model / file)[name] + 1}, model / other, {"format": "pt"})
+    packed(model, tmp_path / "packed")
+    first = tmp_path / "packed" / file
+    assert name in told_of(first)[0]["tensors"]
+    compare(read_header(model / file), first, file)
+    assert name not in told_of(tmp_path / "packed" / other)[0]["tensors"]
+    (model / INDEX).write_text(json.dumps({"weight_map": weight_map | {name: other}}))
+    with pytest.raises(CheckpointError, match=r"packed of another file than .* or that was changed since"):
+        packed(model, tmp_path / "packed")
+
+
+def test_a_directory_with_two_forms_of_its_weights_is_not_replaced(
+    model: Path, reference: References, tmp_path: Path
+) -> None:
+    """With the one deleted, the next start would read the other."""
+    save_file(tensors_in(reference("llama").directory), model / SINGLE, {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"replace=true: .* holds {SINGLE}, .* move {INDEX} away first"):
+        packed(model, tmp_path / "packed", replace=True)
+    packed(model, tmp_path / "packed")
+    (model / SINGLE).unlink()
+    with pytest.raises(CheckpointError, match=rf"{SINGLE}: packed of other files than shard-0.*out="):
+        packed(model, tmp_path / "packed")
+    (tmp_path / "packed" / SINGLE).unlink()
+    packed(model, tmp_path / "packed")
+    save_file(tensors_in(reference("llama").directory), model / SINGLE, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: packed of other files than {SINGLE}"):
+        packed(model, tmp_path / "packed")
+
+
 def test_the_comparison_finds_one_bit(model: Path, tmp_path: Path) -> None:
     packed(model, tmp_path / "packed")
     (name, *_) = sorted(path.name for path in model.glob("*.safetensors"))
@@ -121,6 +174,78 @@ def test_damage_is_found_as_the_model_is_opened(verify: Verify, model: Path, tmp
 
 class Killed(BaseException):
     pass
+
+
+UNREAD = ("consolidated.00.pth", "model.fp16.safetensors", "pytorch_model.bin", "training_args.bin")
+
+
+def test_other_files_are_copied_but_for_weights_and_pickles_that_no_run_reads(model: Path, tmp_path: Path) -> None:
+    for name in (
+        *UNREAD,
+        "pytorch_model.bin.index.json",
+        "original/consolidated.00.pth",
+        "checkpoint-5/model.safetensors",
+    ):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(b"no weights of this model")
+    wanted = {"LICENSE": b"a licence", "additional_chat_templates/tool_use.jinja": b"{{ messages }}"}
+    for name, text in wanted.items():
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(text)
+    packing = packed(model, tmp_path / "packed")
+    found = {path.relative_to(tmp_path / "packed").as_posix() for path in (tmp_path / "packed").rglob("*")}
+    own = {path.name for path in model.iterdir() if path.is_file()} - {*UNREAD, "pytorch_model.bin.index.json"}
+    assert found - {".pack.lock"} == own | wanted.keys() | {"additional_chat_templates"}
+    assert all((tmp_path / "packed" / name).read_bytes() == text for name, text in wanted.items())
+    assert [line for line in describe(packing) if line.startswith("left out")] == [
+        "left out   checkpoint-5/, consolidated.00.pth, model.fp16.safetensors, original/, pytorch_model.bin, "
+        "training_args.bin: no run reads them"
+    ]
+
+
+def test_a_file_is_copied_in_pieces_and_seen_whole_or_not_at_all(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing_module, "COPY_BYTES", 1000)
+    (model / "vocabulary.txt").write_bytes(bytes(range(256)) * 10)
+    out = tmp_path / "packed"
+    pieces = list[int]()
+    real = packing_module.patiently
+
+    def dying(read: Callable[[], int], *told: object) -> int:
+        if len(pieces) == 2:
+            raise Killed
+        count = real(read, *told) if "vocabulary" in str(told[0]) else read()
+        pieces.extend([count] * ("vocabulary" in str(told[0])))
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing_module, "patiently", dying)
+        with pytest.raises(Killed):
+            packed(model, out)
+    assert pieces == [1000, 1000]
+    assert "vocabulary.txt" not in files_in(out)
+    assert "config.json" not in files_in(out), "which makes a model of it"
+    packed(model, out)
+    assert files_in(out)["vocabulary.txt"] == bytes(range(256)) * 10
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), OSError(errno.ENOMEM, "Cannot allocate memory")])
+@pytest.mark.parametrize(("name", "call"), [("shard-0.safetensors", "pack_shard"), ("tokenizer.json", "patiently")])
+def test_memory_that_runs_out_is_said_of_the_file(
+    name: str, call: str, error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(first: object, second: object, *args: object, **kwargs: object) -> None:
+        if name in (Path(str(first)).name, Path(str(second)).name):
+            raise error
+        real(first, second, *args, **kwargs)
+
+    (model / "tokenizer.json").write_text("{}")
+    real = getattr(packing_module, call)
+    monkeypatch.setattr(packing_module, call, fail)
+    with pytest.raises(BudgetError, match=rf"{name} \(.*no more memory.*the same command goes on") as raised:
+        packed(model, tmp_path / "packed")
+    assert "offload" not in str(raised.value), "which packing does not have"
 
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["kept", "replaced"])

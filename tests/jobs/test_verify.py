@@ -17,7 +17,7 @@ from jobs.run.run_dir import RunDirectory
 from runtime import Runtime, RuntimeConfig
 from runtime.config import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify
 from runtime.errors import Interrupted, RunMismatchError
-from runtime.store.checkpoint import SINGLE
+from runtime.store.weight_files import SINGLE
 from tests.support import flip_outside_samples
 
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.errors import CheckpointError
-from runtime.store.checkpoint import INDEX, SINGLE, open_checkpoint
+from runtime.store.checkpoint import open_checkpoint
+from runtime.store.weight_files import INDEX, SINGLE
 
 WEIGHT_MAP = {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}
 
@@ -40,7 +41,6 @@ def test_shards_and_single_files_open(sharded: Path, tmp_path: Path) -> None:
 DISAGREEMENTS = {
     "missing shard": (WEIGHT_MAP | {"d": "three.safetensors"}, r"three\.safetensors: missing"),
     "missing tensor": (WEIGHT_MAP | {"d": "one.safetensors"}, r"one\.safetensors lacks 'd'"),
-    "tensor too many": ({"a": "one.safetensors", "b": "two.safetensors"}, r"two\.safetensors holds 'c'"),
     "tensor elsewhere": (WEIGHT_MAP | {"c": "one.safetensors"}, r"one\.safetensors lacks 'c'"),
     "traversal": (WEIGHT_MAP | {"d": "../secret.safetensors"}, "only plain file names"),
     "absolute path": (WEIGHT_MAP | {"d": "/etc/passwd"}, "only plain file names"),
@@ -68,24 +68,44 @@ def test_a_broken_index_is_named(text: str, sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
-def test_pickled_weights_are_refused_with_a_warning_before_the_command_that_converts_them(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    with pytest.raises(
-        CheckpointError, match=r"(?s)pytorch_model\.bin.*run code.*only if you trust.*python -c .*save_pretrained"
-    ):
-        open_checkpoint(tmp_path)
+def test_a_tensor_that_the_index_does_not_list_is_one_more(sharded: Path, caplog: pytest.LogCaptureFixture) -> None:
+    set_index(sharded, {"a": "one.safetensors", "b": "two.safetensors"})
+    assert sorted(open_checkpoint(sharded).tensors) == ["a", "b", "c"]
+    assert not caplog.records
 
 
-def test_an_adapter_alone_is_named_as_one(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    save_file({"lora_A": torch.ones(3)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=r"an adapter .*merge it into its base model"):
-        open_checkpoint(tmp_path)
+@pytest.mark.parametrize("chosen", ["one.safetensors", "two.safetensors"])
+def test_of_two_tensors_of_one_name_the_index_says_which_is_read(
+    chosen: str, sharded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file({"a": torch.ones(3), "c": torch.ones(3000)}, sharded / "one.safetensors")
+    set_index(sharded, WEIGHT_MAP | {"c": chosen})
+    found = open_checkpoint(sharded)
+    assert found.tensors["c"].file == str(sharded / chosen)
+    (other,) = {"one.safetensors", "two.safetensors"} - {chosen}
+    assert f"'c' lies in {other} too: that of {chosen} is read, as {INDEX} says" in caplog.text
+    set_index(sharded, WEIGHT_MAP | {"c": other})
+    assert open_checkpoint(sharded).fingerprint() != found.fingerprint(), "no byte of a shard tells which is read"
 
 
-def test_an_empty_directory_says_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"holds neither {SINGLE} nor {INDEX}"):
-        open_checkpoint(tmp_path)
+def test_of_two_that_the_index_does_not_list_the_last_is_read(sharded: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"a": torch.ones(3), "c": torch.ones(3000)}, sharded / "one.safetensors")
+    set_index(sharded, {"a": "one.safetensors", "b": "two.safetensors"})
+    assert open_checkpoint(sharded).tensors["c"].file == str(sharded / "two.safetensors")
+    assert "'c' lies in one.safetensors too: that of two.safetensors is read, the last" in caplog.text
+
+
+def test_the_fingerprint_of_a_shard_takes_its_header_and_samples_alone(tmp_path: Path) -> None:
+    """However far from the header the first tensor lies that is read."""
+    wide = torch.zeros(1 << 20)
+    save_file({"a": wide, "b": torch.ones(3)}, tmp_path / "one.safetensors")
+    save_file({"a": wide}, tmp_path / "two.safetensors")
+    set_index(tmp_path, {"a": "two.safetensors", "b": "one.safetensors"})
+    before = open_checkpoint(tmp_path).fingerprint()
+    with (tmp_path / "one.safetensors").open("r+b") as file:
+        file.seek(1 << 18)  # between two samples
+        file.write(b"\x01" * 64)
+    assert open_checkpoint(tmp_path).fingerprint() == before
 
 
 def test_the_fingerprint_follows_the_content_and_not_the_place(sharded: Path, tmp_path: Path) -> None:

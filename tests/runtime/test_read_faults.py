@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from runtime.store import faults
 from runtime.store.checkpoint import open_checkpoint
 from runtime.store.header import read_header
 from runtime.store.reader import Reader
+from runtime.store.weight_files import INDEX, SINGLE, read_index
 from runtime.stream.device import ComputeDevice
 from tests.support import synthesize
 
@@ -119,3 +121,28 @@ def test_headers_and_samples_too(
         checkpoint.fingerprint()
     with pytest.raises(kind, match=errno.errorcode[number]):
         read_header(Path(checkpoint.files[0]))
+
+
+def _read_index(directory: Path) -> None:
+    read_index(directory / INDEX)
+
+
+def _read_weights(directory: Path) -> None:
+    read(directory / SINGLE)
+
+
+@pytest.mark.parametrize("act", [open_checkpoint, _read_index, _read_weights])
+def test_too_many_open_files_name_the_limit_and_how_it_is_raised(act: Callable[[Path], object], tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(bytes(NUM_BYTES))
+    (tmp_path / INDEX).write_text("{}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    try:
+        with pytest.raises(CheckpointError) as error:
+            act(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert f": this process may have {first_free:,} files open (ulimit -n)" in str(error.value)
+    assert f"type `ulimit -n {hard}` in this shell" in str(error.value)
