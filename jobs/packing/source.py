@@ -15,6 +15,7 @@ from runtime.store.header import read_header
 from runtime.store.json_object import read_json_object
 from runtime.store.weight_files import (
     INDEX,
+    INDEX_SUFFIX,
     NAMED,
     SINGLE,
     find_weights,
@@ -37,7 +38,6 @@ WEIGHT_SUFFIXES = frozenset(
         *(".onnx", ".onnx_data", ".tflite", ".mlmodel", ".ot", ".nemo"),
     }
 )
-INDEX_SUFFIX = ".index.json"
 
 
 @dataclass(frozen=True, kw_only=True)

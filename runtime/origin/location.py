@@ -4,11 +4,12 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -28,18 +29,19 @@ from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, is_gguf
 from ..store.gguf import read_gguf
 from ..store.json_object import JsonObject, read_json_object
+from ..store.weight_files import INDEX_SUFFIX, SINGLE, find_weights, is_index, names_below, shards_of, unreadable
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import NotLlamasError, lone_sentencepiece, spells_alike, tokenizer_from
 from ..urls import is_url
 from .config_rules import code_keys, require_sound, without_code
 from .net import one_line
 from .place import local_place, no_weights
-from .vetted_files import CONFIG, MAX_SETTINGS_BYTES, vetted_directory
+from .vetted_files import CONFIG, MAX_SETTINGS_BYTES, TEMPLATES, TOKENIZER_CONFIG, vetted_directory
 
 log = logging.getLogger(__name__)
 
-TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja", "tokenizer*"]
-HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
+SETTINGS = ["*.json", "*.model", "*.txt", "*.jinja", "tokenizer*"]  # and tokenizers
+IN_FOLDERS = ["*/*"]  # a * of the hub matches slashes
 GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults would count
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -61,12 +63,60 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
     if (place := local_place(config)) is not None:
         return place
     if is_url(config.path):
-        return _copied(config.path, "model.path", HUB_PATTERNS, cache_dir, should_stop)
+        return _copied_model(config.path, cache_dir, should_stop)
     try:
-        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=HUB_PATTERNS))
+        return _fetched_model(config.path, config.revision)
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise no_weights(config, f"the hub and its cache gave nothing for it: {reason}") from error
+
+
+def _fetched_model(model: str, revision: str | None) -> Path:
+    """What the hub or its cache holds of a model: settings and tokenizer first, then the weights that are read."""
+    place = _fetched_settings(model, revision)
+
+    def fetch(names: Sequence[str]) -> None:
+        """With a name that is there, or the hub warns that none was found."""
+        snapshot_download(model, revision=place.name, allow_patterns=[CONFIG, *map(escape, names)])
+
+    named = find_weights(place, names=())
+    fetch([SINGLE if named is None else named.name])
+    entry = find_weights(place)
+    if entry is None:
+        raise unreadable(model, _names_on_hub(model, place), is_local=False)
+    if is_index(entry) and entry.is_file():
+        fetch(shards_of(entry))
+    return place
+
+
+def _fetched_settings(model: str, revision: str | None) -> Path:
+    """The snapshot's directory, whose name is the commit: what is fetched later is of the same."""
+    place = Path(snapshot_download(model, revision=revision, allow_patterns=SETTINGS, ignore_patterns=IN_FOLDERS))
+    if (place / TOKENIZER_CONFIG).is_file():
+        templates = [TOKENIZER_CONFIG, f"{TEMPLATES}/*.jinja"]
+        snapshot_download(model, revision=place.name, allow_patterns=templates)
+    return place
+
+
+def _names_on_hub(model: str, place: Path) -> list[str]:
+    """The names of all files of a snapshot; those that are here where the hub cannot be asked."""
+    try:
+        return HfApi().list_repo_files(model, revision=place.name)
+    except Exception:  # of whichever library the client takes: there is an error to tell of already
+        return names_below(place)
+
+
+def _copied_model(url: str, cache_dir: str | None, should_stop: Callable[[], bool]) -> Path:
+    """A copy of a GGUF file, or of a directory's settings, tokenizer and the weights that are read."""
+    key = "model.path"
+    head = _copied(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
+    if head.is_file():
+        return head
+    names = ObjectStore(url, key, Patience(should_stop=should_stop)).listed(is_deep=False)
+    entry = find_weights(head, names)
+    if entry is None:
+        raise unreadable(url, names, is_local=False)
+    return _copied(url, key, [*SETTINGS, *map(escape, shards_of(entry))], cache_dir, should_stop)
 
 
 def _copied(
@@ -169,7 +219,7 @@ def _of_directory(directory: Path, failed: str) -> PreTrainedTokenizerBase:
 def _tokenizer_place(wanted: str, cache_dir: str | None) -> Path:
     """A directory, or a SentencePiece model's file."""
     if is_url(wanted):
-        return _copied(wanted, TOKENIZER_KEY, TOKENIZER_PATTERNS, cache_dir, never)
+        return _copied(wanted, TOKENIZER_KEY, SETTINGS, cache_dir, never)
     path = Path(wanted).expanduser()
     if path.is_dir() or (path.is_file() and lone_sentencepiece(path) is not None):
         return path
@@ -178,7 +228,7 @@ def _tokenizer_place(wanted: str, cache_dir: str | None) -> Path:
             f"model.tokenizer={wanted} is a file: give the directory it lies in, or a SentencePiece model (*.model)"
         )
     with one_line(f"model.tokenizer={wanted}: neither a directory nor a hub id that can be fetched"):
-        return Path(snapshot_download(wanted, allow_patterns=TOKENIZER_PATTERNS))
+        return _fetched_settings(wanted, None)
 
 
 def _has_tokenizer(directory: Path) -> bool:

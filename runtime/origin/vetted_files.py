@@ -12,8 +12,8 @@ from ..store.json_object import read_json_object, require_regular
 from ..units import MIB
 from .config_rules import require_sound, without_code
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-VETTED = (CONFIG, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "processor_config.json")
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+VETTED = (CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "processor_config.json")
 VOCABULARIES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe"}
 TEMPLATES = "additional_chat_templates"
 MAX_SETTINGS_BYTES = 8 * MIB

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG, NAMED = "config.json", "transformers_weights"  # its key that names another file or index
+INDEX_SUFFIX = ".index.json"
 ADAPTER = "adapter_config.json"
 MAX_NAME_BYTES = 255  # of a file, on Linux
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -82,9 +83,10 @@ def warn_of_index(single: Path) -> None:
         )
 
 
-def unreadable(place: str, names: Collection[str]) -> CheckpointError:
-    """The error for a directory, a URL or a hub id that holds no weights that can be read: says what is there and what
-    to do. `names`: of its files, those of folders with the folder's name in front."""
+def unreadable(place: str, names: Collection[str], *, is_local: bool = True) -> CheckpointError:
+    """The error for a place that holds no weights that can be read: says what is there and what to do. `names`: of its
+    files, those of folders with the folder's name in front; `is_local`: a directory, and no hub id or URL."""
+    fetched = "" if is_local else "fetch it, and "
     files = sorted(name for name in names if "/" not in name)
     own_form = sorted(name for name in names if OWN_FORM.match(name))
     weights = [name for name in files if name.endswith(".safetensors") and name not in own_form]
@@ -95,7 +97,7 @@ def unreadable(place: str, names: Collection[str]) -> CheckpointError:
             "`merge_and_unload` of peft does, and give model.path the directory that this saves"
         )
     if shards := [name for name in weights if SHARD.search(name)]:
-        return CheckpointError(f"{place}: {_without_index(place, shards)}")
+        return CheckpointError(f"{place}: {_without_index(place if is_local else None, shards)}")
     if pickles := [name for name in files if name.endswith(".bin")]:
         return CheckpointError(
             f"{place}: only pickled weights ({pickles[0]} ...), which run code of whoever wrote them when they are "
@@ -105,12 +107,14 @@ def unreadable(place: str, names: Collection[str]) -> CheckpointError:
             f"M.from_pretrained('{place}', dtype='auto').save_pretrained('{place}-safetensors')\""
         )
     if ggufs := [name for name in files if name.endswith(".gguf")]:
-        return CheckpointError(f"{place}: holds GGUF files; name one: model.path={place}/{ggufs[0]}")
+        way = f"name one: model.path={place}" if is_local else "fetch one and name it: model.path=DIR"
+        return CheckpointError(f"{place}: holds GGUF files; {way}/{ggufs[0]}")
     if weights:
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+        link = f"ln -s {shlex.quote(weights[0])} {shlex.quote(f'{place}/{SINGLE}')}"
         return CheckpointError(
             f"{lacks}, but {weights[0]}{more}, which transformers reads only when told to. If that is the whole model, "
-            f"give it the usual name: ln -s {shlex.quote(weights[0])} {shlex.quote(f'{place}/{SINGLE}')}"
+            f"{fetched}give it the usual name{f': {link}' * is_local}"
         )
     if own_form:
         return CheckpointError(
@@ -120,7 +124,7 @@ def unreadable(place: str, names: Collection[str]) -> CheckpointError:
         )
     if inside := sorted(name for name in names if name.rpartition("/")[2] in (SINGLE, INDEX)):
         folder = inside[0].rpartition("/")[0]
-        return CheckpointError(f"{lacks}, but its folder {folder} does: give model.path that, {place}/{folder}")
+        return CheckpointError(f"{lacks}, but its folder {folder} does: {fetched}give that to model.path")
     return CheckpointError(lacks)
 
 
@@ -130,17 +134,20 @@ def names_below(directory: Path) -> list[str]:
     return [path.relative_to(directory).as_posix() for path in paths if path.is_file()]
 
 
-def _without_index(place: str, shards: Sequence[str]) -> str:
+def _without_index(directory: str | None, shards: Sequence[str]) -> str:
     expected = max(int(match[2]) for name in shards if (match := SHARD.search(name)))
     if len(shards) < expected:
         return (
             f"{len(shards)} of {expected} shards ({shards[0]} ...) and no index ({INDEX}): fetch the others and the "
             "index from where these come"
         )
+    found = f"{len(shards)} shards ({shards[0]} ...) and no index ({INDEX}), which says what lies where"
+    if directory is None:
+        return f"{found}: fetch them, and write it once, in the directory: model.path=DIR says how"
     command = WRITE_INDEX.format(pattern=SHARD.sub("-*-of-*.safetensors", shards[0]), index=INDEX)
     return (
-        f"{len(shards)} shards ({shards[0]} ...) and no index ({INDEX}), which says what lies where: fetch it from "
-        f'where they come, or write it once:\n  cd {shlex.quote(place)} && python -c "{command}"'
+        f"{found}: fetch it from where they come, or write it once:\n"
+        f'  cd {shlex.quote(directory)} && python -c "{command}"'
     )
 
 

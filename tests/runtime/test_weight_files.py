@@ -145,7 +145,7 @@ THERE = {
     "Meta's in a folder": (["original/consolidated.00.pth"], r"but original/consolidated\.00\.pth, in the own form"),
     "gpt-oss' own": ([f"original/{SINGLE}"], rf"but original/{SINGLE}, in the own form"),
     "a variant": (["model.fp16.safetensors"], rf"but model\.fp16\.safetensors, .*ln -s model.fp16.saf.*/{SINGLE}"),
-    "a checkpoint inside": ([f"checkpoint-5/{SINGLE}"], "but its folder checkpoint-5 does: give model.path that"),
+    "a checkpoint inside": ([f"checkpoint-5/{SINGLE}"], "but its folder checkpoint-5 does: give that to model.path"),
     "GGUF": (["small.gguf"], "holds GGUF files; name one: model.path=.*small.gguf"),
 }  # fmt: skip
 
