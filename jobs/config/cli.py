@@ -186,7 +186,7 @@ def explain(error: Exception, known: list[str]) -> str:
         return "hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
     if missing is not None and options is not None:
         group, _, option = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
-        if group == "model" and "/" in option:
+        if group == "model" and ("/" in option or Path(option).exists()):
             return f"model={option} does not exist: a directory or a hub id is model=hf model.path={option}"
         close = get_close_matches(option, options, n=1)
         hint = f"did you mean {close[0]}? " if close else ""

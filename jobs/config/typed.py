@@ -44,7 +44,8 @@ def unknown_key(key: str, known: list[str]) -> str:
     if gone := GONE_KEYS.get(key):
         return f"{key} does not exist any more: {gone.now}, as with {key}={gone.value}. Leave it out"
     if key in known:
-        return f"{key} has no effect in this job: leave it out"
+        alone = f"; {key}.path alone says which" if f"{key}.path" in known else ""
+        return f"{key} has no effect in this job: leave it out{alone}"
     parent, _, name = key.rpartition(".")
     if f"{parent}.*" in known:
         return f"unknown key {key}: to set it for {parent} all the same, write +{key}=<value>"

@@ -76,7 +76,7 @@ def _fetched_model(model: str, revision: str | None) -> Path:
     place = _fetched_settings(model, revision)
 
     def fetch(names: Sequence[str]) -> None:
-        """With a name that is there, or the hub warns that none was found."""
+        # config.json is there: the client warns where it finds none of the names
         snapshot_download(model, revision=place.name, allow_patterns=[CONFIG, *map(escape, names)])
 
     named = find_weights(place, names=())

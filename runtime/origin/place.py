@@ -9,16 +9,20 @@ from ..store.checkpoint import is_gguf
 from ..urls import is_url
 
 FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
+PARTS = (*FILE_SUFFIXES, ".pt", ".pth", ".json", ".model", ".jinja")  # of files in a model's directory
 
 
 def local_place(config: ModelConfig) -> Path | None:
     """The directory or file that `model.path` names, or None where that is a URL, a hub id or not set. Raises
-    CheckpointError for what can only be a path and leads nowhere."""
+    CheckpointError for a file that is no model, and for what can only be a path and leads nowhere."""
     if config.path is None or is_url(config.path):
         return None
     path = Path(config.path).expanduser()
     if path.is_dir() or is_gguf(path):
         return path
+    if path.is_file():
+        way = f"give its directory: model.path={path.parent}" if path.suffix in PARTS else "name one of those"
+        raise CheckpointError(f"model.path={config.path} is a file, neither a directory nor GGUF: {way}")
     if path.suffix in FILE_SUFFIXES or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
         raise no_weights(config, f"{path} is neither a directory nor a GGUF file")
     return None

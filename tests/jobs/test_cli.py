@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from jobs.config.cli import as_job, explain, report, run_job, say, with_prompt
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
+from jobs.packing.config import PackConfig
 from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,16 +251,41 @@ def test_synthesize_refuses_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], argument: str, message: str
 ) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(sys, "argv", ["synthesize", argument])
+    assert refused(monkeypatch, capfd, "synthesize", argument, SynthesizeConfig).startswith(f"error: {message}")
+
+
+def test_a_model_that_is_a_directory_here_is_said_to_be_a_path(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert refused(monkeypatch, capfd, "synthesize", "model=m", SynthesizeConfig) == (
+        "error: model=m does not exist: a directory or a hub id is model=hf model.path=m\n"
+    )
+
+
+def test_a_job_that_knows_its_model_by_the_path_alone_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(monkeypatch, capfd, "pack", "model=hf", PackConfig) == (
+        "error: model has no effect in this job: leave it out; model.path alone says which\n"
+    )
+
+
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], job: str, argument: str, schema: type
+) -> str:
+    """What is said of one setting of a job, which is refused."""
+    monkeypatch.setattr(sys, "argv", [job, argument])
 
     @as_job
     def body(composed: DictConfig) -> None:
-        load(SynthesizeConfig, composed)
+        load(schema, composed)
 
     with pytest.raises(SystemExit) as ended:
-        run_job(hydra.main(config_path=str(CONF), config_name="synthesize", version_base=None)(body), SynthesizeConfig)
+        run_job(hydra.main(config_path=str(CONF), config_name=job, version_base=None)(body), schema)
     assert ended.value.code == 2
-    assert capfd.readouterr().err.startswith(f"error: {message}")
+    return capfd.readouterr().err
 
 
 def test_a_reader_that_has_left_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

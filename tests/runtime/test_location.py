@@ -173,3 +173,25 @@ def test_a_url_without_weights_that_can_be_read_says_what_is_there(tmp_path: Pat
         ObjectStore(url, "model.path").write(name, b"{}")
     with pytest.raises(CheckpointError, match=rf"{url}: .*consolidated.safetensors, in the own form"):
         find(url, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (f"m/{SINGLE}", "give its directory: model.path=m"),
+        (f"m/{SHARDS[0]}", "give its directory: model.path=m"),
+        ("m/config.json", "give its directory: model.path=m"),
+        (SINGLE, "give its directory: model.path=."),
+        ("prompts.csv", "name one of those"),
+    ],
+)
+def test_a_file_that_is_no_model_is_said_to_be_one(
+    file: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no hub is asked for it."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / file).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        find(file)
+    assert str(error.value) == f"model.path={file} is a file, neither a directory nor GGUF: {said}"
