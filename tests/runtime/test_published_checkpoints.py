@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from runtime import Runtime
 from runtime.config import Tier
@@ -81,6 +82,18 @@ def test_modules_that_are_left_out_stay_as_they_are(reference: References, tmp_p
     directory = write_checkpoint(quantised, tmp_path / "mixed", mixed)
     expected = expected_tokens(write_checkpoint(plain, tmp_path / "numbers", numbers), ref.prompts)
     assert tokens_of(Runtime(at(ref, directory)), ref.prompts) == expected
+
+
+def test_weights_that_a_shard_holds_beside_their_quantised_form_are_not_read(
+    reference: References, tmp_path: Path
+) -> None:
+    """As AWQ checkpoints have them that take shards over from the original: the index does not list them."""
+    ref = reference("qwen2")
+    quantised, plain = write(ref, "qwen2", "awq", tmp_path, num_shards=3)
+    shard = quantised / "shard-0.safetensors"
+    strays = {n: t + 1 for n, t in tensors_in(ref.directory).items() if n.endswith("up_proj.weight")}
+    save_file(load_file(shard) | strays, shard, metadata={"format": "pt"})
+    assert tokens_of(Runtime(at(ref, quantised)), ref.prompts[:4]) == expected_tokens(plain, ref.prompts[:4])
 
 
 @pytest.mark.parametrize("change", [{"kv_cache_scheme": {"num_bits": 8}}, {}])

@@ -112,6 +112,17 @@ def test_those_files_are_read_that_transformers_reads(
     assert all(str(directory) in line and re.search(said, line) for line in lines), lines
 
 
+def test_a_run_is_known_by_the_files_that_are_read(tmp_path: Path) -> None:
+    ones, zeros = torch.ones(3), torch.zeros(3)
+    write_single_beside_shards(tmp_path, {"a": ones, "b": ones.clone()}, {"a": zeros, "b": zeros.clone()})
+    assert open_checkpoint(tmp_path).files == [str(tmp_path / SINGLE)], "whose digests model.verify=full takes"
+    before = open_checkpoint(tmp_path).fingerprint()
+    save({"a": torch.full((3,), 2.0)}, tmp_path / ONE)
+    assert open_checkpoint(tmp_path).fingerprint() == before
+    save({"a": torch.full((3,), 2.0), "b": torch.ones(3)}, tmp_path / SINGLE)
+    assert open_checkpoint(tmp_path).fingerprint() != before
+
+
 def test_an_index_of_the_single_file_itself_is_no_second_form(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save({"a": torch.ones(3)}, tmp_path / SINGLE)
     (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": SINGLE}}))
