@@ -83,7 +83,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     entry = find_weights(path)
     if entry is None:
         raise unreadable(str(path), names_below(path))
-    if not entry.is_file():
+    if not entry.exists():
         raise CheckpointError(f"{entry}: missing, but {CONFIG} names it ({NAMED})")
     if is_index(entry):
         return _sharded(path, entry)

@@ -40,7 +40,7 @@ def find_weights(directory: Path, names: Collection[str] | None = None) -> Path 
             raise CheckpointError(f"{config}: {NAMED} names {named!a:.80}, neither *.safetensors nor their index")
         return directory / _plain(named, f"{config}: {NAMED}")
     for name in (SINGLE, INDEX):
-        if name in names if names is not None else (directory / name).is_file():
+        if name in names if names is not None else (directory / name).exists():
             return directory / name
     return None
 
