@@ -11,8 +11,8 @@ from .engine.batcher import Batcher, ContinuousBatcher, StaticBatcher
 from .engine.beam_requests import with_whole_searches
 from .engine.engine import Engine
 from .engine.records import PassRecord
+from .engine.sampling.detokenizer import Detokenizer
 from .engine.sampling.reasoning import Parts, Reasoning
-from .engine.sampling.stopping import decode_text
 from .engine.sequence import Completion, Request, Unfinished, begun, resumed, resumed_lane
 from .engine.sequence import Sequence as Running
 from .engine.sharing import with_prefixes
@@ -70,6 +70,8 @@ class Session:
         self.opening_seconds, self._reasoning = opening_seconds, reasoning
         self._model, self._engine, self._plan, self._policy = model, engine, plan, policy
         self._open: dict[int, Running] = {}
+        tokenizer = model.tokenizer
+        self._detokenizer = Detokenizer(tokenizer, model.start_token_id) if tokenizer is not None else None
 
     def probe(self, requests: Sequence[Request]) -> None:
         """Runs a first pass, that of the heaviest block, and forgets it."""
@@ -229,8 +231,8 @@ class Session:
         )
 
     def _parts(self, sequence: Running) -> Parts:
-        tokenizer = self._model.tokenizer
         if self._reasoning is not None:
             return self._reasoning.parts(sequence)
-        text = decode_text(tokenizer, sequence.generated) if tokenizer is not None else ""
+        texts = self._detokenizer
+        text = texts.completion(sequence.request, sequence.generated) if texts is not None else ""
         return Parts(reasoning=None, text=text[: sequence.text_end])

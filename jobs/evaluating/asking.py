@@ -1,7 +1,7 @@
 """A harness' requests as runs: each kind of them has a run directory, which goes on where it was stopped."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..datasets import Row
 from ..run.generation import Task, generation, perform
 from ..run.output_rows import score_schema
 from ..run.passes import Start
+from ..run.requests import Prompt, completions_of
 from ..run.run_dir import RunDirectory
 
 
@@ -102,7 +103,7 @@ class Answerer:
         config = replace(self._config, sampling=sampling)
         distinct = {_key(request, index): request for index, request in enumerate(requests)}
         rows = [request.row(index) for index, request in enumerate(distinct.values())]
-        task = replace(generation(config), directory=self.directory / kind, rows=lambda *_: rows)
+        task = replace(generation(config), directory=self.directory / kind, rows=lambda *_: rows, requests=_own_stops)
         answers = dict(zip(distinct, self._answers(task, config, ["token_ids"]), strict=True))
         return [tuple(answers[_key(request, index)]["token_ids"]) for index, request in enumerate(requests)]
 
@@ -142,6 +143,12 @@ class Answerer:
             what = f"{len(broken)} of {len(answers)} requests have no answer; request {broken[0]['row_index']}: "
             raise EvaluationError(f"{outcome.directory}: {what}{broken[0]['error']}")
         return answers
+
+
+def _own_stops(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterator[list[Request | Rejected]]:
+    """Requests whose stop strings count in the completion alone, as in the harness' own models."""
+    for made in completions_of(runtime, asked):
+        yield [replace(each, stops_begin_in_prompt=False) if isinstance(each, Request) else each for each in made]
 
 
 def _key(request: Generation, index: int) -> tuple[Generation, int | None]:

@@ -153,6 +153,7 @@ class MillraceModel(LightevalModel):
         )
 
     def _text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """Decoded alone, as by lighteval's own model."""
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
         for term in stop:
             text = text.partition(term)[0]

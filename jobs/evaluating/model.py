@@ -101,6 +101,8 @@ class HarnessModel(TemplateLM):
         return [texts[index] for index in range(len(asked))]
 
     def _text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """Decoded alone as in the harness' `hf` model, whose numbers these are: a SentencePiece decoder strips a first
+        space here, which `completion` has."""
         text = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         return postprocess_generated_text(text, list(stop), None)
 

@@ -8,19 +8,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
 from typing import Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime.config import ModelConfig
-from runtime.engine.sampling.stopping import decode_text
 from runtime.errors import ConfigError
-from runtime.origin.location import find_checkpoint, load_tokenizer
-from runtime.store.checkpoint import open_checkpoint
 
 from ..datasets.openai_body import CHAT_URL
 from ..datasets.openai_inputs import EMBEDDINGS_URL, SCORE_URLS
@@ -28,33 +23,13 @@ from ..run.found import FoundRun
 from .columns import from_json, is_json
 from .config import ErrorRows
 from .openai_encoded import embeddings_body, score_body
+from .openai_tokens import JsonObject, Tokens
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 ID_DIGITS = 24
 REQUEST_COLUMNS = ("custom_id", "url", "body")
 
 RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table
-JsonObject: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """The texts of token ids; the tokenizer of `model` is loaded with the first."""
-
-    model: ModelConfig
-    cache_dir: str | None
-
-    def text(self, token: int) -> str:
-        return decode_text(self._tokenizer, [token], keeps_special=True)
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        checkpoint = open_checkpoint(find_checkpoint(self.model, self.cache_dir))
-        tokenizer = load_tokenizer(self.model.tokenizer, checkpoint, self.cache_dir)
-        if tokenizer is None:
-            raise ConfigError("log-probabilities in OpenAI's form have texts of tokens: set model.tokenizer")
-        return tokenizer
 
 
 @dataclass(kw_only=True)
@@ -117,36 +92,13 @@ class BatchResults:
         choice = {"index": row["sample_index"], "finish_reason": FINISH_REASONS[row["finish_reason"]]}
         wanted = asked.get("logprobs")
         if not is_chat:
-            logprobs = self._completion_logprobs(row, wanted) if wanted is not None else None
+            logprobs = self.tokens.completion_logprobs(row, wanted) if wanted is not None else None
             return {**choice, "text": row["completion"], "logprobs": logprobs}
         message = {"role": "assistant", "content": row["completion"], "refusal": None}
         if row.get("reasoning") is not None:
             message["reasoning_content"] = row["reasoning"]
-        logprobs = self._chat_logprobs(row, asked.get("top_logprobs") or 0) if wanted else None
+        logprobs = self.tokens.chat_logprobs(row, asked.get("top_logprobs") or 0) if wanted else None
         return {**choice, "message": message, "logprobs": logprobs}
-
-    def _chat_logprobs(self, row: RowValues, num_top: int) -> JsonObject:
-        content = [
-            {**self._token(token, own), "top_logprobs": [self._token(*pair) for pair in top[:num_top]]}
-            for token, own, top in _scored(row)
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> JsonObject:
-        text = self.tokens.text(token)
-        own_bytes = None if "\ufffd" in text else list(text.encode())  # a token may hold half a character
-        return {"token": text, "bytes": own_bytes, "logprob": max(logprob, LEAST_LOGPROB)}
-
-    def _completion_logprobs(self, row: RowValues, num_top: int) -> JsonObject:
-        scored = list(_scored(row))
-        texts = [self.tokens.text(token) for token, _, _ in scored]
-        tops = [
-            {self.tokens.text(token): max(value, LEAST_LOGPROB) for token, value in top[:num_top]}
-            for _, _, top in scored
-        ]
-        offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
-        owns = [max(own, LEAST_LOGPROB) for _, own, _ in scored]
-        return {"tokens": texts, "token_logprobs": owns, "top_logprobs": tops, "text_offset": offsets}
 
 
 def batch_results(shards: Sequence[FoundRun], schema: pa.Schema, wanted: ErrorRows) -> BatchResults:
@@ -186,14 +138,6 @@ def _rows(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
         json_columns = [column.name for column in table.schema if is_json(column)]
         for row in table.to_pylist():
             yield row | {name: from_json(row[name]) for name in json_columns}
-
-
-def _scored(row: RowValues) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
-    """Each generated token, its log-probability, and the likeliest ones with theirs."""
-    for token, own, ids, values in zip(
-        row["token_ids"], row["logprobs"], row["top_token_ids"], row["top_logprobs"], strict=True
-    ):
-        yield token, own, list(zip(ids, values, strict=True))
 
 
 def _digest(value: Sequence[object]) -> str:

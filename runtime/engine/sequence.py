@@ -126,7 +126,8 @@ class Request:
     is generated: `max_new_tokens` is 1, as the scores come with the prompt's last pass, where a first token would. So
     it is with an `encoding`. `grammar`: what the completion must be, in llguidance's form; None: anything. With
     `num_beams` so many requests of one id are the beams of one search, of which those that are not `is_returned` come
-    to no completion.
+    to no completion. `stops_begin_in_prompt`: a stop string counts that begins in the prompt and ends behind it, as in
+    transformers' `generate`.
     """
 
     id: str
@@ -145,6 +146,7 @@ class Request:
     min_new_tokens: int | None = None
     ignore_eos: bool = False
     grammar: str | None = None
+    stops_begin_in_prompt: bool = True
     num_beams: int = 1
     is_returned: bool = True
 
@@ -311,6 +313,7 @@ class Sequence:
         return Sequence(
             request=request,
             generated=list(unfinished.token_ids),
+            num_unstopped=len(unfinished.token_ids),
             logprobs=list(unfinished.logprobs),
             generator=generator,
             search=unfinished.search,

@@ -3,15 +3,18 @@
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, StopStringCriteria
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import SamplingConfig
+from runtime.engine.sampling.detokenizer import Detokenizer
 from runtime.engine.sampling.sampler import Sampler
 from runtime.engine.sampling.stopping import StopStrings
-from runtime.engine.sequence import Completion, FinishReason
+from runtime.engine.sequence import Completion, FinishReason, Request
 from runtime.engine.sequence import Sequence as Running
 from runtime.synthesize.tokenizer import BOS, byte_level_tokenizer
 from tests.runtime.sampling_support import (
@@ -25,6 +28,7 @@ from tests.runtime.sampling_support import (
     transformers_answer,
 )
 from tests.support import NUM_NEW_TOKENS
+from tests.tokenizer_kinds import KINDS, tokenizer_of
 
 VOCAB_SIZE = 512
 TEXT = "one two END of it — ÄÖ."
@@ -113,44 +117,89 @@ def test_a_stop_string_of_many_more_bytes_than_characters_is_found(
     assert row.text_end == len("before")
 
 
-def test_special_tokens_have_no_text_for_a_stop_string_to_miss(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_special_token_is_found_by_its_name_and_parts_what_stands_on_both_sides(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     bos = tokenizer.convert_tokens_to_ids(BOS)
     first, second = ids_of(tokenizer, "st"), ids_of(tokenizer, "op")
     assert isinstance(bos, int)
-    assert fed(tokenizer, [*first, *[bos] * 30, *second], ["stop"]).text_end == 0
+    assert fed(tokenizer, [*first, bos, *second], ["stop"]).finish is None
+    assert fed(tokenizer, [*first, *second, bos], [BOS]).text_end == len("stop")
+    assert fed(tokenizer, [*first, *second, bos, *first], [f"op{BOS}s"]).text_end == len("st")
 
 
-@pytest.mark.parametrize("prompt", ["END", "It is the EN", "one END two"])
-def test_only_the_completions_own_text_counts(prompt: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    """transformers also stops at `EN` + `D`, where the completion has no text that could end before the stop string."""
+@pytest.mark.parametrize(("prompt", "counts"), [("END", False), ("It is the EN", True), ("one END two", False)])
+def test_a_stop_string_may_begin_in_the_prompt_and_ends_in_the_completion(
+    prompt: str, counts: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The completion has no text then."""
     ids = ids_of(tokenizer, "D, or not?")
     row = fed(tokenizer, ids, ["END"], prompt)
-    assert (row.finish, row.generated) == (None, ids)
+    assert (row.finish, row.text_end) == ((FinishReason.stop, 0) if counts else (None, None))
+    assert row.generated == ids[:1] if counts else ids
     whole = torch.tensor([[*ids_of(tokenizer, prompt), ids[0]]])
     stops_there = bool(StopStringCriteria(tokenizer, ["END"])(whole, None)[0])  # pyright: ignore[reportArgumentType]
-    assert stops_there == prompt.endswith("EN")
+    assert stops_there == counts
+    apart = replace(row.request, stops_begin_in_prompt=False)
+    assert StopStrings(Detokenizer(tokenizer)).find(apart, ids[:1]) is None
 
 
-def test_it_stops_at_the_token_at_which_transformers_stops(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Any piece of any text, over tokens of one byte and of several."""
-    choose = random.Random(5)
-    pieces = [[token] for token in range(259, 300)] + [ids_of(tokenizer, text) for text in ("é", "東", "👧", "st", " ")]
-    stops = StopStrings(tokenizer)
-    num_stopped = 0
-    for _ in range(60):
-        ids = [token for piece in choose.choices(pieces, k=12) for token in piece]
-        text = tokenizer.decode(ids)
-        begin = choose.randrange(len(text) - 1)
-        stop = [text[begin : begin + choose.randint(1, 9)], text[choose.randrange(len(text)) :]]
-        criteria = StopStringCriteria(tokenizer, stop)
-        theirs = [
-            bool(criteria(torch.tensor([ids[:end]]), None)[0])  # pyright: ignore[reportArgumentType]
-            for end in range(1, len(ids) + 1)
-        ]
-        ours = [stops.find(ids[:end], stop) is not None for end in range(1, len(ids) + 1)]
-        assert ours.index(True) == theirs.index(True), (ids, stop)
-        num_stopped += ours.index(True) < len(ids) - 1
-    assert num_stopped > 20
+NUM_ROWS, NUM_STEPS = 100, 12
+STOPS = (
+    [" yes", "stop", "\n\n"], ["  ", "the end", "s"], ["é", "京都", "€ "], ["</s>", "a", "yes<pad>"],
+    ["answer is yes; no", "stopping", "ß, déjà"], ["#", "##", "'s w"],
+)  # fmt: skip
+
+
+def near_tokens(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], texts: Detokenizer) -> list[int]:
+    """Tokens that a stop string may be made of, and some others."""
+    ids = [
+        id
+        for stop in stops
+        for text in (stop, f"x{stop}", stop[1:], f"a {stop}b")
+        for id in tokenizer(text)["input_ids"]
+    ]
+    spelled = [(id, texts.spelling(id).text) for id in range(len(tokenizer))]
+    data = [(stop.encode(), stop.encode()[:1]) for stop in stops]
+    within = [
+        id
+        for id, text in spelled
+        if text and any(text in stop or stop in text or text.endswith(first) for stop, first in data)
+    ]
+    return [*ids, *within[:200], *range(0, len(tokenizer) + 2, len(tokenizer) // 40)]
+
+
+@pytest.mark.parametrize("kind", ["llama2", "gguf_llama", "mixtral"])
+def test_a_stop_string_with_a_first_space_is_found_where_a_completion_begins_with_it(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    prompt, both = (tuple(tokenizer(text)["input_ids"]) for text in ("The answer is", "The answer is yes"))
+    request = Request(id="0", prompt_ids=prompt, max_new_tokens=9, stop=(" yes",))
+    assert both[: len(prompt)] == prompt
+    assert StopStrings(Detokenizer(tokenizer)).find(request, both[len(prompt) :]) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_stops_at_the_tokens_at_which_transformers_stops(kind: str) -> None:
+    """Behind each token of random rows, whatever kind of tokenizer; and the text ends before the stop string."""
+    tokenizer, choose, num_found, num_shown = tokenizer_of(kind), random.Random(kind), 0, 0
+    texts = Detokenizer(tokenizer)
+    stopping = StopStrings(texts)
+    for stops in STOPS[:2] if kind == "mixtral" else STOPS:  # whose vocabulary takes transformers a second each
+        tokens = near_tokens(tokenizer, stops, texts)
+        rows = [choose.choices(tokens, k=4 + NUM_STEPS) for _ in range(NUM_ROWS)]
+        criteria = StopStringCriteria(tokenizer, stops)
+        for end in range(5, 5 + NUM_STEPS):
+            theirs = criteria(torch.tensor(rows)[:, :end], None).tolist()  # pyright: ignore[reportArgumentType]
+            for row, stops_there in zip(rows, theirs, strict=True):
+                request = Request(id="0", prompt_ids=tuple(row[:4]), max_new_tokens=99, stop=tuple(stops))
+                place = stopping.find(request, row[4:end])
+                assert (place is not None) == stops_there, (row[:end], stops)
+                if place is not None:
+                    text = texts.completion(request, row[4:end])
+                    num_found, num_shown = num_found + 1, num_shown + text.startswith(tuple(stops), place)
+                    assert 0 <= place <= len(text)
+    assert num_found > 100
+    assert num_shown > 0.7 * num_found, "others begin in the prompt or have a special token's name"
 
 
 def test_a_run_stops_where_generate_stops_each_row_at_its_own_strings(reference: References) -> None:

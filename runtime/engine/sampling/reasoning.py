@@ -10,7 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...config import SamplingConfig, require
 from ..sequence import Answer, Sequence
-from .stopping import SPARE_TOKENS, decode_text
+from .detokenizer import CONTEXT_TOKENS, Detokenizer
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ class Parts:
 
 class Reasoning:
     """Looks for the end of the reasoning among a completion's tokens: a token that is the tag, which a special one is
-    in no text, or its text."""
+    in no text, or its text. `start_token_id` as the detokenizer's."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str):
-        self._tokenizer, self._begin, self._end = tokenizer, begin, end
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str, start_token_id: int | None = None):
+        self._texts, self._begin, self._end = Detokenizer(tokenizer, start_token_id), begin, end
         self._end_id = added_tokens(tokenizer).get(end)
 
     def answer(self, sequence: Sequence) -> Answer | None:
@@ -48,7 +48,7 @@ class Reasoning:
 
     def is_thinking(self, sequence: Sequence) -> bool | None:
         """Whether a completion without an answer began to think; None where its first characters are too few to say."""
-        num_tokens = SPARE_TOKENS + len(self._begin.encode())
+        num_tokens = CONTEXT_TOKENS + len(self._begin.encode())
         prompt = self._text(sequence.request.prompt_ids[-num_tokens:]).rstrip()
         text = self._text(sequence.generated[: 2 * num_tokens]).lstrip()
         if prompt.endswith(self._begin) or text.startswith(self._begin):
@@ -59,12 +59,12 @@ class Reasoning:
         """Both parts of a completion that has ended, without the white space between them."""
         answer, ids = self.answer(sequence), sequence.generated
         if answer is None:
-            text = decode_text(self._tokenizer, ids)[: sequence.text_end]
+            text = self._texts.completion(sequence.request, ids)[: sequence.text_end]
             if not self.is_thinking(sequence):
                 return Parts(reasoning=None, text=text)
             return Parts(reasoning=self._without_tags(text), text="")
-        thought = decode_text(self._tokenizer, ids[: answer.num_tokens])
-        text = answer.rest + decode_text(self._tokenizer, ids[answer.num_tokens :])[: sequence.text_end]
+        thought = self._texts.decode(ids[: answer.num_tokens])
+        text = answer.rest + self._texts.completion(sequence.request, ids, answer.num_tokens)[: sequence.text_end]
         return Parts(reasoning=self._without_tags(thought), text=text.lstrip())
 
     def _without_tags(self, thought: str) -> str:
@@ -75,19 +75,19 @@ class Reasoning:
         new = list(ids[len(ids) - num_new :])
         if self._end_id in new:
             return Answer(num_tokens=len(ids) - num_new + new.index(self._end_id) + 1)
-        window = SPARE_TOKENS + len(self._end.encode()) + num_new
-        if self._end not in decode_text(self._tokenizer, ids[-window:]):
+        window = CONTEXT_TOKENS + len(self._end.encode()) + num_new
+        if self._end not in self._texts.decode(ids[-window:]):
             return None
         least, most = 0, len(ids)  # the end is not among so many tokens, and is among so many
-        if self._end not in decode_text(self._tokenizer, ids):
+        if self._end not in self._texts.decode(ids):
             return None
         while most - least > 1:
             middle = (least + most) // 2
-            least, most = (least, middle) if self._end in decode_text(self._tokenizer, ids[:middle]) else (middle, most)
-        return Answer(num_tokens=most, rest=decode_text(self._tokenizer, ids[:most]).partition(self._end)[2])
+            least, most = (least, middle) if self._end in self._texts.decode(ids[:middle]) else (middle, most)
+        return Answer(num_tokens=most, rest=self._texts.decode(ids[:most]).partition(self._end)[2])
 
     def _text(self, ids: Rows[int]) -> str:
-        return decode_text(self._tokenizer, ids, keeps_special=True)
+        return self._texts.decode(ids, keeps_special=True)
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -95,17 +95,19 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
 
 
-def reasoning_of(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reasoning | None:
+def reasoning_of(
+    config: SamplingConfig, tokenizer: PreTrainedTokenizerBase | None, start_token_id: int | None = None
+) -> Reasoning | None:
     """What tells reasoning apart; None where nothing is to be. Raises ConfigError without a tokenizer."""
     if config.reasoning is None:
         return None
     require(tokenizer is not None, "sampling.reasoning needs a tokenizer to see tags; set model.tokenizer")
     assert tokenizer is not None, "just seen"
     if not isinstance(config.reasoning, str):
-        return Reasoning(tokenizer, *config.reasoning)
+        return Reasoning(tokenizer, *config.reasoning, start_token_id)
     template, added = str(tokenizer.chat_template or ""), added_tokens(tokenizer)
     tags = next((tags for tags in KNOWN_TAGS if tags[1] in added or tags[1] in template), None)
     if tags is None:
         known = ", ".join(end for _, end in KNOWN_TAGS)
         log.warning("sampling.reasoning=auto: neither the tokenizer nor its chat template knows one of %s", known)
-    return Reasoning(tokenizer, *tags) if tags is not None else None
+    return Reasoning(tokenizer, *tags, start_token_id) if tags is not None else None

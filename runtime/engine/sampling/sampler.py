@@ -18,6 +18,7 @@ from ...units import MIB
 from ..sequence import FinishReason, Sequence, num_written, read_logprobs, written_logprobs
 from .beam_search import BeamSearch
 from .beams import BeamRules
+from .detokenizer import Detokenizer
 from .grammar import Grammars, one_line, tokens_of
 from .guide import masked
 from .processors import Processors, no_history, process, warpers
@@ -102,8 +103,8 @@ class Sampler:
         require_known_tokens(config, vocab_size)
         self._config = config
         self._eos = frozenset() if config.ignore_eos else eos_token_ids
-        self._stops = StopStrings(tokenizer) if tokenizer is not None else None
-        self.reasoning = reasoning_of(config, tokenizer)
+        self._stops = StopStrings(Detokenizer(tokenizer, start_token_id)) if tokenizer is not None else None
+        self.reasoning = reasoning_of(config, tokenizer, start_token_id)
         bad_words = bad_word_ids(config.bad_words, tokenizer, self._eos, vocab_size) if tokenizer is not None else []
         self._bans = [f"sampling.{key}" for key in BANS if getattr(config, key)]
         if any(getattr(config, key) is not None for key in STRUCTURES):
@@ -177,7 +178,7 @@ class Sampler:
             return FinishReason.eos, None
         if beam.request.stop:
             assert self._stops is not None, "stop strings need a tokenizer"
-            if (text_end := self._stops.find(token_ids, beam.request.stop)) is not None:
+            if (text_end := self._stops.find(beam.request, token_ids)) is not None:
                 return FinishReason.stop, text_end
         return (FinishReason.length, None) if len(token_ids) >= beam.request.max_new_tokens else None
 
@@ -264,17 +265,17 @@ class Sampler:
         if not sequence.request.stop:
             return False
         assert self._stops is not None, "stop strings need a tokenizer"
-        ids, num_new = sequence.generated, 1
+        ids, begin, num_new = sequence.generated, 0, 1
         if self.reasoning is not None:
             answer = self.reasoning.answer(sequence)
             if answer is not None:
-                ids = ids[answer.num_tokens :]
+                begin = answer.num_tokens
             elif self.reasoning.is_thinking(sequence) is not False:
                 sequence.num_unstopped = len(ids)
                 return False
             num_new += sequence.num_unstopped if answer is None else 0
             sequence.num_unstopped = 0
-        sequence.text_end = self._stops.find(ids, sequence.request.stop, num_new)
+        sequence.text_end = self._stops.find(sequence.request, ids, begin=begin, num_new=num_new)
         return sequence.text_end is not None
 
 
