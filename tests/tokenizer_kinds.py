@@ -18,7 +18,7 @@ from tests.support import SHARED_DATA
 MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
-VOCAB_SIZE = 700
+VOCAB_SIZE = 512  # as the model `random` has
 EOS_ID = 2
 TEXT = """The answer is yes; no answer is a long answer. It's what "they" don't say: one, two, three.
 def first(values: list[int]) -> int:

@@ -3,6 +3,7 @@
 """
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import Completion, Prompt, Rejected, Runtime, SamplingConfig
 from runtime.engine.sampling import grammar
+from runtime.engine.sampling.detokenizer import Detokenizer
 from runtime.engine.sampling.grammar import Grammars, grammar_of, tokens_of
 from runtime.engine.sampling.guide import fill_masks
 from runtime.engine.sampling.sampler import Sampler
@@ -26,6 +28,7 @@ from runtime.synthesize.tokenizer import byte_level_tokenizer, tokenizer_from
 from tests.api_schemas import MAX_NEW_TOKENS, SCHEMAS, invalid, prompts
 from tests.runtime.sampling_support import step
 from tests.support import SHARED_DATA
+from tests.tokenizer_kinds import EOS_ID, KINDS, tokenizer_of
 
 llguidance, jsonschema = pytest.importorskip("llguidance"), pytest.importorskip("jsonschema")
 MIXTRAL_TOKENIZER = SHARED_DATA / "tokenizer" / "mixtral_tokenizer.model.v1"
@@ -298,6 +301,58 @@ def test_a_sentencepiece_tokenizer_with_merges_and_byte_fallback_is_followed(tmp
         ids = list(walk(tokenizer, 32000, SamplingConfig(json_schema=SCHEMAS[name])))
         document = json.loads(tokenizer.decode(ids, skip_special_tokens=True))
         jsonschema.Draft202012Validator(SCHEMAS[name]).validate(document)
+
+
+CHOICES = ["    return 1", " yes", "yes", "  x\n  y", " déjà vu", "京都 €"]
+STRUCTURES: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+    "choice": ({"choice": CHOICES}, lambda text: text in CHOICES),
+    "one choice": ({"choice": [" yes"]}, lambda text: text == " yes"),
+    "regex": ({"regex": " {2}[a-c]{3}\\.?"}, lambda text: re.fullmatch(" {2}[a-c]{3}\\.?", text)),
+    "schema": ({"json_schema": {"enum": [" a", "b  "]}}, lambda text: json.loads(text) in (" a", "b  ")),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama2", "t5"])
+def test_a_run_gives_a_choice_with_its_spaces_and_prompt_and_completion_are_the_text_of_both(
+    kind: str, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["def f():\n", "The answer is", "yes,"]
+    asked = [*(Prompt(text, choice=["    return 1"]) for text in texts), *(Prompt(text) for text in texts)]
+    results = Runtime(model="random", tokenizer=str(tmp_path), max_new_tokens=40).generate(asked)
+    assert [result.text for result in results[:3]] == ["    return 1"] * 3
+    for result in results:
+        assert isinstance(result, Completion), result
+        prompt, new = list(result.request.prompt_ids), list(result.token_ids)
+        before, both = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *new]))
+        assert before + result.text == both
+    assert any(result.text != tokenizer.decode(list(result.token_ids), skip_special_tokens=True) for result in results)
+
+
+# WordPiece has no words of several spaces, or for quotes beside letters.
+SPELLABLE = [(kind, name) for kind in KINDS for name in STRUCTURES if kind != "wordpiece" or name == "one choice"]
+
+
+@pytest.mark.parametrize(("kind", "structure"), SPELLABLE)
+def test_text_comes_out_as_it_was_asked_with_every_kind_of_tokenizer(kind: str, structure: str) -> None:
+    """Leading spaces included, behind a text and where one begins. A grammar's tokens are those of a random model."""
+    tokenizer, (settings, fits) = tokenizer_of(kind), STRUCTURES[structure]
+    sampling = SamplingConfig(**settings)
+    sampler = Sampler(sampling, vocab_size=len(tokenizer), eos_token_ids=frozenset([EOS_ID]), tokenizer=tokenizer)
+    grammar, detokenizer, generator = grammar_of(sampling), Detokenizer(tokenizer), torch.Generator().manual_seed(1)
+    prompts = [tuple(tokenizer("The answer is")["input_ids"]), (1,)]
+    found = set[str]()
+    for number in range(40):
+        request = Request(id="0", prompt_ids=prompts[number % 2], max_new_tokens=99, grammar=grammar)
+        row = Running(request=request)
+        while row.finish is None:
+            step(sampler, [row], torch.randn(1, len(tokenizer), generator=generator), 0)
+        assert row.finish is FinishReason.eos, row.error
+        text = detokenizer.completion(request, row.generated)
+        assert fits(text), text
+        found.add(text)
+    assert len(found) > 1 or structure == "one choice"
 
 
 def test_a_tokenizer_that_cannot_be_followed_is_refused_by_name() -> None:

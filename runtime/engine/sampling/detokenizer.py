@@ -100,7 +100,7 @@ class Detokenizer:
         return self.decode([token]).encode()
 
     def spelling(self, token: int) -> Spelling:
-        """As transformers' `StopStringCriteria` spells a token, special ones by name. Made once for each."""
+        """What a token adds in the midst of a text, as in transformers' `StopStringCriteria`; special ones by name."""
         found = self._spellings.get(token)
         if found is None:
             found = self._spellings[token] = self._spelling(token)

@@ -21,6 +21,7 @@ from ...config import SamplingConfig, require
 from ...errors import ConfigError
 from ...sampling_config import STRUCTURES
 from ..sequence import Sequence
+from .detokenizer import Detokenizer
 from .guide import Guide, fill_masks
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of a document; endless, a weak model would never end
+SPECIAL = b"\xff"  # before the name of a token without a text, by llguidance's convention: it is in no UTF-8
 NUM_KEPT = 1024  # grammars whose compiled form is kept
 
 
@@ -116,17 +118,45 @@ def tokens_of(
 
 @lru_cache(maxsize=2)
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "LLTokenizer":
+    from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
+    num_tokens, ends = max(vocab_size, len(tokenizer)), list(eos_token_ids)
     try:
-        return from_tokenizer(  # which refuses those that are not of this class
-            cast(PreTrainedTokenizerFast, tokenizer),
-            n_vocab=max(vocab_size, len(tokenizer)),
-            eos_token=list(eos_token_ids),
-        )
+        fast = cast(PreTrainedTokenizerFast, tokenizer)  # others are refused
+        return from_tokenizer(fast, n_vocab=num_tokens, eos_token=ends)
     except ValueError as error:
-        name, reason = type(tokenizer).__name__, one_line(str(error))
-        raise ConfigError(f"structured output cannot follow this model's tokenizer, a {name}: {reason}") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            name, reason = type(tokenizer).__name__, one_line(str(error))
+            raise ConfigError(f"structured output cannot follow this model's tokenizer, a {name}: {reason}") from error
+    spelled = TokenizerWrapper(_Spelled(Detokenizer(tokenizer), num_tokens, ends[0]))  # it does not know the decoder
+    return LLTokenizer(spelled, n_vocab=num_tokens, eos_token=ends)
+
+
+class _Spelled:
+    """A vocabulary as `TokenizerWrapper` wants it. Called it cuts bytes into tokens, the longest first."""
+
+    bos_token_id = None
+
+    def __init__(self, detokenizer: Detokenizer, num_tokens: int, eos_token_id: int):
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = [id for id in range(num_tokens) if not detokenizer.has_text(id)]
+        self.tokens = [detokenizer.spelling(id).text for id in range(num_tokens)]
+        for id in self.special_token_ids:
+            self.tokens[id] = SPECIAL + self.tokens[id]
+        self._id_of = {text: id for id, text in reversed([*enumerate(self.tokens)]) if text[:1] != SPECIAL}
+        self._longest = max(map(len, self._id_of), default=0)
+
+    def __call__(self, data: bytes) -> list[int]:
+        found: list[int] = []
+        while data:
+            ends = range(min(self._longest, len(data)), 0, -1)
+            end = next((end for end in ends if data[:end] in self._id_of), None)
+            if end is None:
+                break
+            found.append(self._id_of[data[:end]])
+            data = data[end:]
+        return found
 
 
 class Grammars:

@@ -104,7 +104,8 @@ def reasoning_of(
     require(tokenizer is not None, "sampling.reasoning needs a tokenizer to see tags; set model.tokenizer")
     assert tokenizer is not None, "just seen"
     if not isinstance(config.reasoning, str):
-        return Reasoning(tokenizer, *config.reasoning, start_token_id)
+        begin, end = config.reasoning
+        return Reasoning(tokenizer, begin, end, start_token_id)
     template, added = str(tokenizer.chat_template or ""), added_tokens(tokenizer)
     tags = next((tags for tags in KNOWN_TAGS if tags[1] in added or tags[1] in template), None)
     if tags is None:
