@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 
 import pytest
+import torch
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from runtime import Completion, Runtime, SamplingConfig
@@ -16,6 +18,7 @@ from runtime.engine.sequence import Sequence as Running
 from runtime.errors import ConfigError
 from runtime.synthesize.tokenizer import byte_level_tokenizer
 from tests.runtime.sampling_support import logits_for, step
+from tests.tokenizer_kinds import llama2
 
 VOCAB_SIZE = 512
 
@@ -95,6 +98,32 @@ def test_stop_strings_count_behind_the_reasoning_alone(
         row, parts = fed(tokenizer, completion, prompt=prompt, stop=["\n\n"], known=known)
         assert parts == Parts(reasoning=reasoning, text=text)
         assert row.finish is FinishReason.stop
+
+
+@pytest.mark.parametrize("known", range(4))
+def test_a_row_that_goes_on_stops_where_it_would_have_stopped(known: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Also where what an earlier process left could have been the beginning of a thought, with a stop string in it."""
+    whole, parts = fed(tokenizer, "<thread>", stop=["<t"])
+    assert (parts.text, whole.finish) == ("", FinishReason.stop)
+    sampler = Sampler(SamplingConfig(reasoning="auto"), vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
+    sampler.reasoning = Reasoning(tokenizer, "<think>", "</think>")
+    left = Running(request=whole.request, generated=whole.generated[:known]).snapshot()
+    row = Running.restored(whole.request, left, torch.device("cpu"))
+    for token in ids_of(tokenizer, "<thread>")[known:]:
+        if row.finish is None:
+            step(sampler, [row], logits_for(token, size=VOCAB_SIZE), 0)
+    assert (row.generated, row.finish, row.text_end) == (whole.generated, whole.finish, whole.text_end)
+
+
+def test_an_answer_keeps_its_spaces_with_a_tokenizer_that_strips_the_first() -> None:
+    tokenizer = llama2()
+    tokenizer.add_tokens([AddedToken(">It", normalized=False)])
+    thinking, prompt = Reasoning(tokenizer, "<think>", "</think>"), tokenizer("The answer")["input_ids"]
+    names = ["<", "b", ">", "▁yes", "<", "/", "t", "h", "i", "n", "k", ">It", "▁is", "▁yes"]
+    ids = list(map(tokenizer.get_vocab().__getitem__, names))
+    request = Request(id="0", prompt_ids=tuple(prompt), max_new_tokens=99)
+    assert thinking.parts(Running(request=request, generated=ids)).text == "It is yes"
+    assert thinking.parts(Running(request=request, generated=ids[-1:])) == Parts(reasoning=None, text=" yes")
 
 
 def test_a_tag_that_is_spelled_counts_too_where_there_is_a_token_of_it(tokenizer: PreTrainedTokenizerFast) -> None:
