@@ -11,8 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import Completion, Prompt, Rejected, Runtime, SamplingConfig
@@ -358,6 +366,10 @@ def test_text_comes_out_as_it_was_asked_with_every_kind_of_tokenizer(kind: str, 
 def test_a_tokenizer_that_cannot_be_followed_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="cannot follow this model's tokenizer, a str: Only fast tokenizers"):
         tokens_of("slow", 300, frozenset([2]))  # pyright: ignore[reportArgumentType]
+    ends = tokenizers.Tokenizer(tokenizers.models.BPE({"a</w>": 0, "a": 1, "b": 2}, []))
+    ends.decoder = tokenizers.decoders.BPEDecoder()  # where a space stands depends on what follows
+    with pytest.raises(ConfigError, match="can't determine decoder type"):
+        tokens_of(PreTrainedTokenizerFast(tokenizer_object=ends), 3, frozenset([2]))
     with pytest.raises(ConfigError, match=r"needs a tokenizer: set model\.tokenizer"):
         tokens_of(None, 300, frozenset([2]))
     with pytest.raises(ConfigError, match="its config names none"):

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # between the parts of a document; endless, a weak model would never end
 SPECIAL = b"\xff"  # before the name of a token without a text, by llguidance's convention: it is in no UTF-8
+SPELLED_DECODERS = (
+    "Metaspace",
+    "WordPiece",
+)  # that llguidance does not know; each token adds the same anywhere in a text
 NUM_KEPT = 1024  # grammars whose compiled form is kept
 
 
@@ -126,10 +130,11 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_id
         fast = cast(PreTrainedTokenizerFast, tokenizer)  # others are refused
         return from_tokenizer(fast, n_vocab=num_tokens, eos_token=ends)
     except ValueError as error:
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        if type(decoder).__name__ not in SPELLED_DECODERS:
             name, reason = type(tokenizer).__name__, one_line(str(error))
             raise ConfigError(f"structured output cannot follow this model's tokenizer, a {name}: {reason}") from error
-    spelled = TokenizerWrapper(_Spelled(Detokenizer(tokenizer), num_tokens, ends[0]))  # it does not know the decoder
+    spelled = TokenizerWrapper(_Spelled(Detokenizer(tokenizer), num_tokens, ends[0]))
     return LLTokenizer(spelled, n_vocab=num_tokens, eos_token=ends)
 
 
