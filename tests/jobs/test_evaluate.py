@@ -16,12 +16,16 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from jobs.evaluating.asking import Answerer, Generation
 from jobs.evaluating.config import EvaluateConfig, HarnessConfig
 from jobs.evaluating.harness import Evaluation, evaluate, evaluation_directory
 from jobs.run.open_run import OpenParts
 from jobs.run.output_rows import GenerationRow
 from jobs.run.passes import Start
 from runtime.config import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, Tier
+from runtime.engine.sampling.detokenizer import Detokenizer
+from runtime.engine.sampling.stopping import StopStrings
+from runtime.engine.sequence import Request
 from runtime.errors import ConfigError, EvaluationError, Interrupted
 from tests.jobs.harness_tasks import TASKS, write_tasks
 from tests.jobs.kill_support import Kills
@@ -152,6 +156,21 @@ def test_a_killed_evaluation_comes_to_the_same_and_asks_no_committed_row_again(
 
 def _committed(evaluation: Path) -> int:
     return sum(pq.read_metadata(part).num_rows for part in evaluation.glob("*/generations/part-*.parquet"))
+
+
+def test_a_stop_string_that_begins_in_the_context_ends_no_answer(home: Path) -> None:
+    """As in the harness' own models, and otherwise than in transformers' `generate`."""
+    answerer = Answerer(config(home, ["until"]), home / "begun", lambda: False, Start())
+    tokenizer = answerer.model.tokenizer
+    assert tokenizer is not None
+    context = tuple(tokenizer("It is the EN")["input_ids"])
+    (free,) = answerer.generated("free", [Generation(context_ids=context, max_new_tokens=6, stop=())])
+    spellings = Detokenizer(tokenizer)
+    stop = b"the EN" + spellings.spelling(free[0]).text
+    asked = Generation(context_ids=context, max_new_tokens=6, stop=(stop.decode(),))
+    request = Request(id="0", prompt_ids=context, max_new_tokens=6, stop=asked.stop)
+    assert StopStrings(spellings).find(request, free[:1]) == 0
+    assert answerer.generated("stopped", [asked]) == [free]
 
 
 def test_a_task_that_does_not_exist_is_refused_with_the_nearest(home: Path) -> None:
