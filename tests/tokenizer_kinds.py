@@ -106,6 +106,23 @@ def wordpiece() -> PreTrainedTokenizerFast:
     return _wrapped(_trained(Tokenizer(models.WordPiece(unk_token=SPECIAL[3])), trainer, decoders.WordPiece(), cut))
 
 
+def cleaned_wordpiece() -> PreTrainedTokenizerFast:
+    """Spaces before punctuation go once the text is made."""
+    made = wordpiece()
+    made.clean_up_tokenization_spaces = True
+    return made
+
+
+def word_ends() -> PreTrainedTokenizerFast:
+    """A space stands behind the last token of a word, once another follows."""
+    suffix, cut = "</w>", pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL), end_of_word_suffix=suffix, show_progress=False
+    )
+    made = Tokenizer(models.BPE(unk_token=SPECIAL[3], end_of_word_suffix=suffix))
+    return _wrapped(_trained(made, trainer, decoders.BPEDecoder(suffix), cut))
+
+
 def _of_gguf(kind: str, source: PreTrainedTokenizerFast) -> PreTrainedTokenizerBase:
     """What transformers makes of the source's vocabulary in a GGUF file."""
     model = json.loads(source.backend_tokenizer.to_str())["model"]
@@ -156,9 +173,11 @@ KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     made.__name__: made
     for made in (
         byte_level, bytes_and_syllables, llama2, gemma, mistral_without_prefix, metaspace_without_prefix, t5, wordpiece,
-        gguf_llama, gguf_byte_level, mixtral,
+        gguf_llama, gguf_byte_level, mixtral, cleaned_wordpiece, word_ends,
     )
 }  # fmt: skip
+# Whose tokens add the same anywhere in a text, so that a token has a text.
+EVEN = [kind for kind in KINDS if kind not in ("cleaned_wordpiece", "word_ends")]
 
 
 @cache
