@@ -91,7 +91,7 @@ class Tokens:
 def _by_text(chosen: Token, likeliest: Sequence[Token]) -> dict[str, float]:
     """The log-probability of each by its text. Of several with one text the chosen one has it, else the likeliest, and
     the others are `token_id:` and their id, as vLLM writes it."""
-    owner_of: dict[str, int] = {}
-    for each in sorted(likeliest, key=lambda each: each.id != chosen.id):
+    owner_of = {chosen.text: chosen.id}
+    for each in likeliest:
         owner_of.setdefault(each.text, each.id)
     return {each.text if owner_of[each.text] == each.id else f"token_id:{each.id}": each.logprob for each in likeliest}

@@ -82,6 +82,17 @@ def test_tokens_of_one_text_never_overwrite_each_other(chosen: int) -> None:
     assert top[f"token_id:{second}"] == values[0 if chosen == 1 else 1]
 
 
+def test_the_text_of_a_chosen_token_that_is_not_among_the_likeliest_is_no_other_tokens() -> None:
+    names = tokenizer_of("llama2").get_vocab()
+    letter, byte = names["a"], names["<0x61>"]
+    row = {
+        "token_ids": [byte], "completion": "a", "logprobs": [-9.0], "top_token_ids": [[letter]], "top_logprobs": [[-0.1]],
+    }  # fmt: skip
+    told = tokens_of("llama2").completion_logprobs(row, 1)
+    assert (told["tokens"], told["token_logprobs"]) == (["a"], [-9.0])
+    assert told["top_logprobs"] == [{f"token_id:{letter}": -0.1}]
+
+
 @pytest.mark.parametrize(
     ("kind", "names"), [("llama2", ("<0xE2>", "<0x82>", "<0xAC>")), ("byte_level", ("â", "Ĥ", "¬"))]
 )
