@@ -86,7 +86,8 @@ def test_the_text_of_a_chosen_token_that_is_not_among_the_likeliest_is_no_other_
     names = tokenizer_of("llama2").get_vocab()
     letter, byte = names["a"], names["<0x61>"]
     row = {
-        "token_ids": [byte], "completion": "a", "logprobs": [-9.0], "top_token_ids": [[letter]], "top_logprobs": [[-0.1]],
+        "token_ids": [byte], "completion": "a", "logprobs": [-9.0],
+        "top_token_ids": [[letter]], "top_logprobs": [[-0.1]],
     }  # fmt: skip
     told = tokens_of("llama2").completion_logprobs(row, 1)
     assert (told["tokens"], told["token_logprobs"]) == (["a"], [-9.0])

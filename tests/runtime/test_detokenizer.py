@@ -4,12 +4,15 @@ kind, over random tokens and over cut texts.
 
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from runtime import Rejected, Runtime
 from runtime.engine.sampling.detokenizer import Detokenizer
 from runtime.engine.sequence import Request
+from tests.support import synthesize
 from tests.tokenizer_kinds import EVEN, KINDS, TEXT, tokenizer_of
 
 NUM_PAIRS = 1000
@@ -95,6 +98,23 @@ def test_behind_an_encoder_only_the_decoders_own_start_is_the_prompt() -> None:
     texts = Detokenizer(tokenizer, start_token_id=0)
     assert texts.completion(request_of(*prompt), new) == decoded(tokenizer, *new) == "it is"
     assert texts.completion(request_of(*prompt), new, begin=1) == "it is"[len(decoded(tokenizer, new[0])) :]
+
+
+def test_a_run_behind_an_encoder_gives_the_text_that_the_decoder_begins(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("t5")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    synthesize("t5", tmp_path / "model")
+    words = [id for name, id in tokenizer.get_vocab().items() if name[0] == "▁" and name[1:].isalpha()]
+    runtime = Runtime(
+        model=str(tmp_path / "model"),
+        tokenizer=str(tmp_path / "tokenizer"),
+        max_new_tokens=4,
+        sequence_bias=[[[word], 99.0] for word in words],
+    )
+    for result in runtime.generate(["The answer is", "yes and no"]):
+        assert not isinstance(result, Rejected)
+        assert result.token_ids[0] in words
+        assert result.text == decoded(tokenizer, *result.token_ids)
 
 
 def test_a_character_that_the_prompt_begins_is_the_completions() -> None:
