@@ -113,10 +113,13 @@ widen_window4: Callable[[Place, int, int, Place], None] = cast(Any, _widen)
 @njit(fastmath=REORDERED, forceinline=True)
 def put_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits: np.ndarray, begin: int) -> int:
     """Puts in the exponents of a row's numbers in columns [first, last), from escape `at` on; number `first` is
-    bits[begin], of float32. Returns the first escape behind them."""
-    end = escapes.starts[np.uint64(row + 1)]
+    bits[begin], of float32. Returns the first escape behind them. The table may be a stranger's or damaged: what it
+    says of escapes that there are not, or of columns elsewhere, reads and writes nothing."""
+    end = min(np.int64(escapes.starts[np.uint64(row + 1)]), escapes.columns.size)
     while at < end and escapes.columns[np.uint64(at)] < last:
-        place = begin + np.int64(escapes.columns[np.uint64(at)]) - first
-        bits[np.uint64(place)] |= np.uint32(escapes.exponents[np.uint64(at)]) << np.uint32(23)
+        column = np.int64(escapes.columns[np.uint64(at)])
+        if column >= first:
+            place = begin + column - first
+            bits[np.uint64(place)] |= np.uint32(escapes.exponents[np.uint64(at)]) << np.uint32(23)
         at += 1
     return at

@@ -62,11 +62,13 @@ class Window4Rows(PackedRows):
         bits_RK.view(places.shape).copy_(places)
 
     def _add_escapes(self, places: torch.Tensor, bits_RK: torch.Tensor) -> None:
-        """`places`: where each row's numbers are wanted, -1 where they are not. Others add 0 to the first number."""
+        """`places`: where each row's numbers are wanted, -1 where they are not. Others, and those of columns that there
+        are not, add 0 to the first number."""
         _, _, columns, exponents = self._parts
-        place = places[self._rows_of_escapes]
-        at = torch.where(place < 0, 0, place * self.shape[1] + (columns.long() & 0xFFFF))
-        added = torch.where(place < 0, 0, exponents.int() << 23)
+        place, column = places[self._rows_of_escapes], columns.long() & 0xFFFF
+        is_elsewhere = (place < 0) | (column >= self.shape[1])
+        at = torch.where(is_elsewhere, 0, place * self.shape[1] + column)
+        added = torch.where(is_elsewhere, 0, exponents.int() << 23)
         bits_RK.view(-1).index_add_(0, at, added)
 
     @cached_property

@@ -109,3 +109,30 @@ def test_products_of_bfloat16_are_those_of_the_unpacked_weight_too(monkeypatch: 
     words = trained_like((192, 512))
     x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     assert torch.equal(linear(x, [packed_rows(words)]), linear(x, [tensor_of(words)]))
+
+
+DAMAGES = {  # of the starts of rows, and the columns of escapes
+    "starts far behind the end": lambda starts, columns: starts.fill(2**32 - 2),
+    "an end far behind the end": lambda starts, columns: starts[40:].fill(2**32 - 1),
+    "starts that descend": lambda starts, columns: starts.sort() or starts[:].put(range(len(starts)), starts[::-1]),
+    "columns behind the last": lambda starts, columns: columns.fill(2**16 - 1),
+    "columns that descend": lambda starts, columns: columns.sort() or columns.put(range(len(columns)), columns[::-1]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_table_of_escapes_reaches_nothing_outside_of_its_rows(damage: str) -> None:
+    """A packed store may be a stranger's, whose sums are right: no index of its bytes is trusted."""
+    shape = (48, 2048)  # several chains of a product's inputs
+    words = adversaries(shape)["rows of mixed scales"]
+    words[::3] = words_of(np.full(shape[1], 1e-20))
+    rows = packed_rows(words)
+    _, starts, columns, _ = (part.numpy() for part in rows._parts)
+    DAMAGES[damage](starts.view(np.uint32), columns.view(np.uint16))
+    around = torch.full((shape[0] + 80, shape[1]), 7.0)  # as many rows beside them as columns go up to
+    for decode in (rows.dequantize, rows.decode):
+        decode(slice(None), around[40:-40])
+        assert (around[:40] == 7).all()
+        assert (around[-40:] == 7).all()
+    x = torch.ones(3, shape[1])
+    assert multiply_in_vectors(x, [rows]).shape == (3, 48)
