@@ -5,7 +5,7 @@ No weight is read here."""
 import hashlib
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def read_bytes(tensor: TensorSlice) -> bytes:
         raise read_fault(tensor.file, f"reading {tensor.name!r}", error) from error
 
 
-def read_integers(tensor: TensorSlice) -> Sequence[int]:
+def read_integers(tensor: TensorSlice) -> "array[int]":
     """Reads one of I32 or I64, as `read_bytes` does. Raises CheckpointError for any other dtype."""
     code = {"I32": "i", "I64": "q"}.get(tensor.dtype)
     if code is None:

@@ -146,6 +146,8 @@ def test_companions_that_do_not_fit_are_refused_with_their_shape(name: str, tmp_
 
 CHANGES: dict[str, tuple[str, str, torch.Tensor, str]] = {
     "a group that is not there": ("gptq, desc_act, 8 bits", "g_idx", torch.full((K,), 3).int(), "3 to 3; there are 3"),
+    "a group that is not there, unordered": ("gptq", "g_idx", torch.full((K,), 10**6).int(), "1000000; there are 3"),
+    "a column too few": ("gptq", "g_idx", (torch.arange(K - 1) // 32).int(), "has shape \\(95,\\)"),
     "a negative group": ("pack-quantized, ordered", "weight_g_idx", torch.full((K,), -1).int(), "groups -1 to -1"),
     "words of floats": ("awq", "qweight", torch.zeros(K, N // 8), "is F32; I32 is wanted"),
     "factors of integers": ("pack-quantized", "weight_scale", torch.zeros(N, 3).int(), "is I32; F16 or BF16 or F32"),
@@ -223,3 +225,22 @@ def test_a_variant_that_cannot_be_read_is_named(what: str, tmp_path: Path) -> No
     save_file({NAME + leaf: t.contiguous() for leaf, t in tensors.items()}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match=named):
         pair_companions(read_header(tmp_path / "a.safetensors"), config)
+
+
+UNSAID = {"gptq": PUBLISHED["gptq"].config, "packed_integers": COMPRESSED}  # none says that columns are ordered
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_columns_are_in_the_groups_that_their_tensor_says_where_the_config_says_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    """Of a module between two whose columns lie in turn: recipes give some modules settings of their own."""
+    tensors, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for module, is_ordered in (("a.", False), ("b.", True), ("c.", False)):
+        matrix = torch.rand(N, K, generator=torch.Generator().manual_seed(ord(module[0])))
+        made, numbers[module] = getattr(published_formats, name)(matrix, ordered=is_ordered)
+        tensors |= {module + leaf: tensor.contiguous() for leaf, tensor in made.items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = pair_companions(read_header(tmp_path / "a.safetensors"), UNSAID[name])
+    for module, right in numbers.items():
+        assert torch.equal(load_tensor(found[f"{module}weight"]), right), module

@@ -112,8 +112,11 @@ def _in_words(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Mappi
     if len(shape) != 2 or shape[0] != num_rows or num_bits is None:
         what = f"{words.name!r} has {num_words} words in each of {num_rows} rows for weight_shape {[*shape]}"
         raise refuse(f"{what}, which is no packing of 4 or 8 bits that its config_groups name", READABLE)
-    is_ordered = any(scheme.get("actorder") in ORDERED for scheme in candidates)
-    groups = module.require("weight_g_idx", "I32") if is_ordered else None
+    groups = module.find(
+        "weight_g_idx"
+    )  # it is there where columns are ordered, whatever the config says of `actorder`
+    if groups is not None or any(scheme.get("actorder") in ORDERED for scheme in candidates):
+        groups = module.require("weight_g_idx", "I32")
     scales = module.require("weight_scale", *FLOATS)
     return integers_in_words(words, (num_rows, shape[1]), num_bits, scales, _zeros(module, "I32", "I8"), groups)
 

@@ -8,10 +8,10 @@ less one, modulo the number of codes; the second as they are.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
+from functools import lru_cache, partial
 from math import prod
 
+import numpy as np
 import torch
 
 from ...errors import CheckpointError
@@ -83,14 +83,13 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     if version not in ADDED_TO_ZEROS or quantization.get("is_marlin_format"):
         raise refuse(f"its weights are GPTQ's with checkpoint_format {version!r}", READABLE)
     modules = list(modules_with(tensors, "qweight"))
-    is_ordered = bool(quantization.get("desc_act")) or not all(map(_lies_in_turn, modules[:1] + modules[-1:]))
-    weights = {each.path: _weight(each, quantization, version, is_ordered=is_ordered) for each in modules}
+    weights = {each.path: _weight(each, quantization, version) for each in modules}
+    if quantization.get("desc_act") or not all(_lies_in_turn(each, weights[each.path]) for each in modules):
+        weights = {each.path: _with_groups(each, weights[each.path]) for each in modules}
     return with_weights(tensors, weights, LEAVES)
 
 
-def _weight(
-    module: ModuleTensors, quantization: Mapping[str, object], version: str, *, is_ordered: bool
-) -> TensorSlice:
+def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: str) -> TensorSlice:
     words, scales, groups = module.require("qweight", "I32"), module.require("scales", *FLOATS), module.find("g_idx")
     (height, num_rows), (num_groups, _) = require_matrix(words), require_matrix(scales)
     num_bits = whole_number(quantization, "bits", 4)
@@ -102,14 +101,14 @@ def _weight(
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
     zeros = require_shape(module.require("qzeros", "I32"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
     width = _width(scales, num_columns, whole_number(quantization, "group_size", -1))
-    companions = [Companion(role=SCALES, tensor=scales, block_columns=width), Companion(role=ZEROS, tensor=zeros)]
-    if is_ordered:
-        companions.append(groups_of_columns(module.require("g_idx", "I32"), num_columns, num_groups))
     return replace(
         words,
         shape=(num_rows, num_columns),
         format=f"gptq-int{num_bits}",
-        companions=tuple(companions),
+        companions=(
+            Companion(role=SCALES, tensor=scales, block_columns=width),
+            Companion(role=ZEROS, tensor=zeros),
+        ),
         constants=(ADDED_TO_ZEROS[version],),
         is_interleaved=True,
     )
@@ -128,12 +127,25 @@ def _width(scales: TensorSlice, num_columns: int, group_size: int) -> int:
     return num_columns // num_groups
 
 
-def _lies_in_turn(module: ModuleTensors) -> bool:
-    """Reads whether the groups of a module's columns ascend, as they do without `desc_act`."""
+def _lies_in_turn(module: ModuleTensors, weight: TensorSlice) -> bool:
+    """Reads whether a module's columns are in the groups that their places say, as they are without `desc_act`."""
     groups = module.find("g_idx")
-    if groups is None:
+    if groups is None or not prod(groups.shape):
         return True
-    return all(first <= second for first, second in pairwise(read_integers(groups)))
+    found = read_integers(groups)
+    width = weight.companions[0].block_columns
+    return len(found) == weight.shape[1] and bytes(found) == _in_turn(len(found), width, found.itemsize)
+
+
+@lru_cache(maxsize=8)
+def _in_turn(num_columns: int, width: int, itemsize: int) -> bytes:
+    return (np.arange(num_columns) // width).astype(f"i{itemsize}").tobytes()
+
+
+def _with_groups(module: ModuleTensors, weight: TensorSlice) -> TensorSlice:
+    num_groups = weight.companions[0].tensor.shape[0]
+    groups = groups_of_columns(module.require("g_idx", "I32"), weight.shape[1], num_groups)
+    return replace(weight, companions=(*weight.companions, groups))
 
 
 def _row_bytes(num_bits: int, num_columns: int) -> float:
