@@ -219,6 +219,12 @@ def test_what_the_run_asks_is_refused_before_a_model_is_looked_for(settings: dic
         Runtime(model="/no/model/there", **settings)  # pyright: ignore[reportArgumentType]
 
 
+def test_there_may_be_more_choices_than_a_grammar_has_symbols() -> None:
+    choices = {f"{number:05}" for number in range(70_000)}
+    (result,) = runtime_of(choice=sorted(choices)).generate(["x"])
+    assert result.text in choices
+
+
 def test_what_one_row_asks_costs_that_row_alone(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"type": "null"}')
     bad = [Prompt("a", regex="("), Prompt("b", json_schema=str(tmp_path / "schema.json")), Prompt("c", choice=[])]

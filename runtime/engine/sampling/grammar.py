@@ -89,7 +89,8 @@ def _checked(key: str, value: str | tuple[str, ...]) -> str:
 
 def _grammar(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
-        return compiler.grammar_from_lark(f"start: {' | '.join(map(json.dumps, value))}")
+        # One terminal, an automaton: as rules, each text is a symbol, of which 65,000 are the most.
+        return compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}")
     made: dict[str, Callable[[str], str]] = {
         "json_schema": lambda text: compiler.grammar_from_json_schema(text, _spacing(text)),
         "regex": compiler.grammar_from_regex,
