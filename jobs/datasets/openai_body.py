@@ -3,12 +3,13 @@ its request, so that none is passed over in silence.
 """
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TypeAlias, TypedDict
 
 from runtime.config import SamplingOverrides
+from runtime.sampling_config import MAX_SAMPLES
 
 from .fields import TEMPLATE_KEYWORDS
 from .records import BadRecord, Content, Fields, Json, Message, check_messages, check_objects, check_text, shorten
@@ -124,11 +125,11 @@ def _overrides(given: Fields, logprobs: int | None) -> SamplingOverrides:
         stop=None if stop is None else [check_text(text, "a stop string of body.stop") for text in stops],
         top_k=_top_k(given),
         min_p=_number(given, "min_p", least=0, most=1),
-        repetition_penalty=_number(given, "repetition_penalty", least=0, most=math.inf),
+        repetition_penalty=_number(given, "repetition_penalty", least=0, most=sys.float_info.max),
         min_new_tokens=_whole(given, "min_tokens"),
         ignore_eos=_truth(given, "ignore_eos"),
         seed=_whole(given, "seed", most=MAX_SEED),
-        n=_whole(given, "n", least=1),
+        n=_whole(given, "n", least=1, most=MAX_SAMPLES),
         logprobs=logprobs,
         **_structure(given),
     )
@@ -237,7 +238,8 @@ def _whole(given: Fields, key: str, *, least: int = 0, most: int | None = None) 
         raise BadRecord(f"body.{key} is {shorten(str(value))}, not a whole number")
     if value < least or (most is not None and value > most):
         raise BadRecord(
-            f"body.{key} must be {f'{least} to {most}' if most is not None else f'{least} or more'}, got {value}"
+            f"body.{key} must be {f'{least} to {most}' if most is not None else f'{least} or more'}, "
+            f"got {shorten(str(value))[1:-1]}"
         )
     return value
 
@@ -249,5 +251,5 @@ def _number(given: Fields, key: str, *, least: float, most: float) -> float | No
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRecord(f"body.{key} is {shorten(str(value))}, not a number")
     if not least <= value <= most:
-        raise BadRecord(f"body.{key} must be {least} to {most}, got {value}")
+        raise BadRecord(f"body.{key} must be {least} to {most}, got {shorten(str(value))[1:-1]}")
     return float(value)

@@ -152,18 +152,22 @@ def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text(
     assert [request.prompt_ids for request in asked.requests] == whole
 
 
-def test_a_text_that_the_tokenizer_refuses_costs_its_row(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("segment_characters", [2, 1 << 18], ids=["in segments", "whole"])
+def test_a_text_that_the_tokenizer_refuses_costs_its_row(
+    segment_characters: int, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Panic(BaseException):
         """As the tokenizers library raises it."""
 
     tokenize = tokens.tokenize
 
     def panicking(model, texts, **more):
-        if "two" in texts:
+        if {"two", "tw"} & {*texts}:
             raise Panic("called `Option::unwrap()` on a `None` value")
         return tokenize(model, texts, **more)
 
     monkeypatch.setattr(tokens, "tokenize", panicking)
+    monkeypatch.setattr(tokens, "SEGMENT_CHARACTERS", segment_characters)
     asked = ask(runtime, [row(0, "one"), row(1, "two"), row(2, "three")], completions_of)
     assert [type(request) for request in asked.requests] == [Request, Request]
     assert "tokenizer refuses the prompt: called `Option::unwrap()`" in asked.rejected[0].error

@@ -139,7 +139,11 @@ def test_what_a_body_asks_is_what_its_row_asks(
         (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "are two limits"),
         (TEXT, {"temperature": 2.5}, r"body\.temperature must be 0 to 2, got 2\.5"),
         (TEXT, {"top_p": "x"}, r"body\.top_p is 'x', not a number"),
-        (TEXT, {"n": 0}, r"body\.n must be 1 or more"),
+        (TEXT, {"n": 0}, r"body\.n must be 1 to 10000, got 0"),
+        (TEXT, {"n": 10**8}, r"body\.n must be 1 to 10000, got 100000000"),
+        (TEXT, {"repetition_penalty": 10**400}, r"body\.repetition_penalty must be 0 to 1\.79\S+, got 10{59}\.\.\.$"),
+        (TEXT, {"temperature": 10**400}, r"body\.temperature must be 0 to 2, got 10{59}\.\.\.$"),
+        (TEXT, {"seed": 10**400}, r"body\.seed must be 0 to \d+, got 10{59}\.\.\.$"),
         (TEXT, {"seed": -1}, r"body\.seed must be 0 to"),
         (TEXT, {"stop": [3]}, "stop string"),
         (CHAT, {"top_logprobs": 2}, r"body\.top_logprobs needs body\.logprobs=true"),
@@ -346,6 +350,32 @@ def test_a_line_says_what_its_answer_must_be_and_one_that_cannot_be_costs_that_l
     (failed,) = read(outcome.directory / "errors.jsonl")
     assert failed["response"]["status_code"] == 400
     assert "sampling.json_schema is refused by llguidance: Invalid type: wrong" in failed["error"]["message"]
+
+
+def test_a_schema_too_deep_for_its_reader_costs_its_line_alone(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra: pip install -e '.[structured]'")
+    deep = {str(depth): '{"items":' * depth + "{}" + "}" * depth for depth in (200, 2_000, 100_000)}
+    lone = {"surrogate": '{"enum":["\\ud83d"]}'}
+    asked = [line("good", max_tokens=2), *(line(name, guided_json=text) for name, text in {**deep, **lone}.items())]
+    outcome = generate(config_of(tmp_path, written(tmp_path / "in.jsonl", asked)), lambda: False)
+    rows = {row["id"]: row["error"] for row in read_generations(RunDirectory(path=outcome.directory)).to_pylist()}
+    assert rows.pop("good") is None
+    assert rows.keys() == {*deep, *lone}
+    assert all("sampling.json_schema is" in error for error in rows.values()), rows
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [['{"custom_id": "1"}'], ['{"body": {}}', '{"url": "/v1/completions"}'], ["no JSON", "[]", "5"], ["{}"]],
+    ids=["one field", "a field each", "no JSON", "no field"],
+)
+def test_lines_that_lack_fields_are_errors_of_their_own_even_where_all_do(texts: list[str], tmp_path: Path) -> None:
+    outcome = generate(config_of(tmp_path, written(tmp_path / "in.jsonl", list(texts))), lambda: False)
+    assert outcome.exit_code == 3
+    write_batch_files(outcome.directory)
+    assert (outcome.directory / "output.jsonl").read_text() == ""
+    errors = read(outcome.directory / "errors.jsonl")
+    assert [each["response"]["status_code"] for each in errors] == [400] * len(texts)
 
 
 def test_a_response_format_is_what_openais_own_types_take() -> None:

@@ -219,6 +219,20 @@ def test_what_the_run_asks_is_refused_before_a_model_is_looked_for(settings: dic
         Runtime(model="/no/model/there", **settings)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("depth", [200, 2_000, 100_000])
+def test_a_schema_too_deep_for_its_reader_is_refused_in_a_file_and_as_text_and_as_an_object(
+    depth: int, tmp_path: Path
+) -> None:
+    text = '{"items":' * depth + "{}" + "}" * depth
+    (tmp_path / "deep.json").write_text(text)
+    nested: dict[str, object] = {}
+    for _ in range(depth):
+        nested = {"items": nested}
+    for schema in (str(tmp_path / "deep.json"), text, nested):
+        with pytest.raises(ConfigError, match=r"sampling\.json_schema is (no JSON|refused by llguidance)"):
+            Runtime(model="/no/model/there", json_schema=schema)
+
+
 def test_what_one_row_asks_costs_that_row_alone(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"type": "null"}')
     bad = [Prompt("a", regex="("), Prompt("b", json_schema=str(tmp_path / "schema.json")), Prompt("c", choice=[])]

@@ -16,7 +16,7 @@ from ..row_rules import CountTokens, Kind
 from ..rows import Row
 from .jsonl import read_jsonl
 
-FIELDS = frozenset({"custom_id", "method", "url", "body"})
+FIELDS = ("custom_id", "method", "url", "body")
 
 
 def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
@@ -40,7 +40,7 @@ def _first_places(records: Sequence[Record]) -> Mapping[str, int]:
 
 def _row(record: Record, index: int, places: Mapping[str, int], config: DatasetFields) -> Row:
     fields = record.fields
-    columns = {key: value for key, value in (fields or {}).items() if key in FIELDS} if config.keep_columns else {}
+    columns = {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}  # results need each
     row = Row(index=index, id="", prompt="", messages=None, columns=columns, error=None)
     if fields is None:
         return replace(row, id=_free_id(index, places), error=record.error or f"{record.place}: not readable")
@@ -82,7 +82,7 @@ def _free_id(index: int, places: Mapping[str, int]) -> str:
 
 
 def _url_and_body(fields: Fields) -> tuple[str, Fields]:
-    unknown = sorted(fields.keys() - FIELDS)
+    unknown = sorted(fields.keys() - {*FIELDS})
     if unknown:
         raise BadRecord(f"unknown field {shorten(unknown[0])}: a line has custom_id, method, url and body")
     if fields.get("method") != "POST":

@@ -57,10 +57,11 @@ def schema_text(schema: str | Mapping[str, object]) -> str:
     """The JSON of a schema, in the order of its keys, which is that of a completion's. Raises ConfigError."""
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"sampling.json_schema is no JSON: {error}") from error
-    require(isinstance(value, Mapping), f"sampling.json_schema must be an object, got {str(value)[:80]}")
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    require(isinstance(value, Mapping), f"sampling.json_schema must be an object, got {text[:80]}")
+    return text
 
 
 def grammar_of(sampling: SamplingConfig) -> str | None:
@@ -80,8 +81,11 @@ def _checked(key: str, value: str | tuple[str, ...]) -> str:
         from llguidance import LLMatcher
     except ImportError as error:
         raise ConfigError(f"sampling.{key} needs llguidance: pip install 'millrace[structured]'") from error
-    made = _grammar(LLMatcher, key, value)
-    problem = LLMatcher.validate_grammar(made)
+    try:
+        made = _grammar(LLMatcher, key, value)
+        problem = LLMatcher.validate_grammar(made)
+    except (ValueError, RecursionError) as error:  # a schema nested too deep for its parser, or text that is no UTF-8
+        raise ConfigError(f"sampling.{key} is refused by llguidance: {one_line(str(error))}") from error
     if problem:
         raise ConfigError(f"sampling.{key} is refused by llguidance: {one_line(problem)}")
     return made
