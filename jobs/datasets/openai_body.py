@@ -76,14 +76,28 @@ def _known_role(message: Message) -> Message:
 def read_completion(body: Fields) -> Asked:
     """A prompt, and what it asks otherwise than the run. Raises BadRecord naming the field."""
     given = given_fields(body, SAMPLED | {"prompt"})
-    prompt = given.get("prompt")
-    if isinstance(prompt, list):
-        if len(prompt) != 1 or not isinstance(prompt[0], str):
-            raise BadRecord("body.prompt is a list: one text is read, so give each a line of its own")
-        prompt = prompt[0]
     logprobs = _whole(given, "logprobs", most=MAX_TOP_LOGPROBS)
     kept = None if logprobs is None else max(1, logprobs)
-    return Content(prompt=check_text(prompt, "body.prompt")), _overrides(given, kept)
+    return _prompt(given.get("prompt")), _overrides(given, kept)
+
+
+def _prompt(value: Json) -> Content:
+    """One text or one list of token ids, alone or in a list."""
+    one = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
+    if not isinstance(one, list):
+        return Content(prompt=check_text(one, "body.prompt"))
+    ids = read_tokens(one)
+    if ids is None:
+        is_several = len(one) > 1 and all(isinstance(each, str | list) for each in one)
+        why = "one prompt is read, so give each a line of its own" if is_several else "neither texts nor token ids"
+        raise BadRecord(f"body.prompt is a list: {why}")
+    return Content(prompt_ids=ids)
+
+
+def read_tokens(value: list[Json]) -> tuple[int, ...] | None:
+    """Token ids; None where a list is empty, or has something else."""
+    ids = tuple(token for token in value if isinstance(token, int) and not isinstance(token, bool))
+    return ids if ids and len(ids) == len(value) else None
 
 
 ENDPOINTS: Mapping[str, Callable[[Fields], Asked]] = {CHAT_URL: read_chat, COMPLETION_URL: read_completion}

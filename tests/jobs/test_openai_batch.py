@@ -14,6 +14,7 @@ from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
 from jobs.exporting.export import export, write_batch_files
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
+from runtime import Runtime
 from runtime.config import PolicyConfig, PolicyKind, SamplingConfig, SamplingOverrides
 from runtime.errors import ConfigError
 from tests.generations import read_generations
@@ -132,7 +133,11 @@ def test_what_a_body_asks_is_what_its_row_asks(
         (CHAT, {"messages": []}, r"body\.messages is not a list of messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type 'input_audio'"),
         (TEXT, {"prompt": ["a", "b"]}, r"body\.prompt is a list"),
-        (TEXT, {"prompt": [1, 2]}, r"body\.prompt is a list"),
+        (TEXT, {"prompt": [[1], [2]]}, r"body\.prompt is a list: one prompt is read, so give each a line of its own"),
+        (TEXT, {"prompt": [1, True]}, r"body\.prompt is a list: neither texts nor token ids"),
+        (TEXT, {"prompt": [1, "a"]}, r"body\.prompt is a list: neither texts nor token ids"),
+        (TEXT, {"prompt": []}, r"body\.prompt is a list: neither texts nor token ids"),
+        (TEXT, {"prompt": [[]]}, r"body\.prompt is a list: neither texts nor token ids"),
         (TEXT, {"model": None}, r"body\.model is null"),
         (TEXT, {"max_tokens": 1.5}, r"body\.max_tokens is '1\.5', not a whole number"),
         (TEXT, {"max_tokens": True}, r"body\.max_tokens is 'True'"),
@@ -350,6 +355,39 @@ def test_a_line_says_what_its_answer_must_be_and_one_that_cannot_be_costs_that_l
     (failed,) = read(outcome.directory / "errors.jsonl")
     assert failed["response"]["status_code"] == 400
     assert "sampling.json_schema is refused by llguidance: Invalid type: wrong" in failed["error"]["message"]
+
+
+def test_urls_of_azures_form_a_slash_behind_and_any_case_of_the_method_or_none_ask_the_same(tmp_path: Path) -> None:
+    forms: dict[str, dict[str, object]] = {
+        "plain": {},
+        "azure": {"url": "/chat/completions"},
+        "slash": {"url": "/v1/chat/completions/"},
+        "small": {"method": "post"},
+        "none": {"method": None},
+        "text": {"url": "/completions/", "body": {"model": "m", "prompt": "Hi"}},
+    }
+    asked = [{**line(name, CHAT), **form} for name, form in forms.items()]
+    asked[-2].pop("method")
+    outcome = generate(config_of(tmp_path, written(tmp_path / "in.jsonl", asked)), lambda: False)
+    write_batch_files(outcome.directory)
+    assert read(outcome.directory / "errors.jsonl") == []
+    answers = {each["custom_id"]: each["response"]["body"] for each in read(outcome.directory / "output.jsonl")}
+    assert [answers[name]["object"] for name in forms] == ["chat.completion"] * 5 + ["text_completion"]
+    assert len({answers[name]["choices"][0]["message"]["content"] for name in list(forms)[:5]}) == 1
+
+
+def test_a_prompt_of_token_ids_asks_what_its_text_asks_and_ids_outside_the_vocabulary_cost_their_line(
+    tmp_path: Path,
+) -> None:
+    ids = list(Runtime().tokenize(["Say it"])[0])
+    prompts: dict[str, object] = {"text": "Say it", "ids": ids, "list": [ids], "big": [*ids, 10**30], "neg": [-1]}
+    path = written(tmp_path / "in.jsonl", [line(name, prompt=prompt) for name, prompt in prompts.items()])
+    outcome = generate(config_of(tmp_path, path), lambda: False)
+    rows = {row["id"]: row for row in read_generations(RunDirectory(path=outcome.directory)).to_pylist()}
+    assert [rows[name]["error"] for name in ("text", "ids", "list")] == [None] * 3
+    assert rows["ids"]["token_ids"] == rows["text"]["token_ids"] == rows["list"]["token_ids"]
+    assert rows["ids"]["num_prompt_tokens"] == len(ids)
+    assert all("outside the model's vocabulary" in rows[name]["error"] for name in ("big", "neg"))
 
 
 def test_a_schema_too_deep_for_its_reader_costs_its_line_alone(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """JSON lines read record by record: a bad line costs that line and nothing else.
 
-The JSON is stricter than Python's (no NaN, no infinities, no duplicate keys, bounded nesting), so that what is read can
-be written again and does not depend on who parses it. Lines end at byte 10 and nowhere else.
+Lines end at byte 10 and nowhere else.
 """
 
 import codecs
@@ -11,20 +10,18 @@ from itertools import islice
 from pathlib import Path
 
 from runtime.errors import DatasetError
-from runtime.store.json_object import is_deeper_than
 from runtime.units import MIB
 
 from ..fields import DatasetFields
 from ..files import bounded_lines, list_files, open_bytes, reading
-from ..records import Fields, Json, Record, shorten, too_long
+from ..records import Fields, Record, too_long
 from ..row_rules import CHAT_KEYS, prompts
 from ..sources import STRETCH_ROWS, Mark, Numbered, Source, Stretch, stretched
+from ..strict_json import DECODER, Json, parse_json, shorten
 
-MAX_DEPTH = 100
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
 STRETCH_BYTES = 32 * MIB
 LEAST_ROW_BYTES = 3  # `{}` and the end of its line
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz")
 
 
@@ -97,7 +94,7 @@ def _fields(text: bytes | None) -> Fields | None:
     if text is None:
         return None
     try:
-        value = _DECODER.decode(text.decode("utf-8"))
+        value = DECODER.decode(text.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -113,19 +110,6 @@ def _records(config: DatasetFields, file: Path, mark: Mark) -> Iterator[Record]:
 
 SOURCE = Source(files=_files, count=_count, look=_look, records=_records)
 KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
-
-
-def parse_json(text: str) -> Json:
-    """The value of a JSON text. Raises ValueError saying what is wrong with it."""
-    try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, line {error.lineno} column {error.colno}") from None
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    if is_deeper_than(value, MAX_DEPTH):
-        raise ValueError(_TOO_DEEP)
-    return value
 
 
 def _read_lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Iterator[Record]:
@@ -201,28 +185,3 @@ def _check_record(value: Json, name: str, place: str, max_row_bytes: int | None 
     if max_row_bytes is not None and num_bytes > max_row_bytes:
         return too_long(name, place, num_bytes, max_row_bytes)
     return Record(name=name, place=place, fields=value)
-
-
-def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {shorten(twice)} occurs twice in one object")
-    return fields
-
-
-def _refuse_constant(text: str) -> Json:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"the number {shorten(text)} is out of range")
-    return value
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-)  # `json.loads` would make one for each text
