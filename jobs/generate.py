@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, ended, run_job, say, with_prompt
+from jobs.config.cli import as_job, ended, run_job, say, with_kind, with_prompt
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load, run_directory
 from jobs.datasets.config import DatasetKind
@@ -115,5 +115,5 @@ def answers(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = with_prompt(sys.argv[1:])
+    sys.argv[1:] = with_kind(with_prompt(sys.argv[1:]))
     run_job(main, GenerateConfig)

@@ -134,6 +134,19 @@ def with_prompt(words: list[str]) -> list[str]:
     return found
 
 
+def with_kind(words: list[str]) -> list[str]:
+    """The words with the kind of data set that the ending of `dataset.path` tells, where they choose none."""
+    from ..datasets.files import ending_kind  # needs pyarrow, which not every job has
+
+    if any(re.match(r"[+~]*dataset(=|@|\.kind=)", word) for word in words):
+        return words
+    values = [word.partition("=")[2] for word in words if word.partition("=")[0] == "dataset.path"]
+    is_sweep = bool({"--multirun", "-m"} & {*words})
+    paths = [path for value in values for path in (value.split(",") if is_sweep else [value])]
+    kinds = {ending_kind(path.strip("'\"")) for path in paths}
+    return [*words, *(f"dataset={kind}" for kind in kinds if len(kinds) == 1 and kind is not None)]
+
+
 def quoted(text: str) -> str:
     """A value that Hydra reads back as this text, whatever is in it."""
     escaped = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")

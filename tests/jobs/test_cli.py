@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from jobs.config.cli import as_job, explain, report, run_job, say, with_prompt
+from jobs.config.cli import as_job, explain, report, run_job, say, with_kind, with_prompt
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
 from jobs.packing.config import PackConfig
 from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded
@@ -313,3 +313,38 @@ def test_a_prompt_on_the_command_line_is_taken_as_it_is_typed(text: str) -> None
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
         composed = compose("generate", with_prompt(["model=tiny", f"prompt={text}"]))
     assert load(GenerateConfig, composed).dataset.prompt == text
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["dataset.path=prompts.csv"], "csv"),
+        (["dataset.path=/a/b.tsv.gz", "dataset.limit=3"], "csv"),
+        (["dataset.path='~/my prompts.jsonl'"], "jsonl"),
+        (["dataset.path=s3://bucket/a.json"], "jsonl"),
+        (["dataset.path=a.ndjson.zst"], "jsonl"),
+        (["dataset.path=rows.parquet"], "parquet"),
+        (["dataset.path=rows.xlsx"], None),
+        (["dataset.path=folder/"], None),
+        (["dataset.limit=3"], None),
+        (["dataset=mtbench", "dataset.path=question.jsonl"], None),
+        (["dataset.path=question.jsonl", "dataset=openai_batch"], None),
+        (["dataset.kind=helm", "dataset.path=a.json"], None),
+        (["prompt=x"], None),
+        (["--multirun", "dataset.path=a.csv,b.csv"], "csv"),
+        (["--multirun", "dataset.path=a.csv,b.jsonl"], None),
+    ],
+    ids=str,
+)
+def test_the_ending_of_a_path_tells_the_kind_of_data_set_where_none_is_chosen(
+    words: list[str], kind: str | None
+) -> None:
+    given = with_prompt(words)
+    assert with_kind(given) == [*given, *([f"dataset={kind}"] if kind is not None else [])]
+
+
+@pytest.mark.parametrize("job", ["generate", "score", "encode"])
+def test_a_path_alone_is_enough_for_every_job_that_reads_one(job: str) -> None:
+    with initialize_config_dir(config_dir=str(CONF), version_base=None):
+        assert compose(job, with_kind(["dataset.path=prompts.csv"])).dataset.kind == "csv"
+    assert "with_kind(" in (CONF.parent / "jobs" / f"{job}.py").read_text(encoding="utf-8").rpartition("__main__")[2]

@@ -5,15 +5,29 @@ Lines end at byte 10 and nowhere else.
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
+from enum import Enum
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 from runtime.errors import DatasetError
 from runtime.units import MIB
 
 from ..fields import DatasetFields
-from ..files import bounded_lines, list_files, open_bytes, reading
+from ..files import (
+    HEAD_BYTES,
+    bounded_lines,
+    list_files,
+    open_bytes,
+    packed_too,
+    packing_of,
+    reading,
+    skip_bytes,
+    unpacked_name,
+)
 from ..records import Fields, Record, too_long
 from ..row_rules import CHAT_KEYS, prompts
 from ..sources import STRETCH_ROWS, Mark, Numbered, Source, Stretch, stretched
@@ -22,7 +36,21 @@ from ..strict_json import DECODER, Json, parse_json, shorten
 ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
 STRETCH_BYTES = 32 * MIB
 LEAST_ROW_BYTES = 3  # `{}` and the end of its line
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz")
+_SUFFIXES = packed_too(".jsonl", ".ndjson", ".json")
+_ANY_JSON = json.JSONDecoder()  # where a value ends, whatever rows may hold
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[][{}]')  # strings too, whose brackets do not count
+
+
+class _Form(Enum):
+    """Where the rows of a file lie: one in each `line`; in `objects` of several lines, one behind another; in a
+    `document`, which is or holds a list of them."""
+
+    lines = "lines"
+    objects = "objects"
+    document = "document"
+
+
+_RowText: TypeAlias = tuple[int, int, bytes | None, int]  # line, offset, text (None: too long), bytes with its end
 
 
 def read_jsonl(
@@ -30,20 +58,62 @@ def read_jsonl(
 ) -> Iterator[Record]:
     """The records of a file or of a directory's files, in order.
 
-    A `.json` file (or any, with `json_field`) is one document: a list of objects, or one that holds it at the dotted
-    `json_field`. Every other file is JSON lines. `.gz` is unpacked, and offsets count unpacked bytes. Raises
-    DatasetError for what concerns a whole file.
+    A file's content says whether it is JSON lines, objects of several lines, or one document: a list of objects, or
+    with `json_field` one that holds it there, dotted. What is packed is unpacked, and offsets count unpacked bytes.
+    Raises DatasetError for what concerns a whole file.
     """
     for file in list_files(path, _SUFFIXES, key):
         with reading(file):
-            if _is_document(file, json_field):
+            form = _form_of(file, json_field, max_row_bytes)
+            if form is _Form.document:
                 yield from _read_document(file, json_field, max_row_bytes)
             else:
-                yield from _read_lines(file, max_row_bytes)
+                yield from _read_rows(file, form, max_row_bytes)
 
 
-def _is_document(file: Path, json_field: str | None) -> bool:
-    return json_field is not None or file.name.endswith((".json", ".json.gz"))
+def _form_of(file: Path, json_field: str | None, max_row_bytes: int) -> _Form:
+    """Told by the file's beginning. A bad first line is no other form: what is not certain goes by the name."""
+    is_named = unpacked_name(file.name).endswith(".json")
+    otherwise = _Form.document if is_named else _Form.lines
+    if json_field is not None:
+        return _Form.document
+    with open_bytes(file) as stream:
+        head = b""
+        for most_bytes in (HEAD_BYTES, max_row_bytes):
+            head += stream.read(max(0, most_bytes - len(head)))
+            text, is_whole = head.decode("utf-8", "replace").removeprefix("\ufeff").strip(" \t\r\n"), not stream.peek(1)
+            if text.startswith("[") and is_named:
+                return _Form.document
+            begun = _form_of_beginning(text, is_whole=is_whole, is_named=is_named)
+            if begun is not None or is_whole:
+                return begun or otherwise
+    return otherwise
+
+
+def _form_of_beginning(text: str, *, is_whole: bool, is_named: bool) -> _Form | None:
+    """The form of a file that begins with this text; None where it ends too early, or tells nothing."""
+    is_list = text.startswith("[")
+    try:
+        value, end = _ANY_JSON.raw_decode(text)
+    except (ValueError, RecursionError):
+        return _Form.document if is_list and _begins_with_object(text[1:]) else None
+    more = text[end:].lstrip()
+    if is_list:
+        return _Form.lines if more else _Form.document
+    if not isinstance(value, dict) or (is_named and is_whole and not more):
+        return None
+    if "\n" in text[:end]:
+        return _Form.objects
+    return _Form.lines if not text[end:].partition("\n")[0].strip() else None
+
+
+def _begins_with_object(text: str) -> bool:
+    """Whether this continues a list: an object, and behind it another item or the end."""
+    try:
+        value, end = _ANY_JSON.raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and text.lstrip()[end:].lstrip().startswith((",", "]"))
 
 
 def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
@@ -59,27 +129,30 @@ def _count(config: DatasetFields, file: Path, most: int) -> int:
     """How many rows the file has, up to `most`. Lines are told apart and not parsed; a document is, unless it is too
     short for so many."""
     with reading(file):
-        if not _is_document(file, config.json_field):
-            return sum(1 for _ in islice(_lines(file, config.max_row_bytes), most))
-        if not file.name.endswith(".gz") and file.stat().st_size < LEAST_ROW_BYTES * most:
-            return file.stat().st_size // LEAST_ROW_BYTES
+        form = _form_of(file, config.json_field, config.max_row_bytes)
+        if form is not _Form.document:
+            return sum(1 for _ in islice(_rows(file, form, config.max_row_bytes), most))
+        num_bytes = file.stat().st_size
+        if not packing_of(file) and num_bytes < LEAST_ROW_BYTES * most:
+            return num_bytes // LEAST_ROW_BYTES
         return sum(1 for _ in islice(_read_document(file, config.json_field, config.max_row_bytes), most))
 
 
 def _look(config: DatasetFields, numbered: Numbered) -> Iterator[Stretch]:
     number, file = numbered
     with reading(file):
-        if _is_document(file, config.json_field):
+        form = _form_of(file, config.json_field, config.max_row_bytes)
+        if form is _Form.document:
             records = _read_document(file, config.json_field, config.max_row_bytes)
             yield from stretched((record.fields for record in records), number)
         else:
-            yield from _look_at_lines(file, number, config.max_row_bytes)
+            yield from _look_at_rows(file, form, number, config.max_row_bytes)
 
 
-def _look_at_lines(file: Path, number: int, max_row_bytes: int) -> Iterator[Stretch]:
+def _look_at_rows(file: Path, form: _Form, number: int, max_row_bytes: int) -> Iterator[Stretch]:
     rows: list[Fields | None] = []
     mark, begin_bytes = Mark(file=number, row=0), 0
-    for row, (line, offset_bytes, text, _) in enumerate(_lines(file, max_row_bytes)):
+    for row, (line, offset_bytes, text, _) in enumerate(_rows(file, form, max_row_bytes)):
         if len(rows) == STRETCH_ROWS or offset_bytes - begin_bytes > STRETCH_BYTES:
             yield Stretch(mark=mark, rows=rows)
             mark = Mark(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
@@ -102,19 +175,20 @@ def _fields(text: bytes | None) -> Fields | None:
 
 def _records(config: DatasetFields, file: Path, mark: Mark) -> Iterator[Record]:
     with reading(file):
-        if _is_document(file, config.json_field):
+        form = _form_of(file, config.json_field, config.max_row_bytes)
+        if form is _Form.document:
             yield from islice(_read_document(file, config.json_field, config.max_row_bytes), mark.row, None)
         else:
-            yield from _read_lines(file, config.max_row_bytes, mark)
+            yield from _read_rows(file, form, config.max_row_bytes, mark)
 
 
 SOURCE = Source(files=_files, count=_count, look=_look, records=_records)
 KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
 
 
-def _read_lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Iterator[Record]:
+def _read_rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark | None = None) -> Iterator[Record]:
     """The records from `mark` on, or all."""
-    for number, offset_bytes, text, num_bytes in _lines(file, max_row_bytes, mark):
+    for number, offset_bytes, text, num_bytes in _rows(file, form, max_row_bytes, mark):
         name = f"{file.name}:{number}"
         place = f"{file.name}, line {number}, byte {offset_bytes}"
         if text is None:
@@ -123,20 +197,48 @@ def _read_lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Ite
             yield _parse_record(text, name, place)
 
 
-def _lines(file: Path, max_row_bytes: int, mark: Mark | None = None) -> Iterator[tuple[int, int, bytes | None, int]]:
-    """The lines that are rows, from `mark` on: number, offset, text without its end, None where it is too long, and
-    bytes."""
+def _rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark | None = None) -> Iterator[_RowText]:
+    """The texts that are rows, from `mark` on."""
     number, offset_bytes = (mark.line, mark.offset_bytes) if mark is not None else (0, 0)
     with open_bytes(file) as stream:
-        stream.seek(offset_bytes)  # of what is unpacked, where it is packed
-        for line, num_bytes in bounded_lines(stream, max_row_bytes):
-            number += 1
-            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if num_bytes > len(line) or len(line.rstrip(b"\r\n")) > max_row_bytes:
-                yield number, offset_bytes, None, num_bytes
-            elif text.strip():
-                yield number, offset_bytes, text.rstrip(b"\r\n"), num_bytes
-            offset_bytes += num_bytes
+        skip_bytes(stream, offset_bytes)
+        lines = _lines(stream, number, offset_bytes, max_row_bytes)
+        yield from lines if form is _Form.lines else _objects(lines, file, max_row_bytes)
+
+
+def _lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
+    """The lines that are not blank, behind line `number`."""
+    for line, num_bytes in bounded_lines(stream, max_row_bytes):
+        number += 1
+        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if num_bytes > len(line) or len(line.rstrip(b"\r\n")) > max_row_bytes:
+            yield number, offset_bytes, None, num_bytes
+        elif text.strip():
+            yield number, offset_bytes, text.rstrip(b"\r\n"), num_bytes
+        offset_bytes += num_bytes
+
+
+def _objects(lines: Iterator[_RowText], file: Path, max_row_bytes: int) -> Iterator[_RowText]:
+    """Lines joined to objects: one ends with the line in which its last bracket closes. Raises DatasetError where none
+    closes it."""
+    row, texts, num_bytes, depth = (0, 0), list[bytes](), 0, 0
+    for number, offset_bytes, text, line_bytes in lines:
+        if text is None:
+            raise DatasetError(f"{file}, line {number}: the line has more than dataset.max_row_bytes={max_row_bytes:,}")
+        if depth <= 0:
+            row, texts, num_bytes, depth = (number, offset_bytes), [], 0, 0
+        num_bytes += line_bytes
+        if num_bytes <= max_row_bytes:
+            texts.append(text)
+        for found in _BRACKETS.finditer(text):
+            depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(found[0], 0)
+        if depth <= 0:
+            yield *row, b"\n".join(texts) if num_bytes <= max_row_bytes else None, num_bytes
+    if depth > 0:
+        raise DatasetError(
+            f"{file} has objects of several lines, and the one that begins in line {row[0]} does not end: mend it, or "
+            "write JSON lines with jq -c . FILE"
+        )
 
 
 def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> Iterator[Record]:
@@ -151,8 +253,7 @@ def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> It
     try:
         value = parse_json(content.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except ValueError as error:
-        hint = "" if json_field else "; JSON lines need a name ending in .jsonl"
-        raise DatasetError(f"{file} is not one JSON document: {error}{hint}") from error
+        raise DatasetError(f"{file} is not one JSON document: {error}") from error
     for step in json_field.split(".") if json_field else ():
         if not isinstance(value, dict) or step not in value:
             raise DatasetError(f"{file} has nothing at {shorten(step)} of dataset.json_field={json_field}")
