@@ -38,10 +38,7 @@ AS_THE_RUN = SamplingOverrides()
 
 
 class BadRecord(ValueError):
-    """Why this one record cannot be used; becomes the error of its row and never leaves this package. `missing_field`
-    is not None where it lacks that field."""
-
-    missing_field: str | None = None
+    """Why this one record cannot be used; becomes the error of its row and never leaves this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +107,13 @@ def value_at(fields: Fields, name: str) -> Json:
     return value
 
 
+def has_field(fields: Fields, name: str) -> bool:
+    with suppress(KeyError):
+        value_at(fields, name)
+        return True
+    return False
+
+
 def _index(step: str) -> int:
     is_number = step.isascii() and step.isdigit() and len(step) <= MAX_INDEX_DIGITS
     return int(step) if is_number else 10**MAX_INDEX_DIGITS
@@ -120,10 +124,12 @@ def read_field(fields: Fields, name: str, key: str) -> Json:
     try:
         return value_at(fields, name)
     except KeyError:
-        listed = ", ".join(shorten(field, 30) for field in list(fields)[:NUM_FIELDS_LISTED]) or "none"
-        error = BadRecord(f"there is no field {shorten(name)} (dataset.{key}); its fields: {listed}")
-        error.missing_field = name
-        raise error from None
+        raise BadRecord(f"there is no field {shorten(name)} (dataset.{key}); {listed_fields(fields)}") from None
+
+
+def listed_fields(fields: Fields) -> str:
+    """The names of some fields, for a message."""
+    return f"its fields: {', '.join(shorten(name, 30) for name in list(fields)[:NUM_FIELDS_LISTED]) or 'none'}"
 
 
 def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:

@@ -11,7 +11,7 @@ from ..config.settings import GenerateConfig, run_directory
 from ..datasets import Row
 from ..datasets.records import Json
 from .found import find_runs
-from .generation import Outcome, Task, dataset_rows, generation, perform
+from .generation import Outcome, Task, dataset_rows, generation, perform, require_usable
 from .passes import Start
 from .run_dir import RunDirectory
 
@@ -25,6 +25,7 @@ def converse(config: GenerateConfig, should_stop: Callable[[], bool], start: Sta
     if RunDirectory(path=directory).manifest.exists():
         raise ConfigError(f"{directory} holds a run that asks one turn: choose another directory with run=")
     rows = dataset_rows(config, None)
+    require_usable(generation(config), config, rows)
     num_turns = 1 + max(len(row.later_turns) for row in rows)
     for turn in range(1, num_turns + 1):
         outcome = perform(_task(config, rows, turn, num_turns), config, should_stop, start)
