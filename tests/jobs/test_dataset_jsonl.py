@@ -279,8 +279,16 @@ def test_a_bad_object_of_several_lines_is_an_error_row_that_says_where(tmp_path)
     rows = read(put(tmp_path, f"{good}\n{bad}\n\n{good.replace('a', 'c')}\n".encode()))
     assert [row.id for row in rows] == ["a", "bad-row-1", "c"]
     assert rows[1].error == f"in.jsonl, line 5, byte {len(good) + 1}: not JSON: Expecting value, line 3 column 13"
-    with pytest.raises(DatasetError, match=r"the one that begins in line 5 does not end: mend it.*jq -c \. FILE"):
-        read(put(tmp_path, f"{good}\n{{\n{good}".encode()))
+
+
+@pytest.mark.parametrize("max_row_bytes", [200, 1 << 20])
+@pytest.mark.parametrize("broken", ['{\n  "id": "x",\n  "prompt": {', "{", '{\n  "id": "x\n}', "{\n" * 50, "[\n[", "}"])
+def test_an_object_that_does_not_end_costs_no_other(tmp_path, broken, max_row_bytes):
+    good = [json.dumps({"id": f"g{n}", "prompt": "{p", "more": [{"a": 1}]}, indent=2) + "\n" for n in range(9)]
+    text = "".join([*good[:3], broken + "\n", *good[3:8], broken + "\n", good[8]])
+    rows = read(put(tmp_path, text.encode()), max_row_bytes=max_row_bytes)
+    assert [row.id for row in rows if row.error is None] == [f"g{n}" for n in range(9)]
+    assert len(rows) > 9
 
 
 FOREIGN = {

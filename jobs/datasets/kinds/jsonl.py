@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 from io import BufferedReader
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -203,7 +203,7 @@ def _rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark | None = None)
     with open_bytes(file) as stream:
         skip_bytes(stream, offset_bytes)
         lines = _lines(stream, number, offset_bytes, max_row_bytes)
-        yield from lines if form is _Form.lines else _objects(lines, file, max_row_bytes)
+        yield from lines if form is _Form.lines else _objects(lines, max_row_bytes)
 
 
 def _lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
@@ -218,27 +218,45 @@ def _lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes
         offset_bytes += num_bytes
 
 
-def _objects(lines: Iterator[_RowText], file: Path, max_row_bytes: int) -> Iterator[_RowText]:
-    """Lines joined to objects: one ends with the line in which its last bracket closes. Raises DatasetError where none
-    closes it."""
-    row, texts, num_bytes, depth = (0, 0), list[bytes](), 0, 0
-    for number, offset_bytes, text, line_bytes in lines:
-        if text is None:
-            raise DatasetError(f"{file}, line {number}: the line has more than dataset.max_row_bytes={max_row_bytes:,}")
+def _objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText]:
+    """Lines joined to objects: one ends with the line in which its last bracket closes. Where that does not come, each
+    line that begins with a bracket is another object's first, as printers indent all others."""
+    held, num_bytes, depth = list[_RowText](), 0, 0
+    for line in lines:
+        held.append(line)
+        num_bytes, depth = num_bytes + line[3], depth + _depth(line)
+        if depth > 0 and num_bytes <= max_row_bytes:
+            continue
+        if depth > 0:
+            *ended, held = _divided(held)
+            yield from (_joined(each, max_row_bytes) for each in ended)
+            depth = sum(map(_depth, held)) if ended else depth
+            held = [_joined(held, max_row_bytes)] if sum(each[3] for each in held) > max_row_bytes else held
+            num_bytes = sum(each[3] for each in held)
         if depth <= 0:
-            row, texts, num_bytes, depth = (number, offset_bytes), [], 0, 0
-        num_bytes += line_bytes
-        if num_bytes <= max_row_bytes:
-            texts.append(text)
-        for found in _BRACKETS.finditer(text):
-            depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(found[0], 0)
-        if depth <= 0:
-            yield *row, b"\n".join(texts) if num_bytes <= max_row_bytes else None, num_bytes
-    if depth > 0:
-        raise DatasetError(
-            f"{file} has objects of several lines, and the one that begins in line {row[0]} does not end: mend it, or "
-            "write JSON lines with jq -c . FILE"
-        )
+            yield _joined(held, max_row_bytes)
+            held, num_bytes, depth = [], 0, 0
+    yield from (_joined(each, max_row_bytes) for each in _divided(held) if each)
+
+
+def _depth(line: _RowText) -> int:
+    """By how many levels a line goes deeper."""
+    brackets = (found[0] for found in _BRACKETS.finditer(line[2] or b""))
+    return sum(1 if each in (b"{", b"[") else -1 if each in (b"}", b"]") else 0 for each in brackets)
+
+
+def _divided(lines: list[_RowText]) -> list[list[_RowText]]:
+    """The lines in front of each that begins with a bracket, and those from it on."""
+    begins = [place for place, line in enumerate(lines) if place and (line[2] or b"").startswith((b"{", b"["))]
+    return [lines[begin:end] for begin, end in pairwise([0, *begins, len(lines)])]
+
+
+def _joined(lines: list[_RowText], max_row_bytes: int) -> _RowText:
+    """One row of several lines, without its text where it is too long."""
+    texts, num_bytes = [line[2] for line in lines], sum(line[3] for line in lines)
+    known = [text for text in texts if text is not None]
+    is_short = num_bytes <= max_row_bytes and len(known) == len(texts)
+    return lines[0][0], lines[0][1], b"\n".join(known) if is_short else None, num_bytes
 
 
 def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> Iterator[Record]:
