@@ -38,6 +38,7 @@ TABLE_KEYS = frozenset(
     {"path", "prompt_field", "id_field", *OVERRIDE_FIELDS}
     | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
 )
+OTHER_FORMS = {"openai_batch": {"custom_id", "body"}, "mtbench": {"question_id", "turns"}}  # kinds by their fields
 CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # of tables whose values may be lists
 
 
@@ -88,9 +89,11 @@ class NamedFields:
         """Raises DatasetError for a field that no record has, where any of them could be read."""
         if self._left and self._first is not None:
             (key, name), (place, fields), count = self._left[0], self._first, counted(self._num_records, "row")
+            kind = next((kind for kind, names in OTHER_FORMS.items() if names <= fields.keys()), None)
+            hint = f"; they look like those of dataset={kind}" if kind is not None else ""
             raise DatasetError(
                 f"no row has the field {shorten(name)} ({count}); the first: {place}: there is no field "
-                f"{shorten(name)} (dataset.{key}); {listed_fields(fields)}"
+                f"{shorten(name)} (dataset.{key}); {listed_fields(fields)}{hint}"
             )
 
 

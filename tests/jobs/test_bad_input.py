@@ -145,6 +145,7 @@ UNUSABLE: dict[str, tuple[str, bytes, dict[str, object], str]] = {
         {"template": "{doc.text} {doc.title}"},
         r"no row has the field 'doc\.title' .*\(dataset\.template\); its fields: 'doc'",
     ),
+    "batch lines": ("in.jsonl", b'{"custom_id": "a", "body": {}}', {}, "'body'; they .* dataset=openai_batch$"),
     "cells": ("in.csv", b"id,prompt\na,\nb,\n", {"kind": DatasetKind.csv}, "none of 2 rows .*'prompt' is empty"),
     "questions": ("in.jsonl", b'{"turns": ["x"]}', {"kind": DatasetKind.mtbench}, "none of 1 row .*'question_id'"),
     "requests": ("in.json", b'{"request_states": [{}]}', {"kind": DatasetKind.helm}, "none of 1 row .*no request"),

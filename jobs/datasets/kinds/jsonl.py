@@ -240,7 +240,7 @@ def _objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText
 
 
 def _depth(line: _RowText) -> int:
-    """By how many levels a line goes deeper."""
+    """Levels of nesting that a line adds, below 0 where it ends some."""
     brackets = (found[0] for found in _BRACKETS.finditer(line[2] or b""))
     return sum(1 if each in (b"{", b"[") else -1 if each in (b"}", b"]") else 0 for each in brackets)
 
