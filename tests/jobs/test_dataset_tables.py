@@ -167,7 +167,7 @@ def test_a_pattern_is_no_path(tmp_path):
         (DatasetKind.csv, b'\xef\xbb\xbf[{"id": "a"}]', "'id'.*; in.data looks like JSON: dataset=jsonl"),
         (DatasetKind.csv, b"PAR1", "in.data is Parquet: dataset=parquet"),
         (DatasetKind.parquet, b'{"id": "a", "prompt": "p"}\n', "cannot read.*; in.data looks like JSON: dataset=jsonl"),
-        (DatasetKind.parquet, gzip.compress(CSV), "cannot read.*; in.data looks like CSV: dataset=csv"),
+        (DatasetKind.parquet, gzip.compress(CSV, mtime=0), "cannot read.*; in.data looks like CSV: dataset=csv"),
         (DatasetKind.parquet, b"id;prompt\r\na;x\r\n", "cannot read.*; in.data looks like CSV: dataset=csv"),
         (DatasetKind.parquet, b"PAR1 but no footer", r"cannot read .*in\.data"),
         (DatasetKind.parquet, b"", r"cannot read .*in\.data"),
