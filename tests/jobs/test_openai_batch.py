@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -439,3 +440,27 @@ def test_what_was_thought_has_a_column_and_a_field_of_its_own(tmp_path: Path) ->
     assert (chat["message"]["content"], text["text"]) == ("", plain["completion"])
     types = pytest.importorskip("openai.types.chat", reason="needs the extra: pip install -e '.[client]'")
     types.ChatCompletionMessage.model_validate(chat["message"], strict=True)
+
+
+def test_a_response_format_binds_what_comes_behind_the_reasoning(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    config = config_of(
+        tmp_path, written(tmp_path / "in.jsonl", [line("a", CHAT), line("b", CHAT, response_format=form)])
+    )
+
+    def asked(reasoning: list[str] | None) -> dict[str, Any]:
+        sampling = SamplingConfig(max_new_tokens=200, reasoning=reasoning)
+        outcome = generate(replace(config, run=f"batch-{len(reasoning or [])}", sampling=sampling), lambda: False)
+        write_batch_files(outcome.directory)
+        return {r["custom_id"]: r["response"]["body"]["choices"][0] for r in read(outcome.directory / "output.jsonl")}
+
+    said = asked(None)["a"]["message"]["content"]
+    tag = said.split()[0]  # the template ends with the first tag
+    choices = asked(["A:", tag])
+    free, bound = (choices[name]["message"] for name in "ab")
+    assert bound["reasoning_content"] == free["reasoning_content"] == said.partition(tag)[0].strip()
+    assert free["content"] == said.partition(tag)[2].lstrip()
+    assert json.loads(bound["content"]) == {"a": 3}
+    assert choices["b"]["finish_reason"] == "stop"
