@@ -28,7 +28,6 @@ from runtime.config import (
     require,
     require_beams_fit,
     require_groups_agree,
-    require_quantized_once,
 )
 from runtime.errors import ConfigError
 from runtime.sampling_config import STRUCTURES
@@ -128,7 +127,6 @@ class GenerateConfig:
         _require_path(self.model)
         _require_output_root(self.output_root)
         require_groups_agree(self.policy, self.prefetch, self.offload)
-        require_quantized_once(self.model, self.offload)
         require_beams_fit(self.policy, self.sampling)
         is_batch, keeps = self.is_batch, self.dataset.keep_columns
         require(

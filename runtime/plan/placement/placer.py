@@ -153,7 +153,7 @@ class _Placer:
 
     @property
     def _keeps_all(self) -> bool:
-        tier = self.config.offload.tier
+        tier = self.config.tier
         return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
 
     def _residents(self) -> Iterator[tuple[frozenset[int], int]]:
@@ -172,7 +172,7 @@ class _Placer:
         """The placement of the candidate, with as many of its streamed stages in host memory as the tier says."""
         having = [stage.index for stage in self.shape.stages if stage.parameters]
         streamed = [stage for stage in having if stage not in candidate.resident]
-        tier, has_device = self.config.offload.tier, self.budgets.has_device
+        tier, has_device = self.config.tier, self.budgets.has_device
         if not has_device or tier is Tier.nvme or not streamed:
             return self._placed(candidate, streamed, frozenset())
         whole = self._placed(candidate, streamed, frozenset(streamed))
