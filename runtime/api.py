@@ -95,8 +95,8 @@ class Runtime(Closing):
 
     `device`: None takes the one that `machine.device` names; a text is one such name. `trace` collects what ran when;
     somebody must take it as the run goes on. `ranks`: those of which this process is one; all make the same calls, and
-    all are given all results. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with
-    what to change.
+    all are given all results. `encodes`: of an encoder-decoder its encoder alone is opened, to `embed`; any other model
+    is opened as without. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with what to change.
     """
 
     def __init__(
@@ -107,11 +107,12 @@ class Runtime(Closing):
         trace: Trace | None = None,
         device: ComputeDevice | str | None = None,
         ranks: Ranks | None = None,
+        encodes: bool = False,
         **settings: Unpack[Settings],
     ):
         self.config = changed(config, settings)
         self.config = replace(self.config, sampling=with_schema(self.config.sampling))
-        self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
+        self._should_stop, self.trace, self.ranks, self._encodes = should_stop, trace, ranks, encodes
         self._shared = None if ranks is None else SharedRun.of(ranks)
         if self._shared is not None:
             self.config = self._shared.config(self.config)
@@ -150,6 +151,7 @@ class Runtime(Closing):
             self.config.offload.cache_dir,
             should_stop=self._should_stop,
             gathering=None if self._shared is None else self._shared.gathering,
+            encodes=self._encodes,
         )
         loaded = replace(loaded, shape=keeping_kv(loaded.shape, self.config.kv.dtype))
         return placed(loaded, self.device)

@@ -154,7 +154,14 @@ def prepared(
         require_usable(task, config, asked.every_row())
     if runtime is None:
         settings = _asked_by_rows(config, asked.every_row() if isinstance(asked, HeldRows) else [])
-        runtime = Runtime(settings, should_stop=should_stop, trace=trace, ranks=ranks, device=device)
+        runtime = Runtime(
+            settings,
+            should_stop=should_stop,
+            trace=trace,
+            ranks=ranks,
+            device=device,
+            encodes=isinstance(config, EncodeConfig),
+        )
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
     if asked is None:
