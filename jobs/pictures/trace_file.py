@@ -135,6 +135,22 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
         raise ConfigError(f"path={path} is no trace of ours, or cut short ({error!r})") from error
 
 
+def read_all(paths: Sequence[Path]) -> list[tuple[Path, dict[str, list[Span]]]]:
+    """`read_processes` of each. Of several, one that is cut short, as a worker that was killed leaves it, is left out,
+    which the log says. Raises ConfigError where none can be read."""
+    found, refused = list[tuple[Path, dict[str, list[Span]]]](), list[ConfigError]()
+    for path in paths:
+        try:
+            found.append((path, read_processes(path)))
+        except ConfigError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    for error in refused:
+        log.warning("left out: %s", error)
+    return found
+
+
 def _span(event: dict[str, Any]) -> Span:
     begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
     return Span(Resource(event["cat"]), str(event["name"]), begin, begin + seconds)

@@ -131,14 +131,16 @@ def test_each_worker_writes_a_trace_and_a_run_shows_all_of_them(
     (mine,) = directory.trace.iterdir()
     assert mine.name == f"worker-{socket.gethostname()}-{os.getpid()}-00000.json"
     assert {span.name.split()[0] for span in read_trace(mine)} >= {"read", "run"}
-    other = mine.with_name("worker-elsewhere-7-00000.json")
+    other, cut = (mine.with_name(f"worker-elsewhere-{pid}-00000.json") for pid in (7, 8))
     other.write_bytes(mine.read_bytes())
+    cut.write_bytes(mine.read_bytes()[:-20])
     assert command(monkeypatch, f"path={directory.path}") == 0
     picture = directory.trace / "all.svg"
     assert capsys.readouterr().out.startswith(f"{picture}: 0 s to ")
-    assert all(path.name in picture.read_text() for path in (mine, other))
+    assert [path.name in picture.read_text() for path in (mine, other, cut)] == [True, True, False]
     assert command(monkeypatch, f"path={other}") == 0
     assert mine.name not in other.with_suffix(".svg").read_text()
+    assert command(monkeypatch, f"path={cut}") == 2
     assert command(monkeypatch, f"path={directory.generations}") == 2
     assert "holds no trace: trace=true has a run write them" in capsys.readouterr().err
 
