@@ -3,6 +3,7 @@
 `runs=` and `run=` name directories, URLs of object stores, or globs of them.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -187,10 +188,13 @@ class FoundRun:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process works in the directory of this lock. A file system without locks says no."""
+    """Whether another process works in the directory of this lock. A file system without locks says no. Raises OSError
+    where this process, or the machine, has no descriptor left to look with."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
