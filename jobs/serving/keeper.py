@@ -32,6 +32,7 @@ from .store import MADE, BatchStore, Record
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 INTERRUPTED = 75  # the exit code of a job that can go on
+VERDICTS = (2, 4, 70)  # of one that would end so again; 1 and 120 are Python's, where a message finds no room
 MAX_ENDS, MAX_PAUSE_SECONDS = 20, 300.0  # of a job that gets no further: an hour in all, as pauses double from 1 s
 MAX_MESSAGE = 2_000  # characters of a job's error that a record keeps
 LOG_TAIL_BYTES = 64 * KIB
@@ -65,6 +66,7 @@ class Keeper(threading.Thread):
         self._has_to_end, self._has_work = threading.Event(), threading.Event()
         self._current: str | None = None  # the batch whose job runs
         self._process: subprocess.Popen[bytes] | None = None  # of the current one; None where an earlier server's runs
+        self._log_start = 0  # where the words of the current one's job begin
         self._is_told = False  # the job of the current one has been asked to stop
         self._troubles: dict[str, _Trouble] = {}
 
@@ -144,10 +146,14 @@ class Keeper(threading.Thread):
         elif code is None:
             self._start(id, batch)
             return
-        elif code == INTERRUPTED or code < 0:
-            self._retry(batch, run, code)
         else:
-            self._fail(id, _last_error(self._store.log(id)))
+            words = _last_error(self._store.log(id), self._log_start)
+            if code in VERDICTS and words is not None:
+                self._fail(id, words)
+            elif code < 0:
+                self._retry(batch, run, f"its job was killed by signal {-code} ({signal.strsignal(-code)})")
+            else:
+                self._retry(batch, run, words or f"exit code {code} without a word, see {self._store.log(id)}")
         if id == self._current:
             self._current = self._process = None
 
@@ -168,6 +174,7 @@ class Keeper(threading.Thread):
         if now["status"] != "in_progress":
             return  # cancelled in the meantime
         with self._store.log(id).open("ab") as said:
+            self._log_start = said.tell()
             # The lock belongs to the open file, so that it stays for as long as a process of the job has this as its
             # output, the server's end included: no second job begins, also before the first has locked its run.
             try:
@@ -223,16 +230,13 @@ class Keeper(threading.Thread):
         self._troubles.pop(id, None)
         log.error("%s has failed: %s", id, message)
 
-    def _retry(self, batch: Record, run: RunDirectory, code: int) -> None:
+    def _retry(self, batch: Record, run: RunDirectory, reason: str) -> None:
         """Has a job started again that was interrupted or killed, as long as it gets further."""
         id = str(batch["id"])
         trouble, num_parts = self._trouble(id), sum(1 for _ in run.generations.glob("part-*"))
         if num_parts > trouble.num_parts:
             trouble = _Trouble(num_parts=num_parts)
         trouble = self._troubles[id] = replace(trouble, num_ends=trouble.num_ends + 1)
-        reason = _last_error(self._store.log(id))
-        if code < 0:
-            reason = f"its job was killed by signal {-code} ({signal.strsignal(-code)})"
         if trouble.num_ends < MAX_ENDS:
             self._put_off(batch, reason)
         else:
@@ -290,15 +294,14 @@ def _ask_to_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> bo
     return False
 
 
-def _last_error(path: Path) -> str:
-    """The last error that a job said; its log may be long."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(-min(LOG_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
-        for line in reversed(lines):
+def _last_error(path: Path, start: int) -> str | None:
+    """The last error in a job's log from `start` on; None where it has none, as on a full disk."""
+    with path.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        for line in reversed(file.read().decode("utf-8", errors="replace").splitlines()):
             if line.startswith(("error: ", "interrupted: ")):
                 return line.partition(": ")[2]
-    return f"its job ended, see {path}"
+    return None
 
 
 def _described(error: Exception) -> str:

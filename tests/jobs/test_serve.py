@@ -496,6 +496,19 @@ def test_a_job_that_refuses_fails_its_batch_with_its_own_words(tmp_path: Path, j
     assert '"message": "no such model"' in json.dumps(store.batch(id))
 
 
+def test_a_job_that_ends_without_a_word_of_its_own_is_started_again(tmp_path: Path, job: Callable[[str], Path]) -> None:
+    starts = job("""
+        number = starts.read_text().count("\\n")
+        if number == 1:
+            print("error: of the first start", flush=True)
+        sys.exit([75, 2, 120, 1][number - 1]) if number < 5 else succeed()
+    """)
+    store, (id,) = stored(tmp_path)
+    with keeping(store, tmp_path):
+        wait_for(lambda: status(store, id) in ("completed", "failed"))
+    assert (status(store, id), len(starts.read_text().split())) == ("completed", 5)
+
+
 def test_the_next_server_never_doubles_a_job_that_has_not_locked_its_run_yet(
     tmp_path: Path, job: Callable[[str], Path]
 ) -> None:
