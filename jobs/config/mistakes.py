@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from runtime.errors import BudgetError, InternalError, MemoryShortage, MillraceError
+from runtime.errors import BudgetError, ConfigError, InternalError, MemoryShortage, MillraceError
 from runtime.out_of_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
+NO_HOME = "Could not determine home directory"  # so says pathlib of ~ without a home, and of ~name without such a user
 
 
 @contextmanager
@@ -36,6 +37,8 @@ def told(error: Exception, path: Path | None = None) -> MillraceError:
             "container's or a job's memory), or lower offload.host_memory_gib, offload.device_memory_gib or "
             "policy.micro_batch_size"
         )
+    if isinstance(error, RuntimeError) and str(error).startswith(NO_HOME):
+        return ConfigError("a path begins with ~, and no home directory is known for it: write the path in full")
     return InternalError(
         f"internal error, a mistake of Millrace's and none of yours: {type(error).__name__}: {_first_line(error)}; "
         f"the traceback is in {_logged(error, path)}: please report it. The same command goes on from what is committed"

@@ -8,16 +8,17 @@ import lzma
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
 
+from runtime.cache_root import cache_root
 from runtime.errors import DatasetError
 from runtime.remote.copies import local_copy
 from runtime.remote.object_store import ObjectStore
-from runtime.store.cache_root import cache_root
 from runtime.units import MIB
 from runtime.urls import is_url
 
@@ -39,6 +40,7 @@ KIND_OF_ENDING = {
     ".parquet": "parquet",
 }
 KIND_NAMES = {"csv": "CSV", "jsonl": "JSON", "parquet": "Parquet"}
+COPIES: ContextVar[str | None] = ContextVar("COPIES", default=None)  # `offload.cache_dir` of the run whose rows are read
 
 
 def require_there(path: str, key: str = "path") -> Path:
@@ -74,7 +76,7 @@ def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[
 @cache  # a run reads what was there when it first looked
 def _copied(url: str, suffixes: tuple[str, ...], key: str) -> Path:
     patterns = [f"[!_.]*{suffix}" for suffix in suffixes]
-    return local_copy(ObjectStore(url, f"dataset.{key}"), cache_root(), patterns, DatasetError)
+    return local_copy(ObjectStore(url, f"dataset.{key}"), cache_root(COPIES.get()), patterns, DatasetError)
 
 
 def open_bytes(path: Path) -> io.BufferedReader:

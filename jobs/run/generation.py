@@ -24,6 +24,7 @@ from ..config.mistakes import mistakes_logged
 from ..config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_directory
 from ..datasets import Row, read_rows
 from ..datasets.config import looks_otherwise
+from ..datasets.files import COPIES
 from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, files_made_private
 from .chat import require_template
 from .identity import manifest_of
@@ -143,6 +144,7 @@ def prepared(
     """Reads the data set and opens the model, on `device` or the one that the settings name, unless it is there as
     `runtime`, and writes nothing. Rows that need no tokenizer come before the model, which may have to be asked for far
     away."""
+    COPIES.set(config.offload.cache_dir)
     asked: RunInput | None = None
     copy, is_read = copy_of(config, task.directory, should_stop), task.rows is dataset_rows
     begun_with = format_begun_with(task.directory, copy.begun)

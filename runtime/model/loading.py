@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..cache_root import cache_root
 from ..config import DType, Lanes, ModelConfig, Verify
 from ..errors import CheckpointError, ConfigError
 from ..formats.own_store import METHOD, relative_error
@@ -31,7 +32,6 @@ from ..probing.padded_probe import PaddedHabits, padded_habits
 from ..probing.rewritten import zeroed_rows
 from ..profiles import BackendTable
 from ..ranks.gathering import Gathering
-from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import digest_files
 from ..store.piece_sums import check_packed

@@ -19,13 +19,13 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..cache_root import cache_root
 from ..config import RANDOM, TINY, ModelConfig
 from ..errors import CheckpointError, ConfigError
 from ..foreign import deepseek_moe
 from ..remote.copies import local_copy
 from ..remote.object_store import ObjectStore
 from ..remote.patience import Patience, never
-from ..store.cache_root import cache_root
 from ..store.checkpoint import Checkpoint, is_gguf
 from ..store.gguf import read_gguf
 from ..store.json_object import JsonObject, read_json_object
