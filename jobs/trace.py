@@ -15,6 +15,7 @@ from runtime.errors import ConfigError
 def main(composed: Composed) -> None:
     config = load(TraceConfig, composed)
 
+    from jobs.files.named import require_replaceable
     from jobs.pictures.trace_file import read_all, trace_files
     from jobs.pictures.trace_picture import Window, draw_panels
 
@@ -29,6 +30,7 @@ def main(composed: Composed) -> None:
     folder = Path(os.path.commonpath([file.parent for file in files]))
     beside = folder / "all.svg" if path.is_dir() else path.with_suffix(".svg")
     out = Path(config.out) if config.out is not None else beside
+    require_replaceable([out], f"out={out}")
     draw_panels(out, [(spans, Window(begin=config.begin, end=end, title=title)) for title, spans in drawn.items()])
     say(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
 

@@ -33,17 +33,13 @@ def _users_own(base: str, home: str | None) -> Path:
     """`home` only tells one answer from another: `~` is by it."""
     try:
         root = Path(base).expanduser() / "millrace"
-        root.mkdir(parents=True, exist_ok=True)
-        problem = None if os.access(root, os.W_OK | os.X_OK) else f"{root} cannot be written"
     except RuntimeError:
-        problem = "no home directory is known"
+        return _private_folder("no home directory is known")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"{root} cannot be made ({error.strerror})"
-    if problem is None:
-        return root
-    folder = _private_folder(problem)
-    log.warning("%s: what is kept between starts goes to %s; XDG_CACHE_HOME names another place", problem, folder)
-    return folder
+        return _private_folder(f"{root} cannot be made ({error.strerror})")
+    return root if os.access(root, os.W_OK | os.X_OK) else _private_folder(f"{root} cannot be written")
 
 
 def _private_folder(problem: str) -> Path:
@@ -53,9 +49,11 @@ def _private_folder(problem: str) -> Path:
         folder = Path(tempfile.gettempdir()) / f"millrace-{os.geteuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=stat.S_IRWXU)
-        return folder if is_private(folder) else Path(tempfile.mkdtemp(prefix="millrace-"))
+        folder = folder if is_private(folder) else Path(tempfile.mkdtemp(prefix="millrace-"))
     except OSError as error:
         raise ConfigError(f"{problem}, nor is there a temporary directory ({error}): set XDG_CACHE_HOME") from error
+    log.warning("%s: what is kept between starts goes to %s; XDG_CACHE_HOME names another place", problem, folder)
+    return folder
 
 
 def is_private(folder: Path) -> bool:

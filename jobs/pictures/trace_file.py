@@ -21,7 +21,8 @@ from runtime.errors import ConfigError
 from runtime.resources import Resource
 from runtime.trace import Span, Trace
 
-from ..files.publishing import publish, write_all
+from ..files.named import publish_named
+from ..files.publishing import write_all
 from .trace_events import PREDICTED, RUN, Process, TraceEvents
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def publish_trace(path: Path, process: Process, spans: Sequence[Span]) -> None:
     """A file like that of a run, at once; an older one is replaced. Raises OutputError."""
     events = TraceEvents(process, 0.0)
     data = OPEN + _lines([*events.head(), *events.of(spans)]) + CLOSE
-    publish(path, lambda file: write_all(file, data), exclusive=False)
+    publish_named(path, lambda file: write_all(file, data))
 
 
 def trace_files(path: Path) -> list[Path]:

@@ -12,7 +12,8 @@ from runtime.units import counted, format_bytes, format_seconds
 
 from ..config.settings import GenerateConfig
 from ..config.typed import flatten
-from ..files.publishing import JsonValue, make_directory, publish, write_all
+from ..files.named import publish_named, require_replaceable
+from ..files.publishing import JsonValue, make_directory, write_all
 from ..pictures.trace_file import read_trace
 from ..run.found import Condition
 from .charts import stacked, throughput, utilisation
@@ -108,12 +109,14 @@ class Page:
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:
-    """Publishes the page as report.html in `directory`, or in the run's own, of a run at a URL in this one; an older
-    one is replaced. Raises OutputError."""
+    """Publishes the page as report.html in `directory`, or in the run's own, of a run at a URL in this one, in place of
+    one of before. Raises ConfigError where that is somebody's own file, OutputError."""
     folder = make_directory(directory) if directory is not None else Path() if figures.run.url else figures.run.path
     path = folder / "report.html"
+    if directory is not None or figures.run.url:
+        require_replaceable([path], f"directory={folder}")
     text = Page(figures=figures, spans=_spans(figures), num_samples=num_samples).html()
-    publish(path, lambda file: write_all(file, text.encode()), exclusive=False)
+    publish_named(path, lambda file: write_all(file, text.encode()))
     return path
 
 

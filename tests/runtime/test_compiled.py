@@ -38,7 +38,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "folder").mkdir(parents=True)
     shutil.copy(compiled.__file__, folder)
     for module in (cache_root, errors):
-        shutil.copy(module.__file__, folder.parent)
+        shutil.copy(str(module.__file__), folder.parent)
     (folder / "kernel.py").write_text(KERNEL)
     (folder / "folder" / "part.py").write_text(PART.format(added=1))
     monkeypatch.syspath_prepend(tmp_path)
