@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from itertools import zip_longest
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import runtime
-from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, MillraceError
+from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, MillraceError, OutputError
 
 from .help import help_text
 from .mistakes import mistakes_logged, told
-from .process import end_among_ranks
+from .process import end_among_ranks, ready
 from .typed import known_keys, unknown_key
 
 C = TypeVar("C")
@@ -72,6 +73,7 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     `schema` is the config dataclass, for naming the key that a mistyped one was meant to be. An exception that is
     neither ours nor Hydra's ends it with 70, its traceback in a file that the line names; Ctrl-C ends it with 75.
     """
+    ready()
     try:
         _run_job(entry, schema)
     except SystemExit as end:
@@ -166,11 +168,13 @@ def _meant(words: list[str], schema: type) -> str | None:
 
 def say(text: str = "") -> None:
     """Prints a line on stdout. Where nobody reads it any more, as behind `| head`, this line and all that follow go
-    nowhere, and the job ends with its own exit code."""
+    nowhere, and the job ends with its own exit code. Raises OutputError where it cannot be written."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise OutputError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def ended(code: int, output: str, error: str) -> int:
@@ -187,7 +191,8 @@ def report(error: Exception | str) -> None:
     from a data set."""
     text = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(error))
     kind = "interrupted" if isinstance(error, Interrupted) else "error"
-    print(f"{kind}: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the exit code says it where nobody reads
+        print(f"{kind}: {text}", file=sys.stderr, flush=True)
 
 
 def explain(error: Exception, known: list[str]) -> str:
@@ -220,6 +225,8 @@ def explain(error: Exception, known: list[str]) -> str:
             f"{match[1]} looks like a sweep: add --multirun, or write a list as key=[a,b], or quote it as key=\"'a,b'\""
         )
     if override := getattr(error, "override", None):
+        if any("\ud800" <= char <= "\udfff" for char in override):
+            return f"cannot read {override!r}: it is not UTF-8; give what it names another name, or a link that has one"
         if "=" not in override:
             return f"{override!r} is not key=value; --help shows how to call this job"
         return f"cannot read {override!r} ({_first_line(text)}); quote text as key=\"'text'\""

@@ -17,8 +17,9 @@ from omegaconf import DictConfig
 
 from jobs.config.cli import as_job, explain, report, run_job, say, with_kind, with_prompt
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
+from jobs.exporting.config import ExportConfig
 from jobs.packing.config import PackConfig
-from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded
+from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded, OutputError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -297,6 +298,30 @@ def test_a_reader_that_has_left_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> 
         say("a first line")
         say("a second one")
         monkeypatch.undo()
+
+
+def test_a_stdout_without_room_is_an_error_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OutputError, match="cannot write to stdout: No space left on device"):
+            say("a line")
+        monkeypatch.undo()
+
+
+def test_a_path_that_is_not_utf8_is_refused_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", ["export", "out=gr\udcfc.jsonl"])
+
+    @as_job
+    def body(composed: DictConfig) -> None:
+        load(ExportConfig, composed)
+
+    with pytest.raises(SystemExit) as ended:
+        run_job(hydra.main(config_path=str(CONF), config_name="export", version_base=None)(body), ExportConfig)
+    assert ended.value.code == 2
+    assert "it is not UTF-8; give what it names another name, or a link" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
