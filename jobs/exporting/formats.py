@@ -41,7 +41,7 @@ def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, 
 
 
 def _no_formulas(values: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """As OWASP advises against CSV injection."""
+    """The texts with a single quote in front of those that begin like a formula, as OWASP advises."""
     texts = values.to_pylist()
     return pa.array([f"'{each}" if (each or "").startswith(FORMULA_STARTS) else each for each in texts], pa.string())
 

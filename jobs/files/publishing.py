@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -24,12 +25,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runtime.errors import DamagedRunError, OutputError
-from runtime.units import format_bytes
+from runtime.units import MIB, format_bytes
 
 JsonValue: TypeAlias = "str | int | float | bool | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 
 LOG = logging.getLogger(__name__)
 TEMP_SUFFIX = ".tmp"
+MOST_JSON_BYTES = 256 * MIB  # of one record; the list of a run of a million parts has less
 PARQUET_PROBLEMS = (pa.ArrowException, OSError, ValueError)  # what `parse_parquet` raises on damaged bytes
 
 
@@ -189,9 +191,47 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     file.write(data)
 
 
+class OddFileError(OSError):
+    """What lies where a file of ours belongs is none, such as a pipe or a link to a device, or far too large: reading
+    it may never end."""
+
+
+def read_regular(path: Path, *, most_bytes: int | None = None, follows: bool = True) -> tuple[bytes, os.stat_result]:
+    """A regular file's bytes and what it is. `follows`: links too. Never waits. Raises FileNotFoundError where there is
+    nothing, OddFileError for anything else and for more than `most_bytes`, OSError."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if path.is_symlink():  # one that leads nowhere too: its name is taken
+            raise OddFileError(f"{path} is a symbolic link, to {path.readlink()}") from error
+        if error.errno == errno.ENXIO:
+            raise OddFileError(f"{path} is a socket or a device") from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OddFileError(f"{path} is no regular file")
+        if most_bytes is not None and found.st_size > most_bytes:
+            raise OddFileError(f"{path} is {format_bytes(found.st_size)} large, above {format_bytes(most_bytes)}")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(-1 if most_bytes is None else most_bytes), found
+    finally:
+        os.close(descriptor)
+
+
 def read_json(path: Path) -> dict[str, JsonValue]:
-    """The object in `path`. DamagedRunError when it is empty, torn or no object; OSError when it cannot be read."""
-    data = path.read_bytes()
+    """The object in `path`. DamagedRunError when it is empty, torn, no object or no file; OSError when it cannot be
+    read."""
+    try:
+        data, _ = read_regular(path, most_bytes=MOST_JSON_BYTES)
+    except OddFileError as error:
+        raise DamagedRunError(f"{error}, where Millrace keeps a file of its own: move it away") from error
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, JsonValue]:
+    """The object in the bytes of `path`. Raises DamagedRunError."""
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

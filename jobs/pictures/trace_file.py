@@ -22,7 +22,7 @@ from runtime.resources import Resource
 from runtime.trace import Span, Trace
 
 from ..files.named import publish_named
-from ..files.publishing import write_all
+from ..files.publishing import read_regular, write_all
 from .trace_events import PREDICTED, RUN, Process, TraceEvents
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
     """The spans in such a file by the name of their process, what ran before what was predicted. Raises ConfigError
     when it is none."""
     try:
-        events = json.loads(path.read_bytes())
+        events = json.loads(read_regular(path)[0])
         if not isinstance(events, list):
             raise ValueError("not an array of events")
         return {
@@ -131,8 +131,8 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
             if any(event["pid"] == process.number for event in events)
         }
     except OSError as error:
-        raise ConfigError(f"path={path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"path={path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"path={path} is no trace of ours, or cut short ({error!r})") from error
 
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from runtime.errors import ConfigError, DamagedRunError
 from runtime.urls import is_url
 
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular
 from .fetched_runs import fetch_runs
 from .part_files import PART_NAME, parse_part, visible
 from .plan_file import read_plan_table
@@ -119,7 +119,8 @@ class FoundRun:
     def parts(self) -> Mapping[int, Path]:
         """The files of the committed blocks, by block. Files of other names are not the run's."""
         with suppress(FileNotFoundError):
-            names = {path: PART_NAME.fullmatch(path.name) for path in visible(self.directory.generations)}
+            files = (path for path in visible(self.directory.generations) if path.is_file())  # a pipe is read for ever
+            names = {path: PART_NAME.fullmatch(path.name) for path in files}
             return {int(name[1]): path for path, name in names.items() if name is not None}
         return {}
 
@@ -162,7 +163,7 @@ class FoundRun:
         """A part's rows, every value of which is as it was written. Raises DamagedRunError."""
         path = self.parts[block]
         try:
-            table = parse_part(path.read_bytes())
+            table = parse_part(read_regular(path)[0])
         except PARQUET_PROBLEMS as error:
             raise DamagedRunError(f"{path} is damaged ({error}): the run's own command makes it again") from error
         footer = table.schema.metadata or {}
@@ -255,7 +256,7 @@ def _nothing_found(key: str, name: str, path: Path, matches: Sequence[Path]) -> 
 
 def _rows_by_block(plan: Path) -> Mapping[int, int]:
     try:
-        counts = pq.read_table(plan, columns=["block"])["block"].value_counts()
+        counts = pq.read_table(pa.BufferReader(read_regular(plan)[0]), columns=["block"])["block"].value_counts()
     except FileNotFoundError:
         return {}
     except PARQUET_PROBLEMS as error:

@@ -1,5 +1,4 @@
 import errno
-import io
 import json
 import os
 from collections.abc import Callable
@@ -9,8 +8,9 @@ from typing import BinaryIO
 import pytest
 
 from jobs.files import publishing as files
-from jobs.files.publishing import canonical_json, publish, read_json, write_json
+from jobs.files.publishing import canonical_json, parse_json, publish, read_json, write_json
 from runtime.errors import DamagedRunError, OutputError
+from tests.odd_files import ODD_FILES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,6 +158,30 @@ def test_damaged_json_is_named_and_needs_a_person(tmp_path: Path, data: bytes) -
     assert path.read_bytes() == data
 
 
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_file_is_never_waited_for_and_needs_a_person(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run.json"
+    ODD_FILES[kind](path)
+    with pytest.raises(DamagedRunError, match=f"{path} is .*where Millrace keeps a file of its own: move it away"):
+        read_json(path)
+
+
+def test_a_record_without_end_is_not_read_and_one_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with pytest.raises(FileNotFoundError):
+        read_json(path)
+    path.touch()
+    os.truncate(path, 1 << 40)  # no byte of it is written
+    with pytest.raises(DamagedRunError, match="is 1024 GiB large, above 256 MiB"):
+        read_json(path)
+
+
+def test_a_link_to_a_record_is_followed(tmp_path: Path) -> None:
+    write_json(tmp_path / "there.json", {"a": 1}, exclusive=True)
+    (tmp_path / "run.json").symlink_to("there.json")
+    assert read_json(tmp_path / "run.json") == {"a": 1}
+
+
 def test_every_cut_and_byte_flip_of_json_is_an_object_or_a_clear_error() -> None:
     whole = json.dumps({"semantic": {"model.name": "tiny", "seed": 0}, "format": 1}).encode()
     damaged = [whole[:length] for length in range(len(whole))]
@@ -166,18 +190,8 @@ def test_every_cut_and_byte_flip_of_json_is_an_object_or_a_clear_error() -> None
     assert outcomes == {dict, DamagedRunError}
 
 
-class _Bytes:
-    """A path with given contents, so that a thousand cases touch no disk."""
-
-    def __init__(self, data: bytes) -> None:
-        self._file = io.BytesIO(data)
-
-    def read_bytes(self) -> bytes:
-        return self._file.getvalue()
-
-
 def _parse(data: bytes) -> dict[str, files.JsonValue] | DamagedRunError:
     try:
-        return read_json(_Bytes(data))  # pyright: ignore[reportArgumentType]
+        return parse_json(data, Path("run.json"))
     except DamagedRunError as error:
         return error
