@@ -192,6 +192,38 @@ def test_sweep_writes_only_below_the_output_root(end_of: Callable[..., End], tmp
     assert files == ["here/sweep/multirun.yaml"]
 
 
+SBATCH_REFUSES = "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpuu' >&2\nexit 1\n"
+SLURMS = {
+    "sbatch refuses": (
+        {"srun": "#!/bin/sh\n", "sbatch": SBATCH_REFUSES},
+        "invalid partition specified: gpuu. Its",
+    ),
+    "sbatch says nothing": ({"srun": "#!/bin/sh\n", "sbatch": "#!/bin/sh\nexit 3\n"}, "it ended with 3 and no word"),
+    "no sbatch": ({"srun": "#!/bin/sh\n"}, "finds no Slurm here"),
+    "no Slurm": ({}, "finds no Slurm here"),
+}
+
+
+@pytest.mark.parametrize(("programs", "said"), SLURMS.values(), ids=SLURMS)
+def test_what_slurm_refuses_is_refused_in_its_own_words(
+    end_of: Callable[..., End],
+    programs: dict[str, str],
+    said: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    folder = tmp_path_factory.mktemp("bin")
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    end = end_of("--multirun", "hydra/launcher=slurm", "sampling.seed=0,1")
+    assert (end.code, end.done) == (2, [])
+    assert said in end.errors[-1]
+    assert "hydra.launcher.partition" in end.errors[-1] or "hydra/launcher=slurm" in end.errors[-1]
+
+
 def test_errors_reach_a_launcher_that_runs_the_job_in_its_own_process() -> None:
     @as_job
     def body(_: None) -> None:
