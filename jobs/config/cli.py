@@ -26,6 +26,7 @@ from .typed import known_keys, unknown_key
 
 C = TypeVar("C")
 
+MULTIRUN = ("--multirun", "-m")
 REFUSED = 2
 RESUMABLE = Interrupted.exit_code
 _WORST_FIRST = (InternalError.exit_code, 4, REFUSED, RESUMABLE, 3, 0)  # of the jobs of a sweep
@@ -99,12 +100,21 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
         if _comes_from_hydra(error):
             report(explain(error, known_keys(schema)))
             sys.exit(REFUSED)
-        mistake = told(error)
+        mistake = _unwritable(error) or told(error)
         report(mistake)
         sys.exit(mistake.exit_code)
     finally:
         _exit_codes.set(None)
     sys.exit(min(codes, key=_WORST_FIRST.index, default=0))
+
+
+def _unwritable(error: Exception) -> ConfigError | None:
+    """What the user is told where Hydra cannot write what it keeps of a sweep; None for anything else. A job's own
+    errors do not come here."""
+    is_sweep = any(word in sys.argv for word in MULTIRUN)
+    if not is_sweep or not isinstance(error, OSError) or os.sep not in str(error.filename):  # a program has no path
+        return None
+    return ConfigError(f"{error.filename} cannot be written: {error.strerror}: choose another place with output_root=")
 
 
 def _answered(job: str, words: list[str], schema: type) -> int | None:

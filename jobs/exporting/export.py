@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.errors import ConfigError, OutputError
+from runtime.errors import ConfigError
 from runtime.units import MIB, format_bytes
 from runtime.urls import is_url
 
-from ..files.named import is_replaceable, publish_named
-from ..files.publishing import PARQUET_PROBLEMS, make_directory, output_error, sweep_temps
+from ..files.named import cannot_write, is_replaceable, publish_named
+from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
 from ..run.found import FoundRun, find_runs
 from ..run.run_dir import RunDirectory
 from .columns import JsonTypes, chosen, exported_schema, with_columns
@@ -62,20 +62,21 @@ def export(config: ExportConfig) -> Exported:
     is_parquet, results = config.written_as is ExportFormat.parquet, _results(shards, schema, config, out)
     order = ORDER_OF_TURNS if shards[0].num_turns > 1 else ORDER
     made = None if out.absolute().parent.is_dir() else out.parent
-    with Sorter(make_directory(out.absolute().parent), _num_places(shards), _num_files(shards), order) as sorter:
-        for table in _rows(shards, schema, config, counts):
-            if is_parquet:
-                types.see(table)
-            sorter.add(table)
-        tables = (table.select(names) for table in sorter.sorted())
-        write = WRITERS[config.written_as] if results is None else results.write
-        write = partial(write_csv, is_safe=True) if config.csv_safe else write
-        as_written = types.result() if is_parquet else types.schema
-        try:
-            _sweep_left_behind(out)
+    make_directory(out.absolute().parent)
+    try:
+        with Sorter(out.absolute().parent, _num_places(shards), _num_files(shards), order) as sorter:
+            for table in _rows(shards, schema, config, counts):
+                if is_parquet:
+                    types.see(table)
+                sorter.add(table)
+            tables = (table.select(names) for table in sorter.sorted())
+            write = WRITERS[config.written_as] if results is None else results.write
+            write = partial(write_csv, is_safe=True) if config.csv_safe else write
+            as_written = types.result() if is_parquet else types.schema
+            sweep_temps(out.parent, out.name)  # what exports that were killed left half written
             publish_named(out, lambda file: write(tables, as_written, file))
-        except OutputError as error:
-            raise OutputError(f"out={out} cannot be written: {error.__cause__}; an older file is as it was") from error
+    except OSError as error:
+        raise cannot_write(out, error) from error
     num_rows = counts.num_rows if results is None else results.num_lines
     num_errors = counts.num_errors if results is None else results.num_errors
     return Exported(
@@ -164,14 +165,6 @@ def _input_at(out: Path, run: FoundRun) -> str | None:
         if is_it or is_inside or is_alike:
             return f"{key}={value}"
     return None
-
-
-def _sweep_left_behind(out: Path) -> None:
-    """Removes what exports to `out` left half written when they were killed. Raises OutputError."""
-    try:
-        sweep_temps(out.parent, out.name)
-    except OSError as error:
-        raise output_error(out, error) from error
 
 
 def _schemas(shards: Sequence[FoundRun]) -> list[pa.Schema]:

@@ -8,18 +8,30 @@ from pathlib import Path
 from typing import BinaryIO
 
 from runtime.cache_root import cache_root
-from runtime.errors import ConfigError, DamagedRunError, OutputError
+from runtime.errors import ConfigError, DamagedRunError, MillraceError, OutputError
 
-from .publishing import publish, read_json, write_json
+from .publishing import LASTING_ERRNOS, publish, read_json, write_json
 
 
 def publish_named(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Publishes `path` whole, in place of an older file, and remembers that it was written here. Raises OutputError."""
-    publish(path, write, exclusive=False)
+    """Publishes `path` whole, in place of an older file, and remembers that it was written here. Raises ConfigError
+    where it can never be written, OutputError; an older file is then as it was."""
+    try:
+        publish(path, write, exclusive=False)
+    except OutputError as error:
+        if isinstance(error.__cause__, OSError):
+            raise cannot_write(path, error.__cause__) from error
+        raise
     with suppress(OSError, OutputError):  # then it is not replaced without a question
         record = _record(path)
         record.parent.mkdir(parents=True, exist_ok=True)
         write_json(record, _state(path), exclusive=False)
+
+
+def cannot_write(path: Path, error: OSError) -> MillraceError:
+    """What the user is told: what no waiting heals is refused."""
+    kind = ConfigError if error.errno in LASTING_ERRNOS else OutputError
+    return kind(f"{path} cannot be written: {error.strerror or error}; an older file is as it was")
 
 
 def is_replaceable(path: Path) -> bool:

@@ -24,7 +24,7 @@ from typing import BinaryIO, NoReturn, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.errors import DamagedRunError, OutputError
+from runtime.errors import ConfigError, DamagedRunError, OutputError
 from runtime.units import MIB, format_bytes
 
 JsonValue: TypeAlias = "str | int | float | bool | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
@@ -32,6 +32,10 @@ JsonValue: TypeAlias = "str | int | float | bool | Sequence[JsonValue] | Mapping
 LOG = logging.getLogger(__name__)
 TEMP_SUFFIX = ".tmp"
 MOST_JSON_BYTES = 256 * MIB  # of one record; the list of a run of a million parts has less
+LASTING_ERRNOS = frozenset(
+    {errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
+    | {errno.ENOENT}
+)  # of a path that cannot be written, which no waiting heals
 PARQUET_PROBLEMS = (pa.ArrowException, OSError, ValueError)  # what `parse_parquet` raises on damaged bytes
 
 
@@ -106,10 +110,12 @@ def fsync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> Path:
-    """It, with all above it; it may be there already. Raises OutputError."""
+    """It, with all above it; it may be there already. Raises ConfigError where none can be made there, OutputError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if error.errno in LASTING_ERRNOS:
+            raise ConfigError(f"the directory {directory} cannot be made: {error.strerror}: choose another") from error
         raise output_error(directory, error) from error
     return directory
 
@@ -155,9 +161,13 @@ def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> Outp
     """The error a user meets when `path` cannot be written: what, why, how much room there is, what to change."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     needed = f", about {format_bytes(expected_bytes)} needed" if expected_bytes else ""
-    hint = "make room or choose another output directory with run="
+    hint = "make room or choose another output directory with output_root="
     if error.errno in (errno.EPERM, errno.ENOTSUP):
-        hint = "the file system must allow hard links: choose an output directory on another one with run="
+        hint = "the file system must allow hard links: choose an output directory on another one with output_root="
+    elif error.errno == errno.EFBIG:
+        hint = "files may be larger only with a higher limit (ulimit -f, RLIMIT_FSIZE), or on another file system"
+    elif error.errno in LASTING_ERRNOS:
+        hint = "make it a directory that can be written, or choose another one with output_root="
     return OutputError(
         f"cannot write {path}: {error.strerror or error} ({name}); {_free_text(path)}{needed}. "
         f"Finished parts are kept; {hint}, then start the same command again."

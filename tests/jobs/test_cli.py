@@ -224,6 +224,14 @@ def test_what_slurm_refuses_is_refused_in_its_own_words(
     assert "hydra.launcher.partition" in end.errors[-1] or "hydra/launcher=slurm" in end.errors[-1]
 
 
+def test_a_sweep_that_cannot_be_written_is_refused_by_its_key(end_of: Callable[..., End]) -> None:
+    end = end_of("--multirun", "sampling.seed=0,1", "output_root=/proc/nope")
+    assert (end.code, end.done) == (2, [])
+    assert end.errors == [
+        "error: /proc/nope cannot be written: No such file or directory: choose another place with output_root="
+    ]
+
+
 def test_errors_reach_a_launcher_that_runs_the_job_in_its_own_process() -> None:
     @as_job
     def body(_: None) -> None:

@@ -24,7 +24,9 @@ from jobs.exporting.export import Exported, describe, export
 from jobs.exporting.formats import write_csv
 from jobs.files.lock import RunLock
 from runtime.errors import ConfigError, DamagedRunError, OutputError
+from runtime.units import MIB
 from tests.jobs.sharded_run import COLUMNS, NUM_SHARDS, ShardedRun
+from tests.odd_files import limited_file_size
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGUN = ROOT / "tests" / "begun_before" / "generate"
@@ -332,10 +334,23 @@ def test_a_directory_that_was_not_there_is_made_with_a_word(case: ShardedRun) ->
     assert done.out.exists()
 
 
-def test_a_file_that_cannot_be_written_is_an_error_of_the_output(whole: ShardedRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["/proc/nope", "/proc/self", "{tmp_path}/file"])
+def test_a_path_that_can_never_be_written_is_refused(whole: ShardedRun, tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError):
-        exported(whole, "x", out=str(tmp_path / "file" / "all.jsonl"))
+    folder = folder.format(tmp_path=tmp_path)
+    with pytest.raises(ConfigError, match=f"{folder}.* cannot be (made|written)"):
+        exported(whole, "x", out=f"{folder}/all.jsonl")
+
+
+@pytest.mark.parametrize("bytes_at_once", [64 * MIB, 2000])
+def test_a_full_disk_is_an_error_of_the_output(
+    whole: ShardedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_at_once: int
+) -> None:
+    """Also where it is met by the files that rows are sorted in."""
+    monkeypatch.setattr(exporting, "BYTES_AT_ONCE", bytes_at_once)
+    with limited_file_size(1000), pytest.raises(OutputError, match=r"all\.jsonl cannot be written: File too large"):
+        exported(whole, "all.jsonl", out=str(tmp_path / "all.jsonl"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_settings_are_those_of_the_yaml() -> None:

@@ -8,9 +8,9 @@ from typing import BinaryIO
 import pytest
 
 from jobs.files import publishing as files
-from jobs.files.publishing import canonical_json, parse_json, publish, read_json, write_json
-from runtime.errors import DamagedRunError, OutputError
-from tests.odd_files import ODD_FILES
+from jobs.files.publishing import canonical_json, make_directory, parse_json, publish, read_json, write_json
+from runtime.errors import ConfigError, DamagedRunError, OutputError
+from tests.odd_files import ODD_FILES, limited_file_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +72,7 @@ def test_fault_commits_nothing_and_keeps_the_good_files(
     if step not in ("write", "check"):
         monkeypatch.setattr(os, step, fail)
     write, check = (fail if step == "write" else writer(b"newer")), (fail if step == "check" else None)
-    with pytest.raises(OutputError, match=rf"{path}: .*{errno.errorcode[number]}.*free there.*8 MiB needed.*run="):
+    with pytest.raises(OutputError, match=rf"{path}: .*{errno.errorcode[number]}.*free there.*8 MiB needed.*_root="):
         publish(path, write, exclusive=exclusive, check=check, expected_bytes=8 << 20)
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
 
@@ -101,6 +101,20 @@ def test_a_real_full_device_is_an_output_error(tmp_path: Path) -> None:
         publish(tmp_path / "part", write, exclusive=True)
     assert caught.value.exit_code == 75
     assert names(tmp_path) == []
+
+
+def test_a_limit_on_file_sizes_is_named(tmp_path: Path) -> None:
+    with limited_file_size(1000), pytest.raises(OutputError, match=r"EFBIG.*ulimit -f, RLIMIT_FSIZE") as caught:
+        publish(tmp_path / "part", writer(b"x" * 2000), exclusive=True)
+    assert "make room" not in str(caught.value)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["/proc/nope/generate/run", "/dev/full/generate/run", "{tmp_path}/file/run"])
+def test_a_directory_that_can_never_be_made_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be made: .*: choose another"):
+        make_directory(Path(place.format(tmp_path=tmp_path)))
 
 
 def test_programmers_errors_pass_through_and_leave_no_temp(tmp_path: Path) -> None:
