@@ -66,7 +66,7 @@ JOBS = {
     "evaluating": {"config", "datasets", "files", "run"},
     "exporting": {"datasets", "files", "run"},
     "serving": {"config", "datasets", "files", "run", "exporting"},
-    "reporting": {"config", "files", "pictures", "run"},
+    "reporting": {"config", "datasets", "files", "pictures", "run"},
     "planning": {"config", "files", "pictures"},
     "measuring": {"config", "files"},
     "benchmarks": {"config", "files", "datasets", "evaluating", "packing", "pictures", "run"},
