@@ -91,6 +91,7 @@ class Admission(Enum):
 
 MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
 TINY, RANDOM = "tiny", "random"  # the model that comes along, and the one that is drawn on the spot
+ANY = "hf"  # whatever `model.path` holds: no name of a model
 BUILT_IN = (TINY, RANDOM)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..cache_root import cache_root
-from ..config import DType, Lanes, ModelConfig, Verify
+from ..config import ANY, DType, Lanes, ModelConfig, Verify
 from ..errors import CheckpointError, ConfigError
 from ..formats.own_store import METHOD, relative_error
 from ..formats.registry import LOSSES, pair_companions
@@ -189,7 +189,8 @@ def load_model(
     rope_lengths = follow_lengths(hollow.model)
     with class_refused(hollow.class_name):
         staged = stage_model(hollow.model)
-        shape = shape_of(config.name, staged, weights.parameters, lanes.cache, is_packed=lanes.is_packed)
+        name = hollow.class_name if config.name == ANY else config.name
+        shape = shape_of(name, staged, weights.parameters, lanes.cache, is_packed=lanes.is_packed)
     fill_buffers(staged, weights.parameters)
     _move_buffers(hollow.model, device)
     return LoadedModel(

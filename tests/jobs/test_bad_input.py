@@ -1,13 +1,16 @@
 """Bad input gets a clear error that names what, where and the key; a bad row never kills a run."""
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from jobs.config.logs import log_start
 from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
@@ -16,7 +19,7 @@ from jobs.run.encoding import encode
 from jobs.run.generation import generate
 from jobs.run.run_dir import RunDirectory
 from jobs.run.scoring import score
-from runtime.config import ModelConfig, OffloadConfig, SamplingConfig, Tier
+from runtime.config import MachineConfig, ModelConfig, OffloadConfig, SamplingConfig, Tier
 from runtime.errors import BudgetError, CheckpointError, ConfigError, DatasetError, MillraceError
 from runtime.units import MIB
 from tests.generations import read_generations
@@ -69,6 +72,18 @@ def test_a_path_that_leads_nowhere_is_refused_before_what_takes_long_is_loaded(w
     loaded = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
     assert "hydra" in loaded
     assert not {"torch", "transformers"} & loaded
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "xpu"])
+def test_a_device_that_is_not_here_is_refused_before_a_model_is_opened(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    config = GenerateConfig(machine=MachineConfig(device=device))
+    with pytest.raises(ConfigError, match=f"machine.device={device}: torch .* finds no accelerator here"):
+        log_start(logging.getLogger("jobs.generate"), config)
+    assert "opening" not in capsys.readouterr().err
 
 
 def test_hub_id_without_network_names_three_ways_on(tmp_path: Path) -> None:

@@ -232,5 +232,6 @@ class _Placer:
             paging=paging if paged else ExpertPaging.off,
             num_expert_slots=max(2, self.config.prefetch.depth + 1) if paged else 0,
             cpu_share=self._cpu_share if paged & in_host else None,
+            at_least=self.load.at_least,
         )
         return replace(placement, ledgers=candidate.needs.ledgers(placement))
