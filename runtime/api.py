@@ -70,7 +70,7 @@ from .settings import Settings, changed
 from .store.reader import Reader
 from .stream.device import ComputeDevice
 from .stream.fillings import Together
-from .stream.host_memory import reset_peak, resident_bytes, set_allocator
+from .stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
 from .trace import Trace
 from .units import MIB, format_bytes
 
@@ -361,6 +361,7 @@ class Runtime(Closing):
             )
             self.planner.announce(found, self._advised)
             self._check_lanes(found, requests)
+            self._count_from_here()
             return found
 
         def confirm(plan: RunPlan, session: Session) -> None:
@@ -392,6 +393,7 @@ class Runtime(Closing):
         told = shared.plan(self.planner, requests, blocks, chunk_tokens)
         plan = shared.plan_told(told, self.planner, requests)
         self._check_lanes(plan, requests)
+        reset_peak()
         together = shared.begin(told)
         self.planner.announce(plan, self._advised)
         with self.session(plan, together) as session:
@@ -422,8 +424,17 @@ class Runtime(Closing):
         if is_first and plan.blocks and is_due(self.model, self.config.model.self_check, seconds):
             config, stop = self.config, self._should_stop
             check_lanes(replace(self.model, shape=whole), config, self.budgets(), self.reader, stop, scores=scores)
-            reset_peak()
+            gc.collect()  # a model refers to itself
         self._checked |= {scores, False}
+
+    def _count_from_here(self) -> None:
+        """Counts the memory of the session that is about to be opened from what the process holds now: what measuring,
+        the self-check, compiled kernels and a first try left behind is not the run's. Kept weights are, and were
+        allocated behind an earlier beginning, which then stays."""
+        if self._kept is None or not (self._kept.weights.compute_bytes or self._kept.weights.pinned_bytes):
+            trim_heap()
+            self.baseline_bytes = resident_bytes()
+        reset_peak()
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
         """`sampling.n` results per prompt, in order of prompts and then of samples. `prompts` as for `stream`."""
